@@ -1,0 +1,30 @@
+"""Syncline trains PyTorch models on many workers, with synchrony as a dial."""
+
+from syncline.dial import Sync
+from syncline.engines.local.engine import Local
+from syncline.engines.run import EpochRecord
+from syncline.engines.sim.engine import Sim
+from syncline.errors import LearnerError, RunError, SynclineError, UsageError
+from syncline.learn.feed import epoch_order
+from syncline.learn.session import Session
+from syncline.protocols.clocks import Staleness
+from syncline.train import Result, Run, launch, train
+
+__all__ = [
+    "EpochRecord",
+    "LearnerError",
+    "Local",
+    "Result",
+    "Run",
+    "RunError",
+    "Session",
+    "Sim",
+    "Staleness",
+    "Sync",
+    "SynclineError",
+    "UsageError",
+    "epoch_order",
+    "launch",
+    "train",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,418 @@
+"""The dial: when gradients become an update, and who waits, as one record, `Sync`.
+
+Responsible for the presets, for parsing and printing them, for what contradicts itself, and for the two numbers
+that follow from a record: the quorum and the rate factor. Not responsible for carrying any of it out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from syncline.errors import DialError, NotYetError
+
+Late = Literal["fold", "drop"]
+Rate = Literal["given", "share", "staleness"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sync:
+    """When a fold happens, what it contains, and who waits for it; λ is the number of live learners."""
+
+    one_from_each: bool = False  # quorum λ: one gradient of one iteration from each, folded in rank order
+    splits: int | None = None  # quorum max(1, ⌊λ/splits⌋), first come; None: 1
+    backup: int = 0  # quorum min(λ₀ − backup, λ), first come
+    lead: int | None = None  # own gradients not yet folded when a learner goes on; None: free
+    slack: int | None = None  # steps ahead of the slowest; None: any
+    push: int = 1  # a push every so many steps
+    fetch: int = 1  # a fetch every so many steps
+    late: Late = "fold"  # a gradient that missed its fold goes into the next, or is dropped
+    rate: Rate = "given"  # factor 1, c/λ, or each gradient divided by max(1, σ)
+    reference_batch: int | None = None  # B: factor √(λμ/B)
+    local_lr: float | None = None  # of the learner's own steps between fetches
+
+    def __post_init__(self) -> None:
+        _check_values(self)
+        for wrong, reason in _contradictions(self):
+            if wrong:
+                raise DialError(f"{_shown(self)} contradicts itself: {reason}")
+
+    @classmethod
+    def parse(cls, text: str) -> Sync:
+        """The record of a preset: `name[:value][,key=value…]`, as in `softsync:2` or `async:rate=given`."""
+        name, *rest = re.split(r"[:,]", text, maxsplit=1)
+        preset = _preset(name.strip(), text)
+        items = [item.strip() for item in rest[0].split(",")] if rest else []
+        changes: dict[str, Any] = {}
+        if items and "=" not in items[0]:
+            changes |= preset.read_value(items.pop(0), text)
+        elif preset.required:
+            raise DialError(f"{text!r} lacks its number: write {preset.syntax}, for example {preset.base}")
+        for item in items:
+            changes |= preset.read_option(item, text, changes)
+        return replace(preset.base, **changes)
+
+    def __str__(self) -> str:
+        """The preset's text, which parses to an equal record; `Sync(...)` for a record that is no preset."""
+        preset = self._named()
+        return preset.text(self) if preset else _shown(self)
+
+    @property
+    def lockstep(self) -> bool:
+        """Every fold takes one gradient of the same iteration from each learner."""
+        return self.one_from_each
+
+    @property
+    def delay(self) -> int:
+        """Versions by which a lockstep learner runs ahead of the folds."""
+        return (self.lead or 0) if self.one_from_each else 0
+
+    def quorum(self, live: int, initial: int | None = None) -> int:
+        """Gradients in one update, at least 1; `initial` is λ₀, the learners that the run started with."""
+        if self.one_from_each:
+            return max(1, live)
+        if self.splits is not None:
+            return max(1, live // self.splits)
+        if self.backup:
+            return max(1, min((live if initial is None else initial) - self.backup, live))
+        return 1
+
+    def factor(self, live: int, batch_size: int | None) -> float:
+        """What the fold's learning rate is multiplied by."""
+        live = max(1, live)
+        if self.reference_batch is not None:
+            return math.sqrt(live * self._known(batch_size) / self.reference_batch)
+        return self.quorum(live) / live if self.rate == "share" else 1.0
+
+    def check(self, learners: int, batch_size: int | None = None) -> None:
+        """Refuse what cannot work with so many learners."""
+        if learners < 1:
+            raise DialError(f"{self} needs at least 1 learner, got {learners}")
+        if batch_size is not None and batch_size < 1:
+            raise DialError(f"{self} needs a batch_size of at least 1, got {batch_size}")
+        if self.splits is not None and self.splits > learners:
+            raise DialError(
+                f"{self} needs n <= learners, got n = {self.splits} with {learners} learners: an update would "
+                f"take ⌊{learners}/{self.splits}⌋ = 0 gradients; use softsync:{learners} (one gradient in each "
+                f"update, as async) or at least {self.splits} learners"
+            )
+        if self.backup >= learners:
+            raise DialError(
+                f"{self} needs b < learners, got b = {self.backup} with {learners} learners: the quorum would be "
+                f"{learners} − {self.backup} = {learners - self.backup}; {_fewer_backups(self.backup, learners)}"
+            )
+        if self.reference_batch is not None:
+            self._known(batch_size)
+        if self.local_lr is None and max(self.push, self.fetch) > 1:
+            raise DialError(
+                f"{self} needs local_lr, the rate of a learner's own steps between fetches, since push = "
+                f"{self.push} and fetch = {self.fetch}: write downpour:push={self.push},fetch={self.fetch},"
+                "local_lr=0.1 with a rate of your own"
+            )
+
+    def ready(self) -> None:
+        """Refuse what is understood but not built yet."""
+        preset = self._named()
+        if preset is not None and preset.works and self.rate != "staleness":
+            return
+        raise NotYetError(f"{self} is understood but not built yet; {_working()}")
+
+    def _named(self) -> Preset | None:
+        return next((preset for preset in PRESETS if preset.covers(self)), None)
+
+    def _known(self, batch_size: int | None) -> int:
+        if batch_size is None:
+            raise DialError(
+                f"{self} multiplies the rate by √(learners × batch_size / {self.reference_batch}), but batch_size "
+                "is not known here: give batch_size, or leave reference_batch out and set the rate yourself"
+            )
+        return batch_size
+
+
+def as_sync(value: str | Sync) -> Sync:
+    """The record itself, or the record that a preset's text names."""
+    if isinstance(value, Sync):
+        return value
+    if isinstance(value, str):
+        return Sync.parse(value)
+    raise DialError(
+        f"sync must be a text such as 'softsync:2' or a Sync record, got {type(value).__name__} {value!r}"
+    )
+
+
+# -- one record --------------------------------------------------------------------------------------------
+
+
+def _check_values(sync: Sync) -> None:
+    for name, least in (("backup", 0), ("push", 1), ("fetch", 1)):
+        _check_whole(name, getattr(sync, name), least)
+    for name, least in (("splits", 1), ("lead", 0), ("slack", 0), ("reference_batch", 1)):
+        if getattr(sync, name) is not None:
+            _check_whole(name, getattr(sync, name), least)
+    for name, choice in (("late", Late), ("rate", Rate)):
+        if getattr(sync, name) not in get_args(choice):
+            raise DialError(f"{name} must be one of {_listed(get_args(choice))}, got {getattr(sync, name)!r}")
+    rate = sync.local_lr
+    if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):
+        raise DialError(f"local_lr must be a finite number > 0, got {rate!r}")
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise DialError(f"{name} must be a whole number >= {least}, got {value!r}")
+
+
+def _contradictions(sync: Sync) -> Iterable[tuple[bool, str]]:
+    each, lead = sync.one_from_each, sync.lead
+    several = max(sync.push, sync.fetch) > 1
+    yield each and sync.splits is not None, "one_from_each takes all learners, splits a part of them; set one"
+    yield each and sync.backup > 0, "one_from_each waits for all learners, backup leaves some out; set one"
+    yield each and lead is None, "one_from_each needs a lead: 0 waits for each fold, k goes on k folds ahead"
+    yield (
+        each and sync.slack is not None,
+        "one_from_each already keeps all learners within lead; leave slack out",
+    )
+    yield each and sync.late == "drop", "with one_from_each no gradient is late; leave late out"
+    yield (
+        each and sync.rate != "given",
+        "with one_from_each all gradients of a fold have the same staleness, so the rate is 'given'; set the lr itself",
+    )
+    yield sync.splits is not None and sync.backup > 0, "splits and backup both set the quorum; set one"
+    yield (
+        not each and bool(lead),
+        "lead > 0 needs one_from_each: who comes first has no iteration to run ahead of",
+    )
+    yield (
+        sync.backup > 0 and lead is None,
+        "backup needs lead=0: who was left out goes on from the update that left it out",
+    )
+    yield (
+        sync.backup > 0 and sync.rate != "given",
+        "backup folds fresh gradients only, so the rate is 'given'",
+    )
+    yield (
+        sync.late == "drop" and lead is None,
+        "late='drop' needs lead=0, or a free learner's work is mostly dropped",
+    )
+    yield several and lead is not None, "push or fetch > 1 needs lead=None: local steps wait for no fold"
+    yield (
+        sync.reference_batch is not None and not each,
+        "reference_batch needs one_from_each: √(λμ/B) is for updates of λμ examples",
+    )
+
+
+def _fewer_backups(backup: int, learners: int) -> str:
+    enough = f"at least {backup + 1} learners"
+    return f"use backup:{learners - 1} at most, or {enough}" if learners > 1 else f"use hardsync, or {enough}"
+
+
+def _shown(sync: Sync) -> str:
+    changed = (f for f in fields(Sync) if getattr(sync, f.name) != f.default)
+    return f"Sync({', '.join(f'{f.name}={getattr(sync, f.name)!r}' for f in changed)})"
+
+
+# -- the presets -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """A named record: the words for a table of presets, and how its text is read and written."""
+
+    name: str
+    syntax: str
+    meaning: str
+    quorum: str
+    rate: str
+    paper: str
+    base: Sync
+    value: str | None = None  # the field that the number after the colon sets
+    least: int = 1
+    less: str = ""  # what to write instead of a number below `least`
+    required: bool = False
+    options: tuple[str, ...] = ()
+    works: bool = True
+
+    def covers(self, sync: Sync) -> bool:
+        """Some text of this preset gives this record."""
+        free = {self.value, *self.options}
+        if any(
+            getattr(sync, f.name) != getattr(self.base, f.name) for f in fields(Sync) if f.name not in free
+        ):
+            return False
+        number = getattr(sync, self.value) if self.value else self.least
+        return number is not None and number >= self.least
+
+    def text(self, sync: Sync) -> str:
+        items = [str(getattr(sync, self.value))] if self.value else []
+        changed = (name for name in self.options if getattr(sync, name) != getattr(self.base, name))
+        items += [f"{name}={getattr(sync, name)}" for name in changed]
+        return f"{self.name}:{','.join(items)}" if items else self.name
+
+    def read_value(self, item: str, text: str) -> dict[str, Any]:
+        """The number after the colon."""
+        if self.value is None:
+            raise DialError(f"{text!r}: {self.name} takes no number, got {item!r}; {self._options_text()}")
+        number = _read(int, "a whole number", item, text)
+        if number < self.least:
+            letter = self.syntax[-1]
+            raise DialError(
+                f"{text!r}: {self.syntax} needs {letter} >= {self.least}, got {number}{self.less}"
+            )
+        return {self.value: number}
+
+    def read_option(self, item: str, text: str, before: dict[str, Any]) -> dict[str, Any]:
+        """One `key=value`."""
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not value:
+            raise DialError(f"{text!r}: {item!r} is no option; write key=value, separated by commas")
+        if key not in self.options:
+            raise DialError(
+                f"{text!r}: {self.name} has no option {key!r}{_nearest(key, self.options)}; {self._options_text()}"
+            )
+        if key in before:
+            raise DialError(f"{text!r} gives {key} twice; give it once")
+        if key == "rate":
+            return {key: _read_rate(value, text)}
+        kind, words = (float, "a number") if key == "local_lr" else (int, "a whole number")
+        return {key: _read(kind, words, value, text)}
+
+    def _options_text(self) -> str:
+        return f"its options are {_listed(self.options)}" if self.options else "it has no options"
+
+
+def _preset(name: str, text: str) -> Preset:
+    for preset in PRESETS:
+        if preset.name == name:
+            return preset
+    if name in LATER:
+        raise NotYetError(f"{text!r} ({LATER[name]}) is understood but not built yet; {_working()}")
+    names = [*(preset.name for preset in PRESETS), *LATER]
+    known = ", ".join(preset.syntax for preset in PRESETS)
+    raise DialError(f"no preset is called {name!r}{_nearest(name, names)}; there are: {known}")
+
+
+def _working() -> str:
+    return f"working now: {', '.join(preset.syntax for preset in PRESETS if preset.works)}"
+
+
+def _read(kind: Callable[[str], Any], words: str, value: str, text: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise DialError(f"{text!r}: {value!r} is not {words}") from None
+
+
+def _read_rate(value: str, text: str) -> str:
+    rates = get_args(Rate)
+    if value not in rates:
+        raise DialError(
+            f"{text!r}: no rate is called {value!r}{_nearest(value, rates)}; there are: {', '.join(rates)}"
+        )
+    return value
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+PRESETS: tuple[Preset, ...] = (
+    Preset(
+        name="hardsync",
+        syntax="hardsync",
+        meaning="everybody waits for everybody, every step",
+        quorum="λ, one from each",
+        rate="1, or √(λμ/B) with reference_batch=B",
+        paper="Rudra",
+        base=Sync(one_from_each=True, lead=0),
+        options=("reference_batch",),
+    ),
+    Preset(
+        name="softsync",
+        syntax="softsync:n",
+        meaning="nobody waits for another; an update takes the first λ/n gradients",
+        quorum="max(1, ⌊λ/n⌋)",
+        rate="1/n (c/λ where n does not divide λ)",
+        paper="Rudra",
+        base=Sync(splits=1, rate="share"),
+        value="splits",
+        less=": n = 1 takes as many gradients as there are learners",
+        options=("rate",),
+    ),
+    Preset(
+        name="async",
+        syntax="async",
+        meaning="nobody waits; every gradient is an update",
+        quorum="1",
+        rate="1/λ; 1 with rate=given; each by its staleness with rate=staleness",
+        paper="Rudra",
+        base=Sync(rate="share"),
+        options=("rate",),
+    ),
+    Preset(
+        name="downpour",
+        syntax="downpour:push=p,fetch=f",
+        meaning="learners step by themselves, push sums and fetch weights now and then",
+        quorum="1 push, the sum of up to p gradients",
+        rate="1",
+        paper="DistBelief",
+        base=Sync(),
+        options=("push", "fetch", "local_lr"),
+        works=False,
+    ),
+    Preset(
+        name="ssp",
+        syntax="ssp:s",
+        meaning="async, but nobody is more than s steps ahead of the slowest",
+        quorum="1",
+        rate="1",
+        paper="Ho et al. 2013",
+        base=Sync(slack=1),
+        value="slack",
+        least=0,
+        less=": s = 0 lets nobody run ahead",
+        required=True,
+        options=("rate",),
+        works=False,
+    ),
+    Preset(
+        name="backup",
+        syntax="backup:b",
+        meaning="an update takes the first of each round; the b slowest are dropped",
+        quorum="min(λ₀ − b, λ), first come",
+        rate="1",
+        paper="Chen et al. 2016",
+        base=Sync(backup=1, lead=0, late="drop"),
+        value="backup",
+        less=": b = 0 means hardsync, write hardsync",
+        required=True,
+        works=False,
+    ),
+    Preset(
+        name="delayed",
+        syntax="delayed:k",
+        meaning="lockstep, but learners go on k folds ahead, so that communication hides",
+        quorum="λ, one from each, all of one iteration",
+        rate="1, or √(λμ/B) with reference_batch=B",
+        paper="AGD",
+        base=Sync(one_from_each=True, lead=1),
+        value="lead",
+        less=": k = 0 means hardsync, write hardsync",
+        required=True,
+        options=("reference_batch",),
+    ),
+)
+
+LATER = {
+    "groups": "synchronous inside groups of M learners",
+    "diloco": "H local steps between outer updates",
+    "sandblaster": "batch methods by a coordinator",
+}

@@ -1,0 +1,80 @@
+"""What a forked process does: sets itself up, then becomes a learner, a shard or an evaluator.
+
+Every process watches the caller's life line (a pipe whose only write end is the caller's) and ends when it
+breaks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from syncline.engines.local.channel import Channel, Closed
+from syncline.engines.local.learner import run_evaluator, run_learner
+from syncline.engines.local.server import run_server
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to a child."""
+
+    role: str  # "learner", "shard" or "evaluator"
+    threads: int
+    path: list[str]
+    folder: str
+    environment: dict[str, str]
+    core: int | None
+    spec: Any  # the role's own, unpacked only after path and folder are set
+
+
+def main(control: int, out: int, err: int, life_line: int) -> int:
+    """The whole life of a child; the exit code comes back."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _redirect(out, err)
+    threading.Thread(target=_watch, args=(life_line,), daemon=True).start()
+    channel = Channel(socket.socket(fileno=control))
+    try:
+        setup: Setup = channel.receive()
+        _settle(setup)
+        if setup.role == "shard":
+            run_server(channel, setup.spec)
+        elif setup.role == "evaluator":
+            run_evaluator(channel)
+        else:
+            return run_learner(channel, setup.spec)
+    except Closed:
+        return 1
+    return 0
+
+
+def _redirect(out: int, err: int) -> None:
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+
+
+def _watch(life_line: int) -> None:
+    os.read(life_line, 1)
+    os._exit(3)
+
+
+def _settle(setup: Setup) -> None:
+    sys.path[:] = setup.path
+    os.environ.clear()
+    os.environ.update(setup.environment)
+    if os.path.isdir(setup.folder):
+        os.chdir(setup.folder)
+    torch.set_num_threads(setup.threads)
+    if setup.core is not None:
+        os.sched_setaffinity(0, {setup.core})

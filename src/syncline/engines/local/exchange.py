@@ -1,0 +1,124 @@
+"""The exchange: what processes of one machine say through shared memory (M11).
+
+Every word has one writer. A record is written first and committed last, by storing one counter; a reader that sees the
+counter sees the record. No locks, nothing to clean up after a death. Built on `Cells`' operations alone, so
+that tests can run it over every interleaving.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+LINE = 8  # words in a cache line: words of different writers do not share one
+RECORD = 16  # words
+
+
+class CellsLike(Protocol):
+    def load(self, cell: int) -> int: ...
+
+    def store(self, cell: int, value: int) -> None: ...
+
+    def write(self, cell: int, packed: bytes) -> None: ...
+
+    def read(self, cell: int, nbytes: int) -> bytes: ...
+
+
+class Ring:
+    """Records from one writer to one or more readers, in order; a full ring refuses."""
+
+    def __init__(
+        self, cells: CellsLike, base: int, *, capacity: int, form: struct.Struct, readers: int = 1
+    ) -> None:
+        if form.size > RECORD * 8:
+            raise ValueError(f"a record of {form.size} bytes does not fit into {RECORD * 8}")
+        self._cells, self._form, self._capacity = cells, form, capacity
+        self._head = base
+        self._tails = [base + LINE * (1 + reader) for reader in range(readers)]
+        self._records = base + LINE * (1 + readers)
+
+    @staticmethod
+    def words(capacity: int, readers: int = 1) -> int:
+        return LINE * (1 + readers) + RECORD * capacity
+
+    # the writer's side
+
+    def push(self, record: Sequence[int | float]) -> bool:
+        head = self._cells.load(self._head)
+        if head - min(self._cells.load(tail) for tail in self._tails) >= self._capacity:
+            return False
+        self._cells.write(self._records + RECORD * (head % self._capacity), self._form.pack(*record))
+        self._cells.store(self._head, head + 1)
+        return True
+
+    # a reader's side
+
+    def pop(self, reader: int = 0) -> tuple[int | float, ...] | None:
+        tail = self._cells.load(self._tails[reader])
+        if tail == self._cells.load(self._head):
+            return None
+        packed = self._cells.read(self._records + RECORD * (tail % self._capacity), self._form.size)
+        self._cells.store(self._tails[reader], tail + 1)
+        return self._form.unpack(packed)
+
+    def empty(self, reader: int = 0) -> bool:
+        return self._cells.load(self._tails[reader]) == self._cells.load(self._head)
+
+
+class Replies:
+    """For each shard: the last ticket of one learner that it released, and the version to read."""
+
+    def __init__(self, cells: CellsLike, base: int, *, shards: int) -> None:
+        self._cells = cells
+        self._places = [base + LINE * shard for shard in range(shards)]
+
+    @staticmethod
+    def words(shards: int) -> int:
+        return LINE * shards
+
+    def release(self, shard: int, number: int, version: int) -> None:
+        self._cells.store(self._places[shard] + 1, version)
+        self._cells.store(self._places[shard], number + 1)  # the commit word: 0 is nothing yet
+
+    def released(self, number: int) -> int | None:
+        """The version, once every shard has released this ticket."""
+        for place in self._places:
+            if self._cells.load(place) <= number:
+                return None
+        versions = {self._cells.load(place + 1) for place in self._places}
+        if len(versions) != 1:
+            raise AssertionError(f"shards released ticket {number} with versions {sorted(versions)}")
+        return versions.pop()
+
+
+class Shares:
+    """Numbers that each shard tells all others, by round: gradient norms of one fold."""
+
+    def __init__(self, cells: CellsLike, base: int, *, sizes: Sequence[int]) -> None:
+        self._cells, self._sizes = cells, list(sizes)
+        self._counters = [base + LINE * shard for shard in range(len(sizes))]
+        self._places = []
+        position = base + LINE * len(sizes)
+        for size in sizes:
+            self._places.append(position)
+            position += 2 * (-(-size // LINE) * LINE)  # two rounds: a fast shard may be one ahead
+
+    @staticmethod
+    def words(sizes: Sequence[int]) -> int:
+        return LINE * len(sizes) + sum(2 * (-(-size // LINE) * LINE) for size in sizes)
+
+    def tell(self, shard: int, number: int, values: Sequence[float]) -> None:
+        place = self._places[shard] + (number % 2) * (-(-self._sizes[shard] // LINE) * LINE)
+        self._cells.write(place, struct.pack(f"{len(values)}d", *values))
+        self._cells.store(self._counters[shard], number)
+
+    def all(self, number: int) -> list[list[float]] | None:
+        """Everybody's values of this round, once all are there."""
+        if any(self._cells.load(counter) < number for counter in self._counters):
+            return None
+        found = []
+        for place, size in zip(self._places, self._sizes, strict=True):
+            start = place + (number % 2) * (-(-size // LINE) * LINE)
+            found.append(list(struct.unpack(f"{size}d", self._cells.read(start, size * 8))))
+        return found

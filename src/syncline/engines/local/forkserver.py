@@ -1,0 +1,217 @@
+"""Where processes come from: a small server with torch imported that forks on request.
+
+It never imports the caller's `__main__` and never touches CUDA, so no main guard is needed and children may
+use GPUs. It imports everything a child needs first (an optimizer's first step pulls in a second of torch), runs one thread, and lives as long
+as the caller. Children that end are reaped here, then announced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+from syncline.engines.local.channel import Channel
+from syncline.errors import RunError
+
+CHILD_FDS = 4  # control socket, stdout, stderr, the caller's life line
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A child was reaped; a negative code is the signal that ended it."""
+
+    pid: int
+    code: int
+
+
+# -- the caller's side -------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_server: tuple[int, socket.socket, subprocess.Popen[bytes]] | None = None
+
+
+def connect() -> Channel:
+    """A connection of its own for one run; the server starts with the first."""
+    global _server
+    with _lock:
+        if _server is None or _server[0] != os.getpid() or _server[2].poll() is not None:
+            _server = (os.getpid(), *_start())
+        mine, theirs = Channel.pair()
+        try:
+            socket.send_fds(_server[1], [b"r"], [theirs.fileno()])
+        except BrokenPipeError as error:
+            _server = None
+            raise RunError("the fork server ended unexpectedly; run again") from error
+        theirs.close()
+        return mine
+
+
+def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    code = f"from syncline.engines.local.forkserver import serve; serve({theirs.fileno()})"
+    paths = [path for path in sys.path if path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        pass_fds=[theirs.fileno()],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # the terminal's Ctrl-C is the caller's to handle
+    )
+    theirs.close()
+    return mine, process
+
+
+@atexit.register
+def shutdown() -> None:
+    """End the fork server (it also ends by itself with the caller)."""
+    global _server
+    if _server is not None and _server[0] == os.getpid():
+        _server[1].close()
+        try:
+            _server[2].wait(5)
+        except subprocess.TimeoutExpired:
+            _server[2].kill()
+            _server[2].wait()
+        _server = None
+
+
+def send_fork(channel: Channel, fds: list[int]) -> None:
+    """Ask for a child on these descriptors (control, stdout, stderr, life line); answered by `Started`."""
+    socket.send_fds(channel._socket, [b"f"], fds)
+
+
+# -- the server's side -------------------------------------------------------------------------------------
+
+
+def _warm_up() -> None:
+    """Everything that children would otherwise import one by one."""
+    import torch
+
+    torch.set_num_threads(1)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        optimizer = kind([parameter], lr=0.1)
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+    import syncline.engines.local.child  # noqa: F401
+
+
+def serve(fd: int) -> None:
+    gc.disable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _warm_up()
+    gc.collect()
+    gc.freeze()
+    _Server(socket.socket(fileno=fd)).run()
+
+
+class _Server:
+    def __init__(self, caller: socket.socket) -> None:
+        self._caller = caller
+        self._runs: dict[int, Channel] = {}  # descriptor -> a run's connection
+        self._children: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, run's descriptor)
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self._caller, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self._caller.fileno():
+                    if not self._accept(poll):
+                        self._end()
+                        return
+                elif fd in self._children:
+                    self._reap(fd, poll)
+                elif fd in self._runs:
+                    self._serve(fd, poll)
+
+    def _accept(self, poll: select.poll) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._caller, 1, 1)
+        if not data:
+            return False
+        channel = Channel(socket.socket(fileno=fds[0]))
+        self._runs[channel.fileno()] = channel
+        poll.register(channel.fileno(), select.POLLIN)
+        return True
+
+    def _serve(self, fd: int, poll: select.poll) -> None:
+        channel = self._runs[fd]
+        try:
+            data, fds, _, _ = socket.recv_fds(channel._socket, 1, CHILD_FDS)
+        except ConnectionResetError:
+            data, fds = b"", []
+        if not data:
+            poll.unregister(fd)
+            self._runs.pop(fd).close()
+            self._kill(fd)
+            return
+        pid = os.fork()
+        if pid == 0:
+            self._become(fds)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = (pid, fd)
+        poll.register(pidfd, select.POLLIN)
+        for each in fds:
+            os.close(each)
+        channel.try_send(Started(pid))
+
+    def _become(self, fds: list[int]) -> None:
+        """In the child: drop everything of the server's, then never return."""
+        code = 1
+        try:
+            self._caller.close()
+            for channel in self._runs.values():
+                channel.close()
+            for pidfd in self._children:
+                os.close(pidfd)
+            gc.enable()
+            from syncline.engines.local.child import main
+
+            code = main(*fds)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self, pidfd: int, poll: select.poll) -> None:
+        pid, run = self._children.pop(pidfd)
+        poll.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        if run in self._runs:
+            self._runs[run].try_send(Ended(pid, os.waitstatus_to_exitcode(status)))
+
+    def _kill(self, run: int) -> None:
+        for pid, owner in self._children.values():
+            if owner == run:
+                os.kill(pid, signal.SIGKILL)
+
+    def _end(self) -> None:
+        for pid, _ in self._children.values():
+            os.kill(pid, signal.SIGKILL)
+        for pid, _ in self._children.values():
+            os.waitpid(pid, 0)
+
+
+def describe(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,200 @@
+"""A learner's process: the port of its session on shared memory, and the call of the user's function.
+
+Also the evaluator's process, which tests snapshots beside the learners (R6).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.engines.local.channel import Channel, Closed
+from syncline.engines.local.exchange import Replies
+from syncline.engines.local.memory import Bell, Region, Sleeper
+from syncline.engines.local.server import Desk, Geometry, Lane, Shelf
+from syncline.learn.session import Session, SessionConfig
+from syncline.ports import LearnerPort, Note, Portion, RunStopped, TableLink
+from syncline.table.layout import Layout
+from syncline.topology import messages as m
+
+STOP = 0  # the word of the hub that says the run is to end
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSpec:
+    """A learner's own part of its setup."""
+
+    learner: int
+    hub: Region
+    desk: Region
+    bell: Bell
+    shard_bell: Bell  # of the leading shard
+    geometry: Geometry
+    yields: int
+    config: SessionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a learner runs."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+class LocalLink(TableLink):
+    """One table, seen from its learner."""
+
+    def __init__(self, opened: m.Opened, geometry: Geometry, sleeper: Sleeper) -> None:
+        self.layout = opened.layout
+        self._shelf = Shelf(opened.handle, opened.layout, kept=geometry.kept)
+        self._lane = Lane(opened.lane, opened.layout, slots=geometry.slots, inbox=geometry.inbox)
+        self.slots = self._lane.slots
+        self._replies: Replies = self._lane.replies
+        self._sleeper = sleeper
+        flat = opened.layout.parameters
+        if self._lane.inbox is not None:
+            sources = [self._lane.inbox]
+        else:
+            sources = self._shelf.history or [self._shelf.weights]
+        self._sources = [flat.views(source) for source in sources]
+        self.buffers, self.others = self._shelf.buffers, self._shelf.others
+        opened.handle.close()
+        opened.lane.close()
+
+    def weights(self, version: int) -> list[Tensor]:
+        return self._sources[version % len(self._sources)]
+
+    def memory(self) -> list[Tensor]:
+        """The blocks that a GPU copies to and from."""
+        return [self._lane.memory, *self._shelf.weights]
+
+    def wait(self, number: int) -> int:
+        while (version := self._replies.released(number)) is None:
+            self._sleeper.wait()
+        self._sleeper.busy()
+        return version
+
+
+class LocalLearnerPort(LearnerPort):
+    """All that a session asks, on shared memory and one control channel."""
+
+    def __init__(self, channel: Channel, spec: LearnerSpec) -> None:
+        self.learner, self.rank = spec.learner, spec.config.rank
+        self._channel, self._spec = channel, spec
+        self._desk = Desk(spec.desk)
+        self._stop = spec.hub.words
+        self._sleeper = Sleeper(spec.bell, yields=spec.yields)
+        self._portions: dict[int, dict[int, Portion]] = {}
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def spend(self, examples: int) -> None:
+        pass
+
+    def post(self, note: Note, *, ring: bool = True) -> None:
+        while not self._desk.notes.push(note):
+            self._spec.shard_bell.ring()
+            self._sleeper.wait(0.01)
+        if ring:
+            self._spec.shard_bell.ring()
+
+    def ring(self) -> None:
+        self._spec.shard_bell.ring()
+
+    def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
+        mine = self._portions.setdefault(loader, {})
+        while True:
+            while (record := self._desk.portions.pop()) is not None:
+                portion = Portion._make(record)  # type: ignore[arg-type]
+                self._portions.setdefault(portion.loader, {})[portion.index] = portion
+            if index in mine or not block:
+                return mine.pop(index, None)
+            if self.stopping():
+                return None
+            self._sleeper.wait()
+
+    def request(self, message: Any) -> Any:
+        self._channel.send(message)
+        answer = self._channel.receive()
+        if isinstance(answer, m.Refused):
+            raise answer.error
+        return answer
+
+    def tell(self, message: Any) -> None:
+        self._channel.send(message)
+
+    def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        shelf = Shelf(handle, layout, kept=self._spec.geometry.kept)
+        handle.close()
+        return layout.parameters.views(shelf.weights), shelf.buffers, shelf.others
+
+    def pin(self, link: TableLink) -> None:
+        assert isinstance(link, LocalLink)
+        for block in link.memory():
+            if block.numel():
+                error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)
+                if int(error) != 0:
+                    return  # unpinned memory works too, only slower
+
+    def attach(self, opened: m.Opened) -> LocalLink:
+        return LocalLink(opened, self._spec.geometry, self._sleeper)
+
+    def stopping(self) -> bool:
+        return self._stop[STOP] != 0
+
+
+def run_learner(channel: Channel, spec: LearnerSpec) -> int:
+    """Call the user's function; say how it ended."""
+    try:
+        task: Task = channel.receive()
+        session = Session(LocalLearnerPort(channel, spec), spec.config)
+        session.seed()
+        try:
+            value = task.function(session, *task.arguments, **task.keywords)
+        except RunStopped:
+            value = None
+        finally:
+            session.close()
+        channel.send(m.Returned(value))
+    except Closed:
+        return 1
+    except BaseException as error:
+        _say(channel, error)
+        return 1
+    return 0
+
+
+def _say(channel: Channel, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    sys.stdout.flush()
+    try:
+        channel.send(m.Raised(error, text))
+    except Closed:
+        pass
+    except Exception:  # the exception itself does not pickle
+        channel.try_send(m.Raised(None, text))
+
+
+def run_evaluator(channel: Channel) -> None:
+    """Test snapshots until the supervisor closes the channel."""
+    try:
+        evaluate = channel.receive()
+        os.nice(1)
+        while True:
+            tag, state = channel.receive()
+            with torch.no_grad():
+                channel.send((tag, evaluate(state)))
+    except Closed:
+        return
+    except Exception as error:
+        _say(channel, error)

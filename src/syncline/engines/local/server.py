@@ -1,0 +1,335 @@
+"""A shard's process: the server role on shared memory.
+
+Reads learners' notes (the leading shard) or the log (the others) and hands them to the role; carries out its
+effects. Not responsible for any decision.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.engines.local.channel import Channel, Closed
+from syncline.engines.local.exchange import Replies, Ring, Shares
+from syncline.engines.local.memory import Bell, Cells, Region, Sleeper
+from syncline.ports import Entry, Kind, Note, Portion, ServerPort
+from syncline.table.layout import Layout
+from syncline.table.slot import Slot, slot_bytes
+from syncline.topology import messages as m
+from syncline.topology.servers import ServerRole
+
+NOTE = struct.Struct("=11qd")
+ENTRY = struct.Struct("=12qd")
+PORTION = struct.Struct("=6q")
+DESK_NOTES, DESK_PORTIONS, LOG_ENTRIES = 64, 256, 1024
+LISTEN_EVERY = 0.002  # seconds of work between looks at the supervisor's channel
+
+
+@dataclass(slots=True)
+class Desk:
+    """Between one learner and the leading shard: notes there, portions back."""
+
+    region: Region
+    notes: Ring = field(init=False)
+    portions: Ring = field(init=False)
+
+    def __post_init__(self) -> None:
+        cells = Cells(self.region)
+        self.notes = Ring(cells, 0, capacity=DESK_NOTES, form=NOTE)
+        self.portions = Ring(cells, Ring.words(DESK_NOTES), capacity=DESK_PORTIONS, form=PORTION)
+
+    @staticmethod
+    def nbytes() -> int:
+        return 8 * (Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS))
+
+
+class Lane:
+    """Between one learner and all shards of one table: replies, gradient slots, and perhaps an inbox."""
+
+    def __init__(self, region: Region, layout: Layout, *, slots: int, inbox: bool) -> None:
+        memory = region.tensor()
+        self.replies = Replies(Cells(region), 0, shards=layout.shards)
+        start = self._head(layout)
+        size = slot_bytes(layout)
+        self.slots = [
+            Slot(layout, memory[start + index * size : start + (index + 1) * size]) for index in range(slots)
+        ]
+        start += slots * size
+        self.inbox = layout.parameters.segments(memory[start:]) if inbox else None
+        self.memory = memory
+
+    @staticmethod
+    def _head(layout: Layout) -> int:
+        return -(-Replies.words(layout.shards) * 8 // 4096) * 4096
+
+    @classmethod
+    def nbytes(cls, layout: Layout, *, slots: int, inbox: bool) -> int:
+        return cls._head(layout) + slots * slot_bytes(layout) + inbox * layout.parameters.nbytes
+
+
+class Shelf:
+    """One table's weights: the newest version, older ones that are kept, first values of all else, norms."""
+
+    def __init__(self, region: Region, layout: Layout, *, kept: int) -> None:
+        memory, size = region.tensor(), layout.parameters.nbytes
+        self.weights = layout.parameters.segments(memory)
+        self.history = [layout.parameters.segments(memory[(1 + i) * size :]) for i in range(kept)]
+        position = (1 + kept) * size
+        self.buffers = layout.buffers.views(layout.buffers.segments(memory[position:]))
+        position += layout.buffers.nbytes
+        self.others = layout.others.views(layout.others.segments(memory[position:]))
+        position += layout.others.nbytes
+        sizes = [len(part.pieces) for part in layout.parts]
+        self.norms = Shares(Cells(region, position // 8), 0, sizes=sizes)
+
+    @staticmethod
+    def nbytes(layout: Layout, *, kept: int) -> int:
+        norms = 8 * Shares.words([len(part.pieces) for part in layout.parts])
+        return (1 + kept) * layout.parameters.nbytes + layout.buffers.nbytes + layout.others.nbytes + norms
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What follows from the dial: how many slots, versions and inboxes there are."""
+
+    slots: int
+    kept: int
+    inbox: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """A shard's own part of its setup."""
+
+    shard: int
+    shards: int
+    log: Region
+    bells: list[Bell]  # of the shards
+    geometry: Geometry
+    yields: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddLearner:
+    """From the supervisor: a new learner's desk and bell."""
+
+    learner: int
+    desk: Region
+    bell: Bell
+
+
+class LocalServerPort(ServerPort):
+    """The role's effects, on shared memory."""
+
+    def __init__(self, channel: Channel, spec: ServerSpec) -> None:
+        self.shard, self.shards = spec.shard, spec.shards
+        self._channel, self._spec = channel, spec
+        self.log = (
+            Ring(Cells(spec.log), 0, capacity=LOG_ENTRIES, form=ENTRY, readers=spec.shards - 1)
+            if spec.shards > 1
+            else None
+        )
+        self.desks: dict[int, Desk] = {}
+        self._bells: dict[int, Bell] = {}
+        self.shelves: dict[int, Shelf] = {}
+        self._layouts: dict[int, Layout] = {}
+        self._lanes: dict[tuple[int, int], Lane] = {}
+        self.to_wake: set[int] = set()
+        self.wake_shards = False
+        self.norms_wanted: tuple[int, int] | None = None
+
+    # -- set up by the supervisor ------------------------------------------------------------------------
+
+    def add_learner(self, event: AddLearner) -> None:
+        self.desks[event.learner] = Desk(event.desk)
+        self._bells[event.learner] = event.bell
+        event.desk.close()
+
+    def make_table(self, make: m.MakeTable) -> None:
+        self._layouts[make.table] = make.layout
+        self.shelves[make.table] = Shelf(make.handle, make.layout, kept=self._spec.geometry.kept)
+        make.handle.close()
+
+    def join_table(self, join: m.JoinTable) -> None:
+        geometry = self._spec.geometry
+        layout = self._layouts[join.table]
+        self._lanes[join.table, join.learner] = Lane(
+            join.lane, layout, slots=geometry.slots, inbox=geometry.inbox
+        )
+        join.lane.close()
+
+    def knows(self, entry: Entry) -> bool:
+        """Everything that the entry needs has arrived from the supervisor."""
+        if entry.kind == Kind.LEAVE:
+            return True
+        if entry.kind in (Kind.FOLD, Kind.SNAPSHOT, Kind.FINISH):
+            return entry.table in self.shelves
+        return (entry.table, entry.learner) in self._lanes
+
+    # -- effects -----------------------------------------------------------------------------------------
+
+    def append(self, entry: Entry) -> None:
+        if self.log is not None:
+            while not self.log.push(entry):
+                self._wake_replicas()
+                os.sched_yield()
+            self.wake_shards = True
+
+    def weights(self, table: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+        shelf = self.shelves[table]
+        return shelf.weights, shelf.history
+
+    def slot(self, table: int, learner: int, index: int) -> Slot:
+        return self._lanes[table, learner].slots[index]
+
+    def inbox(self, table: int, learner: int) -> list[Tensor] | None:
+        lane = self._lanes.get((table, learner))
+        return lane.inbox if lane else None
+
+    def release(self, table: int, learner: int, number: int, version: int) -> None:
+        lane = self._lanes.get((table, learner))
+        if lane is not None:
+            lane.replies.release(self.shard, number, version)
+            self.to_wake.add(learner)
+
+    def grant(self, learner: int, portion: Portion) -> None:
+        desk = self.desks.get(learner)
+        if desk is not None:
+            if not desk.portions.push(portion):
+                raise AssertionError(f"learner {learner} asked for more than {DESK_PORTIONS} portions ahead")
+            self.to_wake.add(learner)
+
+    def share_norms(self, table: int, version: int, norms: Tensor) -> None:
+        self.shelves[table].norms.tell(self.shard, version, norms.tolist())
+        self.norms_wanted = (table, version)
+        self.flush()
+        for shard, bell in enumerate(self._spec.bells):
+            if shard != self.shard:
+                bell.ring()
+
+    def forget(self, learner: int) -> None:
+        self.desks.pop(learner, None)
+        bell = self._bells.pop(learner, None)
+        if bell:
+            bell.close()
+        self._lanes = {key: lane for key, lane in self._lanes.items() if key[1] != learner}
+
+    def report(self, message: Any) -> None:
+        self._channel.try_send((self.shard, message))
+
+    # -- waking ------------------------------------------------------------------------------------------
+
+    def _wake_replicas(self) -> None:
+        for bell in self._spec.bells[1:]:
+            bell.ring()
+
+    def flush(self) -> None:
+        """Ring the bells of everybody who got something."""
+        if self.wake_shards:
+            self.wake_shards = False
+            self._wake_replicas()
+        if self.to_wake:
+            for learner in self.to_wake:
+                if learner in self._bells:
+                    self._bells[learner].ring()
+            self.to_wake.clear()
+
+
+class _Loop:
+    """The shard's only loop: notes or log first, then the supervisor, then sleep."""
+
+    def __init__(self, channel: Channel, spec: ServerSpec) -> None:
+        self._channel = channel
+        self._port = LocalServerPort(channel, spec)
+        self._role = ServerRole(self._port)
+        self._sleeper = Sleeper(spec.bells[spec.shard], yields=spec.yields)
+        self._sleeper.watch(channel.fileno())
+        self._leads = spec.shard == 0
+        self._reader = spec.shard - 1
+        self._heard = 0.0  # when the supervisor was last listened to
+
+    def run(self) -> None:
+        while True:
+            worked = self._read_notes() if self._leads else self._read_log()
+            worked |= self._read_norms()
+            self._port.flush()
+            if worked:
+                self._sleeper.busy()
+                if time.monotonic() - self._heard < LISTEN_EVERY:
+                    continue
+            self._heard = time.monotonic()
+            ready = self._sleeper.peek() if worked else self._sleeper.wait()
+            if self._channel.fileno() in ready:
+                self._control()
+                self._port.flush()
+
+    def _read_notes(self) -> bool:
+        worked = False
+        for learner, desk in list(self._port.desks.items()):
+            while (record := desk.notes.pop()) is not None:
+                self._role.note(learner, Note._make(record))  # type: ignore[arg-type]
+                worked = True
+            if worked:
+                self._port.flush()
+        return worked
+
+    def _read_log(self) -> bool:
+        assert self._port.log is not None
+        worked = False
+        while (record := self._port.log.pop(self._reader)) is not None:
+            entry = Entry._make(record)  # type: ignore[arg-type]
+            while not self._port.knows(entry):
+                self._control()  # it was sent before the leader knew: it is on its way
+            self._role.entry(entry)
+            worked = True
+        return worked
+
+    def _read_norms(self) -> bool:
+        wanted = self._port.norms_wanted
+        if wanted is None:
+            return False
+        table, version = wanted
+        values = self._port.shelves[table].norms.all(version)
+        if values is None:
+            return False
+        self._port.norms_wanted = None
+        self._role.handle(m.Norms(table, version, [torch.tensor(v, dtype=torch.float64) for v in values]))
+        return True
+
+    def _control(self) -> None:
+        event = self._channel.receive()
+        if isinstance(event, AddLearner):
+            self._port.add_learner(event)
+            return
+        if isinstance(event, m.MakeTable):
+            self._port.make_table(event)
+        elif isinstance(event, m.JoinTable):
+            self._port.join_table(event)
+        elif isinstance(event, m.Leave) and self._leads:
+            self._drain(event.learner)
+        self._role.handle(event)
+
+    def _drain(self, learner: int) -> None:
+        """What it committed before it left comes before its leaving."""
+        desk = self._port.desks.get(learner)
+        while desk is not None and (record := desk.notes.pop()) is not None:
+            self._role.note(learner, Note._make(record))  # type: ignore[arg-type]
+
+
+def run_server(channel: Channel, spec: ServerSpec) -> None:
+    """Serve until the supervisor closes the channel."""
+    loop = _Loop(channel, spec)
+    try:
+        loop.run()
+    except Closed:
+        return
+    except Exception:
+        channel.try_send((spec.shard, m.ShardRaised(spec.shard, None, traceback.format_exc())))
+        raise

@@ -1,0 +1,578 @@
+"""The supervisor: a thread of the caller's that starts a run's processes, hosts the coordinator, and ends them.
+
+It watches every channel and every process's end, passes prints through, and gathers the outcome. Decisions are the coordinator's;
+the learners' fast path does not pass here.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from syncline.engines.local import forkserver
+from syncline.engines.local.cargo import pack
+from syncline.engines.local.channel import Channel, Closed
+from syncline.engines.local.child import Setup
+from syncline.engines.local.exchange import Ring
+from syncline.engines.local.learner import STOP, LearnerSpec, Task
+from syncline.engines.local.memory import Bell, Region
+from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometry, Lane, ServerSpec, Shelf
+from syncline.engines.run import EpochRecord, Event, Handle, Outcome, RunSpec
+from syncline.errors import LearnerError, LostError, RunError
+from syncline.learn.session import SessionConfig
+from syncline.ports import CoordinatorPort
+from syncline.table.layout import Layout
+from syncline.topology import messages as m
+from syncline.topology.coordinator import Coordinator, Plan
+from syncline.topology.weights import Assembly
+
+GRACE = 5.0  # seconds that learners get to finish their step after a stop
+
+
+@dataclass(slots=True)
+class Process:
+    """One child."""
+
+    role: str  # "learner", "shard", "evaluator"
+    number: int  # learner id or shard
+    rank: int
+    pid: int
+    channel: Channel
+    bell: Bell | None = None
+    state: str = "running"
+    reaped: bool = False
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What all processes of a run share."""
+
+    hub: Region = field(default_factory=lambda: Region(4096))
+    log: Region = field(default_factory=lambda: Region(1))
+    shard_bells: list[Bell] = field(default_factory=list)
+
+
+def geometry_of(spec: RunSpec) -> Geometry:
+    """How many slots, kept versions and inboxes the dial needs (M11)."""
+    delay = spec.sync.delay
+    return Geometry(slots=delay + 1, kept=delay + 1 if delay else 0, inbox=not spec.sync.lockstep)
+
+
+class LocalHandle(Handle):
+    """A run on this machine's processes."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._run = _Run(spec)
+        self._thread = threading.Thread(target=self._run.main, name="syncline-supervisor", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> Outcome:
+        try:
+            return self._wait(timeout)
+        except KeyboardInterrupt:
+            self._run.command("interrupt")
+            try:
+                return self._wait(None)
+            except KeyboardInterrupt:
+                self._run.command("kill")
+                self._run.done.wait(10)
+                raise
+
+    def _wait(self, timeout: float | None) -> Outcome:
+        if not self._run.done.wait(timeout):
+            raise TimeoutError(f"the run goes on after {timeout} s")
+        self._thread.join()
+        if self._run.error is not None:
+            raise self._run.error
+        return self._run.outcome
+
+    def stop(self) -> None:
+        self._run.command("stop")
+
+    def statistics(self) -> m.Statistics:
+        return self._run.ask_statistics()
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by "learner r", "shard s" and so on."""
+        return {f"{p.role} {p.rank}": p.pid for p in self._run.processes.values() if p.state == "running"}
+
+
+class _Port(CoordinatorPort):
+    """The coordinator's effects."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self.shards = run.spec.shards
+
+    def make_table(self, table: int, layout: Layout) -> Region:
+        return Region(Shelf.nbytes(layout, kept=self._run.geometry.kept))
+
+    def make_lane(self, table: int, learner: int, layout: Layout) -> Region:
+        geometry = self._run.geometry
+        return Region(Lane.nbytes(layout, slots=geometry.slots, inbox=geometry.inbox))
+
+    def reply(self, learner: int, message: Any) -> None:
+        process = self._run.learners.get(learner)
+        if process is not None:
+            process.channel.try_send(message)
+
+    def tell_shards(self, message: Any) -> None:
+        for process in reversed(self._run.shards):
+            process.channel.try_send(message)
+
+    def stop_learners(self) -> None:
+        self._run.stop_learners()
+
+    def emit(self, record: Any) -> None:
+        self._run.emit(record)
+
+
+class _Run:
+    """One run, from its first process to its last."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        self.geometry = geometry_of(spec)
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self.outcome = Outcome()
+        self.learners: dict[int, Process] = {}  # by learner id, while running
+        self.shards: list[Process] = []
+        self.processes: dict[int, Process] = {}  # by pid
+        self._evaluator: Process | None = None
+        self._selector = selectors.DefaultSelector()
+        self._commands: list[Any] = []
+        self._wake = Bell()
+        self._answers: dict[int, Any] = {}
+        self._answered = threading.Condition()
+        self._asked = 0
+        self._assembly = Assembly()
+        self._records: dict[int, EpochRecord] = {}
+        self._evaluating = 0
+        self._deadline: float | None = None
+        self._finishing = self._finished = False
+        self._started = time.monotonic()
+        self._coordinator: Coordinator
+
+    # -- the thread --------------------------------------------------------------------------------------
+
+    def main(self) -> None:
+        try:
+            try:
+                self._begin()
+                self._loop()
+            finally:
+                self._end()
+        except BaseException as error:
+            self.error = self.error or error
+        self.outcome.seconds = time.monotonic() - self._started
+        self.done.set()
+        with self._answered:
+            self._answered.notify_all()
+
+    def command(self, command: str) -> None:
+        self._commands.append(command)
+        self._wake.ring()
+
+    def ask_statistics(self) -> m.Statistics:
+        with self._answered:
+            self._asked += 1
+            number = self._asked
+            self._commands.append(m.AskStatistics(number))
+            self._wake.ring()
+            self._answered.wait_for(lambda: number in self._answers or self.done.is_set(), timeout=10)
+            return self._answers.pop(number, self.outcome.statistics)
+
+    # -- start -------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        spec = self.spec
+        self._out = [os.pipe(), os.pipe()]
+        self._life = os.pipe()
+        self._shared = _Shared(
+            log=Region(8 * Ring.words(LOG_ENTRIES, max(1, spec.shards - 1))),
+            shard_bells=[Bell() for _ in range(spec.shards)],
+        )
+        task = pack(Task(spec.function, spec.arguments, spec.keywords))
+        evaluate = pack(spec.evaluate) if spec.evaluate is not None else None
+        self._server = forkserver.connect()
+        self._watch(self._server.fileno(), self._from_forkserver)
+        self._watch(self._wake.fd, self._from_caller)
+        for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
+            self._watch(end, lambda end=end, stream=stream: self._print(end, stream))
+        ids = {rank + 1: rank for rank in range(spec.learners)}
+        self._coordinator = Coordinator(
+            _Port(self),
+            Plan(
+                sync=spec.sync,
+                batch_size=spec.batch_size,
+                limit=spec.limit,
+                clip_norm=spec.clip_norm,
+                snapshots=spec.evaluate is not None,
+            ),
+            ids,
+        )
+        for shard in range(spec.shards):
+            self._start_shard(shard)
+        for learner, rank in ids.items():
+            self._start_learner(learner, rank, task)
+        task.close()
+        if evaluate is not None:
+            self._evaluator = self._fork("evaluator", 0, 0, None, None)
+            self._evaluator.channel.send(evaluate)
+            evaluate.close()
+
+    def _watch(self, fd: int, action: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, action)
+
+    def _fork(self, role: str, number: int, rank: int, spec: Any, bell: Bell | None) -> Process:
+        channel, theirs = Channel.pair()
+        fds = [theirs.fileno(), self._out[0][1], self._out[1][1], self._life[0]]
+        pid = self._start_child(fds)
+        theirs.close()
+        process = Process(role, number, rank, pid, channel, bell)
+        self.processes[pid] = process
+        core = self._core(role, rank)
+        threads = self._threads(role)
+        environment = dict(os.environ)
+        channel.send(Setup(role, threads, list(sys.path), os.getcwd(), environment, core, spec))
+        self._watch(channel.fileno(), lambda: self._from_process(process))
+        return process
+
+    def _start_child(self, fds: list[int]) -> int:
+        forkserver.send_fork(self._server, fds)
+        while True:
+            answer = self._server.receive()
+            if isinstance(answer, forkserver.Started):
+                return answer.pid
+            self._ended(answer)
+
+    def _threads(self, role: str) -> int:
+        if role != "learner":
+            return 1
+        if self.spec.threads is not None:
+            return self.spec.threads
+        return max(1, len(os.sched_getaffinity(0)) // self.spec.learners)
+
+    def _core(self, role: str, rank: int) -> int | None:
+        cores = sorted(os.sched_getaffinity(0))
+        if not self.spec.pin or role == "evaluator":
+            return None
+        return cores[rank % len(cores)]
+
+    def _yields(self) -> int:
+        """Yielding before sleeping pays; more of it while there are cores for everybody."""
+        crowd = self.spec.learners + self.spec.shards
+        return 200 if crowd <= len(os.sched_getaffinity(0)) else 50
+
+    def _start_shard(self, shard: int) -> None:
+        spec = ServerSpec(
+            shard,
+            self.spec.shards,
+            self._shared.log,
+            self._shared.shard_bells,
+            self.geometry,
+            self._yields(),
+        )
+        self.shards.append(self._fork("shard", shard, shard, spec, None))
+
+    def _start_learner(self, learner: int, rank: int, task: Any) -> None:
+        run = self.spec
+        desk, bell = Region(Desk.nbytes()), Bell()
+        for shard in self.shards:
+            shard.channel.send(AddLearner(learner, desk, bell))
+        config = SessionConfig(
+            rank=rank,
+            learners=run.learners,
+            sync=run.sync,
+            seed=run.seed,
+            shards=run.shards,
+            fixed_shards=run.fixed_shards,
+            device=run.devices[rank] if run.devices else run.device,
+            limit=run.limit,
+            epochs=run.epochs,
+        )
+        spec = LearnerSpec(
+            learner,
+            self._shared.hub,
+            desk,
+            bell,
+            self._shared.shard_bells[0],
+            self.geometry,
+            self._yields(),
+            config,
+        )
+        process = self.learners[learner] = self._fork("learner", learner, rank, spec, bell)
+        process.channel.send(task)
+        desk.close()
+
+    # -- the loop ----------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while not self._over():
+            for key, _ in self._selector.select(timeout=0.5):
+                key.data()
+            self._check_deadline()
+            if self.error is not None:
+                return
+
+    def _over(self) -> bool:
+        if self.learners or self.error is not None:
+            return self.error is not None
+        if not self._finishing:
+            self._finishing = True
+            _Port(self).tell_shards(m.Finish())
+        layouts = self._layouts()
+        if not self._finished or not self._assembly.complete("final", layouts):
+            return False
+        if self._evaluating or self._records:
+            return False
+        self.outcome.tables = self._assembly.take("final", layouts)
+        return True
+
+    def _layouts(self) -> dict[int, Layout]:
+        return {table: self._coordinator.layout(table) for table in self._coordinator.tables}
+
+    def _check_deadline(self) -> None:
+        if self._deadline is not None and time.monotonic() > self._deadline and self.learners:
+            self._deadline = None
+            for process in list(self.learners.values()):
+                self._event(f"killed: did not finish its step within {GRACE:.0f} s of the stop", process.rank)
+                os.kill(process.pid, 9)
+
+    def _from_caller(self) -> None:
+        self._wake.quiet()
+        commands, self._commands = self._commands, []
+        for command in commands:
+            if isinstance(command, m.AskStatistics):
+                self.shards[0].channel.try_send(command)
+            elif command == "kill":
+                self.error = KeyboardInterrupt()
+            else:
+                self.outcome.interrupted |= command == "interrupt"
+                self.stop_learners()
+
+    def stop_learners(self) -> None:
+        self._shared.hub.words[STOP] = 1
+        for process in self.learners.values():
+            if process.bell is not None:
+                process.bell.ring()
+        if self._deadline is None:
+            self._deadline = time.monotonic() + GRACE
+
+    def _print(self, end: int, stream: str) -> None:
+        data = os.read(end, 65536)
+        target = getattr(sys, stream)
+        target.write(data.decode("utf-8", "replace"))
+        target.flush()
+
+    # -- processes ---------------------------------------------------------------------------------------
+
+    def _from_forkserver(self) -> None:
+        try:
+            self._ended(self._server.receive())
+        except Closed:
+            self.error = LostError("the fork server was lost; the run cannot go on")
+
+    def _ended(self, ended: forkserver.Ended) -> None:
+        process = self.processes[ended.pid]
+        process.reaped = True
+        while process.state == "running" and process.channel.ready():
+            if not self._from_process(process):
+                break
+        if process.state != "running":
+            return
+        process.state = "lost"
+        how = forkserver.describe(ended.code)
+        if process.role != "learner":
+            self.error = self.error or LostError(
+                f"{process.role} {process.rank} (pid {ended.pid}) ended with {how}"
+            )
+            return
+        self._event(f"lost: its process (pid {ended.pid}) ended with {how}", process.rank)
+        self._gone(process, lost=True)
+        if not self.learners and not self.outcome.returned and not self.outcome.interrupted:
+            self.error = LostError(f"all learners are lost, the last was rank {process.rank}: {how}")
+
+    def _gone(self, process: Process, *, lost: bool) -> None:
+        self.learners.pop(process.number, None)
+        self._coordinator.leave(process.number, lost=lost)
+
+    def _from_process(self, process: Process) -> bool:
+        """One message; False if the channel is closed."""
+        try:
+            message = process.channel.receive()
+        except Closed:
+            self._selector.unregister(process.channel.fileno())
+            process.channel.close()
+            return False
+        if process.role == "shard":
+            self._from_shard(message)
+        elif process.role == "evaluator":
+            self._from_evaluator(message)
+        else:
+            self._from_learner(process, message)
+        return True
+
+    def _from_learner(self, process: Process, message: Any) -> None:
+        if isinstance(message, m.Returned):
+            process.state = "returned"
+            self.outcome.returned[process.rank] = message.value
+            self._gone(process, lost=False)
+        elif isinstance(message, m.Raised):
+            process.state = "raised"
+            self.error = self.error or learner_error(process.rank, message)
+        else:
+            self._coordinator.from_learner(process.number, message)
+
+    def _from_shard(self, envelope: tuple[int, Any]) -> None:
+        shard, message = envelope
+        if isinstance(message, m.ShardRaised):
+            self.error = self.error or RunError(f"shard {shard} failed:\n{message.traceback}")
+        elif isinstance(message, m.Statistics):
+            with self._answered:
+                self._answers[message.number] = message
+                self._answered.notify_all()
+        else:
+            self._coordinator.from_shard(message)
+
+    # -- records -----------------------------------------------------------------------------------------
+
+    def emit(self, record: Any) -> None:
+        """What the coordinator passes on."""
+        if isinstance(record, m.WeightsPart):
+            self._assembly.add(record)
+            self._evaluate_ready()
+        elif isinstance(record, m.EpochEnd):
+            self._epoch(record)
+        elif isinstance(record, m.Finished):
+            self.outcome.statistics = record.statistics
+            self._finished = True
+        elif isinstance(record, m.Warned):
+            warnings.warn(record.text, RuntimeWarning, stacklevel=2)
+        elif isinstance(record, tuple):
+            rank, log = record
+            self.outcome.logs.append((rank, self._seconds(), log.metrics))
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def _event(self, what: str, rank: int | None = None) -> None:
+        self.outcome.events.append(Event(seconds=self._seconds(), what=what, rank=rank))
+
+    def _epoch(self, end: m.EpochEnd) -> None:
+        if end.loader != 0:
+            return
+        record = EpochRecord(
+            epoch=end.epoch,
+            version=end.version,
+            seconds=self._seconds(),
+            examples=end.examples,
+            loss=end.loss,
+            losses=end.losses,
+        )
+        if end.tables:
+            self._records[end.epoch] = record
+            self._evaluate_ready()
+        else:
+            self._complete(record)
+
+    def _evaluate_ready(self) -> None:
+        layouts = self._layouts()
+        for epoch in sorted(self._records):
+            tag = f"epoch:{epoch}"
+            if self._evaluator is not None and self._assembly.complete(tag, layouts):
+                state = self._assembly.take(tag, layouts)
+                if 0 in state:
+                    self._evaluating += 1
+                    self._evaluator.channel.try_send((epoch, state[0][1]))
+
+    def _from_evaluator(self, message: Any) -> None:
+        if isinstance(message, m.Raised):
+            text = f"evaluation failed:\n{message.traceback}"
+            self.error = self.error or RunError(text)
+            return
+        epoch, metrics = message
+        self._evaluating -= 1
+        record = self._records.pop(epoch)
+        record.metrics.update(metrics)
+        self._complete(record)
+
+    def _complete(self, record: EpochRecord) -> None:
+        self.outcome.history.append(record)
+        self.outcome.history.sort(key=lambda each: each.epoch)
+        for callback in self.spec.callbacks:
+            try:
+                if callback(record):
+                    self.stop_learners()
+            except Exception:
+                self.error = self.error or RunError(f"a callback failed:\n{traceback.format_exc()}")
+
+    # -- end ---------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Nothing stays behind, however it ended."""
+        if self.error is not None:
+            for process in self.processes.values():
+                if process.state == "running":
+                    _kill(process.pid)
+        for process in self.processes.values():
+            if process.channel.fileno() >= 0:
+                process.channel.close()
+        self._reap_all()
+        self._drain_prints()
+        for pair in (*self._out, self._life):
+            for end in pair:
+                os.close(end)
+        self._server.close()
+        for bell in (
+            self._wake,
+            *self._shared.shard_bells,
+            *(p.bell for p in self.processes.values() if p.bell),
+        ):
+            bell.close()
+        self._shared.hub.close()
+        self._shared.log.close()
+
+    def _reap_all(self) -> None:
+        deadline = time.monotonic() + 5
+        alive = {pid for pid, process in self.processes.items() if not process.reaped}
+        while alive and time.monotonic() < deadline:
+            try:
+                if not self._server.ready():
+                    time.sleep(0.002)
+                    continue
+                ended = self._server.receive()
+            except Closed:
+                return
+            alive.discard(ended.pid)
+
+    def _drain_prints(self) -> None:
+        for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
+            os.set_blocking(end, False)
+            try:
+                while True:
+                    self._print(end, stream)
+            except BlockingIOError:
+                pass
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, 9)
+    except ProcessLookupError:
+        pass
+
+
+def learner_error(rank: int, raised: m.Raised) -> LearnerError:
+    error = LearnerError(rank=rank, traceback=raised.traceback)
+    error.__cause__ = raised.error
+    return error

@@ -1,0 +1,110 @@
+"""What every engine is given and gives back: a run's specification, records and outcome.
+
+Engines differ in how they run a `RunSpec`; `Outcome` and `History` are the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from syncline.dial import Sync
+from syncline.protocols.clocks import Staleness
+from syncline.topology.messages import Statistics
+
+Evaluate = Callable[[dict[str, Tensor]], dict[str, float]]
+Callback = Callable[["EpochRecord"], bool | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One run: what each learner executes, under which dial, on how many processes."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = field(default_factory=dict)
+    learners: int
+    sync: Sync
+    shards: int
+    fixed_shards: bool
+    device: str = "cpu"
+    devices: tuple[str, ...] = ()  # one per learner, where they differ
+    seed: int = 0
+    threads: int | None = None
+    pin: bool | None = None
+    batch_size: int | None = None
+    limit: int | None = None
+    epochs: int | None = None
+    clip_norm: float | None = None
+    evaluate: Evaluate | None = None
+    callbacks: tuple[Callback, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class EpochRecord:
+    """One epoch, at the version that folded its last example (M10)."""
+
+    epoch: int
+    version: int
+    seconds: float
+    examples: int
+    loss: float
+    losses: dict[int, float]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.metrics[key] if key in self.metrics else getattr(self, key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened to a learner or shard."""
+
+    seconds: float
+    what: str
+    rank: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """All that is left of a run."""
+
+    returned: dict[int, Any] = field(default_factory=dict)
+    tables: dict[int, tuple[int, dict[str, Tensor]]] = field(default_factory=dict)
+    statistics: Statistics = field(default_factory=lambda: Statistics(-1))
+    history: list[EpochRecord] = field(default_factory=list)
+    logs: list[tuple[int, float, dict[str, Any]]] = field(default_factory=list)  # (rank, seconds, metrics)
+    events: list[Event] = field(default_factory=list)
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def staleness(self) -> Staleness:
+        table = self.statistics.tables.get(0)
+        return table.staleness if table else Staleness(gradients=0, mean=0.0, max=0, histogram={})
+
+
+class Handle(ABC):
+    """A run in progress."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> Outcome:
+        """Block until the run has ended; raises what went wrong. Ctrl-C stops the run and returns what there is."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the run soon; learners finish the step they are in."""
+
+    @abstractmethod
+    def statistics(self) -> Statistics: ...
+
+
+class Engine(ABC):
+    """Something that can run a `RunSpec`."""
+
+    @abstractmethod
+    def start(self, spec: RunSpec) -> Handle: ...

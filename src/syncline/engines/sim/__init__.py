@@ -1,0 +1,1 @@
+"""The simulated twin: the same sessions and roles in one process, in virtual time."""

@@ -1,0 +1,55 @@
+"""One tree of errors, so that `except SynclineError` catches what this library raises on purpose.
+
+    SynclineError
+    ├── UsageError (ValueError)        bad input, found before anything starts
+    │   ├── DialError                  a dial that cannot be: unknown preset, contradiction, wrong numbers
+    │   ├── LayoutError                layouts differ, a parameter in two optimizers, unsupported optimizer
+    │   └── NotYetError                understood, but not built yet
+    └── RunError (RuntimeError)        something went wrong during a run
+        ├── LearnerError               a learner's code raised: .rank, .traceback
+        └── LostError                  a process died and the run cannot go on without it
+
+Not responsible for wording: whoever raises says what is wrong, where, and what to do instead.
+"""
+
+from __future__ import annotations
+
+
+class SynclineError(Exception):
+    """The base of all errors of this library."""
+
+
+class UsageError(SynclineError, ValueError):
+    """Bad input, found before anything starts."""
+
+
+class DialError(UsageError):
+    """A dial that cannot be."""
+
+
+class LayoutError(UsageError):
+    """Parameters or an optimizer that cannot make a table."""
+
+
+class NotYetError(UsageError):
+    """Understood, but not built yet."""
+
+
+class RunError(SynclineError, RuntimeError):
+    """Something went wrong during a run."""
+
+
+class LearnerError(RunError):
+    """A learner's code raised; the message contains its traceback."""
+
+    def __init__(self, rank: int, traceback: str) -> None:
+        super().__init__(rank, traceback)  # both stay in args: the error has to survive pickling
+        self.rank = rank
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return f"learner {self.rank} raised:\n\n{self.traceback.rstrip()}"
+
+
+class LostError(RunError):
+    """All learners, a shard or another process that the run needs is gone."""

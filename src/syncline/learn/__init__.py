@@ -1,0 +1,1 @@
+"""The learner's side: the session, the optimizer that users step, the feed."""

@@ -1,0 +1,265 @@
+"""The feed: which examples a learner gets, and reading them ahead of the computation (M7, R5).
+
+`epoch_order` is the published rule, so that a run can be repeated in plain PyTorch. `Loader` turns portions of
+it into batches. Not responsible for who gets which portion: the ledger decides that.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+
+from syncline.errors import UsageError
+from syncline.ports import CLOSED, Kind, Note, Portion
+
+if TYPE_CHECKING:
+    from syncline.learn.session import Session
+
+POLICIES = ("ledger", "partition", "sample")
+AHEAD = 2  # portions asked for ahead of the one in use
+
+
+def epoch_order(size: int, *, seed: int, epoch: int, policy: str = "ledger", parts: int = 1) -> Tensor:
+    """The order of an epoch's examples: positions of the ledger to indices of the data set."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
+    if policy == "sample":
+        return torch.randint(size, (size,), generator=generator)
+    if policy == "ledger":
+        return torch.randperm(size, generator=generator)
+    own = torch.randperm(size, generator=torch.Generator().manual_seed(seed))  # the same subsets every epoch
+    pieces = []
+    for part in range(parts):
+        low, high = part * size // parts, (part + 1) * size // parts
+        pieces.append(own[low:high][torch.randperm(high - low, generator=generator)])
+    return torch.cat(pieces)
+
+
+def reader(data: Dataset[Any], collate: Callable[[list[Any]], Any] | None) -> Callable[[Tensor], Any]:
+    """Indices to a batch."""
+    if isinstance(data, TensorDataset) and collate is None:
+        tensors = data.tensors
+        return lambda indices: [tensor[indices] for tensor in tensors]
+    gather = collate or default_collate
+    several = getattr(data, "__getitems__", None)  # torch's own optional protocol of data sets
+    if several is not None:
+        return lambda indices: gather(several(indices.tolist()))
+    return lambda indices: gather([data[index] for index in indices.tolist()])
+
+
+def count_of(batch: Any) -> int:
+    """Examples in a batch: the length of its first tensor."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, dict):
+        return next((count_of(value) for value in batch.values()), 1)
+    if isinstance(batch, (list, tuple)):
+        return count_of(batch[0]) if batch else 1
+    return 1
+
+
+class Loader:
+    """Batches of one data set; iterate once per epoch."""
+
+    def __init__(
+        self,
+        session: Session,
+        number: int,
+        data: Dataset[Any],
+        *,
+        batch_size: int,
+        policy: str,
+        epochs: int | None,
+        collate: Callable[[list[Any]], Any] | None,
+        ahead: int,
+    ) -> None:
+        self.number, self.batch_size, self.size = number, batch_size, len(data)  # type: ignore[arg-type]
+        self.epoch = 0  # of the next iteration
+        self._session, self._policy, self._ahead = session, policy, ahead
+        self._read = reader(data, collate)
+        self._orders: dict[int, Tensor] = {}
+        self._index = 0  # of the next portion to use
+        self._asked = 0  # portions asked for
+        self._iterating = False
+        self._ended = False  # the epoch's last portion was seen
+
+    def __len__(self) -> int:
+        """Batches in an epoch, over all learners."""
+        return -(-self.size // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iterating:
+            raise UsageError(f"loader {self.number} is being iterated already: one loop at a time")
+        self._iterating = True
+        source = self._read_ahead() if self._ahead else ((p, self._batch(p)) for p in self._portions())
+        try:
+            for portion, batch in source:
+                self._session.consumed(self.number, portion.index + 1, portion.stop - portion.start)
+                yield _to(batch, self._session.device)
+        finally:
+            source.close()
+            self._leave()
+            self._iterating = False
+
+    def _batch(self, portion: Portion) -> Any:
+        order = self._orders.get(portion.epoch)
+        if order is None:
+            config = self._session.config
+            order = epoch_order(
+                self.size,
+                seed=config.seed,
+                epoch=portion.epoch,
+                policy=self._policy,
+                parts=config.learners,
+            )
+            self._orders = {epoch: kept for epoch, kept in self._orders.items() if epoch >= portion.epoch - 1}
+            self._orders[portion.epoch] = order
+        return self._read(order[portion.start : portion.stop])
+
+    # -- portions ----------------------------------------------------------------------------------------
+
+    def _ask(self, upto: int) -> None:
+        while self._asked < upto:
+            note = Note(Kind.ASK, loader=self.number, upto=self.epoch)
+            self._session.port.post(note, ring=False)
+            self._asked += 1
+
+    def _portions(self) -> Iterator[Portion]:
+        while not self._session.ending:
+            portion = self._next(block=True)
+            if portion is None or portion.end:
+                return
+            yield portion
+
+    def _next(self, *, block: bool) -> Portion | None:
+        """The next portion of this epoch; None: not there (or the run ends)."""
+        self._ask(self._index + AHEAD + self._ahead)
+        portion = self._session.port.portion(self.number, self._index, block=False)
+        if portion is None and block:
+            self._session.rest(self.number, self._index)
+            portion = self._session.port.portion(self.number, self._index, block=True)
+            if portion is not None:
+                self._session.rested()
+        if portion is not None:
+            self._index += 1
+            if portion.end:
+                self._asked = self._index
+                self._ended = True
+        return portion
+
+    def _leave(self) -> None:
+        """The epoch is over for this learner, by its end or by leaving the loop."""
+        if not self._ended and not self._session.ending:
+            used = self._session.used(self.number)
+            self._session.port.post(Note(Kind.CLOSE, loader=self.number, upto=used))
+            self._skip()
+        self._ended = False
+        self.epoch += 1
+
+    def _skip(self) -> None:
+        """Portions on their way when the loop was left go unused; the answer to CLOSE says how many came."""
+        port = self._session.port
+        answer = port.portion(self.number, CLOSED, block=True)
+        if answer is not None:
+            for index in range(self._index, answer.start):
+                port.portion(self.number, index, block=False)
+            self._index = self._asked = answer.start
+
+    # -- reading ahead -----------------------------------------------------------------------------------
+
+    def _read_ahead(self) -> Iterator[tuple[Portion, Any]]:
+        """A thread reads and collates; this one asks for portions and hands batches out."""
+        wanted: queue.SimpleQueue[Portion | None] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[Portion, Any, BaseException | None]] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._reading, args=(wanted, done), daemon=True)
+        thread.start()
+        try:
+            yield from self._hand_out(wanted, done)
+        finally:
+            wanted.put(None)
+            thread.join()
+
+    def _hand_out(
+        self,
+        wanted: queue.SimpleQueue[Portion | None],
+        done: queue.SimpleQueue[tuple[Portion, Any, BaseException | None]],
+    ) -> Iterator[tuple[Portion, Any]]:
+        waiting, more = 0, True
+        while True:
+            while more and waiting <= self._ahead and not self._session.ending:
+                portion = self._next(block=waiting == 0)
+                if portion is None:
+                    break
+                more = not portion.end
+                if more:
+                    wanted.put(portion)
+                    waiting += 1
+            if waiting == 0:
+                return
+            portion, batch, error = done.get()
+            waiting -= 1
+            if error is not None:
+                raise error
+            yield portion, batch
+
+    def _reading(
+        self,
+        wanted: queue.SimpleQueue[Portion | None],
+        done: queue.SimpleQueue[tuple[Portion, Any, BaseException | None]],
+    ) -> None:
+        while (portion := wanted.get()) is not None:
+            try:
+                done.put((portion, self._batch(portion), None))
+            except BaseException as error:
+                done.put((portion, None, error))
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: _to(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_to(value, device) for value in batch)
+    return batch
+
+
+class SplitLoader:
+    """An iterable data set, split by rank: every learner keeps its own share of the stream."""
+
+    def __init__(
+        self,
+        session: Session,
+        data: IterableDataset[Any],
+        *,
+        batch_size: int,
+        collate: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        self._session, self._data = session, data
+        self.batch_size = batch_size
+        self._collate = collate or default_collate
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, learners = self._session.rank, self._session.learners
+        held: list[Any] = []
+        for index, item in enumerate(self._data):
+            if self._session.ending:
+                return
+            if index % learners == rank:
+                held.append(item)
+                if len(held) == self.batch_size:
+                    yield self._give(held)
+                    held = []
+        if held:
+            yield self._give(held)
+
+    def _give(self, items: Sequence[Any]) -> Any:
+        self._session.count(len(items))
+        return _to(self._collate(list(items)), self._session.device)

@@ -1,0 +1,297 @@
+"""The session: what a learner's loop sees (M1, M6, M7).
+
+Opens tables and loaders, counts the examples that belong to the next gradient, and gathers metrics. The same class
+runs in every engine; all it asks of the world goes through its port.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from syncline.dial import Sync
+from syncline.errors import LayoutError, UsageError
+from syncline.learn.feed import AHEAD, POLICIES, Loader, SplitLoader
+from syncline.learn.optimizer import SharedOptimizer
+from syncline.ports import Kind, LearnerPort, Note
+from syncline.table.layout import lay_out
+from syncline.table.template import ELEMENTWISE, OptimizerTemplate, refuse_unsupported
+from syncline.topology import messages as m
+
+SHARD_BYTES = 8 << 20  # a table below this stays on one shard unless the user says otherwise
+Factory = Callable[..., torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """What a session knows from the start."""
+
+    rank: int
+    learners: int
+    sync: Sync
+    seed: int = 0
+    shards: int = 1
+    fixed_shards: bool = False  # the user named the number of shards
+    device: str = "cpu"
+    limit: int | None = None  # updates
+    epochs: int | None = None  # of the first loader, where `train` knows it
+
+
+class Session:
+    """One learner's view of the run."""
+
+    def __init__(self, port: LearnerPort, config: SessionConfig) -> None:
+        self.port, self.config = port, config
+        self.rank, self.learners = config.rank, config.learners
+        self.device = torch.device(config.device)
+        self._tables: list[SharedOptimizer] = []
+        self._owned: dict[int, str] = {}
+        self._loaders: list[Loader] = []
+        self._same: dict[tuple[Any, ...], Loader] = {}
+        self._means = 0
+        self._count = 0
+        self._used: dict[int, int] = {}  # loader -> portions used
+        self._fresh: list[int] = []  # loaders used since the last step
+        self._rests: list[tuple[SharedOptimizer, int]] = []
+        self.loss = float("nan")
+
+    def seed(self) -> None:
+        """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
+        seed = self.config.seed + self.rank
+        torch.manual_seed(seed)
+        np.random.seed(seed % (1 << 32))
+        random.seed(seed)
+
+    @property
+    def ending(self) -> bool:
+        """The run is to end: loaders end, steps do not return."""
+        limit = self.config.limit
+        reached = limit is not None and bool(self._tables) and self._tables[0].version >= limit
+        return reached or self.port.stopping()
+
+    # -- tables ------------------------------------------------------------------------------------------
+
+    def optimizer(self, model: nn.Module, factory: Factory) -> SharedOptimizer:
+        """The table of this model's parameters, as a torch optimizer whose `step` publishes and reads."""
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")
+        refuse_sparse(model)
+        inner = make_optimizer(model, factory)
+        self._refuse_shared(inner, model)
+        cuttable = type(inner) in ELEMENTWISE
+        layout, tensors = lay_out(
+            model,
+            [group["params"] for group in inner.param_groups],
+            cuttable=cuttable,
+            shards=self._shards_for(inner),
+        )
+        number = len(self._tables)
+        answer = self.port.request(m.Open(number, layout))
+        if isinstance(answer, m.Initialise):
+            values = self.port.first_values(answer.handle, layout)
+            sources = (tensors.parameters, tensors.buffers, tensors.others)
+            for targets, source in zip(values, sources, strict=True):
+                _copy_all(targets, [tensor.detach() for tensor in source])
+            answer = self.port.request(m.Initialised(number, OptimizerTemplate.of(inner)))
+        link = self.port.attach(answer)
+        _copy_all(tensors.buffers, link.buffers)
+        _copy_all(tensors.others, link.others)
+        table = SharedOptimizer(self, number, inner, link, tensors)
+        self._tables.append(table)
+        return table
+
+    def _shards_for(self, inner: torch.optim.Optimizer) -> int:
+        size = sum(p.numel() * p.element_size() for group in inner.param_groups for p in group["params"])
+        return self.config.shards if self.config.fixed_shards or size >= SHARD_BYTES else 1
+
+    def _refuse_shared(self, inner: torch.optim.Optimizer, model: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter), "a parameter")
+                if id(parameter) in self._owned:
+                    raise LayoutError(
+                        f"'{name}' is in two optimizers (the first calls it '{self._owned[id(parameter)]}'): its updates would "
+                        "overwrite each other. Give each optimizer its own parameters."
+                    )
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                self._owned[id(parameter)] = names.get(id(parameter), "a parameter")
+
+    def put(self, model: nn.Module) -> None:
+        """Make this learner's present values of the model global, with the next update (M6)."""
+        own = {id(parameter) for parameter in model.parameters()}
+        found = [table for table in self._tables if table.holds(own)]
+        if not found:
+            raise UsageError("session.put: no optimizer of this session holds a parameter of that model")
+        for table in found:
+            table.put()
+
+    # -- data --------------------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        data: Dataset[Any],
+        *,
+        batch_size: int,
+        policy: str = "ledger",
+        collate: Callable[[list[Any]], Any] | None = None,
+        ahead: int | None = None,
+    ) -> Loader | SplitLoader:
+        """This learner's batches; iterate once per epoch. The same call again gives the same loader.
+
+        `ahead` batches are read by a thread before they are needed: none for tensors in memory, else two.
+        """
+        if policy not in POLICIES:
+            raise UsageError(f"policy {policy!r} is none of {', '.join(POLICIES)}")
+        if isinstance(data, IterableDataset):
+            return SplitLoader(self, data, batch_size=batch_size, collate=collate)
+        key = (id(data), batch_size, policy)
+        if key not in self._same:
+            self._same[key] = self._open_loader(data, batch_size, policy, collate, ahead)
+        return self._same[key]
+
+    def _open_loader(
+        self,
+        data: Dataset[Any],
+        batch_size: int,
+        policy: str,
+        collate: Callable[[list[Any]], Any] | None,
+        ahead: int | None,
+    ) -> Loader:
+        check_batches(len(data), batch_size)  # type: ignore[arg-type]
+        number = len(self._loaders)
+        if ahead is None:
+            ahead = 0 if isinstance(data, torch.utils.data.TensorDataset) else AHEAD
+        epochs = self.config.epochs if number == 0 else None
+        self.port.request(m.OpenLoader(number, len(data), batch_size, policy, epochs))  # type: ignore[arg-type]
+        loader = Loader(
+            self,
+            number,
+            data,
+            batch_size=batch_size,
+            policy=policy,
+            epochs=epochs,
+            collate=collate,
+            ahead=ahead,
+        )
+        self._loaders.append(loader)
+        return loader
+
+    # -- metrics -----------------------------------------------------------------------------------------
+
+    def log(self, **metrics: float) -> None:
+        """Metrics of this learner, for the run's record."""
+        self.port.tell(m.Log({key: _number(value) for key, value in metrics.items()}))
+
+    def mean(self, value: float | Tensor) -> Any:
+        """The mean of a number or tensor over all live learners; every learner must call it."""
+        self._means += 1
+        held = value.detach().cpu() if isinstance(value, Tensor) else value
+        result = self.port.request(m.MeanOf(self._means, held))
+        return result.to(value.device) if isinstance(value, Tensor) else result
+
+    def close(self) -> None:
+        """The learner's function is over."""
+        for table in self._tables:
+            table.release_hooks()
+
+    # -- between the loaders and the tables --------------------------------------------------------------
+
+    def consumed(self, loader: int, upto: int, count: int) -> None:
+        """A batch was handed to the loop: it belongs to the next gradient."""
+        self._used[loader] = upto
+        if loader not in self._fresh:
+            self._fresh.append(loader)
+        self._count += count
+
+    def count(self, examples: int) -> None:
+        self._count += examples
+
+    def used(self, loader: int) -> int:
+        return self._used.get(loader, 0)
+
+    def take_usage(self) -> tuple[int, int, int]:
+        """(examples, loader, portions used) of the gradient that is published now."""
+        count, self._count = self._count, 0
+        if not self._fresh:
+            return count or 1, -1, 0
+        *further, last = self._fresh
+        for loader in further:
+            self.port.post(Note(Kind.USED, loader=loader, upto=self._used[loader]), ring=False)
+        self._fresh = []
+        return count or 1, last, self._used[last]
+
+    def rest(self, loader: int, index: int) -> None:
+        """Nothing to compute: lockstep quorums need not wait for this learner."""
+        if self.config.sync.lockstep:
+            for table in self._tables:
+                number = table.ticket()
+                self._rests.append((table, number))
+                note = Note(Kind.REST, table.number, number, loader=loader, upto=index)
+                self.port.post(note, ring=False)
+        self.port.ring()
+
+    def rested(self) -> None:
+        """There is data again: read what the others have by now."""
+        for table, number in self._rests:
+            table.read(number)
+        self._rests = []
+
+
+def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
+    """Run the user's factory on the model's parameters, or on the model where it asks for `model`."""
+    if next(iter(model.parameters()), None) is None:
+        raise LayoutError(
+            f"{type(model).__name__} has no parameters: there is nothing to train. "
+            "Register layers as attributes, or parameters as nn.Parameter."
+        )
+    try:
+        first = next(iter(inspect.signature(factory).parameters), None)
+    except (TypeError, ValueError):
+        first = None
+    inner = factory(model if first == "model" else model.parameters())
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise UsageError(
+            f"the optimizer factory returned {type(inner).__name__}, not a torch.optim.Optimizer; "
+            "give a callable such as partial(torch.optim.SGD, lr=0.1)"
+        )
+    refuse_unsupported(inner)
+    return inner
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise LayoutError(
+                f"'{name}' is an embedding with sparse=True: sparse gradients do not travel; use sparse=False"
+            )
+
+
+def check_batches(size: int, batch_size: int) -> None:
+    if batch_size < 1:
+        raise UsageError(f"batch_size must be at least 1, got {batch_size}")
+    if size == 0:
+        raise UsageError("the data set is empty")
+    if batch_size > size:
+        raise UsageError(
+            f"batch_size {batch_size} is larger than the data set of {size} examples; use at most {size}"
+        )
+
+
+def _copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

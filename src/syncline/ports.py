@@ -1,0 +1,228 @@
+"""The seam: all that sessions and roles may ask of an engine.
+
+Small notes go one way in order, bulk data lies in slots and weights, waiting is for monotone counters.
+An engine implements these classes (`local`: processes and shared memory; `sim`: virtual time); nothing above opens a socket,
+maps memory or reads a clock by itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from syncline.table.layout import Layout
+    from syncline.table.slot import Slot
+
+
+class RunStopped(BaseException):
+    """Unwinds a learner's function when the run ends; not an error."""
+
+
+class Kind(IntEnum):
+    """What a note or a log entry says."""
+
+    # a learner to the leading shard
+    GRADIENT = 1  # one gradient lies in a slot
+    ASK = 2  # one more batch of this epoch
+    USED = 3  # batches up to here belong to the next gradient
+    CLOSE = 4  # left a loader's epoch early
+    REST = 5  # waits for data: lockstep quorums need not wait for it
+    PUT = 6  # parameters lie in a slot, to become global
+    STATE = 7  # wants the optimizer's state
+    LOAD = 8  # a new optimizer state lies ready at the coordinator
+    # the leading shard to the others
+    TAKE = 20
+    FOLD = 21
+    RELEASE = 22
+    SNAPSHOT = 23
+    FINISH = 24
+    LEAVE = 25
+
+
+class Note(NamedTuple):
+    """What a learner tells the leading shard; fixed size, in order."""
+
+    kind: int
+    table: int = 0
+    number: int = 0  # ticket: counts what this learner sent to this table
+    stamp: int = 0
+    step: int = 0
+    count: int = 0
+    slot: int = 0
+    serial: int = 0  # of the group options in the slot
+    full: int = 1  # every parameter has a gradient
+    loader: int = -1
+    upto: int = 0  # batches of that loader used so far; for ASK the epoch
+    loss: float = float("nan")
+
+
+class Entry(NamedTuple):
+    """One decision of the leading shard, as the others replay it."""
+
+    kind: int
+    table: int = 0
+    learner: int = 0
+    number: int = 0
+    slot: int = 0
+    serial: int = 0
+    full: int = 1
+    count: int = 0
+    rank: int = 0
+    iteration: int = 0
+    version: int = 0
+    alone: int = 0
+    factor: float = 1.0
+
+
+class Portion(NamedTuple):
+    """One batch for a learner: positions start..stop of an epoch's order; `end` closes the epoch."""
+
+    loader: int
+    index: int
+    epoch: int
+    start: int
+    stop: int
+    end: int = 0
+
+
+CLOSED = -1  # index of the portion that answers CLOSE; its start is the number of portions given so far
+
+
+class TableLink(ABC):
+    """A learner's end of one table."""
+
+    layout: Layout
+    slots: Sequence[Slot]
+    buffers: Sequence[Tensor]  # first values of the model's buffers, and of its other tensors
+    others: Sequence[Tensor]
+
+    @abstractmethod
+    def weights(self, version: int) -> list[Tensor]:
+        """One view per parameter of the version that was released; stable until the next publish."""
+
+    @abstractmethod
+    def wait(self, number: int) -> int:
+        """Block until all shards have released this ticket; the version to read comes back."""
+
+
+class LearnerPort(ABC):
+    """What a session may ask."""
+
+    learner: int
+    rank: int
+
+    @abstractmethod
+    def now(self) -> float: ...
+
+    @abstractmethod
+    def spend(self, examples: int) -> None:
+        """The computation of one gradient is done; only a simulated clock cares."""
+
+    @abstractmethod
+    def post(self, note: Note, *, ring: bool = True) -> None:
+        """Tell the leading shard, in order; without `ring` it may read it with the next note."""
+
+    @abstractmethod
+    def ring(self) -> None:
+        """Make the leading shard read what was posted."""
+
+    @abstractmethod
+    def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
+        """The portion of that index, if it is there; waits for it with `block`."""
+
+    @abstractmethod
+    def request(self, message: Any) -> Any:
+        """Ask the coordinator and wait for its answer."""
+
+    @abstractmethod
+    def tell(self, message: Any) -> None:
+        """Tell the coordinator."""
+
+    @abstractmethod
+    def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Where to write a new table's first parameters, buffers and other tensors."""
+
+    @abstractmethod
+    def pin(self, link: TableLink) -> None:
+        """Lock the link's memory for copies to and from a GPU."""
+
+    @abstractmethod
+    def attach(self, opened: Any) -> TableLink:
+        """The table that the coordinator's answer describes."""
+
+    @abstractmethod
+    def stopping(self) -> bool:
+        """The run is to end: loaders end, steps do not return."""
+
+
+class ServerPort(ABC):
+    """What a server role may ask. Nothing here blocks."""
+
+    shard: int
+    shards: int
+
+    @abstractmethod
+    def append(self, entry: Entry) -> None:
+        """The leading shard's decision, for the others to replay."""
+
+    @abstractmethod
+    def weights(self, table: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Segments of the whole table: the newest version, and the older ones that are kept."""
+
+    @abstractmethod
+    def slot(self, table: int, learner: int, index: int) -> Slot: ...
+
+    @abstractmethod
+    def inbox(self, table: int, learner: int) -> list[Tensor] | None:
+        """Where this learner's copy of a version goes; None where it reads the table itself."""
+
+    @abstractmethod
+    def release(self, table: int, learner: int, number: int, version: int) -> None: ...
+
+    @abstractmethod
+    def grant(self, learner: int, portion: Portion) -> None: ...
+
+    @abstractmethod
+    def share_norms(self, table: int, version: int, norms: Tensor) -> None:
+        """Tell the other shards; when all have, each gets a `Norms` event."""
+
+    @abstractmethod
+    def forget(self, learner: int) -> None:
+        """It has left and nothing of it is needed any more."""
+
+    @abstractmethod
+    def report(self, message: Any) -> None:
+        """Tell the coordinator."""
+
+
+class CoordinatorPort(ABC):
+    """What the coordinator role may ask. Nothing here blocks."""
+
+    shards: int
+
+    @abstractmethod
+    def make_table(self, table: int, layout: Layout) -> Any:
+        """Memory for the weights of a table."""
+
+    @abstractmethod
+    def make_lane(self, table: int, learner: int, layout: Layout) -> Any:
+        """Memory between one learner and the shards."""
+
+    @abstractmethod
+    def reply(self, learner: int, message: Any) -> None: ...
+
+    @abstractmethod
+    def tell_shards(self, message: Any) -> None:
+        """All shards, the leading one last: what it decides upon, the others know already."""
+
+    @abstractmethod
+    def stop_learners(self) -> None: ...
+
+    @abstractmethod
+    def emit(self, record: Any) -> None:
+        """Something for the caller: a metric, an epoch's end, a failure."""

@@ -1,0 +1,448 @@
+"""Who has which part of the epoch (M7): a pure state machine, events in, decisions out.
+
+Responsible for handing out every position of every epoch once, for taking back what a lost learner had, for
+the joint rounds and the barrier of lockstep, and for saying when an epoch is done. Not responsible for the order
+behind the positions, for reading data, nor for when gradients are folded.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from syncline.errors import RunError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """This learner computes positions start…stop−1 of that epoch's order."""
+
+    learner: int
+    index: int  # counts the grants and ends of this learner
+    epoch: int  # of the positions: older than the learner's own where they came back
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """This learner's loader of that epoch ends; its other asks for it are void."""
+
+    learner: int
+    index: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochDone:
+    """Every position of the epoch is settled, but for those that nobody wanted."""
+
+    epoch: int
+    skipped: int = 0  # left over where learners broke out of their loops
+
+
+Decision = Grant | End | EpochDone
+
+
+class Span(NamedTuple):
+    """Positions start…stop−1 of an epoch; sorts by age."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    def cut(self, length: int) -> tuple[Span, Span | None]:
+        """The first `length` positions, and the rest if there is one."""
+        middle = self.start + length
+        if middle >= self.stop:
+            return self, None
+        return self._replace(stop=middle), self._replace(start=middle)
+
+
+@dataclass(slots=True)
+class _Epoch:
+    fresh: dict[int, Span]  # not handed out yet, by owner
+    left: int  # positions neither settled nor skipped
+    skipped: int = 0
+
+
+@dataclass(slots=True)
+class _Learner:
+    id: int
+    rank: int
+    epoch: int
+    first: int  # the epoch it started in
+    index: int = 0
+    asks: int = 0  # not answered, of its epoch
+    asked: bool = False  # it has asked for its epoch at all
+    ended: bool = False
+    reserved: deque[Span] = field(default_factory=deque)  # its parts of lockstep rounds that others began
+    open: deque[tuple[int, Span]] = field(default_factory=deque)  # granted, not taken: can come back
+    taken: deque[tuple[int, Span]] = field(default_factory=deque)  # not settled
+    wanted: int = 0  # the epoch it waits for at the barrier, if it does
+    queued: int = 0  # asks for that epoch
+
+    def past(self, epoch: int) -> bool:
+        return self.epoch > epoch or (self.epoch == epoch and self.ended)
+
+
+class Ledger:
+    """Hands out the positions of every epoch, in order.
+
+    Whoever asks gets the next `batch_size` positions, first of what came back. `lockstep`: parts of joint rounds
+    by rank, and nobody begins an epoch before all have ended the last. `partition`: each from its own part first.
+    With `epochs` the last one drains: who finds nothing waits while others have what may still come back.
+    All initial learners should join before the first ask. Events of learners that have left are ignored.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        batch_size: int,
+        epochs: int | None = None,
+        lockstep: bool = False,
+        partition: bool = False,
+        learners: int = 1,
+    ) -> None:
+        for name, value in (
+            ("size", size),
+            ("batch_size", batch_size),
+            ("learners", learners),
+            ("epochs", epochs),
+        ):
+            if value is not None and value < 1:
+                raise UsageError(f"a feed needs {name} >= 1, got {name} = {value}")
+        self._size, self._batch_size, self._epochs = size, batch_size, epochs
+        self._lockstep, self._partition, self._parts = lockstep, partition, learners
+        self._learners: dict[int, _Learner] = {}
+        self._gone: dict[int, deque[tuple[int, Span]]] = {}  # left, with gradients still to settle
+        self._unfinished: dict[int, _Epoch] = {}
+        self._newest = -1
+        self._done = 0
+        self._returned: list[Span] = []  # a heap, oldest first
+        self._held: dict[int, _Learner] = {}  # waiting in the last epoch, in the order of their asks
+        self._barrier: set[int] = set()  # waiting for the next epoch
+        self._broken: set[int] = set()  # epochs that somebody broke out of
+        self._out: list[Decision] = []
+
+    # -- events ----------------------------------------------------------------------------------------------
+
+    def join(self, learner: int, rank: int) -> list[Decision]:
+        """It starts in the newest open epoch, which `epoch` tells."""
+        if learner in self._learners or learner in self._gone:
+            raise RunError(f"learner {learner} joins the feed twice; every learner needs an id of its own")
+        epoch = max(0, self._newest)
+        self._learners[learner] = _Learner(id=learner, rank=rank, epoch=epoch, first=epoch)
+        return []
+
+    def ask(self, learner: int, epoch: int) -> list[Decision]:
+        """It wants one more batch of this epoch; asking for a later epoch than its own ends that for it."""
+        member = self._learners.get(learner)
+        if member is None:
+            return []
+        if epoch < member.first:
+            raise RunError(
+                f"learner {learner} asks for epoch {epoch}, but started in epoch {member.first}; ask for that"
+            )
+        if epoch > member.epoch:
+            self._move_on(member, epoch)
+        elif epoch == member.epoch and not member.ended:
+            member.asked = True
+            member.asks += 1
+            self._begin(epoch)
+            self._serve(member)
+        return self._advance()
+
+    def taken(self, learner: int, upto: int) -> list[Decision]:
+        """Its grants before index `upto` are in a gradient of the sequence: they cannot come back any more."""
+        member = self._learners.get(learner)
+        if member is None:
+            raise RunError(
+                f"a gradient of learner {learner} is taken, but it is not in the feed: it never joined or left"
+            )
+        _move(member.open, member.taken, upto)
+        return self._advance()
+
+    def settled(self, learner: int, upto: int) -> list[Decision]:
+        """Those gradients are folded or dropped; legal after the learner left, too."""
+        member = self._learners.get(learner)
+        if member is not None:
+            _move(member.open, member.taken, upto)
+            self._settle(member.taken, upto)
+        elif learner in self._gone:
+            self._settle(self._gone[learner], upto)
+            if not self._gone[learner]:
+                del self._gone[learner]
+        return self._advance()
+
+    def close(self, learner: int, upto: int) -> list[Decision]:
+        """It broke out of its loop; grants from index `upto` on, which it did not consume, come back."""
+        member = self._learners.get(learner)
+        if member is None:
+            return []
+        unread = []
+        while member.open and member.open[-1][0] >= upto:
+            unread.append(member.open.pop()[1])
+        self._give_back(unread)
+        if member.queued:  # at the barrier: it leaves a loop that has not begun
+            self._unqueue(member)
+        elif member.asked and not member.ended:
+            self._break_off(member)
+        elif unread:
+            self._broken.add(member.epoch)
+        return self._advance()
+
+    def leave(self, learner: int) -> list[Decision]:
+        """It returned, raised or died; all that is not taken comes back."""
+        member = self._learners.pop(learner, None)
+        if member is None:
+            return []
+        self._held.pop(learner, None)
+        self._barrier.discard(learner)
+        self._give_back(span for _, span in member.open)
+        self._give_back(member.reserved)
+        for epoch in self._unfinished:
+            self._disown(member, epoch)
+        if member.taken:
+            self._gone[learner] = member.taken
+        return self._advance()
+
+    # -- questions -------------------------------------------------------------------------------------------
+
+    def epoch(self, learner: int) -> int:
+        """The epoch that this learner is in: a joiner's first ask is for this one."""
+        return self._learners[learner].epoch
+
+    def idle(self, learner: int) -> bool:
+        """Lockstep quorums need not wait for it: it has no data to compute, and gets none before others go on."""
+        member = self._learners.get(learner)
+        return self._lockstep and (member is None or self._rests(member))
+
+    def _rests(self, member: _Learner) -> bool:
+        # An end may be given ahead: until its last batches are taken it still computes. At the barrier it does
+        # not, so that what is left open there was consumed, and belongs to a later gradient.
+        without = member.ended or member.id in self._held
+        return without and (not member.open or member.queued > 0)
+
+    # -- handing out -----------------------------------------------------------------------------------------
+
+    def _serve(self, member: _Learner) -> None:
+        """Answer its asks as far as there is data; then end its epoch, or let it wait."""
+        while member.asks and (span := self._claim(member)):
+            member.asks -= 1
+            member.open.append((member.index, span))
+            self._out.append(Grant(member.id, self._count(member), *span))
+        if not member.asks:
+            self._held.pop(member.id, None)
+        elif self._epochs == member.epoch + 1:
+            self._held.setdefault(member.id, member)
+        else:
+            self._end(member)
+
+    def _claim(self, member: _Learner) -> Span | None:
+        if not self._lockstep:
+            return self._next(member)
+        if not member.reserved:
+            self._form_round(member.epoch)
+        return member.reserved.popleft() if member.reserved else None
+
+    def _form_round(self, epoch: int) -> None:
+        """The next joint slice: a part for each learner that has not ended, in rank order."""
+        state = self._unfinished.get(epoch)
+        if not self._returned and not (state and state.fresh):
+            return
+        for member in self._by_rank():
+            if not member.past(epoch) and (span := self._next(member)):
+                member.reserved.append(span)
+
+    def _next(self, member: _Learner) -> Span | None:
+        if self._partition:
+            return self._next_fresh(member) or self._next_returned(member)
+        return self._next_returned(member) or self._next_fresh(member)
+
+    def _next_fresh(self, member: _Learner) -> Span | None:
+        state, owner = self._unfinished.get(member.epoch), self._owner(member)
+        if state is None or owner not in state.fresh:
+            return None
+        span, rest = state.fresh.pop(owner).cut(self._batch_size)
+        if rest:
+            state.fresh[owner] = rest
+        return span
+
+    def _next_returned(self, member: _Learner) -> Span | None:
+        if not self._returned or self._returned[0].epoch > member.epoch:
+            return None
+        span, rest = heapq.heappop(self._returned).cut(self._batch_size)
+        if rest:
+            heapq.heappush(self._returned, rest)
+        return span
+
+    def _end(self, member: _Learner) -> None:
+        member.ended = True
+        member.asks = 0
+        self._held.pop(member.id, None)
+        self._out.append(End(member.id, self._count(member), member.epoch))
+
+    def _count(self, member: _Learner) -> int:
+        member.index += 1
+        return member.index - 1
+
+    def _by_rank(self) -> list[_Learner]:
+        return sorted(self._learners.values(), key=lambda member: (member.rank, member.id))
+
+    # -- coming back -----------------------------------------------------------------------------------------
+
+    def _give_back(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            heapq.heappush(self._returned, span)
+
+    def _owner(self, member: _Learner) -> int:
+        return member.rank if self._partition else 0
+
+    def _disown(self, member: _Learner, epoch: int) -> None:
+        """What is fresh in its part of the epoch goes to the others."""
+        state = self._unfinished.get(epoch)
+        if self._partition and state and member.rank in state.fresh:
+            self._give_back([state.fresh.pop(member.rank)])
+
+    def _break_off(self, member: _Learner) -> None:
+        """It is out of its epoch before the end."""
+        self._give_back(member.reserved)
+        member.reserved.clear()
+        self._disown(member, member.epoch)
+        member.asks = 0
+        member.ended = True
+        self._held.pop(member.id, None)
+        self._broken.add(member.epoch)
+
+    def _settle(self, taken: deque[tuple[int, Span]], upto: int) -> None:
+        while taken and taken[0][0] < upto:
+            _, span = taken.popleft()
+            self._unfinished[span.epoch].left -= span.stop - span.start
+
+    # -- epochs ----------------------------------------------------------------------------------------------
+
+    def _begin(self, epoch: int) -> None:
+        while self._newest < epoch:
+            self._newest += 1
+            self._unfinished[self._newest] = _Epoch(fresh=self._shares(self._newest), left=self._size)
+
+    def _shares(self, epoch: int) -> dict[int, Span]:
+        if not self._partition:
+            return {0: Span(epoch, 0, self._size)}
+        bounds = [part * self._size // self._parts for part in range(self._parts + 1)]
+        shares = {rank: Span(epoch, *ends) for rank, ends in enumerate(pairwise(bounds)) if ends[0] < ends[1]}
+        ranks = {member.rank for member in self._learners.values()}
+        self._give_back(shares.pop(rank) for rank in list(shares) if rank not in ranks)
+        return shares
+
+    def _move_on(self, member: _Learner, epoch: int) -> None:
+        """It asks for a later epoch than its own."""
+        if not member.ended:
+            self._break_off(member)
+        if self._epochs is not None and epoch >= self._epochs:
+            self._unqueue(member)
+            member.epoch = epoch
+            self._end(member)
+        elif self._lockstep:
+            self._queue(member, epoch)
+        else:
+            self._broken.update(range(member.epoch + 1, epoch))
+            self._begin(epoch)
+            member.epoch, member.ended = epoch, False
+            member.asks, member.asked = 1, True
+            self._serve(member)
+
+    def _queue(self, member: _Learner, epoch: int) -> None:
+        member.queued = member.queued + 1 if epoch == member.wanted else 1
+        member.wanted = epoch
+        self._barrier.add(member.id)
+
+    def _unqueue(self, member: _Learner) -> None:
+        member.queued = 0
+        self._barrier.discard(member.id)
+
+    def _cross_barrier(self) -> None:
+        """All have ended the epoch, and somebody wants the next: it begins for all."""
+        while self._barrier and all(self._rests(member) for member in self._learners.values()):
+            self._begin(self._newest + 1)
+            for member in self._learners.values():
+                self._resume(member)
+            for member in self._by_rank():
+                if member.asks:
+                    self._serve(member)
+            self._skip_leftovers()
+
+    def _resume(self, member: _Learner) -> None:
+        if member.epoch >= self._newest:
+            return
+        member.epoch = self._newest
+        if member.queued and member.wanted > self._newest:  # it left this one unseen
+            self._broken.add(self._newest)
+            return
+        member.ended = False
+        member.asks, member.asked = member.queued, member.queued > 0
+        self._unqueue(member)
+
+    # -- after every event -----------------------------------------------------------------------------------
+
+    def _advance(self) -> list[Decision]:
+        if self._returned:
+            for member in list(self._held.values()):
+                self._serve(member)
+        self._release_held()
+        self._skip_leftovers()
+        self._cross_barrier()
+        self._finish_epochs()
+        out, self._out = self._out, []
+        return out
+
+    def _release_held(self) -> None:
+        """End those for whom nothing can come back, the last to ask first.
+
+        The held do not all hold one another: an earlier one waits for what later ones have open, never the
+        other way round, so that one learner stays as long as it may be needed.
+        """
+        while self._held and not any(
+            self._may_return(member) for member in self._learners.values() if member.id not in self._held
+        ):
+            self._end(next(reversed(self._held.values())))
+
+    def _may_return(self, member: _Learner) -> bool:
+        if member.open or member.reserved:
+            return True
+        return self._partition and any(member.rank in state.fresh for state in self._unfinished.values())
+
+    def _skip_leftovers(self) -> None:
+        """What is left of an epoch that learners broke out of is wanted by nobody once all are past it."""
+        for epoch in sorted(self._broken):
+            everybody = self._learners.values()
+            if epoch in self._unfinished and everybody and all(member.past(epoch) for member in everybody):
+                self._skip(epoch, self._unfinished[epoch])
+
+    def _skip(self, epoch: int, state: _Epoch) -> None:
+        back = [span for span in self._returned if span.epoch == epoch]
+        skipped = sum(span.stop - span.start for span in (*state.fresh.values(), *back))
+        state.fresh.clear()
+        state.left -= skipped
+        state.skipped += skipped
+        if back:
+            self._returned = [span for span in self._returned if span.epoch != epoch]
+            heapq.heapify(self._returned)
+
+    def _finish_epochs(self) -> None:
+        while (state := self._unfinished.get(self._done)) and state.left == 0:
+            self._out.append(EpochDone(self._done, state.skipped))
+            del self._unfinished[self._done]
+            self._broken.discard(self._done)
+            self._done += 1
+
+
+def _move(source: deque[tuple[int, Span]], target: deque[tuple[int, Span]], upto: int) -> None:
+    while source and source[0][0] < upto:
+        target.append(source.popleft())

@@ -1,0 +1,271 @@
+"""How a model's parameters lie in flat memory, and which shard owns which part (M3, M5).
+
+A `Layout` is plain data: it travels between processes, is compared across learners, and makes tensor views
+over any block of bytes. One segment per dtype; every parameter starts at a multiple of 16 elements, and cuts
+between shards fall on such multiples, because fused optimizers are bit-equal to the plain loop only there.
+Not responsible for the memory itself.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from syncline.errors import LayoutError
+
+GRAIN = 16  # elements
+LINE = 256  # bytes: a segment starts at a multiple of 16 elements of any dtype
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor by name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Entry:
+        return cls(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+def _round_up(value: int, grain: int) -> int:
+    return -(-value // grain) * grain
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A list of tensors packed into one block of bytes, one segment per dtype."""
+
+    entries: tuple[Entry, ...]
+
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(entry.dtype for entry in self.entries))
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """(segment, first element) of every entry."""
+        fill = [0] * len(self.dtypes)
+        places = []
+        for entry in self.entries:
+            segment = self.dtypes.index(entry.dtype)
+            places.append((segment, fill[segment]))
+            fill[segment] += _round_up(entry.numel, GRAIN)
+        return tuple(places)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of every segment, padding included."""
+        fill = [0] * len(self.dtypes)
+        for entry in self.entries:
+            fill[self.dtypes.index(entry.dtype)] += _round_up(entry.numel, GRAIN)
+        return tuple(fill)
+
+    @cached_property
+    def item_sizes(self) -> tuple[int, ...]:
+        return tuple(DTYPES[dtype].itemsize for dtype in self.dtypes)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """First byte of every segment."""
+        offsets, position = [], 0
+        for length, size in zip(self.lengths, self.item_sizes, strict=True):
+            offsets.append(position)
+            position += _round_up(length * size, LINE)
+        return tuple(offsets)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(_round_up(n * size, LINE) for n, size in zip(self.lengths, self.item_sizes, strict=True))
+
+    def segments(self, memory: Tensor) -> list[Tensor]:
+        """The segments as flat tensors over `memory`, a uint8 tensor of at least `nbytes`."""
+        return [
+            memory[offset : offset + length * size].view(DTYPES[dtype])
+            for dtype, offset, length, size in zip(
+                self.dtypes, self.offsets, self.lengths, self.item_sizes, strict=True
+            )
+        ]
+
+    def views(self, segments: Sequence[Tensor]) -> list[Tensor]:
+        """One tensor per entry, in its shape."""
+        return [
+            segments[segment][start : start + entry.numel].view(entry.shape)
+            for entry, (segment, start) in zip(self.entries, self.places, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one entry that a shard owns: elements start..stop of it."""
+
+    entry: int
+    start: int
+    stop: int
+    segment: int
+    position: int  # first element, in the shard's slice of the segment
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one shard owns: a slice of every segment."""
+
+    slices: tuple[tuple[int, int], ...]
+    pieces: tuple[Piece, ...]
+
+    def segments(self, segments: Sequence[Tensor]) -> list[Tensor]:
+        return [segment[low:high] for segment, (low, high) in zip(segments, self.slices, strict=True)]
+
+    def views(self, own: Sequence[Tensor], entries: Sequence[Entry]) -> list[Tensor]:
+        """One tensor per piece over the shard's slices; whole entries in their shape, others flat."""
+        views = []
+        for piece in self.pieces:
+            flat = own[piece.segment][piece.position : piece.position + piece.stop - piece.start]
+            views.append(flat.view(entries[piece.entry].shape) if piece.whole else flat)
+        return views
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All of one table: parameters (the optimizer's), buffers and the other tensors of the model."""
+
+    parameters: Flat
+    buffers: Flat
+    others: Flat
+    groups: tuple[tuple[int, ...], ...]  # entries of each parameter group, in the optimizer's order
+    aliases: tuple[tuple[str, str], ...]  # further names of tied parameters
+    cuttable: bool
+    shards: int
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        bounds = _bounds(self.parameters, self.shards, self.cuttable)
+        return tuple(_part(self.parameters, low, high) for low, high in zip(bounds, bounds[1:], strict=False))
+
+    def difference(self, other: Layout) -> str | None:
+        """The first thing in which two layouts differ, in words; None if they agree."""
+        for kind in ("parameters", "buffers", "others"):
+            mine, theirs = getattr(self, kind).entries, getattr(other, kind).entries
+            for a, b in zip(mine, theirs, strict=False):
+                if a != b:
+                    return f"{kind}: {a} against {b}"
+            if len(mine) != len(theirs):
+                longer = (mine if len(mine) > len(theirs) else theirs)[min(len(mine), len(theirs))]
+                return f"{kind}: {len(mine)} against {len(theirs)}, the first unmatched is {longer}"
+        if self.groups != other.groups:
+            sizes = [len(group) for group in self.groups], [len(group) for group in other.groups]
+            return f"parameter groups of sizes {sizes[0]} against {sizes[1]}"
+        return None
+
+
+def _bounds(flat: Flat, shards: int, cuttable: bool) -> list[int]:
+    """Where to cut the line of all bytes: shards + 1 positions, balanced."""
+    starts = [
+        flat.offsets[segment] + start * flat.item_sizes[segment] for segment, start in flat.places
+    ]  # of entries, rising per segment
+    edges = sorted({0, flat.nbytes, *starts})
+    bounds = [0]
+    for index in range(1, shards):
+        ideal = flat.nbytes * index // shards
+        if cuttable:
+            ideal = ideal // LINE * LINE
+        else:
+            at = bisect.bisect_left(edges, ideal)
+            ideal = min(edges[max(0, at - 1) : at + 1], key=lambda edge: abs(edge - ideal))
+        bounds.append(max(bounds[-1], ideal))
+    return [*bounds, flat.nbytes]
+
+
+def _part(flat: Flat, low: int, high: int) -> Part:
+    slices = []
+    for offset, length, size in zip(flat.offsets, flat.lengths, flat.item_sizes, strict=True):
+        first = min(length, max(0, (low - offset) // size))
+        last = min(length, max(0, (high - offset) // size))
+        slices.append((first, last))
+    pieces = []
+    for index, (entry, (segment, start)) in enumerate(zip(flat.entries, flat.places, strict=True)):
+        first, last = slices[segment]
+        begin, end = max(start, first), min(start + entry.numel, last)
+        if begin < end or (entry.numel == 0 and first <= start < last):
+            whole = end - begin == entry.numel
+            end = max(begin, end)
+            pieces.append(Piece(index, begin - start, end - start, segment, begin - first, whole))
+    return Part(tuple(slices), tuple(pieces))
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The live tensors that a layout describes, in its order."""
+
+    parameters: list[nn.Parameter]
+    buffers: list[Tensor]
+    others: list[Tensor]
+
+
+def lay_out(
+    model: nn.Module, groups: Sequence[Iterable[nn.Parameter]], *, cuttable: bool, shards: int
+) -> tuple[Layout, Tensors]:
+    """Layout of `model` whose optimizer holds `groups` of parameters."""
+    names: dict[int, str] = {}
+    aliases = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in names:
+            aliases.append((name, names[id(parameter)]))
+        names.setdefault(id(parameter), name)
+    chosen, index_groups = _chosen(groups, names)
+    own = {id(parameter) for parameter in chosen}
+    rest = [(name, p) for name, p in model.named_parameters() if id(p) not in own]
+    buffers = list(model.named_buffers())
+    layout = Layout(
+        parameters=Flat(tuple(Entry.of(names[id(p)], p) for p in chosen)),
+        buffers=Flat(tuple(Entry.of(name, buffer) for name, buffer in buffers)),
+        others=Flat(tuple(Entry.of(name, p) for name, p in rest)),
+        groups=index_groups,
+        aliases=tuple(aliases),
+        cuttable=cuttable,
+        shards=shards,
+    )
+    return layout, Tensors(chosen, [buffer for _, buffer in buffers], [p.data for _, p in rest])
+
+
+def _chosen(
+    groups: Sequence[Iterable[nn.Parameter]], names: dict[int, str]
+) -> tuple[list[nn.Parameter], tuple[tuple[int, ...], ...]]:
+    chosen: list[nn.Parameter] = []
+    index_groups = []
+    for number, group in enumerate(groups):
+        indices = []
+        for parameter in group:
+            names.setdefault(id(parameter), f"group{number}.{len(indices)}")
+            indices.append(len(chosen))
+            chosen.append(parameter)
+        index_groups.append(tuple(indices))
+    if not chosen:
+        raise LayoutError("the optimizer holds no parameters: give it a model with at least one nn.Parameter")
+    return chosen, tuple(index_groups)

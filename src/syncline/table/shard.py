@@ -1,0 +1,222 @@
+"""A shard: its part of the weights, the optimizer on it, and the fold (M3, M4, M5).
+
+Gradients are taken in the order of the sequence. In lockstep they are kept where they lie and folded
+together, in rank order; otherwise each is added to a running mean when it is taken, which frees its slot. A fold of one gradient runs
+the optimizer straight on the slot. Not responsible for deciding when to fold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.table.layout import Layout
+from syncline.table.slot import SlotPart
+from syncline.table.template import OptimizerTemplate, Options, PieceState, cut_state, piece_states
+
+
+class Mean:
+    """A running mean of gradients, weighted by example count, over flat segments and single pieces.
+
+    A parameter missing in some gradients counts as zero there; missing in all, it has none.
+    """
+
+    def __init__(self, segments: list[Tensor], views: list[Tensor]) -> None:
+        self.segments, self.views = segments, views
+        self.present: tuple[bool, ...] = (False,) * len(views)
+        self.total = 0
+
+    def start(self, gradient: SlotPart, present: tuple[bool, ...], count: int) -> None:
+        if self.segments is not gradient.segments:
+            for mean, value in zip(self.segments, gradient.segments, strict=True):
+                mean.copy_(value)
+        self.present, self.total = present, count
+
+    def add(self, gradient: SlotPart, present: tuple[bool, ...], count: int) -> None:
+        if count == 0:
+            return
+        if self.total == 0:
+            raise AssertionError("a mean starts with its first weighted gradient")
+        self.total += count
+        weight = count / self.total
+        if all(present) and all(self.present):
+            for mean, value in zip(self.segments, gradient.segments, strict=True):
+                mean.lerp_(value, weight)
+            return
+        for mean, value, had, has in zip(self.views, gradient.views, self.present, present, strict=True):
+            if had and has:
+                mean.lerp_(value, weight)
+            elif had:
+                mean.mul_(1.0 - weight)
+            elif has:
+                torch.mul(value, weight, out=mean)
+        self.present = tuple(a or b for a, b in zip(self.present, present, strict=True))
+
+
+class Shard:
+    """One shard of one table."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        index: int,
+        template: OptimizerTemplate,
+        weights: Sequence[Tensor],
+        *,
+        history: Sequence[Sequence[Tensor]] = (),
+        lockstep: bool,
+        clip_norm: float | None = None,
+    ) -> None:
+        self.layout, self.part = layout, layout.parts[index]
+        self.version = 0
+        self.weights = self.part.segments(weights)
+        self.history = [self.part.segments(segments) for segments in history]
+        views = self.part.views(self.weights, layout.parameters.entries)
+        self.optimizer, self.parameters = template.build(self.part, layout, views)
+        self.clip_norm = clip_norm
+        self._lockstep = lockstep
+        self._taken: list[tuple[SlotPart, tuple[bool, ...], int, int, int]] = []
+        self._all = (True,) * len(self.part.pieces)
+        self._mean: Mean | None = None
+        self._grad_views: list[Tensor] | None = None
+        self._put: dict[int, list[Tensor]] = {}
+        self._options: Options = template.options
+        for segments in self.history:
+            _copy(segments, self.weights)
+
+    # -- taking and folding ------------------------------------------------------------------------------
+
+    def take(
+        self, gradient: SlotPart, *, full: bool, count: int, rank: int, iteration: int, alone: bool
+    ) -> None:
+        """Into the sequence. `alone`: the next fold is of this gradient only."""
+        present = self._all if full else gradient.present()
+        if self._lockstep or alone:
+            self._taken.append((gradient, present, count, rank, iteration))
+            return
+        mean = self._running_mean()
+        if mean.total == 0:
+            mean.start(gradient, present, count)
+        else:
+            mean.add(gradient, present, count)
+
+    def _running_mean(self) -> Mean:
+        if self._mean is None:
+            segments = [torch.zeros_like(segment) for segment in self.weights]
+            self._mean = Mean(segments, self.part.views(segments, self.layout.parameters.entries))
+        return self._mean
+
+    def gather(self, iteration: int) -> None:
+        """Set every parameter's gradient to the mean of what the fold takes."""
+        self._apply_puts()
+        if self._taken:
+            views, present = self._gather_taken(iteration)
+        else:
+            mean = self._running_mean()
+            views, present, mean.total = mean.views, mean.present, 0
+        if views is self._grad_views and all(present):
+            return
+        for parameter, view, has in zip(self.parameters, views, present, strict=True):
+            parameter.grad = view if has else None
+        self._grad_views = views if all(present) else None
+
+    def _gather_taken(self, iteration: int) -> tuple[list[Tensor], tuple[bool, ...]]:
+        if self._lockstep:
+            chosen = sorted((t for t in self._taken if t[4] == iteration), key=lambda taken: taken[3])
+            self._taken = [t for t in self._taken if t[4] != iteration]
+        else:
+            chosen, self._taken = self._taken, []
+        weighted = [taken for taken in chosen if taken[2] > 0] or chosen[:1]
+        first, present, count, _, _ = weighted[0]
+        if len(weighted) == 1:
+            return first.views, present
+        mean = Mean(first.segments, first.views)  # in place: the slot is the shard's until it is released
+        mean.start(first, present, count)
+        for gradient, present, count, _, _ in weighted[1:]:
+            mean.add(gradient, present, count)
+        return mean.views, mean.present
+
+    def norms(self) -> Tensor:
+        """Norm of every piece's gradient (0 where there is none)."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        found = iter(torch._foreach_norm(gradients, 2.0)) if gradients else iter(())
+        none = torch.zeros(())
+        return torch.stack(
+            [next(found).to(torch.float64) if p.grad is not None else none for p in self.parameters]
+        )
+
+    def clip(self, total: Tensor) -> None:
+        """Scale as `clip_grad_norm_` does, by the norm over all shards."""
+        assert self.clip_norm is not None
+        coefficient = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(coefficient.to(parameter.grad.dtype))
+
+    def clip_alone(self) -> None:
+        assert self.clip_norm is not None
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+
+    def apply(self, options: Options, factor: float) -> None:
+        """Run the optimizer on the gathered gradient: the next version."""
+        self._options = options
+        for group, option in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(option)
+            if factor != 1.0:
+                group["lr"] = option["lr"] * factor
+        self.optimizer.step()
+        self.version += 1
+        if self.history:
+            _copy(self.history[self.version % len(self.history)], self.weights)
+
+    # -- reading and writing -----------------------------------------------------------------------------
+
+    def read(self, version: int, into: Sequence[Tensor]) -> None:
+        """Copy the shard's part of one version."""
+        source = self.history[version % len(self.history)] if self.history else self.weights
+        _copy(self.part.segments(into), source)
+
+    def put(self, rank: int, values: Sequence[Tensor]) -> None:
+        """Values that replace the weights with the next fold; the lowest rank's win (M6)."""
+        self._put[rank] = [value.clone() for value in values]
+
+    def _apply_puts(self) -> None:
+        if self._put:
+            _copy(self.weights, self._put[min(self._put)])
+            self._put.clear()
+
+    def settle(self) -> None:
+        """The end of the run: what was put without a later fold counts too."""
+        self._apply_puts()
+
+    def snapshot(self) -> list[Tensor]:
+        return [segment.clone() for segment in self.weights]
+
+    def state(self) -> tuple[Options, PieceState]:
+        return self._options, piece_states(self.optimizer, self.part, self.parameters)
+
+    def load(self, options: Options, state: dict[int, dict[str, Any]]) -> None:
+        """Replace the optimizer's state (entries as `template.split` gives them)."""
+        self._options = options
+        self.optimizer.state.clear()
+        for piece, parameter in zip(self.part.pieces, self.parameters, strict=True):
+            if piece.entry in state:
+                self.optimizer.state[parameter] = cut_state(state[piece.entry], piece, self.layout)
+
+
+def total_norm(layout: Layout, norms: Sequence[Tensor]) -> Tensor:
+    """Norm over all shards from the norms of their pieces; cut entries are put together first."""
+    by_entry: dict[int, list[Tensor]] = {}
+    for part, values in zip(layout.parts, norms, strict=True):
+        for piece, value in zip(part.pieces, values, strict=True):
+            by_entry.setdefault(piece.entry, []).append(value)
+    entries = [torch.linalg.vector_norm(torch.stack(values)) for _, values in sorted(by_entry.items())]
+    return torch.linalg.vector_norm(torch.stack(entries))
+
+
+def _copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    for a, b in zip(into, source, strict=True):
+        a.copy_(b)

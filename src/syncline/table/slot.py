@@ -1,0 +1,89 @@
+"""One published gradient in memory: values, buffers, which parameters have one, group options (M1).
+
+A slot is a block of bytes that a learner fills and shards read; the same class serves shared and private
+memory. Not responsible for when it may be filled or read.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.errors import UsageError
+from syncline.table.layout import LINE, Layout, Part
+
+OPTIONS_ROOM = 16384  # bytes for the group options as JSON
+
+
+def slot_bytes(layout: Layout) -> int:
+    mask = -(-len(layout.parameters.entries) // LINE) * LINE
+    return layout.parameters.nbytes + layout.buffers.nbytes + mask + OPTIONS_ROOM
+
+
+class Slot:
+    """Views over one slot's memory, a uint8 tensor of `slot_bytes(layout)`."""
+
+    def __init__(self, layout: Layout, memory: Tensor) -> None:
+        self._layout = layout
+        flat, buffers = layout.parameters, layout.buffers
+        self.memory = memory
+        self.segments = flat.segments(memory)
+        self.buffers = buffers.views(buffers.segments(memory[flat.nbytes :]))
+        position = flat.nbytes + buffers.nbytes
+        count = len(flat.entries)
+        self.mask = memory[position : position + count]  # uint8: 1 where the parameter has a gradient
+        start = position + -(-count // LINE) * LINE
+        self._options = memoryview(memory[start : start + OPTIONS_ROOM].numpy())
+
+    @cached_property
+    def gradients(self) -> list[Tensor]:
+        """One view per parameter."""
+        return self._layout.parameters.views(self.segments)
+
+    def part(self, part: Part) -> SlotPart:
+        return SlotPart(self, part, self._layout)
+
+    def write_options(self, options: list[dict[str, Any]]) -> None:
+        text = json.dumps(options, default=_refuse).encode()
+        if len(text) > OPTIONS_ROOM - 8:
+            raise UsageError(
+                f"the options of {len(options)} parameter groups take {len(text)} bytes, more than the "
+                f"{OPTIONS_ROOM - 8} that travel with a gradient; use fewer groups or smaller options"
+            )
+        self._options[:8] = len(text).to_bytes(8, "little")
+        self._options[8 : 8 + len(text)] = text
+
+    def read_options(self) -> list[dict[str, Any]]:
+        length = int.from_bytes(self._options[:8], "little")
+        return json.loads(bytes(self._options[8 : 8 + length]))
+
+
+class SlotPart:
+    """What one shard sees of a slot."""
+
+    def __init__(self, slot: Slot, part: Part, layout: Layout) -> None:
+        self.slot = slot
+        self.segments = part.segments(slot.segments)
+        self.views = part.views(self.segments, layout.parameters.entries)
+        self._entries = [piece.entry for piece in part.pieces]
+
+    def present(self) -> tuple[bool, ...]:
+        """For each of the shard's pieces: is there a gradient?"""
+        mask = self.slot.mask.tolist()
+        return tuple(bool(mask[entry]) for entry in self._entries)
+
+
+def private_slot(layout: Layout) -> Slot:
+    return Slot(layout, torch.zeros(slot_bytes(layout), dtype=torch.uint8))
+
+
+def _refuse(value: object) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    raise UsageError(
+        f"a parameter group's option of type {type(value).__name__} cannot travel with a gradient"
+    )

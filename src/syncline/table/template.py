@@ -1,0 +1,188 @@
+"""A user's optimizer, cut for the shards and put together again (M5).
+
+The factory runs once on the real parameters; `OptimizerTemplate` is that object without its tensors: class,
+options, attributes, state. `build` makes a shard's optimizer over its pieces, `merge` and `split` turn the shards' states
+into plain PyTorch's `state_dict` and back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline.errors import LayoutError
+from syncline.table.layout import Layout, Part, Piece
+
+ELEMENTWISE: tuple[type, ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+)
+_TENSOR_FREE = ("state", "param_groups")
+
+Options = list[dict[str, Any]]
+PieceState = dict[tuple[int, int, int], dict[str, Any]]  # (entry, start, stop) -> state
+
+
+@dataclass(frozen=True)
+class OptimizerTemplate:
+    """All of an optimizer but its tensors; state by entry."""
+
+    kind: type[torch.optim.Optimizer]
+    attributes: dict[str, Any]
+    options: Options
+    state: dict[int, dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerTemplate:
+        refuse_unsupported(optimizer)
+        attributes = {
+            key: value
+            for key, value in optimizer.__dict__.items()
+            if key not in _TENSOR_FREE and not key.endswith("_hooks")
+        }
+        index = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+        state = {
+            index[id(p)]: {key: _to_host(value) for key, value in entry.items()}
+            for p, entry in optimizer.state.items()
+            if entry
+        }
+        return cls(type(optimizer), attributes, group_options(optimizer), state)
+
+    @property
+    def cuttable(self) -> bool:
+        return self.kind in ELEMENTWISE
+
+    def build(
+        self, part: Part, layout: Layout, views: Sequence[Tensor]
+    ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+        """An optimizer of the same kind over a shard's pieces, and its parameters in their order."""
+        parameters = [
+            nn.Parameter(view.detach(), requires_grad=view.is_floating_point() or view.is_complex())
+            for view in views
+        ]
+        by_entry: dict[int, list[nn.Parameter]] = defaultdict(list)
+        state: dict[nn.Parameter, Any] = defaultdict(dict)
+        for piece, parameter in zip(part.pieces, parameters, strict=True):
+            by_entry[piece.entry].append(parameter)
+            if piece.entry in self.state:
+                state[parameter] = cut_state(self.state[piece.entry], piece, layout)
+        groups = [
+            {"params": [p for i in indices for p in by_entry[i]], **options}
+            for indices, options in zip(layout.groups, self.options, strict=True)
+        ]
+        optimizer = self.kind.__new__(self.kind)
+        optimizer.__setstate__({**self.attributes, "state": state, "param_groups": groups})
+        return optimizer, parameters
+
+
+def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise LayoutError(
+            "LBFGS calls its closure several times in one step and cannot run on a server's shard; "
+            "use a first-order optimizer such as SGD, Adam or Adagrad"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise LayoutError(
+            "SparseAdam needs sparse gradients, which do not travel; use Adam with sparse=False"
+        )
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> Options:
+    """Options of every group without its parameters, tensors as numbers."""
+    return [
+        {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _to_host(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def cut_state(state: dict[str, Any], piece: Piece, layout: Layout) -> dict[str, Any]:
+    """The part of an entry's state that belongs to a piece; what is not parameter-shaped is copied."""
+    entry = layout.parameters.entries[piece.entry]
+    cut = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            shaped = tuple(value.shape) == entry.shape and not piece.whole
+            value = value.reshape(-1)[piece.start : piece.stop].clone() if shaped else value.clone()
+        cut[key] = value
+    return cut
+
+
+def piece_states(
+    optimizer: torch.optim.Optimizer, part: Part, parameters: Sequence[nn.Parameter]
+) -> PieceState:
+    """A shard's optimizer state by piece, copied."""
+    return {
+        (piece.entry, piece.start, piece.stop): {key: _to_host(value) for key, value in state.items()}
+        for piece, parameter in zip(part.pieces, parameters, strict=True)
+        if (state := optimizer.state.get(parameter))
+    }
+
+
+def merge(layout: Layout, options: Options, shards: Sequence[PieceState]) -> dict[str, Any]:
+    """Plain PyTorch's `state_dict` from the states of all shards."""
+    by_entry: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+    for pieces in shards:
+        for (entry, start, _), state in pieces.items():
+            by_entry[entry].append((start, state))
+    numbers = {entry: number for number, entry in enumerate(i for group in layout.groups for i in group)}
+    state = {numbers[entry]: _join(layout, entry, parts) for entry, parts in sorted(by_entry.items())}
+    groups = []
+    for indices, option in zip(layout.groups, options, strict=True):
+        groups.append({**option, "params": [numbers[index] for index in indices]})
+    return {"state": state, "param_groups": groups}
+
+
+def _join(layout: Layout, index: int, parts: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    parts.sort(key=lambda part: part[0])
+    first = parts[0][1]
+    if len(parts) == 1:
+        return first
+    joined: dict[str, Any] = {}
+    for key, value in first.items():
+        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() > 1:
+            joined[key] = torch.cat([state[key] for _, state in parts]).view(
+                layout.parameters.entries[index].shape
+            )
+        else:
+            joined[key] = value
+    return joined
+
+
+def split(layout: Layout, state_dict: dict[str, Any]) -> tuple[Options, dict[int, dict[str, Any]]]:
+    """Options and state by entry from a plain `state_dict` (the inverse of `merge`)."""
+    groups = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in groups]
+    mine = [len(group) for group in layout.groups]
+    if sizes != mine:
+        raise LayoutError(f"the state_dict has parameter groups of sizes {sizes}, this optimizer has {mine}")
+    options = [
+        {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in groups
+    ]
+    state = {}
+    for indices, group in zip(layout.groups, groups, strict=True):
+        for index, number in zip(indices, group["params"], strict=True):
+            if entry := state_dict["state"].get(number):
+                state[index] = {key: _to_host(value) for key, value in entry.items()}
+    return options, state
