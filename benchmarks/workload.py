@@ -4,6 +4,7 @@ Data loading is left out on purpose: what is compared is computing, exchanging a
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ def make_model(dims: tuple[int, ...]) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers: list[nn.Module] = []
-        for i, o in zip(dims, dims[1:], strict=False):
+        for i, o in pairwise(dims):
             layers += [nn.Linear(i, o), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

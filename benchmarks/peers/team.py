@@ -70,6 +70,9 @@ class Team:
             ready = wait([member.connection, *(process.sentinel for process in watched)], timeout=remaining)
             if not ready:
                 raise PeerError(f"no answer within {self.limit_s:.0f} s")
+            for process in watched:
+                if process.sentinel in ready:
+                    process.join(END_S)  # its pipe closes a moment before its exit code is there
             self._raise_failures()
             if member.connection in ready:
                 return self._message(member)

@@ -90,7 +90,9 @@ class Portion(NamedTuple):
     end: int = 0
 
 
-CLOSED = -1  # index of the portion that answers CLOSE; its start is the number of portions given so far
+# The index of portions outside the count: the answer to joining (its epoch is the first to ask for) and the
+# answer to CLOSE (its start is the number of portions given so far).
+OUTSIDE = -1
 
 
 class TableLink(ABC):

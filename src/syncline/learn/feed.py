@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from syncline.errors import UsageError
-from syncline.ports import CLOSED, Kind, Note, Portion
+from syncline.ports import OUTSIDE, Kind, Note, Portion
 
 if TYPE_CHECKING:
     from syncline.learn.session import Session
@@ -79,14 +79,16 @@ class Loader:
         ahead: int,
     ) -> None:
         self.number, self.batch_size, self.size = number, batch_size, len(data)  # type: ignore[arg-type]
-        self.epoch = 0  # of the next iteration
+        first = session.port.portion(number, OUTSIDE, block=True)
+        self.epoch = first.epoch if first else 0  # of the next iteration
         self._session, self._policy, self._ahead = session, policy, ahead
         self._read = reader(data, collate)
         self._orders: dict[int, Tensor] = {}
         self._index = 0  # of the next portion to use
         self._asked = 0  # portions asked for
         self._iterating = False
-        self._ended = False  # the epoch's last portion was seen
+        self._started = False  # this iteration has asked for its first portion
+        self._ended = False  # and has seen the epoch's last
 
     def __len__(self) -> int:
         """Batches in an epoch, over all learners."""
@@ -96,6 +98,7 @@ class Loader:
         if self._iterating:
             raise UsageError(f"loader {self.number} is being iterated already: one loop at a time")
         self._iterating = True
+        self._started = False
         source = self._read_ahead() if self._ahead else ((p, self._batch(p)) for p in self._portions())
         try:
             for portion, batch in source:
@@ -138,13 +141,31 @@ class Loader:
 
     def _next(self, *, block: bool) -> Portion | None:
         """The next portion of this epoch; None: not there (or the run ends)."""
+        if not self._started:
+            self._started = True
+            if self._index > 0:
+                return self._first()
         self._ask(self._index + AHEAD + self._ahead)
         portion = self._session.port.portion(self.number, self._index, block=False)
         if portion is None and block:
             self._session.rest(self.number, self._index)
-            portion = self._session.port.portion(self.number, self._index, block=True)
-            if portion is not None:
-                self._session.rested()
+            portion = self._rest_until()
+        return self._seen(portion)
+
+    def _first(self) -> Portion | None:
+        """A further epoch begins, for all at once: rest before asking, so that nobody waits meanwhile."""
+        self._session.rest(self.number, self._index)
+        self._ask(self._index + AHEAD + self._ahead)
+        self._session.port.ring()
+        return self._seen(self._rest_until())
+
+    def _rest_until(self) -> Portion | None:
+        portion = self._session.port.portion(self.number, self._index, block=True)
+        if portion is not None:
+            self._session.rested()
+        return portion
+
+    def _seen(self, portion: Portion | None) -> Portion | None:
         if portion is not None:
             self._index += 1
             if portion.end:
@@ -164,7 +185,7 @@ class Loader:
     def _skip(self) -> None:
         """Portions on their way when the loop was left go unused; the answer to CLOSE says how many came."""
         port = self._session.port
-        answer = port.portion(self.number, CLOSED, block=True)
+        answer = port.portion(self.number, OUTSIDE, block=True)
         if answer is not None:
             for index in range(self._index, answer.start):
                 port.portion(self.number, index, block=False)
@@ -243,7 +264,7 @@ class SplitLoader:
         collate: Callable[[list[Any]], Any] | None,
     ) -> None:
         self._session, self._data = session, data
-        self.batch_size = batch_size
+        self.batch_size, self.epoch = batch_size, 0
         self._collate = collate or default_collate
 
     def __iter__(self) -> Iterator[Any]:
@@ -259,6 +280,7 @@ class SplitLoader:
                     held = []
         if held:
             yield self._give(held)
+        self.epoch += 1
 
     def _give(self, items: Sequence[Any]) -> Any:
         self._session.count(len(items))

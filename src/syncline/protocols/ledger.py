@@ -94,7 +94,7 @@ class Ledger:
     """Hands out the positions of every epoch, in order.
 
     Whoever asks gets the next `batch_size` positions, first of what came back. `lockstep`: parts of joint rounds
-    by rank, and nobody begins an epoch before all have ended the last. `partition`: each from its own part first.
+    by rank, and nobody begins an epoch before all have asked for it. `partition`: each from its own part first.
     With `epochs` the last one drains: who finds nothing waits while others have what may still come back.
     All initial learners should join before the first ask. Events of learners that have left are ignored.
     """
@@ -368,8 +368,12 @@ class Ledger:
         self._barrier.discard(member.id)
 
     def _cross_barrier(self) -> None:
-        """All have ended the epoch, and somebody wants the next: it begins for all."""
-        while self._barrier and all(self._rests(member) for member in self._learners.values()):
+        """All have ended the epoch and want the next: it begins for all, but who is beyond the last.
+
+        Nobody crosses while one is still on its way: it may yet publish a gradient of the old epoch, and the
+        others would not know to which fold it belongs.
+        """
+        while self._barrier and all(m.queued or m.epoch > self._newest for m in self._learners.values()):
             self._begin(self._newest + 1)
             for member in self._learners.values():
                 self._resume(member)
@@ -382,11 +386,11 @@ class Ledger:
         if member.epoch >= self._newest:
             return
         member.epoch = self._newest
-        if member.queued and member.wanted > self._newest:  # it left this one unseen
+        if member.wanted > self._newest:  # it left this one unseen
             self._broken.add(self._newest)
             return
         member.ended = False
-        member.asks, member.asked = member.queued, member.queued > 0
+        member.asks, member.asked = member.queued, True
         self._unqueue(member)
 
     # -- after every event -----------------------------------------------------------------------------------

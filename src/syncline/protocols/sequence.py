@@ -96,6 +96,14 @@ class Sequence:
         self.members.live[learner].resting = True
         return self._advance()
 
+    def reread(self, learner: int, number: int) -> list[Decision]:
+        """It wanted to rest, but its data is there already: it reads what it would read after a step."""
+        if learner not in self.members:
+            return []
+        self._gate.hold(learner, number)
+        self._gate.resume(learner, self.members.live[learner].next_iteration)
+        return list(self._gate.open(self.version))
+
     def resume(self, learner: int) -> list[Decision]:
         """It has data again and reads what the others have."""
         if learner not in self.members or not self.members.live[learner].resting:
@@ -103,7 +111,7 @@ class Sequence:
         member = self.members.live[learner]
         member.resting = False
         member.next_iteration = max(member.next_iteration, self.version)
-        self._gate.resume(learner, self.version)
+        self._gate.resume(learner, member.next_iteration)
         return list(self._gate.open(self.version))
 
     def leave(self, learner: int) -> list[Decision]:

@@ -36,10 +36,11 @@ class Gate:
         """It rests until `resume`."""
         self._waiting[learner] = (number, -1)
 
-    def resume(self, learner: int, version: int) -> None:
+    def resume(self, learner: int, iteration: int) -> None:
+        """It goes on with this iteration: it reads what it would have read after the one before."""
         number, needed = self._waiting.get(learner, (0, 0))
         if needed == -1:
-            self._waiting[learner] = (number, max(0, version - self._delay))
+            self._waiting[learner] = (number, max(0, iteration - self._delay))
 
     def leave(self, learner: int) -> None:
         self._waiting.pop(learner, None)

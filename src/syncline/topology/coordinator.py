@@ -167,7 +167,7 @@ class Coordinator:
             if brought is not None:
                 self._met(("loader", message.loader), brought)
         else:
-            self._join_loader(message.loader, learner)
+            self._join_loader(message.loader, [learner])
 
     def _make_loader(self, message: m.OpenLoader) -> m.MakeLoader:
         return m.MakeLoader(
@@ -181,9 +181,10 @@ class Coordinator:
             self._plan.snapshots and message.loader == 0,
         )
 
-    def _join_loader(self, loader: int, learner: int) -> None:
-        self._port.tell_shards(m.JoinLoader(loader, learner, self.live[learner]))
-        self._port.reply(learner, True)
+    def _join_loader(self, loader: int, learners: list[int]) -> None:
+        self._port.tell_shards(m.JoinLoader(loader, {learner: self.live[learner] for learner in learners}))
+        for learner in learners:
+            self._port.reply(learner, True)
 
     # -- meetings ----------------------------------------------------------------------------------------
 
@@ -196,8 +197,7 @@ class Coordinator:
         kind, number = key
         ordered = sorted(brought, key=lambda learner: self.live[learner])
         if kind == "loader":
-            for learner in ordered:
-                self._join_loader(number, learner)
+            self._join_loader(number, ordered)
             return
         values = [torch.as_tensor(brought[learner], dtype=torch.float64) for learner in ordered]
         mean = torch.stack(values).mean(0)

@@ -163,9 +163,10 @@ class MakeLoader:
 
 @dataclass(frozen=True, slots=True)
 class JoinLoader:
+    """These join at once: a joint round is cut for all that the ledger knows."""
+
     loader: int
-    learner: int
-    rank: int
+    learners: dict[int, int]  # learner -> rank
 
 
 @dataclass(frozen=True, slots=True)

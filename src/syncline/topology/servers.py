@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.ports import CLOSED, Entry, Kind, Note, Portion, ServerPort
+from syncline.ports import OUTSIDE, Entry, Kind, Note, Portion, ServerPort
 from syncline.protocols.folding import Ticket
 from syncline.protocols.ledger import Decision as LedgerDecision
 from syncline.protocols.ledger import End, EpochDone, Grant, Ledger
@@ -208,6 +208,8 @@ class Leader:
         self._losses: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # rank -> [sum, count]
         self._examples: dict[int, int] = defaultdict(int)
         self._warned = False
+        self._todo: deque[tuple[int, Any]] = deque()
+        self._working = False
         replay.buffers = self._mean_buffers
 
     # -- the coordinator's events ------------------------------------------------------------------------
@@ -234,8 +236,11 @@ class Leader:
             self._evaluated.add(make.loader)
 
     def join_loader(self, join: m.JoinLoader) -> None:
-        self._ranks[join.learner] = join.rank
-        self._fed(join.loader, self._ledgers[join.loader].join(join.learner, join.rank))
+        ledger = self._ledgers[join.loader]
+        for learner, rank in join.learners.items():
+            self._ranks[learner] = rank
+            self._fed(join.loader, ledger.join(learner, rank))
+            self._port.grant(learner, Portion(join.loader, OUTSIDE, ledger.epoch(learner), 0, 0))
 
     def leave(self, learner: int, *, lost: bool) -> None:
         self._resting.pop(learner, None)
@@ -284,17 +289,16 @@ class Leader:
 
     def _close(self, learner: int, note: Note) -> None:
         decisions = self._ledgers[note.loader].close(learner, note.upto)
-        self._port.grant(learner, Portion(note.loader, CLOSED, 0, self._granted[note.loader, learner], 0, 1))
+        self._port.grant(learner, Portion(note.loader, OUTSIDE, 0, self._granted[note.loader, learner], 0, 1))
         self._fed(note.loader, decisions)
 
     def _rest(self, learner: int, note: Note) -> None:
         sequence = self._sequences[note.table]
-        decisions = sequence.rest(learner, note.number)
-        self._resting[learner] = note.loader
         if self._granted[note.loader, learner] > note.upto:  # the portion was on its way already
-            del self._resting[learner]
-            decisions += sequence.resume(learner)
-        self._decided(note.table, decisions)
+            self._decided(note.table, sequence.reread(learner, note.number))
+        else:
+            self._resting[learner] = note.loader
+            self._decided(note.table, sequence.rest(learner, note.number))
 
     # -- decisions to effects ----------------------------------------------------------------------------
 
@@ -303,26 +307,48 @@ class Leader:
         self._replay.replay(entry)
 
     def _decided(self, table: int, decisions: list[Decision]) -> None:
-        for position, decision in enumerate(decisions):
-            kind = type(decision)
-            if kind is Take:
-                self._take(table, decision, decisions[position + 1 :])
-            elif kind is Fold:
-                self._fold(table, decision)
-            elif kind is Release:
-                self._log(
-                    Entry(Kind.RELEASE, table, decision.learner, decision.number, version=decision.version)
-                )
-            elif kind is Drop:
-                self._settle(table, decision.ticket)
-            elif kind is Full:
-                self._port.report(m.Reached(decision.version))
+        self._todo.extend((table, decision) for decision in decisions)
+        self._work()
 
-    def _take(self, table: int, take: Take, after: list[Decision]) -> None:
+    def _work(self) -> None:
+        """Carry out decisions in their order; what one of them brings about comes after all that were there."""
+        if self._working:
+            return
+        self._working = True
+        try:
+            while self._todo:
+                place, decision = self._todo.popleft()
+                self._carry_out(place, decision)
+        finally:
+            self._working = False
+
+    def _carry_out(self, place: int, decision: Decision | LedgerDecision) -> None:
+        """`place` is the table, or the loader of a ledger's decision."""
+        kind = type(decision)
+        if kind is Take:
+            self._take(place, decision)
+        elif kind is Fold:
+            self._fold(place, decision)
+        elif kind is Release:
+            entry = Entry(Kind.RELEASE, place, decision.learner, decision.number, version=decision.version)
+            self._log(entry)
+        elif kind is Drop:
+            self._settle(place, decision.ticket)
+        elif kind is Full:
+            self._port.report(m.Reached(decision.version))
+        elif kind is Grant:
+            portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
+            self._grant(portion, decision.learner)
+        elif kind is End:
+            self._grant(Portion(place, decision.index, decision.epoch, 0, 0, 1), decision.learner)
+        elif kind is EpochDone:
+            self._epoch_done(place, decision.epoch)
+
+    def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket
         note = self._notes[table, ticket.learner, ticket.number]
-        following = after[0] if after else None
-        alone = isinstance(following, Fold) and len(following.tickets) == 1
+        following = self._todo[0][1] if self._todo else None
+        alone = isinstance(following, Fold) and following.tickets == (ticket,)
         self._log(
             Entry(
                 Kind.TAKE,
@@ -408,16 +434,8 @@ class Leader:
     # -- the feed ----------------------------------------------------------------------------------------
 
     def _fed(self, loader: int, decisions: list[LedgerDecision]) -> None:
-        for decision in decisions:
-            if isinstance(decision, Grant):
-                self._grant(
-                    Portion(loader, decision.index, decision.epoch, decision.start, decision.stop),
-                    decision.learner,
-                )
-            elif isinstance(decision, End):
-                self._grant(Portion(loader, decision.index, decision.epoch, 0, 0, 1), decision.learner)
-            elif isinstance(decision, EpochDone):
-                self._epoch_done(loader, decision.epoch)
+        self._todo.extend((loader, decision) for decision in decisions)
+        self._work()
 
     def _grant(self, portion: Portion, learner: int) -> None:
         self._granted[portion.loader, learner] = portion.index + 1

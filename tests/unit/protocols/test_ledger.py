@@ -32,7 +32,7 @@ def finish(ledger: Ledger, learner: int, epoch: int = 0) -> list[Decision]:
         seen += decisions
         if any(isinstance(d, End) for d in decisions):
             break
-        seen += ledger.settled(learner, decisions[-1].index + 1)
+        seen += ledger.settled(learner, max(d.index for d in decisions if isinstance(d, Grant)) + 1)
     return seen
 
 
@@ -149,6 +149,13 @@ def test_asking_for_the_next_epoch_leaves_the_one_before() -> None:
     assert ledger.settled(0, 1) == [EpochDone(0, skipped=2)]
 
 
+def test_epochs_that_everybody_passed_over_are_skipped_whole() -> None:
+    ledger = ledger_of(1, size=4)
+    ledger.ask(0, 0)
+    assert spans(ledger.ask(0, 2)) == [(0, 2, 0, 2)]
+    assert ledger.settled(0, 1) == [EpochDone(0, skipped=2), EpochDone(1, skipped=4)]
+
+
 # -- the last epoch -----------------------------------------------------------------------------------------
 
 
@@ -206,7 +213,7 @@ def test_a_round_is_one_slice_in_parts_by_rank_whoever_asks_first() -> None:
     assert [spans(ledger.ask(0, 0)) for _ in range(2)] == [[(0, 0, 6, 8)], [(0, 0, 12, 14)]]
 
 
-def test_nobody_begins_an_epoch_before_all_have_ended_the_last() -> None:
+def test_nobody_begins_an_epoch_before_all_have_asked_for_it() -> None:
     ledger = ledger_of(2, size=6, lockstep=True)
     for learner in (0, 1):
         ledger.ask(learner, 0), ledger.settled(learner, 1)
@@ -216,9 +223,10 @@ def test_nobody_begins_an_epoch_before_all_have_ended_the_last() -> None:
     ledger.ask(0, 0)
     assert ledger.ask(0, 0) == [End(0, 2, 0)]
     assert not ledger.idle(0)  # the end came ahead: it still computes its last batch
-    assert ledger.settled(0, 2) == [Grant(1, 2, 1, 2, 4), EpochDone(0)]
+    assert ledger.settled(0, 2) == [EpochDone(0)]
+    assert ledger.idle(0) and ledger.idle(1)
+    assert ledger.ask(0, 1) == [Grant(0, 3, 1, 0, 2), Grant(1, 2, 1, 2, 4)]
     assert not ledger.idle(0) and not ledger.idle(1)
-    assert ledger.ask(0, 1) == [Grant(0, 3, 1, 0, 2)]
 
 
 def test_a_batch_consumed_without_a_step_does_not_block_the_barrier() -> None:
@@ -228,7 +236,8 @@ def test_a_batch_consumed_without_a_step_does_not_block_the_barrier() -> None:
     ledger.ask(1, 1)
     assert ledger.idle(1)
     ledger.ask(0, 0)
-    assert [d.learner for d in ledger.taken(0, 2)] == [1]
+    assert ledger.taken(0, 2) == []
+    assert [span[0] for span in spans(ledger.ask(0, 1))] == [0, 1]
 
 
 def test_after_a_loss_the_rounds_are_of_the_living_and_begin_with_what_came_back() -> None:
@@ -256,8 +265,8 @@ def test_all_break_out_of_a_lockstep_epoch() -> None:
     assert ledger.close(0, 1) == []
     assert ledger.idle(0)
     assert ledger.ask(0, 1) == []
-    assert ledger.close(1, 1) == [Grant(0, 2, 1, 0, 2), EpochDone(0, skipped=8)]
-    assert ledger.ask(1, 1) == [Grant(1, 2, 1, 2, 4)]
+    assert ledger.close(1, 1) == [EpochDone(0, skipped=8)]
+    assert ledger.ask(1, 1) == [Grant(0, 2, 1, 0, 2), Grant(1, 2, 1, 2, 4)]
 
 
 def test_who_finds_no_part_in_the_last_round_is_idle_until_something_comes_back() -> None:
@@ -271,6 +280,13 @@ def test_who_finds_no_part_in_the_last_round_is_idle_until_something_comes_back(
     assert not ledger.idle(1)
 
 
+def test_a_part_that_its_learner_has_not_asked_for_yet_can_come_back() -> None:
+    ledger = ledger_of(2, size=3, lockstep=True, epochs=1)
+    ledger.ask(0, 0), ledger.taken(0, 1)
+    assert ledger.ask(0, 0) == []
+    assert ledger.leave(1) == [Grant(0, 1, 0, 2, 3)]
+
+
 def test_a_loop_left_at_the_barrier_is_an_epoch_not_seen() -> None:
     ledger = ledger_of(2, size=4, lockstep=True)
     ledger.ask(1, 0)
@@ -279,8 +295,19 @@ def test_a_loop_left_at_the_barrier_is_an_epoch_not_seen() -> None:
     assert ledger.settled(1, 1) == [EpochDone(0)]
     assert ledger.ask(1, 0) == [End(1, 1, 0)]
     assert spans(ledger.ask(1, 1)) == [(1, 1, 0, 2)]
-    assert spans(finish(ledger, 1, 1)) == [(1, 1, 2, 4), (0, 2, 0, 2)]
-    assert spans(ledger.ask(1, 2)) == [(1, 2, 2, 4)]
+    assert spans(finish(ledger, 1, 1)) == [(1, 1, 2, 4)]
+    assert spans(ledger.ask(1, 2)) == [(0, 2, 0, 2), (1, 2, 2, 4)]
+
+
+def test_one_that_leaves_the_barrier_for_good_opens_it_for_the_others() -> None:
+    ledger = ledger_of(2, size=4, lockstep=True, epochs=2)
+    ledger.ask(1, 0)
+    finish(ledger, 0)
+    assert ledger.ask(0, 1) == []
+    assert ledger.ask(0, 2) == [End(0, 2, 2)]
+    ledger.settled(1, 1)
+    assert finish(ledger, 1) == [End(1, 1, 0)]
+    assert spans(finish(ledger, 1, 1)) == [(1, 1, 0, 2), (1, 1, 2, 4)]
 
 
 # -- partition ----------------------------------------------------------------------------------------------
@@ -304,6 +331,13 @@ def test_parts_of_the_lost_go_to_whoever_has_finished_its_own() -> None:
     assert [span[2:] for span in spans(finish(ledger, 0, 2))] == [(0, 2), (2, 4)]
 
 
+def test_the_part_of_one_that_broke_out_goes_to_whoever_has_finished_its_own() -> None:
+    ledger = ledger_of(2, size=8, partition=True)
+    ledger.ask(1, 0), ledger.taken(1, 1)
+    ledger.close(1, 1)
+    assert [span[2:] for span in spans(finish(ledger, 0))] == [(0, 2), (2, 4), (6, 8)]
+
+
 def test_the_last_epoch_of_a_partition_waits_for_what_others_have_not_begun() -> None:
     ledger = ledger_of(2, size=4, partition=True, epochs=1)
     assert spans(finish(ledger, 0)) == [(0, 0, 0, 2)]
@@ -323,7 +357,7 @@ def test_lockstep_rounds_of_a_partition_give_each_its_own_next() -> None:
 def test_sizes_are_at_least_one(wrong: dict[str, int]) -> None:
     name = next(iter(wrong))
     with pytest.raises(UsageError, match=f"{name} >= 1, got {name} = 0"):
-        Ledger(**({"size": 1, "batch_size": 1} | wrong))
+        ledger_of(1, **wrong)
 
 
 def test_an_id_joins_once_and_a_gradient_needs_its_learner() -> None:

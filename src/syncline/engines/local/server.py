@@ -141,6 +141,7 @@ class LocalServerPort(ServerPort):
         self.shelves: dict[int, Shelf] = {}
         self._layouts: dict[int, Layout] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
+        self.readers: set[tuple[int, int]] = set()  # (loader, learner)
         self.to_wake: set[int] = set()
         self.wake_shards = False
         self.norms_wanted: tuple[int, int] | None = None
@@ -172,6 +173,12 @@ class LocalServerPort(ServerPort):
         if entry.kind in (Kind.FOLD, Kind.SNAPSHOT, Kind.FINISH):
             return entry.table in self.shelves
         return (entry.table, entry.learner) in self._lanes
+
+    def expects(self, learner: int, note: Note) -> bool:
+        """The supervisor has introduced the table and the loader that the note speaks of."""
+        if note.loader >= 0 and (note.loader, learner) not in self.readers:
+            return False
+        return note.kind in (Kind.ASK, Kind.USED, Kind.CLOSE) or (note.table, learner) in self._lanes
 
     # -- effects -----------------------------------------------------------------------------------------
 
@@ -274,11 +281,17 @@ class _Loop:
         worked = False
         for learner, desk in list(self._port.desks.items()):
             while (record := desk.notes.pop()) is not None:
-                self._role.note(learner, Note._make(record))  # type: ignore[arg-type]
+                self._hand_over(learner, Note._make(record))  # type: ignore[arg-type]
                 worked = True
             if worked:
                 self._port.flush()
         return worked
+
+    def _hand_over(self, learner: int, note: Note) -> None:
+        """To the role, after what the supervisor had said before the learner could say this."""
+        while not self._port.expects(learner, note):
+            self._control()
+        self._role.note(learner, note)
 
     def _read_log(self) -> bool:
         assert self._port.log is not None
@@ -312,6 +325,8 @@ class _Loop:
             self._port.make_table(event)
         elif isinstance(event, m.JoinTable):
             self._port.join_table(event)
+        elif isinstance(event, m.JoinLoader):
+            self._port.readers.update((event.loader, learner) for learner in event.learners)
         elif isinstance(event, m.Leave) and self._leads:
             self._drain(event.learner)
         self._role.handle(event)
@@ -320,7 +335,7 @@ class _Loop:
         """What it committed before it left comes before its leaving."""
         desk = self._port.desks.get(learner)
         while desk is not None and (record := desk.notes.pop()) is not None:
-            self._role.note(learner, Note._make(record))  # type: ignore[arg-type]
+            self._hand_over(learner, Note._make(record))  # type: ignore[arg-type]
 
 
 def run_server(channel: Channel, spec: ServerSpec) -> None:
