@@ -1,7 +1,7 @@
 """The dial: when gradients become an update, and who waits, as one record, `Sync`.
 
-Responsible for the presets, for parsing and printing them, for what contradicts itself, and for the two numbers
-that follow from a record: the quorum and the rate factor. Not responsible for carrying any of it out.
+Responsible for the presets, for parsing and printing them, for what contradicts itself, and for the two
+numbers that follow from a record: the quorum and the rate factor. Not responsible for carrying any of it out.
 """
 
 from __future__ import annotations
@@ -96,14 +96,15 @@ class Sync:
             raise DialError(f"{self} needs a batch_size of at least 1, got {batch_size}")
         if self.splits is not None and self.splits > learners:
             raise DialError(
-                f"{self} needs n <= learners, got n = {self.splits} with {learners} learners: an update would "
-                f"take ⌊{learners}/{self.splits}⌋ = 0 gradients; use softsync:{learners} (one gradient in each "
-                f"update, as async) or at least {self.splits} learners"
+                f"{self} needs n <= learners, got n = {self.splits} with {learners} learners: an update "
+                f"would take ⌊{learners}/{self.splits}⌋ = 0 gradients; use softsync:{learners} (one gradient in "
+                f"each update, as async) or at least {self.splits} learners"
             )
         if self.backup >= learners:
             raise DialError(
-                f"{self} needs b < learners, got b = {self.backup} with {learners} learners: the quorum would be "
-                f"{learners} − {self.backup} = {learners - self.backup}; {_fewer_backups(self.backup, learners)}"
+                f"{self} needs b < learners, got b = {self.backup} with {learners} learners: the quorum would "
+                f"be {learners} − {self.backup} = {learners - self.backup}; "
+                f"{_fewer_backups(self.backup, learners)}"
             )
         if self.reference_batch is not None:
             self._known(batch_size)
@@ -127,8 +128,8 @@ class Sync:
     def _known(self, batch_size: int | None) -> int:
         if batch_size is None:
             raise DialError(
-                f"{self} multiplies the rate by √(learners × batch_size / {self.reference_batch}), but batch_size "
-                "is not known here: give batch_size, or leave reference_batch out and set the rate yourself"
+                f"{self} multiplies the rate by √(learners × batch_size / {self.reference_batch}), but "
+                "batch_size is not known here: give batch_size, or leave reference_batch out and set the rate yourself"
             )
         return batch_size
 
@@ -179,7 +180,7 @@ def _contradictions(sync: Sync) -> Iterable[tuple[bool, str]]:
     yield each and sync.late == "drop", "with one_from_each no gradient is late; leave late out"
     yield (
         each and sync.rate != "given",
-        "with one_from_each all gradients of a fold have the same staleness, so the rate is 'given'; set the lr itself",
+        "with one_from_each all gradients of a fold have the same staleness: leave rate='given', set the lr",
     )
     yield sync.splits is not None and sync.backup > 0, "splits and backup both set the quorum; set one"
     yield (
@@ -271,7 +272,8 @@ class Preset:
             raise DialError(f"{text!r}: {item!r} is no option; write key=value, separated by commas")
         if key not in self.options:
             raise DialError(
-                f"{text!r}: {self.name} has no option {key!r}{_nearest(key, self.options)}; {self._options_text()}"
+                f"{text!r}: {self.name} has no option {key!r}{_nearest(key, self.options)}; "
+                f"{self._options_text()}"
             )
         if key in before:
             raise DialError(f"{text!r} gives {key} twice; give it once")

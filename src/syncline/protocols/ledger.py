@@ -1,8 +1,8 @@
 """Who has which part of the epoch (M7): a pure state machine, events in, decisions out.
 
 Responsible for handing out every position of every epoch once, for taking back what a lost learner had, for
-the joint rounds and the barrier of lockstep, and for saying when an epoch is done. Not responsible for the order
-behind the positions, for reading data, nor for when gradients are folded.
+the joint rounds and the barrier of lockstep, and for saying when an epoch is done. Not responsible for the
+order behind the positions, for reading data, nor for when gradients are folded.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class _Learner:
 class Ledger:
     """Hands out the positions of every epoch, in order.
 
-    Whoever asks gets the next `batch_size` positions, first of what came back. `lockstep`: parts of joint rounds
-    by rank, and nobody begins an epoch before all have asked for it. `partition`: each from its own part first.
-    With `epochs` the last one drains: who finds nothing waits while others have what may still come back.
+    Whoever asks gets the next `batch_size` positions, first of what came back. `lockstep`: parts of joint
+    rounds by rank, and nobody begins an epoch before all have asked for it. `partition`: each from its own part
+    first. With `epochs` the last one drains: who finds nothing waits while others have what may still come back.
     All initial learners should join before the first ask. Events of learners that have left are ignored.
     """
 
@@ -159,11 +159,11 @@ class Ledger:
         return self._advance()
 
     def taken(self, learner: int, upto: int) -> list[Decision]:
-        """Its grants before index `upto` are in a gradient of the sequence: they cannot come back any more."""
+        """Its grants before index `upto` are in a gradient of the sequence: they cannot come back."""
         member = self._learners.get(learner)
         if member is None:
             raise RunError(
-                f"a gradient of learner {learner} is taken, but it is not in the feed: it never joined or left"
+                f"a gradient of learner {learner} is taken, but it is not in the feed: it left, or never joined"
             )
         _move(member.open, member.taken, upto)
         return self._advance()
@@ -219,13 +219,13 @@ class Ledger:
         return self._learners[learner].epoch
 
     def idle(self, learner: int) -> bool:
-        """Lockstep quorums need not wait for it: it has no data to compute, and gets none before others go on."""
+        """Lockstep quorums need not wait for it: it has nothing to compute until others go on."""
         member = self._learners.get(learner)
         return self._lockstep and (member is None or self._rests(member))
 
     def _rests(self, member: _Learner) -> bool:
         # An end may be given ahead: until its last batches are taken it still computes. At the barrier it does
-        # not, so that what is left open there was consumed, and belongs to a later gradient.
+        # not: what is left open there was consumed, and belongs to a later gradient.
         without = member.ended or member.id in self._held
         return without and (not member.open or member.queued > 0)
 

@@ -194,7 +194,7 @@ def _bounds(flat: Flat, shards: int, cuttable: bool) -> list[int]:
     for index in range(1, shards):
         ideal = flat.nbytes * index // shards
         if cuttable:
-            ideal = ideal // LINE * LINE
+            ideal = (ideal + LINE // 2) // LINE * LINE
         else:
             at = bisect.bisect_left(edges, ideal)
             ideal = min(edges[max(0, at - 1) : at + 1], key=lambda edge: abs(edge - ideal))

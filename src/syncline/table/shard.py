@@ -141,12 +141,10 @@ class Shard:
 
     def norms(self) -> Tensor:
         """Norm of every piece's gradient (0 where there is none)."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        found = iter(torch._foreach_norm(gradients, 2.0)) if gradients else iter(())
-        none = torch.zeros(())
-        return torch.stack(
-            [next(found).to(torch.float64) if p.grad is not None else none for p in self.parameters]
-        )
+        present = [p.grad for p in self.parameters if p.grad is not None]
+        found = iter(torch._foreach_norm(present, 2.0)) if present else iter(())
+        norms = [next(found).item() if p.grad is not None else 0.0 for p in self.parameters]
+        return torch.tensor(norms, dtype=torch.float64)
 
     def clip(self, total: Tensor) -> None:
         """Scale as `clip_grad_norm_` does, by the norm over all shards."""

@@ -540,6 +540,11 @@ class ServerRole:
         elif self._leader is not None:
             self._lead(event)
 
+    def statistics(self) -> m.Statistics:
+        """The account so far (leading shard only)."""
+        assert self._leader is not None
+        return self._leader.statistics(0)
+
     def _lead(self, event: Any) -> None:
         assert self._leader is not None
         kind = type(event)

@@ -308,6 +308,9 @@ def test_one_that_leaves_the_barrier_for_good_opens_it_for_the_others() -> None:
     ledger.settled(1, 1)
     assert finish(ledger, 1) == [End(1, 1, 0)]
     assert spans(finish(ledger, 1, 1)) == [(1, 1, 0, 2), (1, 1, 2, 4)]
+    assert ledger.ask(1, 2) == [End(1, 5, 2)]
+    ledger.join(2, 0)
+    assert ledger.epoch(2) == 1  # there is no epoch beyond the last
 
 
 # -- partition ----------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ import selectors
 import sys
 import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from syncline.engines.local import forkserver
 from syncline.engines.local.cargo import pack
@@ -25,14 +25,14 @@ from syncline.engines.local.exchange import Ring
 from syncline.engines.local.learner import STOP, LearnerSpec, Task
 from syncline.engines.local.memory import Bell, Region
 from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometry, Lane, ServerSpec, Shelf
-from syncline.engines.run import EpochRecord, Event, Handle, Outcome, RunSpec
-from syncline.errors import LearnerError, LostError, RunError
+from syncline.engines.record import Recorder, learner_error
+from syncline.engines.run import Handle, Outcome, RunSpec
+from syncline.errors import LostError, RunError
 from syncline.learn.session import SessionConfig
 from syncline.ports import CoordinatorPort
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
 from syncline.topology.coordinator import Coordinator, Plan
-from syncline.topology.weights import Assembly
 
 GRACE = 5.0  # seconds that learners get to finish their step after a stop
 
@@ -132,7 +132,7 @@ class _Port(CoordinatorPort):
         self._run.stop_learners()
 
     def emit(self, record: Any) -> None:
-        self._run.emit(record)
+        self._run.recorder.emit(record)
 
 
 class _Run:
@@ -142,8 +142,13 @@ class _Run:
         self.spec = spec
         self.geometry = geometry_of(spec)
         self.done = threading.Event()
-        self.error: BaseException | None = None
-        self.outcome = Outcome()
+        self.recorder = Recorder(
+            now=lambda: time.monotonic() - self._started,
+            evaluate=self._evaluate,
+            stop=self.stop_learners,
+            layouts=lambda: {table: self._coordinator.layout(table) for table in self._coordinator.tables},
+            callbacks=spec.callbacks,
+        )
         self.learners: dict[int, Process] = {}  # by learner id, while running
         self.shards: list[Process] = []
         self.processes: dict[int, Process] = {}  # by pid
@@ -154,13 +159,22 @@ class _Run:
         self._answers: dict[int, Any] = {}
         self._answered = threading.Condition()
         self._asked = 0
-        self._assembly = Assembly()
-        self._records: dict[int, EpochRecord] = {}
-        self._evaluating = 0
         self._deadline: float | None = None
-        self._finishing = self._finished = False
+        self._finishing = False
         self._started = time.monotonic()
         self._coordinator: Coordinator
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.recorder.outcome
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.recorder.error
+
+    def _fail(self, error: BaseException) -> None:
+        """The first failure is the one that is told."""
+        self.recorder.error = self.recorder.error or error
 
     # -- the thread --------------------------------------------------------------------------------------
 
@@ -172,7 +186,7 @@ class _Run:
             finally:
                 self._end()
         except BaseException as error:
-            self.error = self.error or error
+            self._fail(error)
         self.outcome.seconds = time.monotonic() - self._started
         self.done.set()
         with self._answered:
@@ -325,27 +339,20 @@ class _Run:
                 return
 
     def _over(self) -> bool:
-        if self.learners or self.error is not None:
-            return self.error is not None
+        if self.error is not None:
+            return True
+        if self.learners:
+            return False
         if not self._finishing:
             self._finishing = True
             _Port(self).tell_shards(m.Finish())
-        layouts = self._layouts()
-        if not self._finished or not self._assembly.complete("final", layouts):
-            return False
-        if self._evaluating or self._records:
-            return False
-        self.outcome.tables = self._assembly.take("final", layouts)
-        return True
-
-    def _layouts(self) -> dict[int, Layout]:
-        return {table: self._coordinator.layout(table) for table in self._coordinator.tables}
+        return self.recorder.complete()
 
     def _check_deadline(self) -> None:
         if self._deadline is not None and time.monotonic() > self._deadline and self.learners:
             self._deadline = None
             for process in list(self.learners.values()):
-                self._event(f"killed: did not finish its step within {GRACE:.0f} s of the stop", process.rank)
+                self.recorder.event(f"killed: did not finish its step within {GRACE:.0f} s of the stop", process.rank)
                 os.kill(process.pid, 9)
 
     def _from_caller(self) -> None:
@@ -355,7 +362,7 @@ class _Run:
             if isinstance(command, m.AskStatistics):
                 self.shards[0].channel.try_send(command)
             elif command == "kill":
-                self.error = KeyboardInterrupt()
+                self._fail(KeyboardInterrupt())
             else:
                 self.outcome.interrupted |= command == "interrupt"
                 self.stop_learners()
@@ -380,7 +387,7 @@ class _Run:
         try:
             self._ended(self._server.receive())
         except Closed:
-            self.error = LostError("the fork server was lost; the run cannot go on")
+            self._fail(LostError("the fork server was lost; the run cannot go on"))
 
     def _ended(self, ended: forkserver.Ended) -> None:
         process = self.processes[ended.pid]
@@ -397,10 +404,10 @@ class _Run:
                 f"{process.role} {process.rank} (pid {ended.pid}) ended with {how}"
             )
             return
-        self._event(f"lost: its process (pid {ended.pid}) ended with {how}", process.rank)
+        self.recorder.event(f"lost: its process (pid {ended.pid}) ended with {how}", process.rank)
         self._gone(process, lost=True)
         if not self.learners and not self.outcome.returned and not self.outcome.interrupted:
-            self.error = LostError(f"all learners are lost, the last was rank {process.rank}: {how}")
+            self._fail(LostError(f"all learners are lost, the last was rank {process.rank}: {how}"))
 
     def _gone(self, process: Process, *, lost: bool) -> None:
         self.learners.pop(process.number, None)
@@ -429,14 +436,14 @@ class _Run:
             self._gone(process, lost=False)
         elif isinstance(message, m.Raised):
             process.state = "raised"
-            self.error = self.error or learner_error(process.rank, message)
+            self._fail(learner_error(process.rank, message.error, message.traceback))
         else:
             self._coordinator.from_learner(process.number, message)
 
     def _from_shard(self, envelope: tuple[int, Any]) -> None:
         shard, message = envelope
         if isinstance(message, m.ShardRaised):
-            self.error = self.error or RunError(f"shard {shard} failed:\n{message.traceback}")
+            self._fail(RunError(f"shard {shard} failed:\n{message.traceback}"))
         elif isinstance(message, m.Statistics):
             with self._answered:
                 self._answers[message.number] = message
@@ -444,77 +451,17 @@ class _Run:
         else:
             self._coordinator.from_shard(message)
 
-    # -- records -----------------------------------------------------------------------------------------
+    # -- evaluation --------------------------------------------------------------------------------------
 
-    def emit(self, record: Any) -> None:
-        """What the coordinator passes on."""
-        if isinstance(record, m.WeightsPart):
-            self._assembly.add(record)
-            self._evaluate_ready()
-        elif isinstance(record, m.EpochEnd):
-            self._epoch(record)
-        elif isinstance(record, m.Finished):
-            self.outcome.statistics = record.statistics
-            self._finished = True
-        elif isinstance(record, m.Warned):
-            warnings.warn(record.text, RuntimeWarning, stacklevel=2)
-        elif isinstance(record, tuple):
-            rank, log = record
-            self.outcome.logs.append((rank, self._seconds(), log.metrics))
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._started
-
-    def _event(self, what: str, rank: int | None = None) -> None:
-        self.outcome.events.append(Event(seconds=self._seconds(), what=what, rank=rank))
-
-    def _epoch(self, end: m.EpochEnd) -> None:
-        if end.loader != 0:
-            return
-        record = EpochRecord(
-            epoch=end.epoch,
-            version=end.version,
-            seconds=self._seconds(),
-            examples=end.examples,
-            loss=end.loss,
-            losses=end.losses,
-        )
-        if end.tables:
-            self._records[end.epoch] = record
-            self._evaluate_ready()
-        else:
-            self._complete(record)
-
-    def _evaluate_ready(self) -> None:
-        layouts = self._layouts()
-        for epoch in sorted(self._records):
-            tag = f"epoch:{epoch}"
-            if self._evaluator is not None and self._assembly.complete(tag, layouts):
-                state = self._assembly.take(tag, layouts)
-                if 0 in state:
-                    self._evaluating += 1
-                    self._evaluator.channel.try_send((epoch, state[0][1]))
+    def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
+        assert self._evaluator is not None
+        self._evaluator.channel.try_send((epoch, state))
 
     def _from_evaluator(self, message: Any) -> None:
         if isinstance(message, m.Raised):
-            text = f"evaluation failed:\n{message.traceback}"
-            self.error = self.error or RunError(text)
-            return
-        epoch, metrics = message
-        self._evaluating -= 1
-        record = self._records.pop(epoch)
-        record.metrics.update(metrics)
-        self._complete(record)
-
-    def _complete(self, record: EpochRecord) -> None:
-        self.outcome.history.append(record)
-        self.outcome.history.sort(key=lambda each: each.epoch)
-        for callback in self.spec.callbacks:
-            try:
-                if callback(record):
-                    self.stop_learners()
-            except Exception:
-                self.error = self.error or RunError(f"a callback failed:\n{traceback.format_exc()}")
+            self._fail(RunError(f"evaluation failed:\n{message.traceback}"))
+        else:
+            self.recorder.evaluated(*message)
 
     # -- end ---------------------------------------------------------------------------------------------
 
@@ -570,9 +517,3 @@ def _kill(pid: int) -> None:
         os.kill(pid, 9)
     except ProcessLookupError:
         pass
-
-
-def learner_error(rank: int, raised: m.Raised) -> LearnerError:
-    error = LearnerError(rank=rank, traceback=raised.traceback)
-    error.__cause__ = raised.error
-    return error
