@@ -45,7 +45,8 @@ def work(
 
 def lockstep_rate(dims: tuple[int, ...], batch_size: int, rank: int, seconds: float) -> float:
     """Steps per second of this worker; all workers take the same number of steps."""
-    # Bucket views gain about a tenth from 14 M parameters up; static_graph and other bucket sizes gain nothing.
+    # Bucket views gained about a tenth at 14 M parameters; static_graph and other bucket sizes gained nothing
+    # beyond the noise.
     model = DistributedDataParallel(make_model(dims), gradient_as_bucket_view=True)
     batch = make_batch(dims, batch_size, seed=rank)
     optimizer = make_optimizer(model.parameters())

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from syncline.table.layout import Layout
-    from syncline.table.slot import Slot
+Layout = Any  # table.layout.Layout and table.slot.Slot: the table stands above the ports
+Slot = Any
 
 
 class RunStopped(BaseException):
@@ -52,7 +52,7 @@ class Note(NamedTuple):
     number: int = 0  # ticket: counts what this learner sent to this table
     stamp: int = 0
     step: int = 0
-    count: int = 0
+    examples: int = 0
     slot: int = 0
     serial: int = 0  # of the group options in the slot
     full: int = 1  # every parameter has a gradient
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
     slot: int = 0
     serial: int = 0
     full: int = 1
-    count: int = 0
+    examples: int = 0
     rank: int = 0
     iteration: int = 0
     version: int = 0
@@ -83,14 +83,14 @@ class Portion(NamedTuple):
     """One batch for a learner: positions start..stop of an epoch's order; `end` closes the epoch."""
 
     loader: int
-    index: int
+    number: int
     epoch: int
     start: int
     stop: int
     end: int = 0
 
 
-# The index of portions outside the count: the answer to joining (its epoch is the first to ask for) and the
+# The number of portions outside the count: the answer to joining (its epoch is the first to ask for) and the
 # answer to CLOSE (its start is the number of portions given so far).
 OUTSIDE = -1
 
@@ -135,7 +135,7 @@ class LearnerPort(ABC):
 
     @abstractmethod
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
-        """The portion of that index, if it is there; waits for it with `block`."""
+        """The portion of that number, if it is there; waits for it with `block`."""
 
     @abstractmethod
     def request(self, message: Any) -> Any:

@@ -224,8 +224,9 @@ def _training(session: Session, plan: Training) -> None:
     optimizer = session.optimizer(model, plan.optimizer)
     scheduler = plan.schedule(optimizer) if plan.schedule else None
     loader = session.loader(plan.data, batch_size=plan.batch_size, policy=plan.policy, collate=plan.collate)
-    for _ in range(loader.epoch if scheduler else 0):  # a late learner takes part in what is left
-        scheduler.step()
+    for _ in range(loader.epoch):  # a late learner takes part in what is left
+        if scheduler is not None:
+            scheduler.step()
     while not session.ending and (plan.epochs is None or loader.epoch < plan.epochs):
         for batch in loader:
             optimizer.zero_grad()

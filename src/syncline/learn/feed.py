@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,7 +102,7 @@ class Loader:
         source = self._read_ahead() if self._ahead else ((p, self._batch(p)) for p in self._portions())
         try:
             for portion, batch in source:
-                self._session.consumed(self.number, portion.index + 1, portion.stop - portion.start)
+                self._session.consumed(self.number, portion.number + 1, portion.stop - portion.start)
                 yield _to(batch, self._session.device)
         finally:
             source.close()
@@ -193,7 +193,7 @@ class Loader:
 
     # -- reading ahead -----------------------------------------------------------------------------------
 
-    def _read_ahead(self) -> Iterator[tuple[Portion, Any]]:
+    def _read_ahead(self) -> Generator[tuple[Portion, Any]]:
         """A thread reads and collates; this one asks for portions and hands batches out."""
         wanted: queue.SimpleQueue[Portion | None] = queue.SimpleQueue()
         done: queue.SimpleQueue[tuple[Portion, Any, BaseException | None]] = queue.SimpleQueue()

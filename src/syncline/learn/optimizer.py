@@ -111,8 +111,8 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _fill(self, into: list[Tensor], mask: Tensor) -> bool:
         """Copy the gradients into a slot; True if every parameter has one."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        if None not in gradients:
+        gradients: list[Any] = [parameter.grad for parameter in self._parameters]
+        if all(gradient is not None for gradient in gradients):
             self._refuse_sparse(gradients)
             torch._foreach_copy_(into, gradients, non_blocking=self._on_gpu)
             return True

@@ -97,9 +97,9 @@ class Session:
         answer = self.port.request(m.Open(number, layout))
         if isinstance(answer, m.Initialise):
             values = self.port.first_values(answer.handle, layout)
-            sources = (tensors.parameters, tensors.buffers, tensors.others)
-            for targets, source in zip(values, sources, strict=True):
-                _copy_all(targets, [tensor.detach() for tensor in source])
+            _copy_all(values[0], [parameter.detach() for parameter in tensors.parameters])
+            _copy_all(values[1], tensors.buffers)
+            _copy_all(values[2], tensors.others)
             answer = self.port.request(m.Initialised(number, OptimizerTemplate.of(inner)))
         link = self.port.attach(answer)
         _copy_all(tensors.buffers, link.buffers)

@@ -148,15 +148,16 @@ class Sequence:
 
     def _accept(self, ticket: Ticket) -> list[Decision]:
         member = self.members.live[ticket.learner]
-        if self.full:
+        iteration = max(member.next_iteration, self.version)
+        if self._limit is not None and iteration >= self._limit:  # its update would be beyond the last
             self.dropped += 1
             self._gate.hold(ticket.learner, ticket.number)
-            self._gate.resume(ticket.learner, self.version)
+            self._gate.resume(ticket.learner, iteration)
             return [Drop(ticket), *self._gate.open(self.version)]
         member.resting = False
         if self.sync.lockstep:
-            ticket = _at(ticket, max(member.next_iteration, self.version))
-            member.next_iteration = ticket.iteration + 1
+            ticket = _at(ticket, iteration)
+            member.next_iteration = iteration + 1
         self._folding.add(ticket)
         self._gate.arrive(ticket.learner, ticket.number, ticket.iteration)
         return [Take(ticket), *self._advance()]

@@ -12,6 +12,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -166,7 +167,7 @@ class Layout:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         bounds = _bounds(self.parameters, self.shards, self.cuttable)
-        return tuple(_part(self.parameters, low, high) for low, high in zip(bounds, bounds[1:], strict=False))
+        return tuple(_part(self.parameters, low, high) for low, high in pairwise(bounds))
 
     def difference(self, other: Layout) -> str | None:
         """The first thing in which two layouts differ, in words; None if they agree."""
@@ -260,7 +261,7 @@ def _chosen(
     chosen: list[nn.Parameter] = []
     index_groups = []
     for number, group in enumerate(groups):
-        indices = []
+        indices: list[int] = []
         for parameter in group:
             names.setdefault(id(parameter), f"group{number}.{len(indices)}")
             indices.append(len(chosen))

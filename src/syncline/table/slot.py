@@ -37,7 +37,7 @@ class Slot:
         count = len(flat.entries)
         self.mask = memory[position : position + count]  # uint8: 1 where the parameter has a gradient
         start = position + -(-count // LINE) * LINE
-        self._options = memoryview(memory[start : start + OPTIONS_ROOM].numpy())
+        self._options = memoryview(memory[start : start + OPTIONS_ROOM].numpy())  # type: ignore[arg-type]
 
     @cached_property
     def gradients(self) -> list[Tensor]:

@@ -146,11 +146,11 @@ def merge(layout: Layout, options: Options, shards: Sequence[PieceState]) -> dic
         for (entry, start, _), state in pieces.items():
             by_entry[entry].append((start, state))
     numbers = {entry: number for number, entry in enumerate(i for group in layout.groups for i in group)}
-    state = {numbers[entry]: _join(layout, entry, parts) for entry, parts in sorted(by_entry.items())}
+    joined = {numbers[entry]: _join(layout, entry, parts) for entry, parts in sorted(by_entry.items())}
     groups = []
     for indices, option in zip(layout.groups, options, strict=True):
         groups.append({**option, "params": [numbers[index] for index in indices]})
-    return {"state": state, "param_groups": groups}
+    return {"state": joined, "param_groups": groups}
 
 
 def _join(layout: Layout, index: int, parts: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class _Pickler(cloudpickle.Pickler):
             flat = torch.empty(0, dtype=torch.uint8).set_(storage)
             self._keep.append(flat)
             self._storages[key] = len(self.buffers)
-            self.buffers.append(memoryview(flat.numpy()))
+            self.buffers.append(memoryview(flat.numpy()))  # type: ignore[arg-type]
             self.places.append(len(self.buffers) - 1)
         return self._storages[key]
 

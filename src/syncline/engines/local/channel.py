@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import select
 import socket
@@ -49,10 +50,8 @@ class Channel:
 
     def try_send(self, message: Any) -> None:
         """A send whose failure does not matter: the party's death is noticed elsewhere."""
-        try:
+        with contextlib.suppress(Closed):
             self.send(message)
-        except Closed:
-            pass
 
     def receive(self) -> Any:
         try:

@@ -116,7 +116,7 @@ class LocalLearnerPort(LearnerPort):
         while True:
             while (record := self._desk.portions.pop()) is not None:
                 portion = Portion._make(record)  # type: ignore[arg-type]
-                self._portions.setdefault(portion.loader, {})[portion.index] = portion
+                self._portions.setdefault(portion.loader, {})[portion.number] = portion
             if index in mine or not block:
                 return mine.pop(index, None)
             if self.stopping():

@@ -10,6 +10,8 @@ import mmap
 import os
 import platform
 import select
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -57,16 +59,12 @@ class Bell:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if fd is None else fd
 
     def ring(self) -> None:
-        try:
+        with suppress(BlockingIOError):  # the counter is full: it is ringing already
             os.eventfd_write(self.fd, 1)
-        except BlockingIOError:  # the counter is full: it is ringing already
-            pass
 
     def quiet(self) -> None:
-        try:
+        with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
-        except BlockingIOError:
-            pass
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -116,7 +114,7 @@ class Sleeper:
         return {fd for fd, _ in self._poll.poll(0)} & self._others
 
 
-def _find_fence() -> ctypes._CFuncPtr | None:
+def _find_fence() -> Callable[[int], None] | None:
     """x86 keeps the order of plain stores; elsewhere a real fence is needed."""
     if platform.machine() in ("x86_64", "AMD64"):
         return None

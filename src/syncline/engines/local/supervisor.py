@@ -6,6 +6,7 @@ the learners' fast path does not pass here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -221,7 +223,7 @@ class _Run:
         self._watch(self._server.fileno(), self._from_forkserver)
         self._watch(self._wake.fd, self._from_caller)
         for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
-            self._watch(end, lambda end=end, stream=stream: self._print(end, stream))
+            self._watch(end, partial(self._print, end, stream))
         ids = {rank + 1: rank for rank in range(spec.learners)}
         self._coordinator = Coordinator(
             _Port(self),
@@ -244,7 +246,7 @@ class _Run:
             self._evaluator.channel.send(evaluate)
             evaluate.close()
 
-    def _watch(self, fd: int, action: Callable[[], None]) -> None:
+    def _watch(self, fd: int, action: Callable[[], object]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, action)
 
     def _fork(self, role: str, number: int, rank: int, spec: Any, bell: Bell | None) -> Process:
@@ -258,7 +260,7 @@ class _Run:
         threads = self._threads(role)
         environment = dict(os.environ)
         channel.send(Setup(role, threads, list(sys.path), os.getcwd(), environment, core, spec))
-        self._watch(channel.fileno(), lambda: self._from_process(process))
+        self._watch(channel.fileno(), partial(self._from_process, process))
         return process
 
     def _start_child(self, fds: list[int]) -> int:
@@ -352,7 +354,9 @@ class _Run:
         if self._deadline is not None and time.monotonic() > self._deadline and self.learners:
             self._deadline = None
             for process in list(self.learners.values()):
-                self.recorder.event(f"killed: did not finish its step within {GRACE:.0f} s of the stop", process.rank)
+                self.recorder.event(
+                    f"killed: did not finish its step within {GRACE:.0f} s of the stop", process.rank
+                )
                 os.kill(process.pid, 9)
 
     def _from_caller(self) -> None:
@@ -400,9 +404,7 @@ class _Run:
         process.state = "lost"
         how = forkserver.describe(ended.code)
         if process.role != "learner":
-            self.error = self.error or LostError(
-                f"{process.role} {process.rank} (pid {ended.pid}) ended with {how}"
-            )
+            self._fail(LostError(f"{process.role} {process.rank} (pid {ended.pid}) ended with {how}"))
             return
         self.recorder.event(f"lost: its process (pid {ended.pid}) ended with {how}", process.rank)
         self._gone(process, lost=True)
@@ -513,7 +515,5 @@ class _Run:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, 9)
-    except ProcessLookupError:
-        pass

@@ -1,0 +1,388 @@
+"""A simulated run: the ports of learners, shards and coordinator as events of one queue.
+
+Everything that a process would do happens here in virtual time; sessions, roles and protocols are the local engine's.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from syncline.engines.record import Recorder, learner_error
+from syncline.engines.run import Outcome, RunSpec
+from syncline.engines.sim.clock import Clock, Fiber, Times
+from syncline.errors import LostError
+from syncline.learn.session import Session, SessionConfig
+from syncline.ports import (
+    CoordinatorPort,
+    Entry,
+    Kind,
+    LearnerPort,
+    Note,
+    Portion,
+    RunStopped,
+    ServerPort,
+    TableLink,
+)
+from syncline.table.layout import Layout
+from syncline.table.slot import Slot, private_slot
+from syncline.topology import messages as m
+from syncline.topology.coordinator import Coordinator, Plan
+from syncline.topology.servers import ServerRole
+
+
+class SimTable:
+    """One table's memory."""
+
+    def __init__(self, layout: Layout, kept: int) -> None:
+        self.layout = layout
+        self.weights = self._segments()
+        self.history = [self._segments() for _ in range(kept)]
+        flats = (layout.buffers, layout.others)
+        self.buffers, self.others = (
+            flat.views(flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))) for flat in flats
+        )
+
+    def _segments(self) -> list[Tensor]:
+        flat = self.layout.parameters
+        return flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
+
+
+class SimLane:
+    """One learner's slots and inbox of one table."""
+
+    def __init__(self, layout: Layout, slots: int) -> None:
+        self.slots = [private_slot(layout) for _ in range(slots)]
+        flat = layout.parameters
+        self.inbox = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
+        self.released: dict[int, tuple[int, int]] = {}  # shard -> (number, version)
+
+
+class SimLearner(LearnerPort):
+    """One simulated learner: the session's port, and the thread it runs on."""
+
+    def __init__(self, world: World, learner: int, rank: int) -> None:
+        self._world, self.learner, self.rank = world, learner, rank
+        self.fiber = Fiber(self._main)
+        self._arrival = 0.0  # of its last note: notes do not overtake each other
+        self._portions: dict[tuple[int, int], Portion] = {}
+        self._answers: list[Any] = []
+        self.waits_for: str | None = None
+
+    def _main(self) -> None:
+        world, spec = self._world, self._world.spec
+        try:
+            session = Session(self, world.config(self.rank))
+            session.seed()
+            arguments, keywords = copy_arguments((spec.arguments, spec.keywords))
+            try:
+                value = spec.function(session, *arguments, **keywords)
+            except RunStopped:
+                value = None
+            finally:
+                session.close()
+            self.send(lambda: world.returned(self, value))
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error))
+            world.fail(learner_error(self.rank, error, text))
+
+    # -- waiting -----------------------------------------------------------------------------------------
+
+    def until(self, ready: Callable[[], bool], what: str) -> None:
+        """Give way until it is so."""
+        while not ready():
+            self.waits_for = what
+            self.fiber.block()
+        self.waits_for = None
+
+    def wake(self) -> None:
+        if self.waits_for is not None and not self.fiber.done:
+            self.fiber.resume()
+
+    def send(self, action: Callable[[], None], seconds: float | None = None) -> None:
+        clock = self._world.clock
+        self._arrival = max(
+            self._arrival, clock.now + (self._world.times.latency if seconds is None else seconds)
+        )
+        clock.at(self._arrival, action)
+
+    # -- the port ----------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._world.clock.now
+
+    def spend(self, examples: int) -> None:
+        clock = self._world.clock
+        end = clock.now + self._world.times.compute
+        clock.at(end, self.wake)
+        self.until(lambda: clock.now >= end, "its own computation")
+
+    def post(self, note: Note, *, ring: bool = True) -> None:
+        times = self._world.times
+        bulk = times.transfer if note.kind in (Kind.GRADIENT, Kind.PUT) else 0.0
+        self.send(lambda: self._world.roles[0].note(self.learner, note), times.latency + bulk)
+
+    def ring(self) -> None:
+        pass
+
+    def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
+        key = (loader, index)
+        if block:
+            self.until(lambda: key in self._portions or self.stopping(), f"data of loader {loader}")
+        return self._portions.pop(key, None)
+
+    def give(self, portion: Portion) -> None:
+        self._portions[portion.loader, portion.number] = portion
+        self.wake()
+
+    def request(self, message: Any) -> Any:
+        self.send(lambda: self._world.coordinator.from_learner(self.learner, message))
+        self.until(lambda: bool(self._answers), f"an answer to {type(message).__name__}")
+        answer = self._answers.pop()
+        if isinstance(answer, m.Refused):
+            raise answer.error
+        return answer
+
+    def answer(self, message: Any) -> None:
+        self._answers.append(message)
+        self.wake()
+
+    def tell(self, message: Any) -> None:
+        self.send(lambda: self._world.coordinator.from_learner(self.learner, message))
+
+    def first_values(
+        self, handle: SimTable, layout: Layout
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        return layout.parameters.views(handle.weights), handle.buffers, handle.others
+
+    def pin(self, link: TableLink) -> None:
+        pass
+
+    def attach(self, opened: m.Opened) -> SimLink:
+        return SimLink(self, opened)
+
+    def stopping(self) -> bool:
+        return self._world.stopping
+
+
+class SimLink(TableLink):
+    """A simulated learner's end of one table."""
+
+    def __init__(self, learner: SimLearner, opened: m.Opened) -> None:
+        self._learner, self._lane = learner, opened.lane
+        self.layout, self.slots = opened.layout, opened.lane.slots
+        self.buffers, self.others = opened.handle.buffers, opened.handle.others
+        self._views = opened.layout.parameters.views(opened.lane.inbox)
+        self._table = opened.table
+
+    def weights(self, version: int) -> list[Tensor]:
+        return self._views
+
+    def wait(self, number: int) -> int:
+        released = self._lane.released
+        shards = self.layout.shards
+
+        def there() -> bool:
+            return len(released) == shards and all(done >= number for done, _ in released.values())
+
+        self._learner.until(there, f"ticket {number} of table {self._table}")
+        versions = {version for _, version in released.values()}
+        if len(versions) != 1:
+            raise AssertionError(f"shards released ticket {number} with versions {sorted(versions)}")
+        return versions.pop()
+
+
+class SimServer(ServerPort):
+    """One simulated shard's effects."""
+
+    def __init__(self, world: World, shard: int) -> None:
+        self._world, self.shard, self.shards = world, shard, world.spec.shards
+
+    def append(self, entry: Entry) -> None:
+        for role in self._world.roles[1:]:
+            self._world.soon(lambda role=role: role.entry(entry))  # type: ignore[misc]
+
+    def weights(self, table: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+        memory = self._world.tables[table]
+        return memory.weights, memory.history
+
+    def slot(self, table: int, learner: int, index: int) -> Slot:
+        return self._world.lanes[table, learner].slots[index]
+
+    def inbox(self, table: int, learner: int) -> list[Tensor] | None:
+        lane = self._world.lanes.get((table, learner))
+        return lane.inbox if lane else None
+
+    def release(self, table: int, learner: int, number: int, version: int) -> None:
+        lane = self._world.lanes.get((table, learner))
+        if lane is not None:
+            times = self._world.times
+
+            def arrive() -> None:
+                lane.released[self.shard] = (number, version)
+                self._world.learners[learner].wake()
+
+            self._world.clock.after(times.latency + times.transfer, arrive)
+
+    def grant(self, learner: int, portion: Portion) -> None:
+        self._world.soon(lambda: self._world.learners[learner].give(portion))
+
+    def share_norms(self, table: int, version: int, norms: Tensor) -> None:
+        self._world.share_norms(self.shard, table, version, norms)
+
+    def forget(self, learner: int) -> None:
+        if self.shard == self.shards - 1:  # the lanes are shared: the last to forget drops them
+            for key in [key for key in self._world.lanes if key[1] == learner]:
+                del self._world.lanes[key]
+
+    def report(self, message: Any) -> None:
+        self._world.soon(lambda: self._world.coordinator.from_shard(message))
+
+
+class SimCoordinator(CoordinatorPort):
+    """The simulated coordinator's effects."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self.shards = world, world.spec.shards
+
+    def make_table(self, table: int, layout: Layout) -> SimTable:
+        delay = self._world.spec.sync.delay
+        memory = self._world.tables[table] = SimTable(layout, delay + 1 if delay else 0)
+        return memory
+
+    def make_lane(self, table: int, learner: int, layout: Layout) -> SimLane:
+        lane = self._world.lanes[table, learner] = SimLane(layout, self._world.spec.sync.delay + 1)
+        return lane
+
+    def reply(self, learner: int, message: Any) -> None:
+        self._world.soon(lambda: self._world.learners[learner].answer(message))
+
+    def tell_shards(self, message: Any) -> None:
+        for role in reversed(self._world.roles):
+            self._world.soon(lambda role=role: role.handle(message))  # type: ignore[misc]
+
+    def stop_learners(self) -> None:
+        self._world.stop()
+
+    def emit(self, record: Any) -> None:
+        self._world.recorder.emit(record)
+
+
+class World:
+    """One simulated run."""
+
+    def __init__(self, spec: RunSpec, times: Times) -> None:
+        self.spec, self.times = spec, times
+        self.clock = Clock()
+        self.stopping = False
+        self.tables: dict[int, SimTable] = {}
+        self.lanes: dict[tuple[int, int], SimLane] = {}
+        self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
+        ids = {rank + 1: rank for rank in range(spec.learners)}
+        plan = Plan(
+            sync=spec.sync,
+            batch_size=spec.batch_size,
+            limit=spec.limit,
+            clip_norm=spec.clip_norm,
+            snapshots=spec.evaluate is not None,
+        )
+        self.coordinator = Coordinator(SimCoordinator(self), plan, ids)
+        self.roles = [ServerRole(SimServer(self, shard)) for shard in range(spec.shards)]
+        self.recorder = Recorder(
+            now=lambda: self.clock.now,
+            evaluate=self._evaluate,
+            stop=self.stop,
+            layouts=lambda: {table: self.coordinator.layout(table) for table in self.coordinator.tables},
+            callbacks=spec.callbacks,
+        )
+        self.learners = {learner: SimLearner(self, learner, rank) for learner, rank in ids.items()}
+        self._left = 0
+
+    def config(self, rank: int) -> SessionConfig:
+        spec = self.spec
+        return SessionConfig(
+            rank=rank,
+            learners=spec.learners,
+            sync=spec.sync,
+            seed=spec.seed,
+            shards=spec.shards,
+            fixed_shards=spec.fixed_shards,
+            device=spec.devices[rank] if spec.devices else spec.device,
+            limit=spec.limit,
+            epochs=spec.epochs,
+        )
+
+    def soon(self, action: Callable[[], None]) -> None:
+        self.clock.after(self.times.latency, action)
+
+    def fail(self, error: BaseException) -> None:
+        self.recorder.error = self.recorder.error or error
+
+    def stop(self) -> None:
+        if not self.stopping:
+            self.stopping = True
+            for learner in self.learners.values():
+                self.soon(learner.wake)
+
+    def returned(self, learner: SimLearner, value: Any) -> None:
+        self.recorder.outcome.returned[learner.rank] = value
+        self._left += 1
+        self.coordinator.leave(learner.learner, lost=False)
+        if self._left == len(self.learners):
+            self.soon(lambda: SimCoordinator(self).tell_shards(m.Finish()))
+
+    def share_norms(self, shard: int, table: int, version: int, norms: Tensor) -> None:
+        brought = self._norms.setdefault((table, version), {})
+        brought[shard] = norms
+        layout = self.tables[table].layout
+        if len(brought) == layout.shards:
+            del self._norms[table, version]
+            event = m.Norms(table, version, [brought[index] for index in sorted(brought)])
+            for role in self.roles[: layout.shards]:
+                self.soon(lambda role=role: role.handle(event))  # type: ignore[misc]
+
+    def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
+        assert self.spec.evaluate is not None
+        self.recorder.evaluated(epoch, self.spec.evaluate(state))
+
+    def run(self) -> Outcome:
+        for learner in self.learners.values():
+            self.clock.at(0.0, learner.fiber.resume)
+        while self.recorder.error is None and self.clock.step():
+            pass
+        if self.recorder.error is not None:
+            raise self.recorder.error
+        if not self.recorder.complete():
+            waiting = {learner.rank: learner.waits_for for learner in self.learners.values()}
+            raise LostError(
+                f"the simulated run stands still at {self.clock.now:g} s; who waits for what: {waiting}"
+            )
+        self.recorder.outcome.seconds = self.clock.now
+        return self.recorder.outcome
+
+
+def copy_arguments(arguments: Any) -> Any:
+    """What a process would get: its own copy of everything but the data sets, which are only read."""
+    shared: dict[int, Any] = {}
+    _find_data(arguments, shared)
+    return copy.deepcopy(arguments, memo=dict(shared))
+
+
+def _find_data(value: Any, found: dict[int, Any]) -> None:
+    if isinstance(value, Dataset):
+        found[id(value)] = value
+    elif isinstance(value, dict):
+        for each in value.values():
+            _find_data(each, found)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _find_data(each, found)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            _find_data(getattr(value, name), found)

@@ -1,0 +1,342 @@
+"""Making the log: the leading shard runs the pure protocols on what learners and the coordinator say.
+
+Decisions of the sequences and ledgers become log entries, portions and reports, in their order. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.ports import OUTSIDE, Entry, Kind, Note, Portion, ServerPort
+from syncline.protocols.folding import Ticket
+from syncline.protocols.ledger import Decision as LedgerDecision
+from syncline.protocols.ledger import End, EpochDone, Grant, Ledger
+from syncline.protocols.sequence import Decision, Drop, Fold, Full, Sequence, Take
+from syncline.protocols.waiting import Release
+from syncline.topology import messages as m
+from syncline.topology.replay import Replay
+
+Usage = list[tuple[int, int]]  # (loader, upto)
+
+
+class Leader:
+    """Makes the log: the pure protocols, fed by what learners and the coordinator say."""
+
+    def __init__(self, port: ServerPort, replay: Replay) -> None:
+        self._port, self._replay = port, replay
+        self._sequences: dict[int, Sequence] = {}
+        self._ledgers: dict[int, Ledger] = {}
+        self._evaluated: set[int] = set()  # loaders whose epochs end with a snapshot
+        self._ranks: dict[int, int] = {}
+        self._granted: dict[tuple[int, int], int] = defaultdict(int)  # (loader, learner) -> portions given
+        self._resting: dict[int, int] = {}  # learner -> loader it waits for
+        self._usage: dict[int, Usage] = defaultdict(list)
+        self._open_usage: dict[tuple[int, int, int], Usage] = {}  # (table, learner, number)
+        self._notes: dict[tuple[int, int, int], Note] = {}
+        self._buffers: dict[tuple[int, int], list[Tensor]] = {}
+        self._steps: dict[int, int] = defaultdict(int)
+        self._last_loss: dict[int, float] = {}
+        self._losses: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # rank -> [sum, count]
+        self._examples: dict[int, int] = defaultdict(int)
+        self._warned = False
+        self._todo: deque[tuple[int, Any]] = deque()
+        self._working = False
+        replay.buffers = self._mean_buffers
+
+    # -- the coordinator's events ------------------------------------------------------------------------
+
+    def make_table(self, make: m.MakeTable) -> None:
+        self._sequences[make.table] = Sequence(
+            make.sync, initial=make.initial, batch_size=make.batch_size, limit=make.limit
+        )
+
+    def join_table(self, join: m.JoinTable) -> None:
+        self._ranks[join.learner] = join.rank
+        self._decided(join.table, self._sequences[join.table].join(join.learner, join.rank, 0))
+
+    def make_loader(self, make: m.MakeLoader) -> None:
+        self._ledgers[make.loader] = Ledger(
+            size=make.size,
+            batch_size=make.batch_size,
+            epochs=make.epochs,
+            lockstep=make.lockstep,
+            partition=make.policy == "partition",
+            learners=make.learners,
+        )
+        if make.snapshot:
+            self._evaluated.add(make.loader)
+
+    def join_loader(self, join: m.JoinLoader) -> None:
+        ledger = self._ledgers[join.loader]
+        for learner, rank in join.learners.items():
+            self._ranks[learner] = rank
+            self._fed(join.loader, ledger.join(learner, rank))
+            self._port.grant(learner, Portion(join.loader, OUTSIDE, ledger.epoch(learner), 0, 0))
+
+    def leave(self, learner: int, *, lost: bool) -> None:
+        self._resting.pop(learner, None)
+        if lost:
+            self._lose_buffers(learner)
+        for table, sequence in self._sequences.items():
+            self._decided(table, sequence.leave(learner))
+        for loader, ledger in self._ledgers.items():
+            self._fed(loader, ledger.leave(learner))
+        self._log(Entry(Kind.LEAVE, learner=learner))
+
+    def finish(self) -> None:
+        for table, sequence in self._sequences.items():
+            self._decided(table, sequence.finish())
+            self._log(Entry(Kind.FINISH, table, version=sequence.version))
+
+    # -- the learners' notes -----------------------------------------------------------------------------
+
+    def note(self, learner: int, note: Note) -> None:
+        kind = note.kind
+        if kind == Kind.GRADIENT:
+            self._gradient(learner, note)
+        elif kind == Kind.ASK:
+            self._fed(note.loader, self._ledgers[note.loader].ask(learner, note.upto))
+        elif kind == Kind.USED:
+            self._usage[learner].append((note.loader, note.upto))
+        elif kind == Kind.CLOSE:
+            self._close(learner, note)
+        elif kind == Kind.REST:
+            self._rest(learner, note)
+        elif kind in (Kind.PUT, Kind.STATE, Kind.LOAD):
+            version = self._sequences[note.table].version
+            rank = self._ranks[learner]
+            self._log(Entry(kind, note.table, learner, note.number, note.slot, rank=rank, version=version))
+
+    def _gradient(self, learner: int, note: Note) -> None:
+        if note.loader >= 0:
+            self._usage[learner].append((note.loader, note.upto))
+        key = (note.table, learner, note.number)
+        self._open_usage[key] = self._usage.pop(learner, [])
+        self._notes[key] = note
+        self._steps[learner] += 1
+        rank = self._ranks[learner]
+        ticket = Ticket(learner, rank, note.number, note.stamp, note.step, note.examples)
+        self._decided(note.table, self._sequences[note.table].gradient(ticket))
+
+    def _close(self, learner: int, note: Note) -> None:
+        decisions = self._ledgers[note.loader].close(learner, note.upto)
+        self._port.grant(learner, Portion(note.loader, OUTSIDE, 0, self._granted[note.loader, learner], 0, 1))
+        self._fed(note.loader, decisions)
+
+    def _rest(self, learner: int, note: Note) -> None:
+        sequence = self._sequences[note.table]
+        if self._granted[note.loader, learner] > note.upto:  # the portion was on its way already
+            self._decided(note.table, sequence.reread(learner, note.number))
+        else:
+            self._resting[learner] = note.loader
+            self._decided(note.table, sequence.rest(learner, note.number))
+
+    # -- decisions to effects ----------------------------------------------------------------------------
+
+    def _log(self, entry: Entry) -> None:
+        self._port.append(entry)
+        self._replay.replay(entry)
+
+    def _decided(self, table: int, decisions: list[Decision]) -> None:
+        self._todo.extend((table, decision) for decision in decisions)
+        self._work()
+
+    def _work(self) -> None:
+        """Carry out decisions in their order; what one of them brings about comes after all that were there."""
+        if self._working:
+            return
+        self._working = True
+        try:
+            while self._todo:
+                place, decision = self._todo.popleft()
+                self._carry_out(place, decision)
+        finally:
+            self._working = False
+
+    def _carry_out(self, place: int, decision: Decision | LedgerDecision) -> None:
+        """`place` is the table, or the loader of a ledger's decision."""
+        if isinstance(decision, Take):
+            self._take(place, decision)
+        elif isinstance(decision, Fold):
+            self._fold(place, decision)
+        elif isinstance(decision, Release):
+            entry = Entry(Kind.RELEASE, place, decision.learner, decision.number, version=decision.version)
+            self._log(entry)
+        elif isinstance(decision, Drop):
+            self._settle(place, decision.ticket)
+        elif isinstance(decision, Full):
+            self._port.report(m.Reached(decision.version))
+        elif isinstance(decision, Grant):
+            portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
+            self._grant(portion, decision.learner)
+        elif isinstance(decision, End):
+            self._grant(Portion(place, decision.index, decision.epoch, 0, 0, 1), decision.learner)
+        elif isinstance(decision, EpochDone):
+            self._epoch_done(place, decision.epoch)
+
+    def _take(self, table: int, take: Take) -> None:
+        ticket = take.ticket
+        note = self._notes[table, ticket.learner, ticket.number]
+        following = self._todo[0][1] if self._todo else None
+        alone = isinstance(following, Fold) and following.tickets == (ticket,)
+        self._log(
+            Entry(
+                Kind.TAKE,
+                table,
+                ticket.learner,
+                ticket.number,
+                note.slot,
+                note.serial,
+                note.full,
+                ticket.count,
+                ticket.rank,
+                ticket.iteration,
+                alone=alone,
+            )
+        )
+        self._keep_buffers(table, ticket.learner, note.slot)
+        for loader, upto in self._open_usage[table, ticket.learner, ticket.number]:
+            self._fed(loader, self._ledgers[loader].taken(ticket.learner, upto))
+
+    def _keep_buffers(self, table: int, learner: int, index: int) -> None:
+        if self._replay.shard(table).layout.buffers.entries:
+            kept = self._buffers.get((table, learner))
+            values = self._port.slot(table, learner, index).buffers
+            if kept is None:
+                self._buffers[table, learner] = [value.clone() for value in values]
+            else:
+                torch._foreach_copy_(kept, values)
+
+    def _fold(self, table: int, fold: Fold) -> None:
+        tickets = fold.tickets
+        first = next(ticket for ticket in tickets if ticket.learner == fold.leader)
+        if len(tickets) > 1:
+            first = max((t for t in tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
+            self._compare_options(table, tickets)
+        self._log(
+            Entry(
+                Kind.FOLD,
+                table,
+                first.learner,
+                first.number,
+                iteration=first.iteration,
+                version=fold.version,
+                factor=fold.factor,
+            )
+        )
+        for ticket in tickets:
+            self._account(table, ticket)
+            self._settle(table, ticket)
+
+    def _account(self, table: int, ticket: Ticket) -> None:
+        self._examples[table] += ticket.count
+        loss = self._notes[table, ticket.learner, ticket.number].loss
+        if loss == loss:
+            self._last_loss[ticket.rank] = loss
+            account = self._losses[ticket.rank]
+            account[0] += loss * ticket.count
+            account[1] += ticket.count
+
+    def _settle(self, table: int, ticket: Ticket) -> None:
+        key = (table, ticket.learner, ticket.number)
+        del self._notes[key]
+        for loader, upto in self._open_usage.pop(key):
+            self._fed(loader, self._ledgers[loader].settled(ticket.learner, upto))
+
+    def _compare_options(self, table: int, tickets: Iterable[Ticket]) -> None:
+        """Lockstep learners that disagree about options cause one warning (M4)."""
+        if self._warned or not self._sequences[table].sync.lockstep:
+            return
+        options = {t.rank: self._replay.options(table, t.learner, t.number) for t in tickets}
+        first = next(iter(options.values()))
+        differ = sorted(rank for rank, option in options.items() if option is not first and option != first)
+        if differ:
+            self._warned = True
+            ranks = sorted(options)
+            self._port.report(
+                m.Warned(
+                    f"learners {ranks} disagree about the options of their parameter groups (ranks {differ} differ "
+                    f"from rank {ranks[0]}); each update uses those of the learner furthest along. Step the same "
+                    "scheduler in every learner."
+                )
+            )
+
+    # -- the feed ----------------------------------------------------------------------------------------
+
+    def _fed(self, loader: int, decisions: list[LedgerDecision]) -> None:
+        self._todo.extend((loader, decision) for decision in decisions)
+        self._work()
+
+    def _grant(self, portion: Portion, learner: int) -> None:
+        self._granted[portion.loader, learner] = portion.number + 1
+        self._port.grant(learner, portion)
+        if self._resting.get(learner) == portion.loader:
+            del self._resting[learner]
+            for table, sequence in self._sequences.items():
+                self._decided(table, sequence.resume(learner))
+
+    def _epoch_done(self, loader: int, epoch: int) -> None:
+        primary = self._sequences.get(0)
+        total, count = (
+            (sum(column) for column in zip(*self._losses.values(), strict=True)) if self._losses else (0, 0)
+        )
+        tables = 0
+        if loader in self._evaluated:
+            for table, sequence in self._sequences.items():
+                self._log(Entry(Kind.SNAPSHOT, table, iteration=epoch, version=sequence.version))
+                tables += 1
+        self._port.report(
+            m.EpochEnd(
+                loader,
+                epoch,
+                primary.version if primary else 0,
+                self._examples[0],
+                total / count if count else float("nan"),
+                {rank: s / n for rank, (s, n) in sorted(self._losses.items()) if n},
+                tables,
+            )
+        )
+        self._losses.clear()
+
+    # -- reports -----------------------------------------------------------------------------------------
+
+    def _mean_buffers(self, table: int) -> list[Tensor] | None:
+        """Mean of float buffers, maximum of the others, over learners not lost (M6)."""
+        kept = [values for (t, _), values in sorted(self._buffers.items()) if t == table]
+        if not kept:
+            return None
+        return [
+            torch.stack(column).mean(0) if column[0].is_floating_point() else torch.stack(column).amax(0)
+            for column in zip(*kept, strict=True)
+        ]
+
+    def _lose_buffers(self, learner: int) -> None:
+        """A lost learner's statistics do not count."""
+        for key in [key for key in self._buffers if key[1] == learner and len(self._buffers) > 1]:
+            del self._buffers[key]
+
+    def statistics(self, number: int) -> m.Statistics:
+        ranks = self._ranks
+        return m.Statistics(
+            number,
+            {
+                table: m.TableStatistics(
+                    sequence.version,
+                    sequence.gradients,
+                    sequence.dropped,
+                    self._examples[table],
+                    sequence.clock.account(),
+                    {ranks[learner]: version for learner, version in sequence.waiting().items()},
+                    sequence.missing(),
+                    sequence.pending,
+                )
+                for table, sequence in self._sequences.items()
+            },
+            {ranks[learner]: steps for learner, steps in self._steps.items()},
+            dict(self._last_loss),
+        )

@@ -1,0 +1,178 @@
+"""Carrying out the log: what every shard does with the leading shard's decisions (M3, M11).
+
+Not responsible for making any: the same log gives the same weights on every shard.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from syncline.ports import Entry, Kind, ServerPort
+from syncline.table.shard import Shard, total_norm
+from syncline.table.slot import SlotPart
+from syncline.table.template import Options
+from syncline.topology import messages as m
+
+
+class Replay:
+    """Carries out the log on this shard's part of every table."""
+
+    def __init__(self, port: ServerPort) -> None:
+        self._port = port
+        self._shards: dict[int, Shard] = {}
+        self._parts: dict[tuple[int, int, int], SlotPart] = {}  # (table, learner, slot)
+        self._served: dict[tuple[int, int], int] = {}  # (table, learner) -> version it has
+        self._options: dict[tuple[int, int], deque[tuple[int, int, Options]]] = {}
+        self._blobs: dict[tuple[int, int, int], m.LoadState] = {}
+        self._queue: deque[Entry] = deque()
+        self._norms_of: Entry | None = None  # the fold that waits for the other shards' norms
+        self.buffers: Callable[[int], list[Tensor] | None] = lambda table: None
+
+    # -- tables and learners -----------------------------------------------------------------------------
+
+    def make_table(self, make: m.MakeTable) -> None:
+        if self._port.shard >= make.layout.shards:
+            return
+        weights, history = self._port.weights(make.table)
+        self._shards[make.table] = Shard(
+            make.layout,
+            self._port.shard,
+            make.template,
+            weights,
+            history=history,
+            lockstep=make.sync.lockstep,
+            clip_norm=make.clip_norm,
+        )
+
+    def shard(self, table: int) -> Shard:
+        return self._shards[table]
+
+    def _forget(self, learner: int) -> None:
+        self._parts = {key: part for key, part in self._parts.items() if key[1] != learner}
+        self._port.forget(learner)
+
+    def keep_blob(self, learner: int, blob: m.LoadState) -> None:
+        self._blobs[blob.table, learner, blob.number] = blob
+
+    def options(self, table: int, learner: int, number: int) -> Options:
+        return next(options for n, _, options in self._options[table, learner] if n == number)
+
+    # -- the log -----------------------------------------------------------------------------------------
+
+    def replay(self, entry: Entry) -> None:
+        if entry.table not in self._shards and entry.kind != Kind.LEAVE:
+            return
+        if self._norms_of is not None:
+            self._queue.append(entry)
+        else:
+            self._do(entry)
+
+    def norms(self, event: m.Norms) -> None:
+        """All shards' norms of the fold are in: clip, apply, go on."""
+        entry, self._norms_of = self._norms_of, None
+        assert entry is not None
+        assert (entry.table, entry.version) == (event.table, event.version)
+        shard = self._shards[entry.table]
+        shard.clip(total_norm(shard.layout, event.norms))
+        self._apply(entry, shard)
+        while self._queue and self._norms_of is None:
+            self._do(self._queue.popleft())
+
+    def _do(self, entry: Entry) -> None:
+        kind = entry.kind
+        if kind == Kind.TAKE:
+            self._take(entry)
+        elif kind == Kind.FOLD:
+            self._fold(entry)
+        elif kind == Kind.RELEASE:
+            self._release(entry)
+        elif kind == Kind.PUT:
+            part = self._part(entry)
+            self._shards[entry.table].put(entry.rank, part.segments)
+            self._port.release(entry.table, entry.learner, entry.number, entry.version)
+        elif kind == Kind.STATE:
+            self._state(entry)
+        elif kind == Kind.LOAD:
+            self._load(entry)
+        elif kind in (Kind.SNAPSHOT, Kind.FINISH):
+            self._snapshot(entry)
+        elif kind == Kind.LEAVE:
+            self._forget(entry.learner)
+
+    def _part(self, entry: Entry) -> SlotPart:
+        key = (entry.table, entry.learner, entry.slot)
+        part = self._parts.get(key)
+        if part is None:
+            slot = self._port.slot(*key)
+            part = self._parts[key] = slot.part(self._shards[entry.table].part)
+        return part
+
+    def _take(self, entry: Entry) -> None:
+        part = self._part(entry)
+        held = self._options.get((entry.table, entry.learner))
+        if held is None:
+            held = self._options[entry.table, entry.learner] = deque(maxlen=64)
+        if held and held[-1][1] == entry.serial:
+            held.append((entry.number, entry.serial, held[-1][2]))
+        else:
+            held.append((entry.number, entry.serial, part.slot.read_options()))
+        self._shards[entry.table].take(
+            part,
+            full=bool(entry.full),
+            count=entry.examples,
+            rank=entry.rank,
+            iteration=entry.iteration,
+            alone=bool(entry.alone),
+        )
+
+    def _fold(self, entry: Entry) -> None:
+        shard = self._shards[entry.table]
+        shard.gather(entry.iteration)
+        if shard.clip_norm is None:
+            self._apply(entry, shard)
+        elif shard.layout.shards == 1:
+            shard.clip_alone()
+            self._apply(entry, shard)
+        else:
+            self._norms_of = entry
+            self._port.share_norms(entry.table, entry.version, shard.norms())
+
+    def _apply(self, entry: Entry, shard: Shard) -> None:
+        shard.apply(self.options(entry.table, entry.learner, entry.number), entry.factor)
+        if shard.version != entry.version:
+            raise AssertionError(
+                f"shard {self._port.shard} made version {shard.version}, the log says {entry.version}"
+            )
+
+    def _release(self, entry: Entry) -> None:
+        key = (entry.table, entry.learner)
+        inbox = self._port.inbox(*key)
+        if inbox is not None and self._served.get(key, -1) != entry.version:  # R4: not what it has already
+            self._shards[entry.table].read(entry.version, inbox)
+            self._served[key] = entry.version
+        self._port.release(entry.table, entry.learner, entry.number, entry.version)
+
+    def _state(self, entry: Entry) -> None:
+        options, state = self._shards[entry.table].state()
+        self._port.report(
+            m.StatePart(entry.table, entry.number, entry.learner, self._port.shard, options, state)
+        )
+
+    def _load(self, entry: Entry) -> None:
+        blob = self._blobs.pop((entry.table, entry.learner, entry.number))
+        self._shards[entry.table].load(blob.options, blob.state)
+        self._port.release(entry.table, entry.learner, entry.number, entry.version)
+
+    def _snapshot(self, entry: Entry) -> None:
+        shard = self._shards[entry.table]
+        tag = "final" if entry.kind == Kind.FINISH else f"epoch:{entry.iteration}"
+        if entry.kind == Kind.FINISH:
+            shard.settle()
+        self._port.report(
+            m.WeightsPart(
+                tag, entry.table, self._port.shard, shard.version, shard.snapshot(), self.buffers(entry.table)
+            )
+        )

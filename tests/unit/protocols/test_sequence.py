@@ -1,0 +1,497 @@
+"""The sequence of a table (M2, M3, M4, M8): random teams under every dial that works, and each part alone.
+
+`Team` is a model of learners that obey the contract: each publishes only after its last ticket was released.
+It checks every decision against its own account, so that a random script of events is a whole test.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from syncline.dial import Sync
+from syncline.protocols.clocks import StalenessClock
+from syncline.protocols.folding import Folding, Ticket, leader
+from syncline.protocols.membership import Members
+from syncline.protocols.rendezvous import Rendezvous
+from syncline.protocols.sequence import Decision, Drop, Fold, Full, Sequence, Take
+from syncline.protocols.waiting import Gate, Release
+
+Key = tuple[int, int]  # learner, number
+
+
+@dataclass
+class Learner:
+    id: int
+    rank: int
+    initial: bool
+    state: str = "new"  # then busy, waits, rests, gone
+    number: int = 0  # of its last ticket
+    held: int = -1  # the version it has
+    steps: int = 0
+
+
+class Team:
+    """Learners, the sequence that decides for them, and an account of their own."""
+
+    def __init__(self, text: str, size: int, *, joiners: int = 0, limit: int | None = None) -> None:
+        self.sync, self.limit = Sync.parse(text), limit
+        everybody = range(size + joiners)
+        self.learners = {100 - r: Learner(100 - r, r, r < size) for r in everybody}  # ids fall, ranks rise
+        self.sequence = Sequence(self.sync, initial={100 - r: r for r in range(size)}, limit=limit)
+        self.version = 0
+        self.fates: dict[Key, str] = {}  # published, then taken or dropped or lost, then folded
+        self.taken: dict[Key, Ticket] = {}
+        self.sigmas: list[int] = []
+        self.sizes: list[int] = []
+        self.finished = self.full = False
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def join(self, learner: Learner) -> None:
+        learner.state = "waits"
+        self.see(self.sequence.join(learner.id, learner.rank, learner.number))
+        assert learner.state == "busy"  # a joiner reads at once (M8)
+
+    def publish(self, learner: Learner) -> list[Decision]:
+        self._ask(learner, "waits")
+        ticket = Ticket(learner.id, learner.rank, learner.number, learner.held, learner.steps, 1)
+        learner.steps += 1
+        self.fates[learner.id, learner.number] = "published"
+        decisions = self.sequence.gradient(ticket)
+        self.see(decisions)
+        if self.started and not self.sync.lockstep:  # it waits for nobody (M2)
+            assert decisions[-1] == Release(learner.id, ticket.number, self.version)
+        return decisions
+
+    def rest(self, learner: Learner) -> None:
+        self._ask(learner, "rests")
+        self.see(self.sequence.rest(learner.id, learner.number))
+
+    def resume(self, learner: Learner) -> None:
+        learner.state = "waits"
+        self.see(self.sequence.resume(learner.id))
+
+    def reread(self, learner: Learner) -> None:
+        self._ask(learner, "waits")
+        held = learner.held
+        self.see(self.sequence.reread(learner.id, learner.number))
+        assert learner.state == "busy" and learner.held == held  # as after its last step
+
+    def leave(self, learner: Learner) -> None:
+        learner.state = "gone"
+        for key, fate in self.fates.items():
+            if key[0] == learner.id and fate == "published":  # before all had started: nobody has seen it
+                self.fates[key] = "lost"
+        self.see(self.sequence.leave(learner.id))
+
+    def finish(self) -> None:
+        self.finished = True
+        self.see(self.sequence.finish())
+
+    def _ask(self, learner: Learner, state: str) -> None:
+        assert learner.state == "busy"
+        learner.state = state
+        learner.number += 1
+
+    # -- decisions ---------------------------------------------------------------------------------------
+
+    @property
+    def started(self) -> bool:
+        return all(learner.state != "new" for learner in self.learners.values() if learner.initial)
+
+    def live(self) -> list[Learner]:
+        return [learner for learner in self.learners.values() if learner.state not in ("new", "gone")]
+
+    def active(self) -> set[int]:
+        return {learner.id for learner in self.live() if learner.state != "rests"}
+
+    def see(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Take):
+                self._move(decision.ticket, "published", "taken")
+                self.taken[decision.ticket.learner, decision.ticket.number] = decision.ticket
+            elif isinstance(decision, Drop):
+                self._move(decision.ticket, "published", "dropped")
+                assert self.limit is not None and (self.full or self.sync.delay)
+            elif isinstance(decision, Fold):
+                self._see_fold(decision)
+            elif isinstance(decision, Release):
+                self._see_release(decision)
+            else:
+                assert decision == Full(self.version) and self.version == self.limit and not self.full
+                self.full = True
+        self._agree()
+
+    def _move(self, ticket: Ticket, before: str, after: str) -> None:
+        key = (ticket.learner, ticket.number)
+        assert self.started and self.fates[key] == before
+        self.fates[key] = after
+
+    def _see_fold(self, fold: Fold) -> None:
+        for ticket in fold.tickets:
+            self._move(ticket, "taken", "folded")
+            assert self.taken.pop((ticket.learner, ticket.number)) == ticket
+        self.sigmas += [self.version - ticket.stamp for ticket in fold.tickets]
+        self.sizes.append(len(fold.tickets))
+        if self.sync.lockstep:
+            self._see_round(fold)
+        else:
+            quorum = self.sync.quorum(max(1, len(self.live())))
+            assert len(fold.tickets) == quorum or (self.finished and len(fold.tickets) < quorum)
+        assert fold.leader == leader(list(fold.tickets)).learner
+        assert fold.factor == self.sync.factor(len(self.live()), None)
+        self.version += 1
+        assert fold.version == self.version and (self.limit is None or self.version <= self.limit)
+
+    def _see_round(self, fold: Fold) -> None:
+        """One gradient of one iteration from each, in rank order, with the staleness of the dial."""
+        ranks = [ticket.rank for ticket in fold.tickets]
+        assert ranks == sorted(set(ranks))
+        assert {ticket.iteration for ticket in fold.tickets} == {self.version}
+        assert self.finished or self.active() <= {ticket.learner for ticket in fold.tickets}
+        assert all(self.version - t.stamp == min(self.version, self.sync.delay) for t in fold.tickets)
+
+    def _see_release(self, release: Release) -> None:
+        learner = self.learners[release.learner]
+        assert learner.state == "waits" and release.number == learner.number
+        assert learner.held <= release.version <= self.version
+        assert self.sync.lockstep or release.version == self.version  # the newest (M2)
+        learner.state, learner.held = "busy", release.version
+
+    def _agree(self) -> None:
+        sequence = self.sequence
+        held = Counter(self.fates.values())
+        assert sequence.version == self.version
+        assert sequence.pending == held["published"] + held["taken"]
+        assert (sequence.gradients, sequence.dropped) == (held["folded"], held["dropped"])
+        early = {learner for (learner, _), fate in self.fates.items() if fate == "published"}
+        assert sequence.waiting().keys() == {le.id for le in self.live() if le.state != "busy"} - early
+        if self.sync.lockstep:
+            there = {t.learner for t in self.taken.values() if t.iteration == self.version}
+            assert sequence.missing() == sorted(self.learners[i].rank for i in self.active() - there)
+            for learner in self.live():  # what it reads is among the versions that are kept
+                kept = self.version - learner.held <= self.sync.delay
+                assert kept or learner.state != "busy" or self.finished
+
+    # -- runs --------------------------------------------------------------------------------------------
+
+    def possible(self) -> list[tuple[str, Callable[[Learner], object], Learner]]:
+        found: list[tuple[str, Callable[[Learner], object], Learner]] = []
+        for learner in self.learners.values():
+            if learner.state == "new":
+                found += [("join", self.join, learner)] * 4
+            elif learner.state == "busy":
+                found += [("publish", self.publish, learner)] * 12
+                found += [("rest", self.rest, learner), ("reread", self.reread, learner)] * self.sync.lockstep
+            elif learner.state == "rests":
+                found += [("resume", self.resume, learner)] * 2
+            if learner.state != "gone" and (learner.initial or learner.state != "new"):
+                found.append(("leave", self.leave, learner))
+        return found
+
+    def play(self, script: Iterable[int]) -> None:
+        for choice in script:
+            if possible := self.possible():
+                name, act, learner = possible[choice % len(possible)]
+                event(f"{name} {learner.state}")
+                act(learner)
+
+    def drain(self, steps: int) -> None:
+        """Everybody works to its end: nobody may wait for ever."""
+        while waiting := [le for le in self.learners.values() if le.state != "gone"]:
+            before = [(le.state, le.number) for le in waiting]
+            for learner in waiting:
+                if learner.state == "new":
+                    self.join(learner)
+                elif learner.state == "rests":
+                    self.resume(learner)
+                elif learner.state == "busy":
+                    (self.publish if learner.steps < steps else self.leave)(learner)
+            assert before != [(le.state, le.number) for le in waiting], "nobody can go on"
+
+    def close(self) -> None:
+        self.finish()
+        assert not self.taken
+        account = self.sequence.clock.account()
+        assert account.gradients == len(self.sigmas) == sum(self.sizes)
+        assert account.histogram == dict(sorted(Counter(self.sigmas).items()))
+        assert account.max == max(self.sigmas, default=0)
+        assert account.mean == pytest.approx(sum(self.sigmas) / max(1, len(self.sigmas)))
+
+
+@st.composite
+def dials(draw: st.DrawFn, size: int) -> str:
+    return draw(
+        st.one_of(
+            st.sampled_from(["hardsync", "async"]),
+            st.integers(1, size).map(lambda n: f"softsync:{n}"),
+            st.integers(1, 3).map(lambda k: f"delayed:{k}"),
+        )
+    )
+
+
+@st.composite
+def teams(draw: st.DrawFn, *, limited: bool = False) -> Team:
+    size = draw(st.integers(1, 5))
+    limit = draw(st.integers(1, 8)) if limited else None
+    return Team(draw(dials(size)), size, joiners=draw(st.integers(0, 2)), limit=limit)
+
+
+def _long(seed: int) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randrange(10**6) for _ in range(drawn.randrange(150))]
+
+
+scripts = st.lists(st.integers(0, 10**6), max_size=40) | st.integers(0, 2**32).map(_long)
+many = settings(max_examples=300, deadline=None)
+
+
+@many
+@given(teams(), scripts)
+def test_whatever_happens_every_gradient_is_folded_once_and_nobody_waits_for_ever(
+    team: Team, script: list[int]
+) -> None:
+    team.play(script)
+    team.drain(max(learner.steps for learner in team.learners.values()) + 2)
+    team.close()
+    assert not team.sequence.waiting() and team.sequence.pending == 0
+    assert set(team.fates.values()) <= {"folded", "lost"}
+
+
+@many
+@given(teams(), scripts)
+def test_a_run_may_end_at_any_moment_and_what_was_taken_is_folded(team: Team, script: list[int]) -> None:
+    team.play(script)
+    team.close()
+    left = {fate for fate in team.fates.values() if fate != "folded"}
+    assert left <= ({"lost"} if team.started else {"lost", "published"})
+
+
+@many
+@given(teams(limited=True), scripts)
+def test_after_the_last_update_gradients_are_dropped_counted_and_released(
+    team: Team, script: list[int]
+) -> None:
+    team.play(script)
+    team.drain(12)
+    team.close()
+    assert team.full == (team.version == team.limit)
+    assert set(team.fates.values()) <= {"folded", "dropped", "lost"}
+    assert team.full or "dropped" not in team.fates.values() or team.sync.delay
+
+
+@many
+@given(st.data(), scripts)
+def test_with_fixed_membership_staleness_and_reads_are_exact(data: st.DataObject, script: list[int]) -> None:
+    """delayed:k has σ = min(t, k) and reads version max(0, t+1−k) after step t; hardsync is k = 0 (M2)."""
+    size, delay = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
+    team = Team(f"delayed:{delay}" if delay else "hardsync", size)
+    for learner in team.learners.values():
+        team.join(learner)
+    for choice in script:
+        busy = [learner for learner in team.learners.values() if learner.state == "busy"]
+        team.publish(busy[choice % len(busy)])
+        for learner in team.learners.values():
+            if learner.state == "busy":
+                assert learner.held == max(0, learner.steps - delay)
+    assert team.sigmas == [min(t, delay) for t in range(team.version) for _ in range(size)]
+    assert set(team.sizes) <= {size}
+
+
+@pytest.mark.parametrize("text", ["hardsync", "softsync:1", "softsync:3", "async", "delayed:2"])
+def test_nothing_is_taken_before_all_initial_learners_have_started(text: str) -> None:
+    team = Team(text, 3)
+    first, second, third = team.learners.values()
+    team.join(first), team.join(second)
+    assert team.publish(first) == [] and team.publish(second) == []
+    assert team.sequence.pending == 2 and team.version == 0
+    if text == "softsync:3":
+        team.leave(third)  # lost before it came
+    else:
+        team.join(third)
+        team.drain(1)
+    assert "published" not in team.fates.values() and team.version >= 1
+
+
+def round_robin(text: str, size: int, rounds: int) -> Team:
+    team = Team(text, size)
+    for learner in team.learners.values():
+        team.join(learner)
+    for _ in range(rounds):
+        for learner in team.learners.values():
+            team.publish(learner)
+    return team
+
+
+@pytest.mark.parametrize("size", [4, 30])
+@pytest.mark.parametrize("text", ["softsync:1", "softsync:2", "softsync:4", "async"])
+def test_equal_machines_have_mean_staleness_of_lambda_minus_one_over_c(text: str, size: int) -> None:
+    """(λ−1)/c, exactly, once everybody has read (R2); c rounds are a whole number of updates."""
+    c = Sync.parse(text).quorum(size)
+    team = round_robin(text, size, 3 * c)
+    steady = team.sigmas[c * size :]
+    assert Fraction(sum(steady), len(steady)) == Fraction(size - 1, c)
+    assert max(team.sigmas) <= 2 * size // c
+    assert set(team.sizes) == {c}
+
+
+@given(st.integers(1, 12), st.data())
+def test_that_mean_holds_for_every_team_and_split(size: int, data: st.DataObject) -> None:
+    splits = data.draw(st.integers(1, size))
+    c = size // splits
+    team = round_robin(f"softsync:{splits}", size, 3 * c)
+    steady = team.sigmas[c * size :]
+    assert Fraction(sum(steady), len(steady)) == Fraction(size - 1, c)
+
+
+def test_a_leaving_learner_completes_the_quorum_it_was_missing_in() -> None:
+    team = Team("hardsync", 3)
+    first, second, third = team.learners.values()
+    for learner in (first, second, third):
+        team.join(learner)
+    team.publish(third), team.publish(first)
+    assert team.sequence.missing() == [1] and team.sequence.waiting() == {100: 1, 98: 1}
+    team.leave(first)  # its gradient was taken: it counts
+    team.leave(second)
+    assert team.sizes == [2] and third.held == 1
+
+
+def test_events_of_strangers_change_nothing() -> None:
+    team = Team("hardsync", 1)
+    team.join(team.learners[100])
+    sequence = team.sequence
+    assert sequence.gradient(Ticket(7, 0, 1, 0, 0, 1)) == []
+    assert sequence.rest(7, 1) == sequence.reread(7, 1) == sequence.resume(7) == sequence.leave(7) == []
+    assert sequence.resume(100) == []  # does not rest
+    team._agree()
+
+
+# -- the parts ---------------------------------------------------------------------------------------------
+
+tickets = st.builds(
+    Ticket, st.integers(0, 5), st.integers(0, 5), st.integers(0, 9), st.just(0), st.integers(0, 4), st.just(1)
+)
+
+
+@given(st.lists(tickets, min_size=1))
+def test_the_leader_is_furthest_along_then_of_lowest_rank(made: list[Ticket]) -> None:
+    """M4."""
+    found = leader(made)
+    assert found.step == max(ticket.step for ticket in made)
+    assert found.rank == min(ticket.rank for ticket in made if ticket.step == found.step)
+
+
+def test_folding_waits_for_the_start_then_for_the_quorum() -> None:
+    members, folding = Members({1: 0, 2: 1}), Folding(Sync.parse("softsync:1"))
+    members.join(1, 0, 0)
+    first, second = Ticket(1, 0, 1, 0, 0, 1), Ticket(2, 1, 1, 0, 0, 1)
+    folding.add(first)
+    assert folding.ready(0, members) == [] and folding.pending == 1
+    members.join(2, 1, 0)
+    assert folding.ready(0, members) == []
+    folding.add(second)
+    assert folding.ready(0, members) == [first, second]
+    assert folding.pending == 0 and folding.rest(0) == []
+
+
+def test_members_have_started_when_every_initial_one_has_come_or_gone() -> None:
+    members = Members({1: 0, 2: 1, 3: 2})
+    members.join(9, 3, 0)
+    members.join(2, 1, 0)
+    assert members.leave(1) is None  # lost before it came
+    assert not members.started and members.initial == 3 and len(members) == 2
+    members.join(3, 2, 5).resting = True
+    assert members.started and 3 in members and 1 not in members
+    assert [member.learner for member in members.active()] == [9, 2]
+    assert members.live[3].next_iteration == 5
+    left = members.leave(9)
+    assert left is not None and left.rank == 3
+    assert members.leave(9) is None and members.started
+
+
+def test_the_gate_opens_for_exactly_the_version_that_lockstep_needs() -> None:
+    gate = Gate(Sync.parse("delayed:2"))
+    for learner, iteration in ((5, 4), (3, 3), (4, 0)):
+        gate.arrive(learner, 10 + learner, iteration)
+    assert gate.waiting() == {5: 3, 3: 2, 4: 0}
+    assert gate.open(1) == [Release(4, 14, 0)]
+    assert gate.open(3) == [Release(5, 15, 3), Release(3, 13, 2)]  # in the order of arrival
+    assert gate.open(9) == [] and gate.waiting() == {}
+
+
+def test_the_gate_is_open_for_free_learners_and_shut_for_resting_ones() -> None:
+    gate = Gate(Sync.parse("async"))
+    gate.arrive(1, 4, 0)
+    gate.hold(2, 5)
+    assert gate.open(7) == [Release(1, 4, 7)] and gate.waiting() == {2: -1}
+    gate.resume(2, 7)
+    assert gate.open(7) == [Release(2, 5, 7)]
+    gate.hold(3, 0)
+    gate.leave(3), gate.leave(8)
+    gate.resume(3, 7)
+    assert gate.open(7) == [] and gate.waiting() == {}
+
+
+def test_the_gate_resumes_a_learner_where_it_would_read_after_the_step_before() -> None:
+    gate = Gate(Sync.parse("delayed:1"))
+    gate.hold(1, 3)
+    assert gate.open(99) == []
+    gate.resume(1, 6)
+    assert gate.open(4) == [] and gate.open(8) == [Release(1, 3, 5)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 9), min_size=1)), max_size=20))
+def test_the_clock_is_the_brute_force_account(folds: list[tuple[int, list[int]]]) -> None:
+    """R2: an update's staleness is the version before it minus the mean of its stamps."""
+    clock, sigmas = StalenessClock(), []
+    for extra, stamps in folds:
+        before = max(stamps) + extra
+        sigmas += [before - stamp for stamp in stamps]
+        mean = clock.fold(before, stamps)
+        assert mean == clock.last_update == pytest.approx(before - sum(stamps) / len(stamps))
+    account = clock.account()
+    assert account.histogram == Counter(sigmas) and account.gradients == len(sigmas)
+    assert account.max == max(sigmas, default=0)
+    assert account.mean == pytest.approx(sum(sigmas) / max(1, len(sigmas)))
+    assert str(len(sigmas)) in str(account)
+
+
+def test_a_gradient_from_the_future_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="future"):
+        StalenessClock().fold(2, [1, 3])
+
+
+moves = st.lists(st.tuples(st.sampled_from("jlbb"), st.integers(0, 4), st.sampled_from("xy")), max_size=40)
+
+
+@given(st.sets(st.integers(0, 4), min_size=1), moves)
+def test_a_meeting_is_complete_when_every_live_member_has_brought_its_own(
+    initial: set[int], script: list[tuple[str, int, str]]
+) -> None:
+    meeting, members = Rendezvous(initial), set(initial)
+    brought: dict[str, dict[int, str]] = {"x": {}, "y": {}}
+    for move, member, key in script:
+        done: list[tuple[str, dict[int, str]]] = []
+        if move == "j":
+            meeting.join(member)
+            members.add(member)
+        elif move == "l":
+            done = meeting.leave(member)
+            members.discard(member)
+            for things in brought.values():
+                things.pop(member, None)
+        elif member in members:
+            everything = meeting.bring(key, member, f"{member}{key}")
+            done = [(key, everything)] if everything is not None else []
+            brought[key][member] = f"{member}{key}"
+        complete = {k for k, things in brought.items() if things and members <= things.keys()}
+        assert dict(done) == {k: brought[k] for k in complete}
+        for k in complete if move != "j" else ():
+            brought[k] = {}
+        assert all(meeting.missing(k) == sorted(members - brought[k].keys()) for k in brought)
