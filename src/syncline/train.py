@@ -22,7 +22,14 @@ from syncline.engines.run import Callback, Engine, EpochRecord, Event, Handle, O
 from syncline.engines.sim.engine import Sim
 from syncline.errors import NotYetError, UsageError
 from syncline.learn.feed import count_of
-from syncline.learn.session import Session, check_batches, make_optimizer, refuse_sparse
+from syncline.learn.session import (
+    Session,
+    check_batches,
+    check_policy,
+    check_whole,
+    make_optimizer,
+    refuse_sparse,
+)
 from syncline.protocols.clocks import Staleness
 from syncline.topology.messages import Statistics
 from syncline.topology.parse import parse_topology
@@ -157,7 +164,7 @@ def train(
     for name, value in (("warmstart", warmstart), ("run_dir", run_dir), ("resume", resume)):
         if value:
             raise NotYetError(f"{name}= is understood but not built yet; leave it out")
-    built = _check_training(model, data, loss, objective, optimizer, batch_size, epochs, steps, engine)
+    built = _check_training(model, data, loss, objective, optimizer, batch_size, epochs, steps, policy)
     if steps is None and epochs is None:
         epochs = 1
     plan = Training(
@@ -213,6 +220,12 @@ class _Supervised:
         self._loss = loss
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        if not isinstance(batch, (list, tuple)) or len(batch) != 2:
+            parts = f" of {len(batch)}" if isinstance(batch, (list, tuple, dict)) else ""
+            raise UsageError(
+                f"loss= takes batches of (input, target), the data gives a {type(batch).__name__}{parts}; "
+                "use objective=(model, batch) -> scalar"
+            )
         inputs, targets = batch
         return self._loss(model(inputs), targets)
 
@@ -316,7 +329,7 @@ def _check_training(
     batch_size: int,
     epochs: int | None,
     steps: int | None,
-    engine: Any,
+    policy: str,
 ) -> nn.Module:
     """Everything that can be refused before a process starts; the model comes back built."""
     if (loss is None) == (objective is None):
@@ -324,19 +337,26 @@ def _check_training(
     if epochs is not None and steps is not None:
         raise UsageError(f"give either epochs= or steps=, got epochs={epochs} and steps={steps}")
     for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value}")
+        if value is not None:
+            check_whole(name, value)
     if not isinstance(data, Dataset) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise UsageError(
             f"data must be a torch Dataset, got {type(data).__name__}; wrap tensors in TensorDataset"
         )
-    if not isinstance(data, IterableDataset):
+    if isinstance(data, IterableDataset):
+        check_whole("batch_size", batch_size)
+    else:
         check_batches(len(data), batch_size)
+    if not callable(model):
+        raise UsageError(
+            f"model must be an nn.Module or a callable that makes one, got {type(model).__name__}"
+        )
     built = model if isinstance(model, nn.Module) else model()
     if not isinstance(built, nn.Module):
         raise UsageError(
             f"model must be an nn.Module or a callable that makes one, got {type(built).__name__}"
         )
+    check_policy(policy)
     refuse_sparse(built)
     make_optimizer(built, optimizer)
     return built
@@ -353,8 +373,13 @@ def _spec(
     batch_size: int | None,
     **rest: Any,
 ) -> RunSpec:
-    if isinstance(learners, bool) or not isinstance(learners, int) or learners < 1:
-        raise UsageError(f"learners must be a whole number of at least 1, got {learners!r}")
+    check_whole("learners", learners)
+    if rest["threads"] is not None:
+        check_whole("threads", rest["threads"])
+    if rest["clip_norm"] is not None and not rest["clip_norm"] > 0:
+        raise UsageError(
+            f"clip_norm must be a number > 0, got {rest['clip_norm']!r}; leave it out not to clip"
+        )
     dial = as_sync(sync)
     dial.check(learners, batch_size)
     dial.ready()
@@ -385,9 +410,11 @@ def _devices(device: str | Sequence[str] | None, learners: int) -> tuple[str, ..
         names = [f"cuda:{index}" for index in range(count)]
     for name in names:
         try:
-            torch.device(name)
+            found = torch.device(name)
         except RuntimeError as error:
             raise UsageError(f"device {name!r} is none that torch knows") from error
+        if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+            raise UsageError(f"device {name!r}, but torch sees {torch.cuda.device_count()} GPUs here")
     return tuple(names[rank % len(names)] for rank in range(learners))
 
 

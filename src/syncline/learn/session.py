@@ -150,8 +150,7 @@ class Session:
 
         `ahead` batches are read by a thread before they are needed: none for tensors in memory, else two.
         """
-        if policy not in POLICIES:
-            raise UsageError(f"policy {policy!r} is none of {', '.join(POLICIES)}")
+        check_policy(policy)
         if isinstance(data, IterableDataset):
             return SplitLoader(self, data, batch_size=batch_size, collate=collate)
         key = (id(data), batch_size, policy)
@@ -254,6 +253,11 @@ def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
             f"{type(model).__name__} has no parameters: there is nothing to train. "
             "Register layers as attributes, or parameters as nn.Parameter."
         )
+    if not callable(factory):
+        raise UsageError(
+            f"the optimizer must be a callable that makes one, got {type(factory).__name__}; "
+            "give a callable such as partial(torch.optim.SGD, lr=0.1)"
+        )
     try:
         first = next(iter(inspect.signature(factory).parameters), None)
     except (TypeError, ValueError):
@@ -277,14 +281,23 @@ def refuse_sparse(model: nn.Module) -> None:
 
 
 def check_batches(size: int, batch_size: int) -> None:
-    if batch_size < 1:
-        raise UsageError(f"batch_size must be at least 1, got {batch_size}")
+    check_whole("batch_size", batch_size)
     if size == 0:
         raise UsageError("the data set is empty")
     if batch_size > size:
         raise UsageError(
             f"batch_size {batch_size} is larger than the data set of {size} examples; use at most {size}"
         )
+
+
+def check_whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        raise UsageError(f"policy {policy!r} is none of {', '.join(POLICIES)}")
 
 
 def _copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:

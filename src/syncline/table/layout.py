@@ -1,8 +1,9 @@
 """How a model's parameters lie in flat memory, and which shard owns which part (M3, M5).
 
 A `Layout` is plain data: it travels between processes, is compared across learners, and makes tensor views
-over any block of bytes. One segment per dtype; every parameter starts at a multiple of 16 elements, and cuts
-between shards fall on such multiples, because fused optimizers are bit-equal to the plain loop only there.
+over any block of bytes. One segment per dtype; every parameter starts at a multiple of 64 elements, and cuts
+between shards fall on such multiples: fused optimizers are bit-equal to the plain loop only at 16, and 16-bit
+dtypes round differently outside PyTorch's vector loops, which take up to 64 elements at a time.
 Not responsible for the memory itself.
 """
 
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from syncline.errors import LayoutError
 
-GRAIN = 16  # elements
-LINE = 256  # bytes: a segment starts at a multiple of 16 elements of any dtype
+GRAIN = 64  # elements
+LINE = 1024  # bytes: a segment starts at a multiple of GRAIN elements of any dtype
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -167,6 +168,7 @@ class Layout:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         bounds = _bounds(self.parameters, self.shards, self.cuttable)
+        bounds[-1] += 1  # the last part also owns what is empty and lies at the very end
         return tuple(_part(self.parameters, low, high) for low, high in pairwise(bounds))
 
     def difference(self, other: Layout) -> str | None:
@@ -213,7 +215,8 @@ def _part(flat: Flat, low: int, high: int) -> Part:
     for index, (entry, (segment, start)) in enumerate(zip(flat.entries, flat.places, strict=True)):
         first, last = slices[segment]
         begin, end = max(start, first), min(start + entry.numel, last)
-        if begin < end or (entry.numel == 0 and first <= start < last):
+        here = low <= flat.offsets[segment] + start * flat.item_sizes[segment] < high
+        if begin < end or (entry.numel == 0 and here):
             whole = end - begin == entry.numel
             end = max(begin, end)
             pieces.append(Piece(index, begin - start, end - start, segment, begin - first, whole))

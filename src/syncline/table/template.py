@@ -7,6 +7,7 @@ into plain PyTorch's `state_dict` and back.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +85,8 @@ class OptimizerTemplate:
             for indices, options in zip(layout.groups, self.options, strict=True)
         ]
         optimizer = self.kind.__new__(self.kind)
-        optimizer.__setstate__({**self.attributes, "state": state, "param_groups": groups})
+        attributes = copy.deepcopy(self.attributes)  # shards of one process share nothing
+        optimizer.__setstate__({**attributes, "state": state, "param_groups": groups})
         return optimizer, parameters
 
 
