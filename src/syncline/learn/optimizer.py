@@ -75,7 +75,6 @@ class SharedOptimizer(torch.optim.Optimizer):
         self.read(number)
         return loss
 
-    @torch.no_grad()
     def _publish(self, loss: Any) -> int:
         session = self._session
         index = self._steps % len(self._link.slots)
@@ -112,6 +111,10 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _fill(self, into: list[Tensor], mask: Tensor) -> bool:
         """Copy the gradients into a slot; True if every parameter has one."""
         gradients: list[Any] = [parameter.grad for parameter in self._parameters]
+        if any(
+            gradient is not None and gradient.requires_grad for gradient in gradients
+        ):  # create_graph=True
+            gradients = [gradient if gradient is None else gradient.detach() for gradient in gradients]
         if all(gradient is not None for gradient in gradients):
             self._refuse_sparse(gradients)
             torch._foreach_copy_(into, gradients, non_blocking=self._on_gpu)
@@ -143,7 +146,6 @@ class SharedOptimizer(torch.optim.Optimizer):
             self._link.slots[index].write_options(options)
             self._written[index] = self._serial
 
-    @torch.no_grad()
     def read(self, number: int) -> None:
         """Wait until this ticket is released, then take over the version it names."""
         version = self._link.wait(number)

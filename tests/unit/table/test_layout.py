@@ -149,7 +149,10 @@ def test_a_difference_names_the_first_entry_on_both_sides() -> None:
     ours = [((2, 3), "float32"), ((4,), "float32")]
     assert differ(ours, ours) is None
     assert differ(ours, [ours[0], ((5,), "float32")]) == "parameters: p1 float32[4] against p1 float32[5]"
-    assert differ(ours, [((2, 3), "float64"), ours[1]]) == "parameters: p0 float32[2, 3] against p0 float64[2, 3]"
+    assert (
+        differ(ours, [((2, 3), "float64"), ours[1]])
+        == "parameters: p0 float32[2, 3] against p0 float64[2, 3]"
+    )
     one_less = "the first unmatched is p1 float32[4]"
     assert differ(ours, ours[:1]) == f"parameters: 2 against 1, {one_less}"
     assert differ(ours[:1], ours) == f"parameters: 1 against 2, {one_less}"

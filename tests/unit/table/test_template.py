@@ -178,7 +178,7 @@ def test_a_plain_state_goes_on_at_any_number_of_shards_and_back(name: str) -> No
     assert same(fresh.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["SGD momentum", "Adam", "Adagrad", "RMSprop"])
 def test_other_dtypes_keep_their_bits_too(name: str, dtype: torch.dtype) -> None:
     model = model_of(dtype=dtype)

@@ -89,7 +89,8 @@ def pack(obj: Any) -> Parcel:
     sizes = [buffer.nbytes for buffer in buffers]
     head = pickle.dumps((file.getvalue(), pickler.places))
     if sum(sizes) <= INLINE:
-        return Parcel(head, sizes, b"".join(bytes(buffer) for buffer in buffers), pickler.fds)
+        inline = b"".join(bytes(buffer) + bytes(-buffer.nbytes % ALIGN) for buffer in buffers)
+        return Parcel(head, sizes, inline, pickler.fds)
     fd, total = _write_bulk(buffers)
     return Parcel(head, sizes, b"", [fd, *pickler.fds], total)
 
@@ -137,13 +138,13 @@ def unpack(parcel: Parcel) -> Any:
         area = mmap.mmap(fds[0], parcel.bulk, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         os.close(fds[0])
         fds = fds[1:]
-        buffers, step = memoryview(area), ALIGN
+        buffers = memoryview(area)
     else:
-        buffers, step = memoryview(bytearray(parcel.inline)), 1
+        buffers = memoryview(bytearray(parcel.inline))
     pieces, position = [], 0
     for size in parcel.sizes:
         pieces.append(buffers[position : position + size])
-        position += -(-size // step) * step
+        position += -(-size // ALIGN) * ALIGN
     pickled, places = pickle.loads(parcel.pickled)
     plain = [piece for index, piece in enumerate(pieces) if index not in set(places)]
     return _Unpickler(io.BytesIO(pickled), pieces, plain, fds).load()

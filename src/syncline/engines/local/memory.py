@@ -86,6 +86,7 @@ class Sleeper:
         self._poll.register(bell.fd, select.POLLIN)
         self._others: set[int] = set()
         self._tries = 0
+        self.before_sleep: Callable[[], None] | None = None  # called once, before the next real sleep
 
     def watch(self, fd: int) -> None:
         self._poll.register(fd, select.POLLIN)
@@ -105,6 +106,9 @@ class Sleeper:
             self._tries += 1
             os.sched_yield()
             return set()
+        if self.before_sleep is not None:
+            before_sleep, self.before_sleep = self.before_sleep, None
+            before_sleep()
         ready = self._poll.poll(seconds * 1000)
         self._bell.quiet()
         return {fd for fd, _ in ready} & self._others

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from syncline.engines.local.cargo import pack
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.child import Setup
 from syncline.engines.local.exchange import Ring
-from syncline.engines.local.learner import STOP, LearnerSpec, Task
+from syncline.engines.local.learner import GONE, STOP, LearnerSpec, Task, place_of
 from syncline.engines.local.memory import Bell, Region
 from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometry, Lane, ServerSpec, Shelf
 from syncline.engines.record import Recorder, learner_error
@@ -57,9 +57,9 @@ class Process:
 class _Shared:
     """What all processes of a run share."""
 
-    hub: Region = field(default_factory=lambda: Region(4096))
-    log: Region = field(default_factory=lambda: Region(1))
-    shard_bells: list[Bell] = field(default_factory=list)
+    hub: Region
+    log: Region
+    shard_bells: list[Bell]
 
 
 def geometry_of(spec: RunSpec) -> Geometry:
@@ -214,6 +214,7 @@ class _Run:
         self._out = [os.pipe(), os.pipe()]
         self._life = os.pipe()
         self._shared = _Shared(
+            hub=Region(8 * place_of(spec.learners + 1)),
             log=Region(8 * Ring.words(LOG_ENTRIES, max(1, spec.shards - 1))),
             shard_bells=[Bell() for _ in range(spec.shards)],
         )
@@ -284,10 +285,12 @@ class _Run:
             return None
         return cores[rank % len(cores)]
 
-    def _yields(self) -> int:
-        """Yielding before sleeping pays; more of it while there are cores for everybody."""
+    def _yields(self, role: str) -> int:
+        """A learner that yields for the length of a small fold saves a wake-up; a shard that does so only takes
+        time from the learners, unless there are cores for everybody."""
         crowd = self.spec.learners + self.spec.shards
-        return 200 if crowd <= len(os.sched_getaffinity(0)) else 50
+        spare = crowd <= len(os.sched_getaffinity(0))
+        return 200 if role == "learner" or spare else 0
 
     def _start_shard(self, shard: int) -> None:
         spec = ServerSpec(
@@ -296,7 +299,7 @@ class _Run:
             self._shared.log,
             self._shared.shard_bells,
             self.geometry,
-            self._yields(),
+            self._yields("shard"),
         )
         self.shards.append(self._fork("shard", shard, shard, spec, None))
 
@@ -323,7 +326,7 @@ class _Run:
             bell,
             self._shared.shard_bells[0],
             self.geometry,
-            self._yields(),
+            self._yields("learner"),
             config,
         )
         process = self.learners[learner] = self._fork("learner", learner, rank, spec, bell)
@@ -413,6 +416,7 @@ class _Run:
 
     def _gone(self, process: Process, *, lost: bool) -> None:
         self.learners.pop(process.number, None)
+        self._shared.hub.words[place_of(process.number)] = GONE
         self._coordinator.leave(process.number, lost=lost)
 
     def _from_process(self, process: Process) -> bool:

@@ -1,0 +1,234 @@
+"""Staleness, accounts, rates and records of real runs (R2, R3, R6; M3, M4, M10; DESIGN.md 1-3)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, lr_scheduler
+from torch.utils.data import TensorDataset
+
+import syncline as sl
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SYNCS = ["hardsync", "softsync:1", "softsync:2", "async", "delayed:2"]
+
+
+def points(size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(size, 4, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def train(**changes: Any) -> sl.Result:
+    torch.manual_seed(0)
+    arguments: dict[str, Any] = {
+        "model": nn.Linear(4, 2),
+        "data": points(400),
+        "loss": F.cross_entropy,
+        "optimizer": partial(SGD, lr=0.1),
+        "learners": 4,
+        "batch_size": 4,
+        "threads": 1,
+        **changes,
+    }
+    return sl.train(arguments.pop("model"), arguments.pop("data"), **arguments)
+
+
+def check_accounts(result: sl.Result) -> None:
+    """DESIGN.md 1: every published gradient is folded once, or counted as dropped."""
+    table = result.statistics.tables[0]
+    assert result.gradients == result.staleness.gradients == sum(result.staleness.histogram.values())
+    assert result.gradients + result.dropped == sum(result.statistics.steps.values())
+    assert result.updates == result.version == table.version
+    assert table.pending == 0
+    mean = sum(sigma * count for sigma, count in result.staleness.histogram.items()) / result.gradients
+    assert result.staleness.mean == pytest.approx(mean)
+    assert result.staleness.max == max(result.staleness.histogram)
+
+
+@pytest.mark.parametrize("sync, quorum", [("softsync:1", 4), ("softsync:2", 2), ("async", 1)])
+def test_mean_staleness_on_equal_learners(sync: str, quorum: int) -> None:
+    """DESIGN.md 3: (λ−1)/c, but for the start, where all gradients are fresh.
+
+    The learners sleep most of the time: four that compute on two cores would not be equal machines.
+    """
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        time.sleep(0.003)
+        return F.cross_entropy(output, target)
+
+    result = train(sync=sync, steps=800 // quorum, loss=loss)
+    check_accounts(result)
+    assert result.gradients == 800
+    assert result.staleness.mean == pytest.approx(3 / quorum, rel=0.1)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_steps_end_at_exactly_that_version(sync: str) -> None:
+    """M10: also with learners that run ahead; what comes later is counted as dropped."""
+    result = train(sync=sync, steps=23, topology="servers:2")
+    check_accounts(result)
+    assert result.version == 23
+    quorum = {"hardsync": 4, "softsync:1": 4, "softsync:2": 2, "async": 1, "delayed:2": 4}[sync]
+    assert result.gradients == 23 * quorum
+    if sync == "hardsync":
+        assert (result.staleness.max, result.dropped) == (0, 0)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_epochs_fold_every_example(sync: str) -> None:
+    """M3, M7: an incomplete quorum at the end is one last smaller update."""
+    result = train(data=points(90), sync=sync, epochs=3)  # 22 batches of 4 and one of 2
+    check_accounts(result)
+    assert result.dropped == 0
+    assert result.gradients == 3 * 23
+    assert result.statistics.tables[0].examples == 3 * 90
+    assert result.throughput == pytest.approx(270 / result.seconds)
+    if sync.startswith("softsync"):
+        quorum = 4 // int(sync[-1])
+        assert result.version >= -(-3 * 23 // quorum)
+    if sync == "async":
+        assert result.version == 69
+
+
+# -- rates -------------------------------------------------------------------------------------------------------
+
+
+class Constant(nn.Module):
+    """Its gradient is 1, whatever the weights: the weight counts the rate that was applied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.expand(len(x))
+
+
+def rising(model: nn.Module, batch: Any) -> Tensor:
+    return -model(batch[0]).mean()
+
+
+@pytest.mark.parametrize(
+    "sync, factor",
+    [
+        ("hardsync", 1.0),
+        ("hardsync:reference_batch=64", 0.5),
+        ("softsync:1", 1.0),
+        ("softsync:2", 1 / 2),
+        ("softsync:3", 1 / 4),  # c/λ: the quorum is ⌊4/3⌋ = 1
+        ("async", 1 / 4),
+        ("async:rate=given", 1.0),
+        ("delayed:1", 1.0),
+    ],
+)
+def test_the_rate_factor_multiplies_each_update(sync: str, factor: float) -> None:
+    """M4, R3: with 4 learners and μ = 4; √(λμ/B) = √(16/64) with a reference batch."""
+    result = train(
+        model=Constant(), loss=None, objective=rising, sync=sync, steps=20, optimizer=partial(SGD, lr=1.0)
+    )
+    assert result.version == 20
+    assert result.state_dict()["weight"].item() == pytest.approx(20 * factor)
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "async"])
+def test_a_schedule_lowers_the_rate(sync: str) -> None:
+    """M4: options travel with each gradient. At rate 0 the weight stands still."""
+    result = train(
+        model=Constant(),
+        loss=None,
+        objective=rising,
+        data=points(64),
+        sync=sync,
+        epochs=5,
+        schedule=partial(lr_scheduler.MultiStepLR, milestones=[2], gamma=0.0),
+        evaluate=lambda model: {"weight": model.weight.item()},
+    )
+    weights = [record["weight"] for record in result.history]
+    assert len(weights) == 5
+    assert 0 < weights[0] < weights[1]
+    assert weights[-1] == weights[-2]
+    if sync == "hardsync":
+        assert weights == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.8])
+
+
+# -- the start -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async", "delayed:1"])
+def test_the_first_fold_waits_for_all_initial_learners(sync: str) -> None:
+    """M3: a late one reads version 0 like the others, and what the lowest rank put there (M6)."""
+
+    def learner(session: sl.Session) -> tuple[int, float]:
+        if session.rank == 2:
+            time.sleep(0.4)
+        model = nn.Linear(1, 1)
+        opt = session.optimizer(model, partial(SGD, lr=0.1))
+        first = opt.version, model.weight.item()
+        for _ in range(3):
+            opt.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            opt.step()
+        return first
+
+    result = sl.launch(learner, learners=3, sync=sync, threads=1)
+    assert {version for version, _ in result.returned} == {0}
+    assert len({weight for _, weight in result.returned}) == 1
+    assert result.gradients == 9
+
+
+# -- records and callbacks -----------------------------------------------------------------------------------------
+
+
+def test_history_holds_an_evaluation_of_one_version() -> None:
+    """R6, M10: of the version that folded the epoch's last example; the last is the result itself."""
+    test_set = points(100)
+    result = train(sync="hardsync", epochs=4, evaluate=test_set)
+    assert [record.epoch for record in result.history] == [0, 1, 2, 3]
+    assert [record.version for record in result.history] == [25, 50, 75, 100]
+    assert [record.examples for record in result.history] == [400, 800, 1200, 1600]
+    assert result.history[-1]["accuracy"] > 0.8 > result.history[0].losses[0] > result.history[-1].losses[0]
+    x, y = test_set.tensors
+    with torch.no_grad():
+        output = result.model(x)
+    last = result.history[-1].metrics
+    assert last["loss"] == pytest.approx(F.cross_entropy(output, y).item(), rel=1e-5)
+    assert last["accuracy"] == pytest.approx((output.argmax(1) == y).float().mean().item())
+
+
+@pytest.mark.parametrize("sync", ["softsync:1", "async"])
+def test_evaluation_beside_free_learners(sync: str) -> None:
+    result = train(sync=sync, epochs=3, evaluate=points(100))
+    versions = [record.version for record in result.history]
+    assert len(versions) == 3 and versions == sorted(versions)
+    assert versions[-1] <= result.version
+    assert all({"loss", "accuracy"} <= record.metrics.keys() for record in result.history)
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async"])
+def test_a_callback_stops_early(sync: str) -> None:
+    seen: list[int] = []
+
+    def stop_when_good(record: sl.EpochRecord) -> bool:
+        seen.append(record.epoch)
+        return record["accuracy"] > 0.6 and record.epoch >= 1
+
+    result = train(
+        sync=sync,
+        epochs=10_000,
+        evaluate=points(100),
+        callbacks=[stop_when_good],
+    )
+    assert seen == [record.epoch for record in result.history] == list(range(len(seen)))
+    assert 2 <= len(seen) < 10_000
+    assert not result.interrupted
+    check_accounts(result)

@@ -1,0 +1,412 @@
+"""A shard (M3–M6): the weighted mean with its gaps, puts, kept versions, clipping over all shards."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from syncline.errors import UsageError
+from syncline.table.layout import Layout, lay_out
+from syncline.table.shard import Shard, total_norm
+from syncline.table.slot import Slot, private_slot
+from syncline.table.template import OptimizerTemplate, merge, split
+
+SHAPES = ((5, 7), (), (3, 50), (0,), (130,), (64,))
+SGD = partial(torch.optim.SGD, lr=1.0)
+
+
+class Table:
+    """All shards of one table in one process, with slots as learners fill them."""
+
+    def __init__(
+        self,
+        shards: int,
+        *,
+        factory: partial[torch.optim.Optimizer] = SGD,
+        lockstep: bool = False,
+        kept: int = 0,
+        clip_norm: float | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        drawn = torch.Generator().manual_seed(0)
+        self.model = nn.Module()
+        self.model.all = nn.ParameterList(torch.randn(s, generator=drawn).to(dtype) for s in SHAPES)
+        self.plain = factory(self.model.parameters())
+        template = OptimizerTemplate.of(self.plain)
+        self.options = template.options
+        self.layout: Layout
+        self.layout, _ = lay_out(
+            self.model, [self.model.parameters()], cuttable=template.cuttable, shards=shards
+        )
+        flat = self.layout.parameters
+        self.weights, *history = (
+            flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8)) for _ in range(1 + kept)
+        )
+        self.fill_views(self.weights, list(self.model.parameters()))
+        self.shards = [
+            Shard(
+                self.layout,
+                index,
+                template,
+                self.weights,
+                history=history,
+                lockstep=lockstep,
+                clip_norm=clip_norm,
+            )
+            for index in range(shards)
+        ]
+
+    def fill_views(self, segments: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+        for view, value in zip(self.layout.parameters.views(segments), values, strict=True):
+            view.copy_(value.detach()) if value is not None else view.fill_(
+                float("nan")
+            )  # left over from before
+
+    def slot(self, gradients: Sequence[Tensor | None]) -> Slot:
+        slot = private_slot(self.layout)
+        self.fill_views(slot.segments, gradients)
+        slot.mask.copy_(torch.tensor([gradient is not None for gradient in gradients]))
+        return slot
+
+    def take(
+        self,
+        gradients: Sequence[Tensor | None],
+        count: int = 1,
+        rank: int = 0,
+        iteration: int = 0,
+        alone: bool = False,
+    ) -> None:
+        slot, full = self.slot(gradients), None not in gradients
+        for shard in self.shards:
+            part = slot.part(shard.part)
+            shard.take(part, full=full, count=count, rank=rank, iteration=iteration, alone=alone)
+
+    def fold(self, iteration: int = 0, factor: float = 1.0) -> None:
+        for shard in self.shards:
+            shard.gather(iteration)
+        if self.shards[0].clip_norm is not None:
+            total = total_norm(self.layout, [shard.norms() for shard in self.shards])
+            for shard in self.shards:
+                shard.clip(total)
+        for shard in self.shards:
+            shard.apply(self.options, factor)
+
+    def values(self) -> list[Tensor]:
+        return [view.clone() for view in self.layout.parameters.views(self.weights)]
+
+    def read(self, version: int) -> list[Tensor]:
+        into = [torch.zeros_like(segment) for segment in self.weights]
+        for shard in self.shards:
+            shard.read(version, into)
+        return self.layout.parameters.views(into)
+
+
+def drawn(seed: int, without: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    made = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    return [None if index in without else value for index, value in enumerate(made)]
+
+
+def weighted_mean(taken: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
+    """In float64; missing in some counts as zero there, missing in all is None."""
+    total, means = sum(count for _, count in taken), []
+    for column in zip(*(gradients for gradients, _ in taken), strict=True):
+        present = [(g.double(), n) for g, (_, n) in zip(column, taken, strict=True) if g is not None and n]
+        means.append(sum(g * n for g, n in present) / total if present else None)
+    return means
+
+
+def assert_close(
+    table: Table, before: list[Tensor], mean: Sequence[Tensor | None], rtol: float = 1e-5
+) -> None:
+    for value, old, step in zip(table.values(), before, mean, strict=True):
+        if step is None:
+            assert torch.equal(value, old)
+        else:
+            expected = (old.double() - step).to(value.dtype)
+            torch.testing.assert_close(value, expected, rtol=rtol, atol=rtol)
+
+
+gradients = st.lists(
+    st.tuples(st.integers(0, 99), st.sets(st.integers(0, len(SHAPES) - 1)), st.integers(0, 40)),
+    min_size=1,
+    max_size=5,
+).filter(lambda made: sum(count for _, _, count in made) > 0)
+Made = list[tuple[int, set[int], int]]
+many = settings(max_examples=60, deadline=None)
+
+
+@many
+@given(gradients, st.booleans(), st.integers(1, 4), st.booleans())
+def test_a_fold_is_the_mean_weighted_by_examples(made: Made, lockstep: bool, shards: int, full: bool) -> None:
+    """M3: gaps count as zero, weight 0 abstains, missing in all is skipped."""
+    table = Table(shards, lockstep=lockstep)
+    for _ in range(2):  # the second fold finds the first one's gradients in place
+        before = table.values()
+        taken = [(drawn(seed, () if full else list(without)), count) for seed, without, count in made]
+        for rank, (values, count) in enumerate(taken):
+            table.take(values, count, rank)
+        table.fold()
+        assert_close(table, before, weighted_mean(taken))
+    assert [shard.version for shard in table.shards] == [2] * shards
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_other_dtypes_fold_to_their_rounding(dtype: torch.dtype, rtol: float, lockstep: bool) -> None:
+    table = Table(3, lockstep=lockstep, dtype=dtype)
+    taken = [(drawn(seed, dtype=dtype), 3 + seed) for seed in range(4)]
+    before = table.values()
+    for rank, (values, count) in enumerate(taken):
+        table.take(values, count, rank)
+    table.fold()
+    assert_close(table, before, weighted_mean(taken), rtol)
+
+
+def test_lockstep_sums_in_rank_order_whatever_the_order_of_arrival() -> None:
+    """M3: repeatable bits."""
+    found = []
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        table = Table(2, lockstep=True)
+        for rank in order:
+            table.take(drawn(rank), 1 + rank, rank)
+        table.fold()
+        found.append(table.values())
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_lockstep_keeps_iterations_apart() -> None:
+    table = Table(2, lockstep=True)
+    before = table.values()
+    table.take(drawn(1), rank=1, iteration=1)  # ahead by one
+    table.take(drawn(0), rank=1, iteration=0)
+    table.take(drawn(2), rank=0, iteration=0)
+    table.fold(iteration=0)
+    assert_close(table, before, weighted_mean([(drawn(0), 1), (drawn(2), 1)]))
+    before = table.values()
+    table.fold(iteration=1)
+    assert_close(table, before, drawn(1))
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_one_gradient_gives_the_bits_of_plain_pytorch(lockstep: bool, shards: int) -> None:
+    """M2: no copy, no arithmetic on the way to the optimizer."""
+    factory = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    table = Table(shards, factory=factory, lockstep=lockstep)
+    for step in range(4):
+        without = (2,) if step in (0, 2) else ()
+        values = drawn(step, without)
+        for parameter, value in zip(table.model.parameters(), values, strict=True):
+            parameter.grad = value
+        table.plain.step()
+        table.take(values, 5, iteration=step, alone=step != 3)
+        table.fold(iteration=step)
+        for parameter, value in zip(table.model.parameters(), table.values(), strict=True):
+            assert torch.equal(parameter, value)
+
+
+def test_a_parameter_without_any_gradient_has_no_state_either() -> None:
+    table = Table(2, factory=partial(torch.optim.Adam, lr=0.1))
+    before = table.values()
+    table.take(drawn(0, (2, 4))), table.take(drawn(1, (2, 4)))
+    table.fold()
+    assert [torch.equal(a, b) for a, b in zip(table.values(), before, strict=True)] == [
+        index in (2, 3, 4) for index in range(len(SHAPES))
+    ]
+    merged = merge(table.layout, table.options, [shard.state()[1] for shard in table.shards])
+    assert sorted(merged["state"]) == [0, 1, 3, 5]
+
+
+def test_if_all_abstain_the_first_counts_as_it_is() -> None:
+    table = Table(1, lockstep=True)
+    before = table.values()
+    table.take(drawn(1), 0, rank=1), table.take(drawn(0), 0, rank=0)
+    table.fold()
+    assert_close(table, before, drawn(0))
+
+
+# -- rates, puts, versions (M4, M6, M2) --------------------------------------------------------------------
+
+
+def test_the_factor_multiplies_the_rate_of_one_fold_only() -> None:
+    table = Table(2)
+    for factor in (0.25, 1.0):
+        before = table.values()
+        table.take(drawn(0), alone=True)
+        table.fold(factor=factor)
+        assert_close(table, before, [factor * value for value in drawn(0) if value is not None])
+    assert [shard.state()[0][0]["lr"] for shard in table.shards] == [1.0, 1.0]
+
+
+def test_options_that_come_with_a_gradient_hold_for_its_fold() -> None:
+    table = Table(2)
+    table.options = [{**table.options[0], "lr": 0.5}]
+    before = table.values()
+    table.take(drawn(0), alone=True)
+    table.fold()
+    assert_close(table, before, [0.5 * value for value in drawn(0) if value is not None])
+
+
+def test_a_put_replaces_the_weights_at_the_next_fold_and_the_lowest_rank_wins() -> None:
+    table = Table(2)
+    before = table.values()
+    for rank in (3, 1, 2):
+        slot = table.slot(drawn(50 + rank))
+        for shard in table.shards:
+            shard.put(rank, slot.part(shard.part).segments)
+        table.fill_views(slot.segments, drawn(0))  # the slot is free again at once
+    assert all(torch.equal(a, b) for a, b in zip(table.values(), before, strict=True))
+    table.take(drawn(0), alone=True)
+    table.fold()
+    put = [value for value in drawn(51) if value is not None]
+    assert_close(table, put, drawn(0))
+    before = table.values()
+    table.take(drawn(2), alone=True)
+    table.fold()
+    assert_close(table, before, drawn(2))  # once
+
+
+def test_a_put_without_a_later_fold_counts_at_the_end() -> None:
+    table = Table(2)
+    slot = table.slot(drawn(7))
+    for shard in table.shards:
+        shard.put(0, slot.part(shard.part).segments)
+        shard.settle()
+    assert_close(table, [torch.zeros(shape) for shape in SHAPES], [-v for v in drawn(7) if v is not None])
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+def test_delayed_learners_find_the_versions_they_read(delay: int) -> None:
+    table = Table(2, lockstep=True, kept=delay + 1)
+    versions = [table.values()]
+    assert all(torch.equal(a, b) for a, b in zip(table.read(0), versions[0], strict=True))
+    for iteration in range(6):
+        table.take(drawn(iteration), iteration=iteration)
+        table.fold(iteration)
+        versions.append(table.values())
+        for version in range(max(0, iteration + 1 - delay), iteration + 2):
+            assert all(torch.equal(a, b) for a, b in zip(table.read(version), versions[version], strict=True))
+
+
+def test_without_kept_versions_the_newest_is_read_and_a_snapshot_is_a_copy() -> None:
+    table = Table(2)
+    snapshots = [shard.snapshot() for shard in table.shards]
+    before = table.values()
+    table.take(drawn(0), alone=True)
+    table.fold()
+    assert all(torch.equal(a, b) for a, b in zip(table.read(1), table.values(), strict=True))
+    whole = [torch.cat(parts) for parts in zip(*snapshots, strict=True)]
+    views = table.layout.parameters.views(whole)
+    assert all(torch.equal(a, b) for a, b in zip(views, before, strict=True))
+
+
+def test_a_loaded_state_goes_on() -> None:
+    factory = partial(torch.optim.Adam, lr=0.1)
+    one, three = Table(1, factory=factory), Table(3, factory=factory)
+    for table in (one, three):
+        table.take(drawn(0), alone=True)
+        table.fold()
+    one.take(drawn(1), alone=True)
+    one.fold()
+    merged = merge(one.layout, one.options, [shard.state()[1] for shard in one.shards])
+    options, state = split(three.layout, merged)
+    for shard in three.shards:
+        shard.load(options, state)
+    three.fill_views(three.weights, one.values())
+    for table in (one, three):
+        table.take(drawn(2), alone=True)
+        table.fold()
+    assert all(torch.equal(a, b) for a, b in zip(one.values(), three.values(), strict=True))
+
+
+# -- clipping (M5) -----------------------------------------------------------------------------------------
+
+
+@many
+@given(st.integers(1, 5), st.integers(0, 99), st.sets(st.integers(0, 5), max_size=5), st.floats(0.01, 50))
+def test_clipping_over_all_shards_is_clipping_of_the_whole(
+    shards: int, seed: int, without: set[int], most: float
+) -> None:
+    table = Table(shards, clip_norm=most)
+    values = drawn(seed, list(without))
+    before = table.values()
+    table.take(values, alone=True)
+    table.fold()
+    parameters = [nn.Parameter(old) for old in before]
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.grad = None if value is None else value.clone()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, most)
+    assert_close(table, before, [p.grad.double() if p.grad is not None else None for p in parameters])
+    assert total_norm(table.layout, [s.norms() for s in table.shards]).item() == pytest.approx(
+        min(norm.item(), most), rel=1e-4
+    )
+
+
+def test_one_shard_alone_clips_with_the_bits_of_pytorch() -> None:
+    table = Table(1, clip_norm=0.5)
+    table.take(drawn(0), alone=True)
+    table.shards[0].gather(0)
+    table.shards[0].clip_alone()
+    parameters = [nn.Parameter(value) for value in table.values()]
+    for parameter, value in zip(parameters, drawn(0), strict=True):
+        parameter.grad = value
+    torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    for a, b in zip(table.shards[0].parameters, parameters, strict=True):
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+
+
+def test_a_shard_that_owns_nothing_takes_part() -> None:
+    """More shards than there is to share out."""
+    model = nn.Linear(2, 1, bias=False)
+    template = OptimizerTemplate.of(SGD(model.parameters()))
+    layout, _ = lay_out(model, [model.parameters()], cuttable=True, shards=3)
+    weights = layout.parameters.segments(torch.zeros(layout.parameters.nbytes, dtype=torch.uint8))
+    shards = [Shard(layout, i, template, weights, lockstep=True, clip_norm=1.0) for i in range(3)]
+    assert sorted(len(shard.part.pieces) for shard in shards) == [0, 0, 1]
+    slot = private_slot(layout)
+    slot.segments[0].fill_(1.0)
+    for shard in shards:
+        shard.take(slot.part(shard.part), full=True, count=1, rank=0, iteration=0, alone=True)
+        shard.gather(0)
+    total = total_norm(layout, [shard.norms() for shard in shards])
+    for shard in shards:
+        shard.clip(total)
+        shard.apply(template.options, 1.0)
+    expected = torch.full((1, 2), -(0.5**0.5))
+    torch.testing.assert_close(layout.parameters.views(weights)[0], expected)
+
+
+# -- slots (M1) --------------------------------------------------------------------------------------------
+
+
+def test_a_slot_holds_gradients_buffers_mask_and_options_apart() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    layout, tensors = lay_out(model, [model.parameters()], cuttable=True, shards=2)
+    slot = private_slot(layout)
+    options = [{"lr": 0.5, "betas": [0.1, 0.2], "maximize": False, "foreach": None}]
+    slot.write_options([{**options[0], "lr": torch.tensor(0.5)}])
+    slot.mask.copy_(torch.tensor([1, 0, 1, 1]))
+    for number, tensor in enumerate([*slot.gradients, *slot.buffers]):
+        tensor.fill_(number + 1)
+    assert slot.read_options() == options
+    assert slot.mask.tolist() == [1, 0, 1, 1]
+    for number, tensor in enumerate([*slot.gradients, *slot.buffers]):
+        assert torch.equal(tensor, torch.full_like(tensor, number + 1))
+    assert [b.dtype for b in slot.buffers] == [b.dtype for b in tensors.buffers]
+    found = {}
+    for part in layout.parts:
+        found |= dict(zip([piece.entry for piece in part.pieces], slot.part(part).present(), strict=True))
+    assert found == {0: True, 1: False, 2: True, 3: True}
+
+
+def test_options_that_cannot_travel_are_refused() -> None:
+    slot = private_slot(Table(1).layout)
+    with pytest.raises(UsageError, match="more than the 16376"):
+        slot.write_options([{"note": "x" * 20000}])
+    with pytest.raises(UsageError, match="type object cannot travel"):
+        slot.write_options([{"odd": object()}])
