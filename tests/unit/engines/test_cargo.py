@@ -65,7 +65,9 @@ def test_tensors_of_any_dtype_go_round(dtype: torch.dtype, size: int) -> None:
 @sized
 def test_views_of_one_storage_stay_views_of_one(size: int) -> None:
     base = torch.arange(4.0 * size)
-    found = trip({"base": base, "rows": base.view(2, -1)[1], "odd": base[1::2], "turned": base.view(4, -1).t()})
+    found = trip(
+        {"base": base, "rows": base.view(2, -1)[1], "odd": base[1::2], "turned": base.view(4, -1).t()}
+    )
     assert all(torch.equal(a, b) for a, b in zip(found["turned"], base.view(4, -1).t(), strict=True))
     assert torch.equal(found["odd"], base[1::2]) and found["odd"].stride() == (2,)
     found["base"].fill_(7.0)
@@ -75,7 +77,13 @@ def test_views_of_one_storage_stay_views_of_one(size: int) -> None:
 
 @sized
 def test_empty_tensors_and_arrays_travel_with_others(size: int) -> None:
-    made = [torch.empty(0), torch.ones(size), torch.empty(3, 0, dtype=torch.int32), np.zeros((0, 2)), np.ones(3)]
+    made = [
+        torch.empty(0),
+        torch.ones(size),
+        torch.empty(3, 0, dtype=torch.int32),
+        np.zeros((0, 2)),
+        np.ones(3),
+    ]
     found = trip([*made, torch.ones(2)])
     assert [tuple(value.shape) for value in found] == [(0,), (size,), (3, 0), (0, 2), (3,), (2,)]
     assert [value.dtype for value in found[:4]] == [value.dtype for value in made[:4]]

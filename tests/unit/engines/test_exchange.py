@@ -211,9 +211,7 @@ def ring_case(kind: type[Ring], *, capacity: int, readers: int, records: int) ->
     return case, Ring.words(capacity, readers)
 
 
-@pytest.mark.parametrize(
-    "capacity, readers, records", [(1, 1, 3), (2, 1, 4), (1, 2, 3), (2, 2, 2)]
-)
+@pytest.mark.parametrize("capacity, readers, records", [(1, 1, 3), (2, 1, 4), (1, 2, 3), (2, 2, 2)])
 def test_a_ring_loses_repeats_and_tears_nothing(capacity: int, readers: int, records: int) -> None:
     case, words = ring_case(Ring, capacity=capacity, readers=readers, records=records)
     assert explore(case, words).runs > 100

@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -41,6 +42,14 @@ class Parcel:
             self.bulk = -1
 
 
+def _out_of_band(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+    try:
+        buffers.append(buffer.raw())
+    except BufferError:  # not contiguous: let pickle copy it
+        return True
+    return False
+
+
 class _Pickler(cloudpickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         self.buffers: list[memoryview] = []
@@ -48,14 +57,8 @@ class _Pickler(cloudpickle.Pickler):
         self.fds: list[int] = []
         self._storages: dict[tuple[int, int], int] = {}
         self._keep: list[Any] = []
-        super().__init__(file, protocol=5, buffer_callback=self._out_of_band)
-
-    def _out_of_band(self, buffer: pickle.PickleBuffer) -> bool:
-        try:
-            self.buffers.append(buffer.raw())
-        except BufferError:  # not contiguous: let pickle copy it
-            return True
-        return False
+        # not a method of its own: in a cycle it would hold all it packed until the collector comes
+        super().__init__(file, protocol=5, buffer_callback=partial(_out_of_band, self.buffers))
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, Region):
