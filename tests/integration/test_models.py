@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -408,6 +409,23 @@ def test_every_example_once_in_every_epoch(sync: str, data: Any, policy: str) ->
             assert learner[1] == [index for start in starts for index in order[start : start + 4]]
 
 
+@pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async"])
+def test_a_loop_over_epochs_makes_that_many(sync: str) -> None:
+    """M7: also for an initial learner that opens its loader when the others are through already."""
+
+    def learner(session: sl.Session) -> None:
+        model = nn.Linear(1, 1)
+        opt = session.optimizer(model, partial(SGD, lr=0.0))
+        if session.rank == 1:
+            time.sleep(0.3)
+        for _ in range(3):
+            for (indices,) in session.loader(data, batch_size=5):
+                step(opt, model(indices.float()[:, None]).mean())
+
+    data = numbers(20)
+    assert launch(learner, learners=2, sync=sync).statistics.tables[0].examples == 3 * 20
+
+
 def test_partitions_are_the_same_subsets_every_epoch() -> None:
     """M7 (D2, A5): fixed and disjoint, in a new order each epoch."""
     result = launch(seen_by, numbers(48), 3, "partition", learners=3, sync="hardsync")
@@ -495,8 +513,9 @@ def test_several_loaders(sync: str) -> None:
     def learner(session: sl.Session) -> list[list[int]]:
         model = nn.Linear(1, 1)
         opt = session.optimizer(model, partial(SGD, lr=0.0))
-        large, small = session.loader(numbers(40), batch_size=4), session.loader(Squares(20), batch_size=2)
-        assert large is not small and session.loader(large_data, batch_size=2) is not large
+        large, small = session.loader(forty, batch_size=4), session.loader(Squares(20), batch_size=2)
+        assert session.loader(forty, batch_size=4) is large
+        assert len({id(session.loader(numbers(8), batch_size=4)) for _ in range(5)}) == 5  # five data sets
         seen: list[list[int]] = [[], []]
         for (first,), second in zip(large, small, strict=False):
             seen[0] += first.tolist()
@@ -504,7 +523,7 @@ def test_several_loaders(sync: str) -> None:
             step(opt, model(first.float()[:, None]).mean() + model(second["x"]).mean())
         return seen
 
-    large_data = numbers(4)
+    forty = numbers(40)
     result = launch(learner, learners=2, sync=sync)
     for number, size in ((0, 40), (1, 20)):
         seen = Counter(index for learner in result.returned for index in learner[number])

@@ -490,6 +490,24 @@ def test_a_learner_lost_before_it_opened_its_table_is_survived() -> None:
         assert result.gradients == 10
 
 
+def test_a_learner_that_does_not_stop_is_ended() -> None:
+    """M8: after a few seconds of grace; the rest is the result."""
+
+    def learner(session: sl.Session) -> str:
+        counting(session, 3)
+        if session.rank == 1:
+            time.sleep(1000)
+        return "done"
+
+    run = launch(learner, learners=2, sync="async", wait=False)
+    until(lambda: version(run) == 6, "all versions")
+    run.stop()
+    result = run.wait(timeout=HANG)
+    assert result.returned == ["done", None] and result.version == 6
+    (event,) = {event.rank: event for event in result.events}.values()
+    assert event.rank == 1
+
+
 # -- nothing stays behind --------------------------------------------------------------------------------------
 
 

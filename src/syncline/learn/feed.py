@@ -81,6 +81,7 @@ class Loader:
         self.number, self.batch_size, self.size = number, batch_size, len(data)  # type: ignore[arg-type]
         first = session.port.portion(number, OUTSIDE, block=True)
         self.epoch = first.epoch if first else 0  # of the next iteration
+        self.data = data  # kept: the session knows its loaders by the identity of their data
         self._session, self._policy, self._ahead = session, policy, ahead
         self._read = reader(data, collate)
         self._orders: dict[int, Tensor] = {}

@@ -84,6 +84,7 @@ class Shard:
         self._grad_views: list[Tensor] | None = None
         self._put: dict[int, list[Tensor]] = {}
         self._options: Options = template.options
+        self._factor = 1.0
         for segments in self.history:
             _copy(segments, self.weights)
 
@@ -160,11 +161,12 @@ class Shard:
 
     def apply(self, options: Options, factor: float) -> None:
         """Run the optimizer on the gathered gradient: the next version."""
-        self._options = options
-        for group, option in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(option)
-            if factor != 1.0:
-                group["lr"] = option["lr"] * factor
+        if options is not self._options or factor != self._factor:
+            self._options, self._factor = options, factor
+            for group, option in zip(self.optimizer.param_groups, options, strict=True):
+                group.update(option)
+                if factor != 1.0:
+                    group["lr"] = option["lr"] * factor
         self.optimizer.step()
         self.version += 1
         if self.history:

@@ -44,6 +44,7 @@ class Leader:
         self._losses: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # rank -> [sum, count]
         self._examples: dict[int, int] = defaultdict(int)
         self._warned = False
+        self._agreed: tuple[int, ...] = ()
         self._todo: deque[tuple[int, Any]] = deque()
         self._working = False
         replay.buffers = self._mean_buffers
@@ -253,6 +254,10 @@ class Leader:
         if self._warned or not self._sequences[table].sync.lockstep:
             return
         options = {t.rank: self._replay.options(table, t.learner, t.number) for t in tickets}
+        seen = tuple(map(id, options.values()))  # they are parsed anew only when they changed
+        if seen == self._agreed:
+            return
+        self._agreed = seen
         first = next(iter(options.values()))
         differ = sorted(rank for rank, option in options.items() if option is not first and option != first)
         if differ:

@@ -16,6 +16,23 @@ from syncline.table.slot import SlotPart
 from syncline.table.template import Options
 from syncline.topology import messages as m
 
+OPTIONS_KEPT = 256  # gradients of one learner that may wait for a fold
+
+
+class _Told:
+    """The group options that came with one learner's last gradients; parsed only when they changed."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, Options] = {}
+        self._serial, self._last = -1, []  # type: int, Options
+
+    def take(self, number: int, serial: int, part: SlotPart) -> None:
+        if serial != self._serial:
+            self._serial, self._last = serial, part.slot.read_options()
+        self.by_number[number] = self._last
+        if len(self.by_number) > OPTIONS_KEPT:
+            del self.by_number[next(iter(self.by_number))]
+
 
 class Replay:
     """Carries out the log on this shard's part of every table."""
@@ -25,7 +42,7 @@ class Replay:
         self._shards: dict[int, Shard] = {}
         self._parts: dict[tuple[int, int, int], SlotPart] = {}  # (table, learner, slot)
         self._served: dict[tuple[int, int], int] = {}  # (table, learner) -> version it has
-        self._options: dict[tuple[int, int], deque[tuple[int, int, Options]]] = {}
+        self._options: dict[tuple[int, int], _Told] = {}
         self._blobs: dict[tuple[int, int, int], m.LoadState] = {}
         self._queue: deque[Entry] = deque()
         self._norms_of: Entry | None = None  # the fold that waits for the other shards' norms
@@ -58,7 +75,7 @@ class Replay:
         self._blobs[blob.table, learner, blob.number] = blob
 
     def options(self, table: int, learner: int, number: int) -> Options:
-        return next(options for n, _, options in self._options[table, learner] if n == number)
+        return self._options[table, learner].by_number[number]
 
     # -- the log -----------------------------------------------------------------------------------------
 
@@ -112,13 +129,10 @@ class Replay:
 
     def _take(self, entry: Entry) -> None:
         part = self._part(entry)
-        held = self._options.get((entry.table, entry.learner))
-        if held is None:
-            held = self._options[entry.table, entry.learner] = deque(maxlen=64)
-        if held and held[-1][1] == entry.serial:
-            held.append((entry.number, entry.serial, held[-1][2]))
-        else:
-            held.append((entry.number, entry.serial, part.slot.read_options()))
+        told = self._options.get((entry.table, entry.learner))
+        if told is None:
+            told = self._options[entry.table, entry.learner] = _Told()
+        told.take(entry.number, entry.serial, part)
         self._shards[entry.table].take(
             part,
             full=bool(entry.full),

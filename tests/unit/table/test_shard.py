@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from syncline.errors import UsageError
 from syncline.table.layout import Layout, lay_out
 from syncline.table.shard import Shard, total_norm
-from syncline.table.slot import Slot, private_slot
+from syncline.table.slot import Slot, SlotPart, private_slot
 from syncline.table.template import OptimizerTemplate, merge, split
 
 SHAPES = ((5, 7), (), (3, 50), (0,), (130,), (64,))
@@ -47,6 +47,7 @@ class Table:
             flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8)) for _ in range(1 + kept)
         )
         self.fill_views(self.weights, list(self.model.parameters()))
+        self.slots: dict[tuple[int, int], tuple[Slot, list[SlotPart]]] = {}
         self.shards = [
             Shard(
                 self.layout,
@@ -66,8 +67,12 @@ class Table:
                 float("nan")
             )  # left over from before
 
-    def slot(self, gradients: Sequence[Tensor | None]) -> Slot:
-        slot = private_slot(self.layout)
+    def slot(self, gradients: Sequence[Tensor | None], key: tuple[int, int] = (0, 0)) -> Slot:
+        """Filled as a learner does; each has its slots and uses them again."""
+        if key not in self.slots:
+            slot = private_slot(self.layout)
+            self.slots[key] = slot, [slot.part(shard.part) for shard in self.shards]
+        slot, _ = self.slots[key]
         self.fill_views(slot.segments, gradients)
         slot.mask.copy_(torch.tensor([gradient is not None for gradient in gradients]))
         return slot
@@ -80,9 +85,9 @@ class Table:
         iteration: int = 0,
         alone: bool = False,
     ) -> None:
-        slot, full = self.slot(gradients), None not in gradients
-        for shard in self.shards:
-            part = slot.part(shard.part)
+        key, full = (rank, iteration % 2), None not in gradients
+        self.slot(gradients, key)
+        for shard, part in zip(self.shards, self.slots[key][1], strict=True):
             shard.take(part, full=full, count=count, rank=rank, iteration=iteration, alone=alone)
 
     def fold(self, iteration: int = 0, factor: float = 1.0) -> None:
@@ -121,18 +126,22 @@ def weighted_mean(taken: Sequence[tuple[list[Tensor | None], int]]) -> list[Tens
 
 
 def assert_close(
-    table: Table, before: list[Tensor], mean: Sequence[Tensor | None], rtol: float = 1e-5
+    table: Table,
+    before: list[Tensor],
+    mean: Sequence[Tensor | None],
+    rtol: float = 1e-5,
+    decay: float = 0.0,
 ) -> None:
     for value, old, step in zip(table.values(), before, mean, strict=True):
         if step is None:
             assert torch.equal(value, old)
         else:
-            expected = (old.double() - step).to(value.dtype)
+            expected = (old.double() * (1 - decay) - step).to(value.dtype)
             torch.testing.assert_close(value, expected, rtol=rtol, atol=rtol)
 
 
 gradients = st.lists(
-    st.tuples(st.integers(0, 99), st.sets(st.integers(0, len(SHAPES) - 1)), st.integers(0, 40)),
+    st.tuples(st.integers(0, 99), st.sets(st.integers(0, len(SHAPES) - 1)), st.sampled_from([0, 1, 3, 32])),
     min_size=1,
     max_size=5,
 ).filter(lambda made: sum(count for _, _, count in made) > 0)
@@ -141,18 +150,21 @@ many = settings(max_examples=60, deadline=None)
 
 
 @many
-@given(gradients, st.booleans(), st.integers(1, 4), st.booleans())
-def test_a_fold_is_the_mean_weighted_by_examples(made: Made, lockstep: bool, shards: int, full: bool) -> None:
-    """M3: gaps count as zero, weight 0 abstains, missing in all is skipped."""
-    table = Table(shards, lockstep=lockstep)
-    for _ in range(2):  # the second fold finds the first one's gradients in place
+@given(st.lists(gradients, min_size=2, max_size=3), st.booleans(), st.integers(1, 4), st.booleans())
+def test_a_fold_is_the_mean_weighted_by_examples(
+    folds: list[Made], lockstep: bool, shards: int, full: bool
+) -> None:
+    """M3: gaps count as zero, weight 0 abstains, missing in all is skipped (no weight decay either)."""
+    decay = 0.5
+    table = Table(shards, factory=partial(torch.optim.SGD, lr=1.0, weight_decay=decay), lockstep=lockstep)
+    for made in folds:  # later folds find the gradients of earlier ones in place
         before = table.values()
         taken = [(drawn(seed, () if full else list(without)), count) for seed, without, count in made]
         for rank, (values, count) in enumerate(taken):
             table.take(values, count, rank)
         table.fold()
-        assert_close(table, before, weighted_mean(taken))
-    assert [shard.version for shard in table.shards] == [2] * shards
+        assert_close(table, before, weighted_mean(taken), decay=decay)
+    assert [shard.version for shard in table.shards] == [len(folds)] * shards
 
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
@@ -220,6 +232,15 @@ def test_a_parameter_without_any_gradient_has_no_state_either() -> None:
     ]
     merged = merge(table.layout, table.options, [shard.state()[1] for shard in table.shards])
     assert sorted(merged["state"]) == [0, 1, 3, 5]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_who_abstains_brings_no_gradient_for_what_the_others_lack(lockstep: bool) -> None:
+    table = Table(2, factory=partial(torch.optim.SGD, lr=1.0, weight_decay=0.5), lockstep=lockstep)
+    before = table.values()
+    table.take(drawn(0, (2,)), 4, rank=0), table.take(drawn(1), 0, rank=1)
+    table.fold()
+    assert_close(table, before, drawn(0, (2,)), decay=0.5)
 
 
 def test_if_all_abstain_the_first_counts_as_it_is() -> None:
@@ -322,6 +343,18 @@ def test_a_loaded_state_goes_on() -> None:
         table.take(drawn(2), alone=True)
         table.fold()
     assert all(torch.equal(a, b) for a, b in zip(one.values(), three.values(), strict=True))
+
+
+def test_a_loaded_state_replaces_all_of_the_old_one() -> None:
+    table = Table(2, factory=partial(torch.optim.SGD, lr=1.0, momentum=0.9))
+    table.take(drawn(0), alone=True)
+    table.fold()
+    for shard in table.shards:
+        shard.load(table.options, {})
+    before = table.values()
+    table.take(drawn(1), alone=True)
+    table.fold()
+    assert_close(table, before, drawn(1))  # without the momentum of before
 
 
 # -- clipping (M5) -----------------------------------------------------------------------------------------

@@ -3,10 +3,51 @@
 from __future__ import annotations
 
 import sys
+import threading
 
-from syncline.engines.local.supervisor import LocalHandle
-from syncline.engines.run import Engine, RunSpec
+from syncline.engines.local.supervisor import Supervisor
+from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.errors import UsageError
+from syncline.topology.messages import Statistics
+
+
+class LocalHandle(Handle):
+    """A run on this machine's processes."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._run = Supervisor(spec)
+        self._thread = threading.Thread(target=self._run.main, name="syncline-supervisor", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> Outcome:
+        try:
+            return self._wait(timeout)
+        except KeyboardInterrupt:
+            self._run.command("interrupt")
+            try:
+                return self._wait(None)
+            except KeyboardInterrupt:
+                self._run.command("kill")
+                self._run.done.wait(10)
+                raise
+
+    def _wait(self, timeout: float | None) -> Outcome:
+        if not self._run.done.wait(timeout):
+            raise TimeoutError(f"the run goes on after {timeout} s")
+        self._thread.join()
+        if self._run.error is not None:
+            raise self._run.error
+        return self._run.outcome
+
+    def stop(self) -> None:
+        self._run.command("stop")
+
+    def statistics(self) -> Statistics:
+        return self._run.ask_statistics()
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by "learner r", "shard s" and so on."""
+        return {f"{p.role} {p.rank}": p.pid for p in self._run.processes.values() if p.state == "running"}
 
 
 class Local(Engine):

@@ -10,6 +10,7 @@ import mmap
 import os
 import platform
 import select
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from syncline.errors import RunError
 
 PAGE = 4096
+LONG_YIELD = 0.0002  # seconds
 
 
 class Region:
@@ -104,7 +106,10 @@ class Sleeper:
         """Yield or sleep once; the watched descriptors that are ready come back."""
         if self._tries < self._yields:
             self._tries += 1
+            before = time.monotonic()
             os.sched_yield()
+            if time.monotonic() - before > LONG_YIELD:  # others need the core: a sleeper gets it back sooner
+                self._tries = self._yields
             return set()
         if self.before_sleep is not None:
             before_sleep, self.before_sleep = self.before_sleep, None

@@ -28,7 +28,7 @@ from syncline.engines.local.learner import GONE, STOP, LearnerSpec, Task, place_
 from syncline.engines.local.memory import Bell, Region
 from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometry, Lane, ServerSpec, Shelf
 from syncline.engines.record import Recorder, learner_error
-from syncline.engines.run import Handle, Outcome, RunSpec
+from syncline.engines.run import Outcome, RunSpec
 from syncline.errors import LostError, RunError
 from syncline.learn.session import SessionConfig
 from syncline.ports import CoordinatorPort
@@ -68,49 +68,10 @@ def geometry_of(spec: RunSpec) -> Geometry:
     return Geometry(slots=delay + 1, kept=delay + 1 if delay else 0, inbox=not spec.sync.lockstep)
 
 
-class LocalHandle(Handle):
-    """A run on this machine's processes."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        self._run = _Run(spec)
-        self._thread = threading.Thread(target=self._run.main, name="syncline-supervisor", daemon=True)
-        self._thread.start()
-
-    def wait(self, timeout: float | None = None) -> Outcome:
-        try:
-            return self._wait(timeout)
-        except KeyboardInterrupt:
-            self._run.command("interrupt")
-            try:
-                return self._wait(None)
-            except KeyboardInterrupt:
-                self._run.command("kill")
-                self._run.done.wait(10)
-                raise
-
-    def _wait(self, timeout: float | None) -> Outcome:
-        if not self._run.done.wait(timeout):
-            raise TimeoutError(f"the run goes on after {timeout} s")
-        self._thread.join()
-        if self._run.error is not None:
-            raise self._run.error
-        return self._run.outcome
-
-    def stop(self) -> None:
-        self._run.command("stop")
-
-    def statistics(self) -> m.Statistics:
-        return self._run.ask_statistics()
-
-    def pids(self) -> dict[str, int]:
-        """Process ids by "learner r", "shard s" and so on."""
-        return {f"{p.role} {p.rank}": p.pid for p in self._run.processes.values() if p.state == "running"}
-
-
 class _Port(CoordinatorPort):
     """The coordinator's effects."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: Supervisor) -> None:
         self._run = run
         self.shards = run.spec.shards
 
@@ -137,8 +98,8 @@ class _Port(CoordinatorPort):
         self._run.recorder.emit(record)
 
 
-class _Run:
-    """One run, from its first process to its last."""
+class Supervisor:
+    """One run, from its first process to its last; `main` runs on a thread of the caller's."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
