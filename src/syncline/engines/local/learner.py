@@ -81,7 +81,9 @@ class LocalLink(TableLink):
 
     def memory(self) -> list[Tensor]:
         """The blocks that a GPU copies to and from."""
-        return [self._lane.memory, *self._shelf.weights]
+        return (
+            [self._lane.memory] if self._lane.inbox is not None else [self._lane.memory, self._shelf.memory]
+        )
 
     def wait(self, number: int) -> int:
         while (version := self._replies.released(number)) is None:

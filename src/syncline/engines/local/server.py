@@ -79,6 +79,7 @@ class Shelf:
 
     def __init__(self, region: Region, layout: Layout, *, kept: int) -> None:
         memory, size = region.tensor(), layout.parameters.nbytes
+        self.memory = memory
         self.weights = layout.parameters.segments(memory)
         self.history = [layout.parameters.segments(memory[(1 + i) * size :]) for i in range(kept)]
         position = (1 + kept) * size
