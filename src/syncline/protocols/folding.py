@@ -13,7 +13,7 @@ from syncline.dial import Sync
 from syncline.protocols.membership import Members
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Ticket:
     """One published gradient, as the sequence sees it."""
 
@@ -31,11 +31,12 @@ class Folding:
 
     def __init__(self, sync: Sync) -> None:
         self._sync = sync
+        self._lockstep = sync.lockstep
         self._rounds: dict[int, dict[int, Ticket]] = defaultdict(dict)
         self._queue: list[Ticket] = []
 
     def add(self, ticket: Ticket) -> None:
-        if self._sync.lockstep:
+        if self._lockstep:
             self._rounds[ticket.iteration][ticket.learner] = ticket
         else:
             self._queue.append(ticket)
@@ -44,7 +45,7 @@ class Folding:
         """The tickets of the next update, in the order of the fold; empty if the quorum is not there."""
         if not members.started:
             return []
-        if self._sync.lockstep:
+        if self._lockstep:
             return self._ready_round(version, members)
         if len(self._queue) < max(1, self._sync.quorum(max(1, len(members)), members.initial)):
             return []
@@ -52,13 +53,16 @@ class Folding:
 
     def _ready_round(self, version: int, members: Members) -> list[Ticket]:
         tickets = self._rounds.get(version)
-        if not tickets or any(member.learner not in tickets for member in members.active()):
+        if not tickets:
             return []
+        for member in members.live.values():
+            if member.learner not in tickets and not member.resting:
+                return []
         return self.rest(version)
 
     def rest(self, version: int) -> list[Ticket]:
         """Everything that could go into the next update, complete or not."""
-        if self._sync.lockstep:
+        if self._lockstep:
             return sorted(self._rounds.pop(version, {}).values(), key=lambda ticket: ticket.rank)
         tickets, self._queue = self._queue, []
         return tickets

@@ -16,21 +16,21 @@ from syncline.protocols.membership import Members
 from syncline.protocols.waiting import Gate, Release
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Take:
     """The gradient is in the sequence: it will be part of a fold."""
 
     ticket: Ticket
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Drop:
     """The gradient came too late: it is counted and forgotten."""
 
     ticket: Ticket
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Fold:
     """Everything taken (in lockstep: of this iteration) becomes version `version`."""
 
@@ -40,7 +40,7 @@ class Fold:
     factor: float  # multiplies the rate (M4)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Full:
     """The set number of updates is reached: the run ends."""
 
@@ -57,6 +57,7 @@ class Sequence:
         self, sync: Sync, *, initial: dict[int, int], batch_size: int | None = None, limit: int | None = None
     ) -> None:
         self.sync = sync
+        self._lockstep = sync.lockstep
         self.version = 0
         self.gradients = 0
         self.dropped = 0
@@ -155,7 +156,7 @@ class Sequence:
             self._gate.resume(ticket.learner, iteration)
             return [Drop(ticket), *self._gate.open(self.version)]
         member.resting = False
-        if self.sync.lockstep:
+        if self._lockstep:
             ticket = _at(ticket, iteration)
             member.next_iteration = iteration + 1
         self._folding.add(ticket)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from syncline.dial import Sync
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Release:
     """This learner may read this version; `number` is the ticket it waited with."""
 

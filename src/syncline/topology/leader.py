@@ -6,7 +6,7 @@ Decisions of the sequences and ledgers become log entries, portions and reports,
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from syncline.topology import messages as m
 from syncline.topology.replay import Replay
 
 Usage = list[tuple[int, int]]  # (loader, upto)
+NOTHING: Usage = []
+GRADIENT, TAKE, FOLD, RELEASE = map(int, (Kind.GRADIENT, Kind.TAKE, Kind.FOLD, Kind.RELEASE))
 
 
 class Leader:
@@ -36,8 +38,9 @@ class Leader:
         self._granted: dict[tuple[int, int], int] = defaultdict(int)  # (loader, learner) -> portions given
         self._resting: dict[int, int] = {}  # learner -> loader it waits for
         self._usage: dict[int, Usage] = defaultdict(list)
-        self._open_usage: dict[tuple[int, int, int], Usage] = {}  # (table, learner, number)
-        self._notes: dict[tuple[int, int, int], Note] = {}
+        self._open: dict[tuple[int, int, int], tuple[Note, Usage]] = {}  # by table, learner, number
+        self._buffered: set[int] = set()  # tables with buffers
+        self._gone: set[int] = set()
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
         self._steps: dict[int, int] = defaultdict(int)
         self._last_loss: dict[int, float] = {}
@@ -46,6 +49,7 @@ class Leader:
         self._warned = False
         self._agreed: tuple[int, ...] = ()
         self._todo: deque[tuple[int, Any]] = deque()
+        self._later: deque[tuple[Callable[[int, Ticket], None], int, Ticket]] = deque()
         self._working = False
         replay.buffers = self._mean_buffers
 
@@ -55,6 +59,8 @@ class Leader:
         self._sequences[make.table] = Sequence(
             make.sync, initial=make.initial, batch_size=make.batch_size, limit=make.limit
         )
+        if make.layout.buffers.entries:
+            self._buffered.add(make.table)
 
     def join_table(self, join: m.JoinTable) -> None:
         self._ranks[join.learner] = join.rank
@@ -81,6 +87,7 @@ class Leader:
 
     def leave(self, learner: int, *, lost: bool) -> None:
         self._resting.pop(learner, None)
+        self._gone.add(learner)
         if lost:
             self._lose_buffers(learner)
         for table, sequence in self._sequences.items():
@@ -98,7 +105,7 @@ class Leader:
 
     def note(self, learner: int, note: Note) -> None:
         kind = note.kind
-        if kind == Kind.GRADIENT:
+        if kind == GRADIENT:
             self._gradient(learner, note)
         elif kind == Kind.ASK:
             self._fed(note.loader, self._ledgers[note.loader].ask(learner, note.upto))
@@ -116,9 +123,7 @@ class Leader:
     def _gradient(self, learner: int, note: Note) -> None:
         if note.loader >= 0:
             self._usage[learner].append((note.loader, note.upto))
-        key = (note.table, learner, note.number)
-        self._open_usage[key] = self._usage.pop(learner, [])
-        self._notes[key] = note
+        self._open[note.table, learner, note.number] = (note, self._usage.pop(learner, NOTHING))
         self._steps[learner] += 1
         rank = self._ranks[learner]
         ticket = Ticket(learner, rank, note.number, note.stamp, note.step, note.examples)
@@ -148,14 +153,21 @@ class Leader:
         self._work()
 
     def _work(self) -> None:
-        """Carry out decisions in their order; what one of them brings about comes after all that were there."""
+        """Carry out decisions in their order; what one of them brings about comes after all that were there.
+
+        Accounts and the feed come last: first of all, learners that wait are released.
+        """
         if self._working:
             return
         self._working = True
         try:
-            while self._todo:
-                place, decision = self._todo.popleft()
-                self._carry_out(place, decision)
+            while self._todo or self._later:
+                if self._todo:
+                    place, decision = self._todo.popleft()
+                    self._carry_out(place, decision)
+                else:
+                    action, table, ticket = self._later.popleft()
+                    action(table, ticket)
         finally:
             self._working = False
 
@@ -166,10 +178,9 @@ class Leader:
         elif isinstance(decision, Fold):
             self._fold(place, decision)
         elif isinstance(decision, Release):
-            entry = Entry(Kind.RELEASE, place, decision.learner, decision.number, version=decision.version)
-            self._log(entry)
+            self._log(Entry(RELEASE, place, decision.learner, decision.number, version=decision.version))
         elif isinstance(decision, Drop):
-            self._settle(place, decision.ticket)
+            self._later.append((self._settle, place, decision.ticket))
         elif isinstance(decision, Full):
             self._port.report(m.Reached(decision.version))
         elif isinstance(decision, Grant):
@@ -182,12 +193,12 @@ class Leader:
 
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket
-        note = self._notes[table, ticket.learner, ticket.number]
+        note, usage = self._open[table, ticket.learner, ticket.number]
         following = self._todo[0][1] if self._todo else None
         alone = isinstance(following, Fold) and following.tickets == (ticket,)
         self._log(
             Entry(
-                Kind.TAKE,
+                TAKE,
                 table,
                 ticket.learner,
                 ticket.number,
@@ -197,21 +208,28 @@ class Leader:
                 ticket.count,
                 ticket.rank,
                 ticket.iteration,
-                alone=alone,
+                0,
+                alone,
             )
         )
-        self._keep_buffers(table, ticket.learner, note.slot)
-        for loader, upto in self._open_usage[table, ticket.learner, ticket.number]:
+        if table in self._buffered:
+            self._keep_buffers(table, ticket.learner, note.slot)
+        if usage:
+            self._later.append((self._taken, table, ticket))
+
+    def _taken(self, table: int, ticket: Ticket) -> None:
+        if ticket.learner in self._gone:
+            return
+        for loader, upto in self._open[table, ticket.learner, ticket.number][1]:
             self._fed(loader, self._ledgers[loader].taken(ticket.learner, upto))
 
     def _keep_buffers(self, table: int, learner: int, index: int) -> None:
-        if self._replay.shard(table).layout.buffers.entries:
-            kept = self._buffers.get((table, learner))
-            values = self._port.slot(table, learner, index).buffers
-            if kept is None:
-                self._buffers[table, learner] = [value.clone() for value in values]
-            else:
-                torch._foreach_copy_(kept, values)
+        kept = self._buffers.get((table, learner))
+        values = self._port.slot(table, learner, index).buffers
+        if kept is None:
+            self._buffers[table, learner] = [value.clone() for value in values]
+        else:
+            torch._foreach_copy_(kept, values)
 
     def _fold(self, table: int, fold: Fold) -> None:
         tickets = fold.tickets
@@ -219,34 +237,27 @@ class Leader:
         if len(tickets) > 1:
             first = max((t for t in tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
             self._compare_options(table, tickets)
-        self._log(
-            Entry(
-                Kind.FOLD,
-                table,
-                first.learner,
-                first.number,
-                iteration=first.iteration,
-                version=fold.version,
-                factor=fold.factor,
-            )
+        entry = Entry(
+            FOLD, table, first.learner, first.number, iteration=first.iteration, version=fold.version
         )
+        self._log(entry if fold.factor == 1.0 else entry._replace(factor=fold.factor))
         for ticket in tickets:
-            self._account(table, ticket)
-            self._settle(table, ticket)
+            self._later.append((self._account, table, ticket))
 
     def _account(self, table: int, ticket: Ticket) -> None:
+        """A folded gradient: examples and loss are counted, its batches are done."""
         self._examples[table] += ticket.count
-        loss = self._notes[table, ticket.learner, ticket.number].loss
+        loss = self._open[table, ticket.learner, ticket.number][0].loss
         if loss == loss:
             self._last_loss[ticket.rank] = loss
             account = self._losses[ticket.rank]
             account[0] += loss * ticket.count
             account[1] += ticket.count
+        self._settle(table, ticket)
 
     def _settle(self, table: int, ticket: Ticket) -> None:
-        key = (table, ticket.learner, ticket.number)
-        del self._notes[key]
-        for loader, upto in self._open_usage.pop(key):
+        _, usage = self._open.pop((table, ticket.learner, ticket.number))
+        for loader, upto in usage:
             self._fed(loader, self._ledgers[loader].settled(ticket.learner, upto))
 
     def _compare_options(self, table: int, tickets: Iterable[Ticket]) -> None:

@@ -16,6 +16,7 @@ from syncline.table.slot import SlotPart
 from syncline.table.template import Options
 from syncline.topology import messages as m
 
+TAKE, FOLD, RELEASE = map(int, (Kind.TAKE, Kind.FOLD, Kind.RELEASE))
 OPTIONS_KEPT = 256  # gradients of one learner that may wait for a fold
 
 
@@ -100,11 +101,11 @@ class Replay:
 
     def _do(self, entry: Entry) -> None:
         kind = entry.kind
-        if kind == Kind.TAKE:
+        if kind == TAKE:
             self._take(entry)
-        elif kind == Kind.FOLD:
+        elif kind == FOLD:
             self._fold(entry)
-        elif kind == Kind.RELEASE:
+        elif kind == RELEASE:
             self._release(entry)
         elif kind == Kind.PUT:
             part = self._part(entry)
