@@ -164,7 +164,7 @@ def train(
     for name, value in (("warmstart", warmstart), ("run_dir", run_dir), ("resume", resume)):
         if value:
             raise NotYetError(f"{name}= is understood but not built yet; leave it out")
-    built = _check_training(model, data, loss, objective, optimizer, batch_size, epochs, steps, policy)
+    built = _check_training(model, data, loss, objective, optimizer, batch_size, epochs, steps, policy, seed)
     if steps is None and epochs is None:
         epochs = 1
     plan = Training(
@@ -330,6 +330,7 @@ def _check_training(
     epochs: int | None,
     steps: int | None,
     policy: str,
+    seed: int,
 ) -> nn.Module:
     """Everything that can be refused before a process starts; the model comes back built."""
     if (loss is None) == (objective is None):
@@ -351,7 +352,11 @@ def _check_training(
         raise UsageError(
             f"model must be an nn.Module or a callable that makes one, got {type(model).__name__}"
         )
-    built = model if isinstance(model, nn.Module) else model()
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # a made model is the one that a plain script makes with this seed
+        torch.manual_seed(seed)
+        built = model if isinstance(model, nn.Module) else model()
     if not isinstance(built, nn.Module):
         raise UsageError(
             f"model must be an nn.Module or a callable that makes one, got {type(built).__name__}"

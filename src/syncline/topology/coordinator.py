@@ -162,7 +162,7 @@ class Coordinator:
             )
         if first is message:
             self._port.tell_shards(self._make_loader(message))
-        if self._plan.sync.lockstep or message.policy == "partition":
+        if learner in self._initial:  # all begin with the first epoch, and a joint round is cut for all
             brought = self._meet.bring(("loader", message.loader), learner, message)
             if brought is not None:
                 self._met(("loader", message.loader), brought)

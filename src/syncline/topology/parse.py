@@ -21,6 +21,8 @@ class Servers:
 
 
 def parse_topology(text: str) -> Servers:
+    if not isinstance(text, str):
+        raise UsageError(f"topology must be a text such as 'servers:2', got {text!r}")
     name, _, value = text.partition(":")
     if name in ("tree", "allreduce"):
         raise NotYetError(

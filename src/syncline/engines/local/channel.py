@@ -78,7 +78,12 @@ class Channel:
         return bytes(parts)
 
     def ready(self) -> bool:
-        return bool(select.select([self._socket], [], [], 0)[0])
+        """Something can be received now, be it the end; a closed channel has nothing more."""
+        if self._socket.fileno() < 0:
+            return False
+        poll = select.poll()  # select() knows no descriptor beyond 1023
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         self._socket.close()

@@ -47,7 +47,9 @@ class LocalHandle(Handle):
 
     def pids(self) -> dict[str, int]:
         """Process ids by "learner r", "shard s" and so on."""
-        return {f"{p.role} {p.rank}": p.pid for p in self._run.processes.values() if p.state == "running"}
+        return {
+            f"{p.role} {p.rank}": p.pid for p in list(self._run.processes.values()) if p.state == "running"
+        }
 
 
 class Local(Engine):

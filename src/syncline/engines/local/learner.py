@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.engines.local.cargo import pack, unpack
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.exchange import LINE, Replies
 from syncline.engines.local.memory import Bell, Region, Sleeper
@@ -202,12 +203,12 @@ def run_learner(channel: Channel, spec: LearnerSpec) -> int:
 def _say(channel: Channel, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     sys.stdout.flush()
+    told: BaseException | None = error
     try:
-        channel.send(m.Raised(error, text))
-    except Closed:
-        pass
-    except Exception:  # the exception itself does not pickle
-        channel.try_send(m.Raised(None, text))
+        unpack(pack(error))
+    except Exception:  # the exception itself does not travel, or does not arrive
+        told = None
+    channel.try_send(m.Raised(told, text))
 
 
 def run_evaluator(channel: Channel) -> None:

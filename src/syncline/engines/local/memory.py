@@ -49,6 +49,13 @@ class Region:
             os.close(self.fd)
             self.fd = -1
 
+    def release(self) -> None:
+        """Unmap now (a mapping holds a descriptor of its own); legal where no tensor looks at it."""
+        self.close()
+        self.words.release()
+        self.bytes.release()
+        self._map.close()
+
     def __del__(self) -> None:
         if "fd" in self.__dict__:
             self.close()

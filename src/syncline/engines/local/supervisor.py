@@ -6,6 +6,7 @@ the learners' fast path does not pass here.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import selectors
@@ -76,11 +77,11 @@ class _Port(CoordinatorPort):
         self.shards = run.spec.shards
 
     def make_table(self, table: int, layout: Layout) -> Region:
-        return Region(Shelf.nbytes(layout, kept=self._run.geometry.kept))
+        return self._run.region(Shelf.nbytes(layout, kept=self._run.geometry.kept))
 
     def make_lane(self, table: int, learner: int, layout: Layout) -> Region:
         geometry = self._run.geometry
-        return Region(Lane.nbytes(layout, slots=geometry.slots, inbox=geometry.inbox))
+        return self._run.region(Lane.nbytes(layout, slots=geometry.slots, inbox=geometry.inbox))
 
     def reply(self, learner: int, message: Any) -> None:
         process = self._run.learners.get(learner)
@@ -120,12 +121,21 @@ class Supervisor:
         self._commands: list[Any] = []
         self._wake = Bell()
         self._answers: dict[int, Any] = {}
-        self._answered = threading.Condition()
+        self._answered = threading.Condition()  # reentrant
         self._asked = 0
         self._deadline: float | None = None
-        self._finishing = False
+        self._finishing = self._stopping = False
         self._started = time.monotonic()
         self._coordinator: Coordinator
+        self._server: Channel
+        self._regions: list[Region] = []
+        decoder = codecs.getincrementaldecoder("utf-8")
+        self._decoders = {"stdout": decoder("replace"), "stderr": decoder("replace")}
+
+    def region(self, nbytes: int) -> Region:
+        """Shared memory that goes with the run."""
+        self._regions.append(Region(nbytes))
+        return self._regions[-1]
 
     @property
     def outcome(self) -> Outcome:
@@ -142,29 +152,28 @@ class Supervisor:
     # -- the thread --------------------------------------------------------------------------------------
 
     def main(self) -> None:
-        try:
-            try:
-                self._begin()
-                self._loop()
-            finally:
-                self._end()
-        except BaseException as error:
-            self._fail(error)
+        for part in (self._begin, self._loop, self._end):
+            if self.error is None or part == self._end:
+                try:
+                    part()
+                except BaseException as error:
+                    self._fail(error)
         self.outcome.seconds = time.monotonic() - self._started
         self.done.set()
         with self._answered:
             self._answered.notify_all()
 
-    def command(self, command: str) -> None:
-        self._commands.append(command)
-        self._wake.ring()
+    def command(self, command: Any) -> None:
+        with self._answered:
+            self._commands.append(command)
+            if self._wake.fd >= 0:  # the run has not ended
+                self._wake.ring()
 
     def ask_statistics(self) -> m.Statistics:
         with self._answered:
             self._asked += 1
             number = self._asked
-            self._commands.append(m.AskStatistics(number))
-            self._wake.ring()
+            self.command(m.AskStatistics(number))
             self._answered.wait_for(lambda: number in self._answers or self.done.is_set(), timeout=10)
             return self._answers.pop(number, self.outcome.statistics)
 
@@ -172,16 +181,16 @@ class Supervisor:
 
     def _begin(self) -> None:
         spec = self.spec
-        self._out = [os.pipe(), os.pipe()]
-        self._life = os.pipe()
-        self._shared = _Shared(
-            hub=Region(8 * place_of(spec.learners + 1)),
-            log=Region(8 * Ring.words(LOG_ENTRIES, max(1, spec.shards - 1))),
-            shard_bells=[Bell() for _ in range(spec.shards)],
-        )
         task = pack(Task(spec.function, spec.arguments, spec.keywords))
         evaluate = pack(spec.evaluate) if spec.evaluate is not None else None
         self._server = forkserver.connect()
+        self._out = [os.pipe(), os.pipe()]
+        self._life = os.pipe()
+        self._shared = _Shared(
+            hub=self.region(8 * place_of(spec.learners + 1)),
+            log=self.region(8 * Ring.words(LOG_ENTRIES, max(1, spec.shards - 1))),
+            shard_bells=[Bell() for _ in range(spec.shards)],
+        )
         self._watch(self._server.fileno(), self._from_forkserver)
         self._watch(self._wake.fd, self._from_caller)
         for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
@@ -238,7 +247,8 @@ class Supervisor:
             return 1
         if self.spec.threads is not None:
             return self.spec.threads
-        return max(1, len(os.sched_getaffinity(0)) // self.spec.learners)
+        spare = len(os.sched_getaffinity(0)) - self.spec.shards
+        return max(1, spare // self.spec.learners)
 
     def _core(self, role: str, rank: int) -> int | None:
         cores = sorted(os.sched_getaffinity(0))
@@ -266,7 +276,7 @@ class Supervisor:
 
     def _start_learner(self, learner: int, rank: int, task: Any) -> None:
         run = self.spec
-        desk, bell = Region(Desk.nbytes()), Bell()
+        desk, bell = self.region(Desk.nbytes()), Bell()
         for shard in self.shards:
             shard.channel.send(AddLearner(learner, desk, bell))
         config = SessionConfig(
@@ -336,6 +346,7 @@ class Supervisor:
                 self.stop_learners()
 
     def stop_learners(self) -> None:
+        self._stopping = True
         self._shared.hub.words[STOP] = 1
         for process in self.learners.values():
             if process.bell is not None:
@@ -346,7 +357,7 @@ class Supervisor:
     def _print(self, end: int, stream: str) -> None:
         data = os.read(end, 65536)
         target = getattr(sys, stream)
-        target.write(data.decode("utf-8", "replace"))
+        target.write(self._decoders[stream].decode(data))
         target.flush()
 
     # -- processes ---------------------------------------------------------------------------------------
@@ -372,7 +383,7 @@ class Supervisor:
             return
         self.recorder.event(f"lost: its process (pid {ended.pid}) ended with {how}", process.rank)
         self._gone(process, lost=True)
-        if not self.learners and not self.outcome.returned and not self.outcome.interrupted:
+        if not self.learners and not self.outcome.returned and not self._stopping:
             self._fail(LostError(f"all learners are lost, the last was rank {process.rank}: {how}"))
 
     def _gone(self, process: Process, *, lost: bool) -> None:
@@ -382,6 +393,8 @@ class Supervisor:
 
     def _from_process(self, process: Process) -> bool:
         """One message; False if the channel is closed."""
+        if process.channel.fileno() < 0:  # closed in the same round of the loop
+            return False
         try:
             message = process.channel.receive()
         except Closed:
@@ -434,6 +447,11 @@ class Supervisor:
 
     def _end(self) -> None:
         """Nothing stays behind, however it ended."""
+        with self._answered:
+            self._wake.close()
+        self._selector.close()
+        if "_server" not in self.__dict__:  # not even begun
+            return
         if self.error is not None:
             for process in self.processes.values():
                 if process.state == "running":
@@ -447,14 +465,10 @@ class Supervisor:
             for end in pair:
                 os.close(end)
         self._server.close()
-        for bell in (
-            self._wake,
-            *self._shared.shard_bells,
-            *(p.bell for p in self.processes.values() if p.bell),
-        ):
+        for bell in (*self._shared.shard_bells, *(p.bell for p in self.processes.values() if p.bell)):
             bell.close()
-        self._shared.hub.close()
-        self._shared.log.close()
+        for region in self._regions:
+            region.release()
 
     def _reap_all(self) -> None:
         deadline = time.monotonic() + 5
