@@ -37,6 +37,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._steps = 0
         self._serial = 0
         self._options: list[dict[str, Any]] = []
+        self._seen: list[tuple[Any, ...]] = []
+        self._tensor_options = False
         self._written = [-1] * len(link.slots)  # serial of the options in each slot
         self._on_gpu = any(parameter.is_cuda for parameter in self._parameters)
         if self._on_gpu:
@@ -111,40 +113,42 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _fill(self, into: list[Tensor], mask: Tensor) -> bool:
         """Copy the gradients into a slot; True if every parameter has one."""
         gradients: list[Any] = [parameter.grad for parameter in self._parameters]
-        if any(
-            gradient is not None and gradient.requires_grad for gradient in gradients
-        ):  # create_graph=True
-            gradients = [gradient if gradient is None else gradient.detach() for gradient in gradients]
         if all(gradient is not None for gradient in gradients):
-            self._refuse_sparse(gradients)
-            torch._foreach_copy_(into, gradients, non_blocking=self._on_gpu)
+            self._copy(into, gradients)
             return True
         present = [(a, b) for a, b in zip(into, gradients, strict=True) if b is not None]
         if present:
             targets, sources = zip(*present, strict=True)
-            self._refuse_sparse(sources)
-            torch._foreach_copy_(list(targets), list(sources), non_blocking=self._on_gpu)
+            self._copy(list(targets), list(sources))
         mask.copy_(torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8))
         return False
 
-    def _refuse_sparse(self, gradients: Any) -> None:
+    def _copy(self, into: list[Tensor], gradients: list[Tensor]) -> None:
         for gradient in gradients:
-            if gradient.layout != torch.strided:
+            if gradient.is_sparse:
                 raise LayoutError(
                     "a parameter has a sparse gradient, which does not travel; make its layer with sparse=False"
                 )
+        if gradients[0].requires_grad:  # backward(create_graph=True)
+            gradients = [gradient.detach() for gradient in gradients]
+        torch._foreach_copy_(into, gradients, non_blocking=self._on_gpu)
 
     def _write_options(self, index: int) -> None:
-        options = [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            for group in self.param_groups
-        ]
+        seen = [tuple(group.values()) for group in self.param_groups]
+        if seen != self._seen or self._tensor_options:
+            self._notice_options(seen)
+        if self._written[index] != self._serial:
+            self._link.slots[index].write_options(self._options)
+            self._written[index] = self._serial
+
+    def _notice_options(self, seen: list[tuple[Any, ...]]) -> None:
+        """Comparing values is cheap; tensors among them may have changed in place, and are read out."""
+        self._tensor_options = any(isinstance(value, Tensor) for values in seen for value in values)
+        self._seen = [] if self._tensor_options else seen
+        options = group_options(self)
         if options != self._options:
             self._options = options
             self._serial += 1
-        if self._written[index] != self._serial:
-            self._link.slots[index].write_options(options)
-            self._written[index] = self._serial
 
     def read(self, number: int) -> None:
         """Wait until this ticket is released, then take over the version it names."""

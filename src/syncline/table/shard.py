@@ -7,7 +7,8 @@ the optimizer straight on the slot. Not responsible for deciding when to fold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class Shard:
         self.history = [self.part.segments(segments) for segments in history]
         views = self.part.views(self.weights, layout.parameters.entries)
         self.optimizer, self.parameters = template.build(self.part, layout, views)
+        self._step = bare_step(self.optimizer)
         self.clip_norm = clip_norm
         self._lockstep = lockstep
         self._taken: list[tuple[SlotPart, tuple[bool, ...], int, int, int]] = []
@@ -167,7 +169,7 @@ class Shard:
                 group.update(option)
                 if factor != 1.0:
                     group["lr"] = option["lr"] * factor
-        self.optimizer.step()
+        self._step()
         self.version += 1
         if self.history:
             _copy(self.history[self.version % len(self.history)], self.weights)
@@ -205,6 +207,26 @@ class Shard:
         for piece, parameter in zip(self.part.pieces, self.parameters, strict=True):
             if piece.entry in state:
                 self.optimizer.state[parameter] = cut_state(state[piece.entry], piece, self.layout)
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The optimizer's step; for torch's own without the wrappers that profile it and switch gradients off.
+
+    They take half of a small step's time. `no_grad` is entered here instead; the arithmetic is the same.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return optimizer.step
+    inner = inspect.unwrap(type(optimizer).step)
+
+    def step() -> None:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            inner(optimizer)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return step
 
 
 def total_norm(layout: Layout, norms: Sequence[Tensor]) -> Tensor:

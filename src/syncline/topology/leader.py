@@ -47,7 +47,6 @@ class Leader:
         self._losses: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # rank -> [sum, count]
         self._examples: dict[int, int] = defaultdict(int)
         self._warned = False
-        self._agreed: tuple[int, ...] = ()
         self._todo: deque[tuple[int, Any]] = deque()
         self._later: deque[tuple[Callable[[int, Ticket], None], int, Ticket]] = deque()
         self._working = False
@@ -236,7 +235,9 @@ class Leader:
         first = next(ticket for ticket in tickets if ticket.learner == fold.leader)
         if len(tickets) > 1:
             first = max((t for t in tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
-            self._compare_options(table, tickets)
+            if self._replay.options_changed:
+                self._replay.options_changed = False
+                self._compare_options(table, tickets)
         entry = Entry(
             FOLD, table, first.learner, first.number, iteration=first.iteration, version=fold.version
         )
@@ -265,10 +266,6 @@ class Leader:
         if self._warned or not self._sequences[table].sync.lockstep:
             return
         options = {t.rank: self._replay.options(table, t.learner, t.number) for t in tickets}
-        seen = tuple(map(id, options.values()))  # they are parsed anew only when they changed
-        if seen == self._agreed:
-            return
-        self._agreed = seen
         first = next(iter(options.values()))
         differ = sorted(rank for rank, option in options.items() if option is not first and option != first)
         if differ:

@@ -27,12 +27,15 @@ class _Told:
         self.by_number: dict[int, Options] = {}
         self._serial, self._last = -1, []  # type: int, Options
 
-    def take(self, number: int, serial: int, part: SlotPart) -> None:
-        if serial != self._serial:
+    def take(self, number: int, serial: int, part: SlotPart) -> bool:
+        """True if they changed."""
+        changed = serial != self._serial
+        if changed:
             self._serial, self._last = serial, part.slot.read_options()
         self.by_number[number] = self._last
         if len(self.by_number) > OPTIONS_KEPT:
             del self.by_number[next(iter(self.by_number))]
+        return changed
 
 
 class Replay:
@@ -47,6 +50,7 @@ class Replay:
         self._blobs: dict[tuple[int, int, int], m.LoadState] = {}
         self._queue: deque[Entry] = deque()
         self._norms_of: Entry | None = None  # the fold that waits for the other shards' norms
+        self.options_changed = False  # since somebody last looked
         self.buffers: Callable[[int], list[Tensor] | None] = lambda table: None
 
     # -- tables and learners -----------------------------------------------------------------------------
@@ -133,7 +137,8 @@ class Replay:
         told = self._options.get((entry.table, entry.learner))
         if told is None:
             told = self._options[entry.table, entry.learner] = _Told()
-        told.take(entry.number, entry.serial, part)
+        if told.take(entry.number, entry.serial, part):
+            self.options_changed = True
         self._shards[entry.table].take(
             part,
             full=bool(entry.full),

@@ -6,6 +6,7 @@ effects. Not responsible for any decision.
 
 from __future__ import annotations
 
+import gc
 import os
 import struct
 import time
@@ -341,6 +342,7 @@ class _Loop:
 
 def run_server(channel: Channel, spec: ServerSpec) -> None:
     """Serve until the supervisor closes the channel."""
+    gc.disable()  # the loop makes no cycles; a collection in a fold would keep everybody waiting
     loop = _Loop(channel, spec)
     try:
         loop.run()
