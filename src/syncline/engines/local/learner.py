@@ -17,21 +17,15 @@ from torch import Tensor
 
 from syncline.engines.local.cargo import pack, unpack
 from syncline.engines.local.channel import Channel, Closed
-from syncline.engines.local.exchange import LINE, Replies
+from syncline.engines.local.exchange import Replies
 from syncline.engines.local.memory import Bell, Region, Sleeper
 from syncline.engines.local.server import Desk, Geometry, Lane, Shelf
 from syncline.learn.session import Session, SessionConfig
-from syncline.ports import Kind, LearnerPort, Note, Portion, RunStopped, TableLink
+from syncline.ports import LearnerPort, Note, Portion, RunStopped, TableLink
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
 
 STOP = 0  # the word of the hub that says the run is to end
-GONE = (1 << 63) - 1  # how far a learner has come that left
-
-
-def place_of(learner: int) -> int:
-    """The word of the hub that says how far a learner has come."""
-    return learner * LINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +95,6 @@ class LocalLearnerPort(LearnerPort):
         self._channel, self._spec = channel, spec
         self._desk = Desk(spec.desk)
         self._hub = spec.hub.words
-        self._lockstep = spec.config.sync.lockstep
-        self._place = place_of(spec.learner)
-        self._places = [place_of(learner) for learner in range(1, spec.config.learners + 1)]
         self._sleeper = Sleeper(spec.bell, yields=spec.yields)
         self._portions: dict[int, dict[int, Portion]] = {}
 
@@ -117,22 +108,8 @@ class LocalLearnerPort(LearnerPort):
         while not self._desk.notes.push(note):
             self._spec.shard_bell.ring()
             self._sleeper.wait(0.01)
-        if not ring:
-            return
-        if self._lockstep and note.kind == Kind.GRADIENT and note.table == 0 and not self._arrive(note.stamp):
-            self._sleeper.before_sleep = self._spec.shard_bell.ring
-        else:
-            self._sleeper.before_sleep = None
+        if ring:
             self._spec.shard_bell.ring()
-
-    def _arrive(self, stamp: int) -> bool:
-        """Is this the last gradient of a lockstep round? The others need not wake the shard for nothing.
-
-        A guess that may be wrong both ways: who is not the last, or cannot see that it is, rings before it sleeps.
-        """
-        words = self._hub
-        words[self._place] = stamp + 1
-        return all(words[place] > stamp for place in self._places)
 
     def ring(self) -> None:
         self._spec.shard_bell.ring()

@@ -95,7 +95,6 @@ class Sleeper:
         self._poll.register(bell.fd, select.POLLIN)
         self._others: set[int] = set()
         self._tries = 0
-        self.before_sleep: Callable[[], None] | None = None  # called once, before the next real sleep
 
     def watch(self, fd: int) -> None:
         self._poll.register(fd, select.POLLIN)
@@ -118,9 +117,6 @@ class Sleeper:
             if time.monotonic() - before > LONG_YIELD:  # others need the core: a sleeper gets it back sooner
                 self._tries = self._yields
             return set()
-        if self.before_sleep is not None:
-            before_sleep, self.before_sleep = self.before_sleep, None
-            before_sleep()
         ready = self._poll.poll(seconds * 1000)
         self._bell.quiet()
         return {fd for fd, _ in ready} & self._others

@@ -25,7 +25,7 @@ from syncline.engines.local.cargo import pack
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.child import Setup
 from syncline.engines.local.exchange import Ring
-from syncline.engines.local.learner import GONE, STOP, LearnerSpec, Task, place_of
+from syncline.engines.local.learner import STOP, LearnerSpec, Task
 from syncline.engines.local.memory import Bell, Region
 from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometry, Lane, ServerSpec, Shelf
 from syncline.engines.record import Recorder, learner_error
@@ -187,7 +187,7 @@ class Supervisor:
         self._out = [os.pipe(), os.pipe()]
         self._life = os.pipe()
         self._shared = _Shared(
-            hub=self.region(8 * place_of(spec.learners + 1)),
+            hub=self.region(8),
             log=self.region(8 * Ring.words(LOG_ENTRIES, max(1, spec.shards - 1))),
             shard_bells=[Bell() for _ in range(spec.shards)],
         )
@@ -257,11 +257,9 @@ class Supervisor:
         return cores[rank % len(cores)]
 
     def _yields(self, role: str) -> int:
-        """A learner that yields for the length of a small fold saves a wake-up; a shard that does so only takes
-        time from the learners, unless there are cores for everybody."""
-        crowd = self.spec.learners + self.spec.shards
-        spare = crowd <= len(os.sched_getaffinity(0))
-        return 200 if role == "learner" or spare else 0
+        """A learner yields for the length of a small fold, a shard for the time between two learners' gradients:
+        waking a sleeping core costs more than either."""
+        return 1000 if role == "learner" else 200
 
     def _start_shard(self, shard: int) -> None:
         spec = ServerSpec(
@@ -388,7 +386,6 @@ class Supervisor:
 
     def _gone(self, process: Process, *, lost: bool) -> None:
         self.learners.pop(process.number, None)
-        self._shared.hub.words[place_of(process.number)] = GONE
         self._coordinator.leave(process.number, lost=lost)
 
     def _from_process(self, process: Process) -> bool:
