@@ -189,7 +189,10 @@ class LocalServerPort(ServerPort):
             while not self.log.push(entry):
                 self._wake_replicas()
                 os.sched_yield()
-            self.wake_shards = True
+            if entry.kind == Kind.FOLD:  # the heavy one: all shards at the same time
+                self._wake_replicas()
+            else:
+                self.wake_shards = True
 
     def weights(self, table: int) -> tuple[list[Tensor], list[list[Tensor]]]:
         shelf = self.shelves[table]
