@@ -7,6 +7,7 @@ Both check everything that can be checked before a process starts, build a `RunS
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +33,7 @@ from syncline.learn.session import (
 )
 from syncline.protocols.clocks import Staleness
 from syncline.topology.messages import Statistics
-from syncline.topology.parse import parse_topology
+from syncline.topology.parse import auto_shards, parse_topology
 
 ENGINES: dict[str, type[Engine]] = {"local": Local, "sim": Sim}
 Loss = Callable[[Any, Any], Tensor]
@@ -389,13 +390,15 @@ def _spec(
     dial.check(learners, batch_size)
     dial.ready()
     servers = parse_topology(topology)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shards = servers.shards if servers.fixed else auto_shards(learners, cores, lockstep=dial.lockstep)
     devices = _devices(device, learners)
     return RunSpec(
         function=function,
         arguments=arguments,
         learners=learners,
         sync=dial,
-        shards=servers.shards,
+        shards=shards,
         fixed_shards=servers.fixed,
         devices=devices,
         batch_size=batch_size,

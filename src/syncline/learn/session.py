@@ -26,7 +26,7 @@ from syncline.table.layout import lay_out
 from syncline.table.template import ELEMENTWISE, OptimizerTemplate, refuse_unsupported
 from syncline.topology import messages as m
 
-SHARD_BYTES = 8 << 20  # a table below this stays on one shard unless the user says otherwise
+SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names the number of shards
 Factory = Callable[..., torch.optim.Optimizer]
 
 
@@ -109,8 +109,10 @@ class Session:
         return table
 
     def _shards_for(self, inner: torch.optim.Optimizer) -> int:
+        if self.config.fixed_shards:
+            return self.config.shards
         size = sum(p.numel() * p.element_size() for group in inner.param_groups for p in group["params"])
-        return self.config.shards if self.config.fixed_shards or size >= SHARD_BYTES else 1
+        return max(1, min(self.config.shards, size // SHARD_BYTES))
 
     def _refuse_shared(self, inner: torch.optim.Optimizer, model: nn.Module) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from syncline.errors import NotYetError, UsageError
 
-AUTO_SHARDS = 2
+MOST_SHARDS = 8  # that are started unasked
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,15 @@ class Servers:
         return f"servers:{self.shards}" if self.fixed else "servers"
 
 
+def auto_shards(learners: int, cores: int, *, lockstep: bool) -> int:
+    """Shards to start when the user names no number; small tables use one of them all the same.
+
+    In lockstep they work while the learners wait, so every core can fold; otherwise they get the spare cores.
+    """
+    wanted = learners if lockstep else cores - learners
+    return max(1, min(MOST_SHARDS, cores, max(2, wanted)))
+
+
 def parse_topology(text: str) -> Servers:
     if not isinstance(text, str):
         raise UsageError(f"topology must be a text such as 'servers:2', got {text!r}")
@@ -31,7 +40,7 @@ def parse_topology(text: str) -> Servers:
     if name != "servers":
         raise UsageError(f"unknown topology {text!r}: use servers or servers:S (S shards), e.g. servers:2")
     if not value:
-        return Servers(AUTO_SHARDS, False)
+        return Servers(2, False)
     if not value.isdigit() or int(value) < 1:
         raise UsageError(f"topology {text!r}: the number of shards must be a whole number of at least 1")
     return Servers(int(value), True)

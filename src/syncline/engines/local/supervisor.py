@@ -247,7 +247,7 @@ class Supervisor:
             return 1
         if self.spec.threads is not None:
             return self.spec.threads
-        spare = len(os.sched_getaffinity(0)) - self.spec.shards
+        spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
         return max(1, spare // self.spec.learners)
 
     def _core(self, role: str, rank: int) -> int | None:
