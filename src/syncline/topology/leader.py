@@ -39,6 +39,7 @@ class Leader:
         self._resting: dict[int, int] = {}  # learner -> loader it waits for
         self._usage: dict[int, Usage] = defaultdict(list)
         self._open: dict[tuple[int, int, int], tuple[Note, Usage]] = {}  # by table, learner, number
+        self._spread: set[int] = set()  # tables on several shards: the others need not wake for the rest
         self._buffered: set[int] = set()  # tables with buffers
         self._gone: set[int] = set()
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
@@ -58,6 +59,8 @@ class Leader:
         self._sequences[make.table] = Sequence(
             make.sync, initial=make.initial, batch_size=make.batch_size, limit=make.limit
         )
+        if make.layout.shards > 1:
+            self._spread.add(make.table)
         if make.layout.buffers.entries:
             self._buffered.add(make.table)
 
@@ -144,7 +147,8 @@ class Leader:
     # -- decisions to effects ----------------------------------------------------------------------------
 
     def _log(self, entry: Entry) -> None:
-        self._port.append(entry)
+        if entry.table in self._spread or entry.kind == Kind.LEAVE:
+            self._port.append(entry)
         self._replay.replay(entry)
 
     def _decided(self, table: int, decisions: list[Decision]) -> None:
