@@ -13,7 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from syncline.dial import Sync
+from syncline.learn.session import SessionConfig
 from syncline.protocols.clocks import Staleness
+from syncline.topology.coordinator import Plan
 from syncline.topology.messages import Statistics
 
 Evaluate = Callable[[dict[str, Tensor]], dict[str, float]]
@@ -31,17 +33,39 @@ class RunSpec:
     sync: Sync
     shards: int
     fixed_shards: bool
-    device: str = "cpu"
-    devices: tuple[str, ...] = ()  # one per learner, where they differ
+    devices: tuple[str, ...]  # one per learner
     seed: int = 0
     threads: int | None = None
-    pin: bool | None = None
     batch_size: int | None = None
     limit: int | None = None
     epochs: int | None = None
     clip_norm: float | None = None
     evaluate: Evaluate | None = None
     callbacks: tuple[Callback, ...] = ()
+
+    def session(self, rank: int) -> SessionConfig:
+        """What the session of one learner knows."""
+        return SessionConfig(
+            rank=rank,
+            learners=self.learners,
+            sync=self.sync,
+            seed=self.seed,
+            shards=self.shards,
+            fixed_shards=self.fixed_shards,
+            device=self.devices[rank],
+            limit=self.limit,
+            epochs=self.epochs,
+        )
+
+    def plan(self) -> Plan:
+        """What the coordinator knows."""
+        return Plan(
+            sync=self.sync,
+            batch_size=self.batch_size,
+            limit=self.limit,
+            clip_norm=self.clip_norm,
+            snapshots=self.evaluate is not None,
+        )
 
 
 @dataclass(slots=True, kw_only=True)

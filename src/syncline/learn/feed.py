@@ -74,7 +74,6 @@ class Loader:
         *,
         batch_size: int,
         policy: str,
-        epochs: int | None,
         collate: Callable[[list[Any]], Any] | None,
         ahead: int,
     ) -> None:

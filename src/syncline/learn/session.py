@@ -180,7 +180,6 @@ class Session:
             data,
             batch_size=batch_size,
             policy=policy,
-            epochs=epochs,
             collate=collate,
             ahead=ahead,
         )

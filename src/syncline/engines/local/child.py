@@ -30,7 +30,6 @@ class Setup:
     path: list[str]
     folder: str
     environment: dict[str, str]
-    core: int | None
     spec: Any  # the role's own, unpacked only after path and folder are set
 
 
@@ -76,5 +75,3 @@ def _settle(setup: Setup) -> None:
     if os.path.isdir(setup.folder):
         os.chdir(setup.folder)
     torch.set_num_threads(setup.threads)
-    if setup.core is not None:
-        os.sched_setaffinity(0, {setup.core})

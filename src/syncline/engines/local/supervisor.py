@@ -31,11 +31,10 @@ from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometr
 from syncline.engines.record import Recorder, learner_error
 from syncline.engines.run import Outcome, RunSpec
 from syncline.errors import LostError, RunError
-from syncline.learn.session import SessionConfig
 from syncline.ports import CoordinatorPort
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
-from syncline.topology.coordinator import Coordinator, Plan
+from syncline.topology.coordinator import Coordinator
 
 GRACE = 5.0  # seconds that learners get to finish their step after a stop
 
@@ -198,13 +197,7 @@ class Supervisor:
         ids = {rank + 1: rank for rank in range(spec.learners)}
         self._coordinator = Coordinator(
             _Port(self),
-            Plan(
-                sync=spec.sync,
-                batch_size=spec.batch_size,
-                limit=spec.limit,
-                clip_norm=spec.clip_norm,
-                snapshots=spec.evaluate is not None,
-            ),
+            spec.plan(),
             ids,
         )
         for shard in range(spec.shards):
@@ -227,10 +220,9 @@ class Supervisor:
         theirs.close()
         process = Process(role, number, rank, pid, channel, bell)
         self.processes[pid] = process
-        core = self._core(role, rank)
         threads = self._threads(role)
         environment = dict(os.environ)
-        channel.send(Setup(role, threads, list(sys.path), os.getcwd(), environment, core, spec))
+        channel.send(Setup(role, threads, list(sys.path), os.getcwd(), environment, spec))
         self._watch(channel.fileno(), partial(self._from_process, process))
         return process
 
@@ -250,12 +242,6 @@ class Supervisor:
         spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
         return max(1, spare // self.spec.learners)
 
-    def _core(self, role: str, rank: int) -> int | None:
-        cores = sorted(os.sched_getaffinity(0))
-        if not self.spec.pin or role == "evaluator":
-            return None
-        return cores[rank % len(cores)]
-
     def _yields(self, role: str) -> int:
         """A learner yields for the length of a small fold, a shard for the time between two learners' gradients:
         waking a sleeping core costs more than either."""
@@ -273,21 +259,9 @@ class Supervisor:
         self.shards.append(self._fork("shard", shard, shard, spec, None))
 
     def _start_learner(self, learner: int, rank: int, task: Any) -> None:
-        run = self.spec
         desk, bell = self.region(Desk.nbytes()), Bell()
         for shard in self.shards:
             shard.channel.send(AddLearner(learner, desk, bell))
-        config = SessionConfig(
-            rank=rank,
-            learners=run.learners,
-            sync=run.sync,
-            seed=run.seed,
-            shards=run.shards,
-            fixed_shards=run.fixed_shards,
-            device=run.devices[rank] if run.devices else run.device,
-            limit=run.limit,
-            epochs=run.epochs,
-        )
         spec = LearnerSpec(
             learner,
             self._shared.hub,
@@ -296,7 +270,7 @@ class Supervisor:
             self._shared.shard_bells[0],
             self.geometry,
             self._yields("learner"),
-            config,
+            self.spec.session(rank),
         )
         process = self.learners[learner] = self._fork("learner", learner, rank, spec, bell)
         process.channel.send(task)

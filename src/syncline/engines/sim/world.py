@@ -18,7 +18,7 @@ from syncline.engines.record import Recorder, learner_error
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.sim.clock import Clock, Fiber, Times
 from syncline.errors import LostError
-from syncline.learn.session import Session, SessionConfig
+from syncline.learn.session import Session
 from syncline.ports import (
     CoordinatorPort,
     Entry,
@@ -33,7 +33,7 @@ from syncline.ports import (
 from syncline.table.layout import Layout
 from syncline.table.slot import Slot, private_slot
 from syncline.topology import messages as m
-from syncline.topology.coordinator import Coordinator, Plan
+from syncline.topology.coordinator import Coordinator
 from syncline.topology.servers import ServerRole
 
 
@@ -78,7 +78,7 @@ class SimLearner(LearnerPort):
     def _main(self) -> None:
         world, spec = self._world, self._world.spec
         try:
-            session = Session(self, world.config(self.rank))
+            session = Session(self, spec.session(self.rank))
             session.seed()
             arguments, keywords = copy_arguments((spec.arguments, spec.keywords))
             try:
@@ -285,14 +285,7 @@ class World:
         self.lanes: dict[tuple[int, int], SimLane] = {}
         self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
         ids = {rank + 1: rank for rank in range(spec.learners)}
-        plan = Plan(
-            sync=spec.sync,
-            batch_size=spec.batch_size,
-            limit=spec.limit,
-            clip_norm=spec.clip_norm,
-            snapshots=spec.evaluate is not None,
-        )
-        self.coordinator = Coordinator(SimCoordinator(self), plan, ids)
+        self.coordinator = Coordinator(SimCoordinator(self), spec.plan(), ids)
         self.roles = [ServerRole(SimServer(self, shard)) for shard in range(spec.shards)]
         self.recorder = Recorder(
             now=lambda: self.clock.now,
@@ -303,20 +296,6 @@ class World:
         )
         self.learners = {learner: SimLearner(self, learner, rank) for learner, rank in ids.items()}
         self._left = 0
-
-    def config(self, rank: int) -> SessionConfig:
-        spec = self.spec
-        return SessionConfig(
-            rank=rank,
-            learners=spec.learners,
-            sync=spec.sync,
-            seed=spec.seed,
-            shards=spec.shards,
-            fixed_shards=spec.fixed_shards,
-            device=spec.devices[rank] if spec.devices else spec.device,
-            limit=spec.limit,
-            epochs=spec.epochs,
-        )
 
     def soon(self, action: Callable[[], None]) -> None:
         self.clock.after(self.times.latency, action)
