@@ -1,0 +1,142 @@
+"""Labelled images held as bytes, and what all readers of images share: splits, preprocessing, checks.
+
+Pixels stay one byte each until a batch is read, a quarter of the memory of floats. Not responsible for file formats.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from syncline.errors import UsageError
+
+SPLITS = ("train", "test")
+PIXELS = ("unit", "centred")
+Arrays = dict[str, np.ndarray]  # images (N, H, W) or (N, C, H, W), labels (N,)
+
+
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """(image, class) pairs: images as float32 (C, H, W), (pixels − mean) / scale; classes as int64."""
+
+    def __init__(
+        self, pixels: Tensor, labels: Tensor, *, scale: float = 255.0, mean: Tensor | None = None
+    ) -> None:
+        if len(pixels) != len(labels):
+            raise UsageError(f"{len(pixels)} images but {len(labels)} labels")
+        self.pixels = pixels  # (N, C, H, W) uint8
+        self.labels = labels  # (N,) int64
+        self.scale, self.mean = scale, mean
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} of {len(self)} images")
+        return self._floats(self.pixels[index]), self.labels[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Several at once, converted together (torch's protocol for batches)."""
+        chosen = torch.as_tensor(indices)
+        images = self._floats(self.pixels[chosen])
+        return list(zip(images.unbind(), self.labels[chosen].unbind(), strict=True))
+
+    def floats(self) -> TensorDataset:
+        """The same converted once: four times the memory, no work per batch."""
+        return TensorDataset(self._floats(self.pixels), self.labels)
+
+    def _floats(self, pixels: Tensor) -> Tensor:
+        values = pixels.float()
+        if self.mean is not None:
+            values -= self.mean
+        return values if self.scale == 1.0 else values.div_(self.scale)
+
+
+def check_choice(what: str, value: object, known: Sequence[str]) -> None:
+    """One of a few words, or an error that names the nearest."""
+    if value in known:
+        return
+    near = difflib.get_close_matches(str(value).lower(), known, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    raise UsageError(f"{what} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
+
+
+def as_folder(folder: object) -> Path:
+    """The user's path, which must exist."""
+    if not isinstance(folder, str | Path):
+        raise UsageError(f"folder must be a path, got {folder!r}")
+    path = Path(folder).expanduser()
+    if not path.exists():
+        raise UsageError(f"no folder {str(folder)!r} (looked in {path.absolute()})")
+    return path
+
+
+def find(folder: Path, below: Iterable[str], names: Iterable[str]) -> Path | None:
+    """The first of the names in the folder or in one of the folders below it."""
+    for place in (folder, *(folder / inner for inner in below)):
+        for name in names:
+            if (place / name).is_file():
+                return place / name
+    return None
+
+
+def read_npz(file: Path, split: str, shape: tuple[int, ...]) -> Arrays:
+    """`x_{split}` and `y_{split}` of an archive, as uint8 images of this shape and labels."""
+    wanted = (f"x_{split}", f"y_{split}")
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
+            missing = [name for name in wanted if name not in archive]
+            if missing:
+                raise UsageError(f"{file}: no array {missing[0]!r}; it has {', '.join(archive.files)}")
+            images, labels = (archive[name] for name in wanted)
+    except UsageError:
+        raise
+    except Exception as error:  # zipfile, zlib and numpy raise many kinds on a damaged archive
+        raise UsageError(f"{file}: not a readable npz archive: {error}") from error
+    if images.shape[1:] != shape or images.dtype != np.uint8:
+        raise UsageError(
+            f"{file}: {wanted[0]} must be uint8 of shape {('N', *shape)}, got {images.dtype} {images.shape}"
+        )
+    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+        raise UsageError(
+            f"{file}: {wanted[1]} must hold {len(images)} whole numbers, got {labels.dtype} {labels.shape}"
+        )
+    return {"images": images, "labels": labels}
+
+
+def make(
+    arrays: Arrays, train: Arrays, *, pixels: str, classes: int, floats: bool, source: Path
+) -> Images | TensorDataset:
+    """The data set of one split; `train` gives the mean for centred pixels."""
+    labels = torch.from_numpy(arrays["labels"].astype(np.int64))
+    if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
+        raise UsageError(
+            f"{source}: labels must lie in 0 to {classes - 1}, "
+            f"found {int(labels.min())} to {int(labels.max())}"
+        )
+    images = _channels(arrays["images"])
+    if pixels == "unit":
+        made = Images(images, labels)
+    else:
+        made = Images(images, labels, scale=1.0, mean=_mean(_channels(train["images"])))
+    return made.floats() if floats else made
+
+
+def _channels(images: np.ndarray) -> Tensor:
+    """(N, H, W) to (N, 1, H, W)"""
+    pixels = torch.from_numpy(np.ascontiguousarray(images))
+    return pixels.unsqueeze(1) if pixels.dim() == 3 else pixels
+
+
+def _mean(pixels: Tensor) -> Tensor:
+    """Per pixel, over all images; in float64 and by chunks, so that a large set is not copied."""
+    total = torch.zeros(pixels.shape[1:], dtype=torch.float64)
+    for chunk in pixels.split(4096):
+        total += chunk.sum(0, dtype=torch.int64)
+    return (total / max(1, len(pixels))).float()
