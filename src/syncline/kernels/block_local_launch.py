@@ -1,0 +1,277 @@
+"""How the Triton kernels of `block_local` are launched: tiles chosen from the shape, memory for the results.
+
+Whoever measures can give tiles of his own. Importing this needs Triton; `block_local` decides whether to.
+Not responsible for checking arguments: `block_local` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from syncline.errors import UsageError
+from syncline.kernels.block_local_triton import forward_kernel, input_gradient_kernel, weight_gradient_kernel
+from syncline.kernels.geometry import Geometry
+from syncline.kernels.rounding import seeds
+
+MOST_ELEMENTS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """How one launch is cut: tile sizes, parts of the fields per block, warps and pipeline stages."""
+
+    rows: tuple[int, int]
+    images: tuple[int, int]
+    columns: int
+    split: int = 1
+    warps: int = 8
+    stages: int = 3
+    copied: bool = False  # weights come by the copy engine of Hopper and later, in whole tiles
+
+
+def _power(value: int) -> int:
+    """The next power of two."""
+    return 1 << (value - 1).bit_length()
+
+
+def _two_tiles(size: int, least: int, most: int) -> tuple[int, int]:
+    """A large tile and a small one that cover `size` with little waste: 288 → 256 + 32, 96 → 64 + 32."""
+    if size >= most:
+        rest = size % most if size < 2 * most else 0
+        small = max(least, _power(rest)) if 0 < rest <= most // 2 else 0
+        return most, small
+    large = max(least, _power(size))
+    half = large // 2
+    if half >= least and 0 < size - half <= half // 2:
+        return half, max(least, _power(size - half))
+    return large, 0
+
+
+def _shape(geometry: Geometry, count: int) -> dict[str, int]:
+    for name, shape in (("images", geometry.images_shape(count)), ("responses", geometry.maps_shape(count))):
+        elements = shape[0] * shape[1] * shape[2] * shape[3]
+        if elements > MOST_ELEMENTS:
+            raise UsageError(
+                f"{name} of shape {list(shape)} have {elements} elements, more than the {MOST_ELEMENTS} that the "
+                f"kernels index: use batches of at most {count * MOST_ELEMENTS // elements} images"
+            )
+    block_h, block_w, depth = geometry.block
+    out_h, out_w = geometry.output_size
+    return {
+        "HEIGHT": geometry.height,
+        "WIDTH": geometry.width,
+        "COUNT": count,
+        "FIELD": geometry.field,
+        "STEP": geometry.step,
+        "ACROSS": geometry.grid[1],
+        "BLOCK_H": block_h,
+        "BLOCK_W": block_w,
+        "DEPTH": depth,
+        "OUT_H": out_h,
+        "OUT_W": out_w,
+        "ROWS": geometry.rows,
+        "FAN_IN": geometry.fan_in,
+    }
+
+
+def product_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
+    """For W x and Wᵀ δ: as many rows and images in one program as the registers hold."""
+    narrow = dtype == torch.bfloat16
+    rows = _two_tiles(geometry.rows, 16, 256 if narrow else 128)
+    images = _two_tiles(count, 16, 128 if narrow else 64)
+    columns = 64 if narrow else 32
+    split = max(1, min(geometry.fan_in // (8 * columns), 900 // geometry.blocks))
+    return Tiles(rows=rows, images=images, columns=columns, split=split, warps=8 if sum(rows) > 128 else 4)
+
+
+def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
+    """For δ xᵀ: small tiles of rows, several programs to a multiprocessor."""
+    narrow = dtype == torch.bfloat16
+    rows = 64 if geometry.rows % 64 == 0 else 32
+    images = _two_tiles(count, 16, 128 if narrow else 64)
+    split = max(1, min(geometry.fan_in // 512, 4000 // (geometry.blocks * -(-geometry.rows // rows))))
+    return Tiles(rows=(rows, 0), images=images, columns=64, split=split, warps=4, stages=2)
+
+
+def _grid(geometry: Geometry, count: int, tiles: Tiles) -> tuple[int, int, int]:
+    return (
+        geometry.blocks * tiles.split,
+        triton.cdiv(geometry.rows, sum(tiles.rows)),
+        triton.cdiv(count, sum(tiles.images)),
+    )
+
+
+def _cut(tiles: Tiles, precision: str) -> dict[str, Any]:
+    return {
+        "NA": tiles.images[0],
+        "NB": tiles.images[1],
+        "BK": tiles.columns,
+        "SPLIT": tiles.split,
+        "PRECISION": precision,
+        "num_warps": tiles.warps,
+    }
+
+
+def _descriptors(weight: Tensor, tiles: Tiles) -> tuple[Any, Any]:
+    """What the copy engine has to know of the weights, for either tile of rows."""
+    if not tiles.copied:
+        return weight, weight
+    flat = weight.view(-1, weight.shape[2])
+    large, small = (TensorDescriptor.from_tensor(flat, [rows or 16, tiles.columns]) for rows in tiles.rows)
+    return large, small
+
+
+def forward(
+    images: Tensor,
+    weight: Tensor,
+    geometry: Geometry,
+    *,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    tiles: Tiles | None = None,
+    precision: str = "tf32",
+) -> Tensor:
+    count = images.shape[-1]
+    tiles = tiles or product_tiles(geometry, count, weight.dtype)
+    maps = geometry.maps_shape(count)
+    if tiles.split > 1:
+        out = torch.zeros(maps, dtype=torch.float32, device=images.device)
+    else:
+        out = torch.empty(maps, dtype=dtype, device=images.device)
+    forward_kernel[_grid(geometry, count, tiles)](
+        images.contiguous(),
+        weight,
+        *_descriptors(weight, tiles),
+        weight if scale is None else scale,
+        out,
+        **_shape(geometry, count),
+        SCALED=scale is not None,
+        COPIED=tiles.copied,
+        RA=tiles.rows[0],
+        RB=tiles.rows[1],
+        num_stages=tiles.stages,
+        **_cut(tiles, precision),
+    )
+    return out.to(dtype)
+
+
+def input_gradient(
+    delta: Tensor,
+    weight: Tensor,
+    geometry: Geometry,
+    *,
+    scale: Tensor | None,
+    tiles: Tiles | None = None,
+    precision: str = "tf32",
+) -> Tensor:
+    count = delta.shape[-1]
+    tiles = tiles or product_tiles(geometry, count, weight.dtype)
+    out = torch.zeros(geometry.images_shape(count), dtype=torch.float32, device=delta.device)
+    input_gradient_kernel[_grid(geometry, count, tiles)](
+        delta.contiguous(),
+        weight,
+        *_descriptors(weight, tiles),
+        weight if scale is None else scale,
+        out,
+        **_shape(geometry, count),
+        SCALED=scale is not None,
+        COPIED=tiles.copied,
+        RA=tiles.rows[0],
+        RB=tiles.rows[1],
+        num_stages=tiles.stages,
+        **_cut(tiles, precision),
+    )
+    return out
+
+
+def weight_gradient(
+    delta: Tensor,
+    images: Tensor,
+    geometry: Geometry,
+    *,
+    dtype: torch.dtype,
+    tiles: Tiles | None = None,
+    precision: str = "tf32",
+) -> Tensor:
+    out = torch.empty(geometry.weight_shape, dtype=dtype, device=images.device)
+    pairs = [(delta, images)]
+    _launch_gradient(out, out, pairs, geometry, None, None, 0.0, 0.0, 0, tiles, precision, update=False)
+    return out
+
+
+def update_(
+    weight: Tensor,
+    momentum: Tensor,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    geometry: Geometry,
+    *,
+    rate: float,
+    decay: float,
+    scale: Tensor | None,
+    radial: Tensor | None,
+    seed: int,
+    tiles: Tiles | None = None,
+    precision: str = "tf32",
+) -> Tensor:
+    return _launch_gradient(
+        weight, momentum, pairs, geometry, scale, radial, rate, decay, seed, tiles, precision, update=True
+    )
+
+
+def _launch_gradient(
+    weight: Tensor,
+    momentum: Tensor,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    geometry: Geometry,
+    scale: Tensor | None,
+    radial: Tensor | None,
+    rate: float,
+    decay: float,
+    seed: int,
+    tiles: Tiles | None,
+    precision: str,
+    *,
+    update: bool,
+) -> Tensor:
+    count = pairs[0][0].shape[-1]
+    tiles = tiles or gradient_tiles(geometry, count, pairs[0][1].dtype)
+    (delta, images), (delta2, images2) = pairs[0], pairs[-1]
+    squares = torch.empty(
+        (tiles.split, geometry.blocks, geometry.rows) if update else (1,),
+        dtype=torch.float32,
+        device=images.device,
+    )
+    grid = (geometry.blocks * tiles.split * triton.cdiv(geometry.rows, tiles.rows[0]),)
+    weight_gradient_kernel[grid](
+        delta.contiguous(),
+        images.contiguous(),
+        delta2.contiguous(),
+        images2.contiguous(),
+        weight,
+        momentum,
+        _descriptors(weight, tiles)[0],
+        _descriptors(momentum, tiles)[0],
+        squares if scale is None else scale,
+        squares if radial is None else radial,
+        squares,
+        rate,
+        decay,
+        *seeds(seed),
+        **_shape(geometry, count),
+        SCALED=scale is not None,
+        TWO=len(pairs) == 2,
+        UPDATE=update,
+        STOCHASTIC=update and weight.dtype == torch.bfloat16,
+        COPIED=tiles.copied,
+        RT=tiles.rows[0],
+        STAGES=tiles.stages,
+        **_cut(tiles, precision),
+    )
+    return squares.sum(0)
