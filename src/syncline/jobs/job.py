@@ -1,0 +1,315 @@
+"""The record of a job: read from TOML, checked as a whole, written back.
+
+All problems are found in one go, each with its file, line and key. Not responsible for making objects (build.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from syncline.dial import Sync, as_sync
+from syncline.errors import UsageError
+from syncline.jobs import build
+from syncline.jobs.keys import BY_NAME, KEYS, JobError, Named, Wrong, shown
+from syncline.jobs.names import NAMES, nearest, one_line, resolve, takes_model, wrong_arguments
+from syncline.jobs.toml import dumps, lines_of, override, parse_override
+from syncline.learn.feed import POLICIES
+from syncline.topology.parse import parse_topology
+
+Problem = tuple[tuple[str, ...], str]  # the key's path, what is wrong
+LAYERS = (
+    "models written as layers are not there yet; name a model in [model], for example 'mlp' or "
+    "'package.module:callable'"
+)
+LARGEST = 1 << 20  # bytes of a job file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a job's keys were written."""
+
+    name: str = "job"
+    folder: str | None = None  # beside which callables are looked for
+    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    overrides: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+
+    def located(self, problem: Problem) -> str:
+        """One line: file, line or override, key, what is wrong."""
+        path, words = problem
+        shown_path = path[:-1] if path[-1] == "name" else path  # a name may stand for its whole table
+        key = f"{'.'.join(shown_path)}: "
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.overrides:
+                return f"--set {self.overrides[path[:length]]}: {key}{words}"
+            if path[:length] in self.lines:
+                return f"{self.name}:{self.lines[path[:length]]}: {key}{words}"
+        return f"{self.name}: {key}{words}"
+
+    def refuse(self, problems: Iterable[Problem]) -> None:
+        found = [" ".join(self.located(problem).split()) for problem in problems]
+        if found:
+            raise JobError(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A whole run: what `train` takes, by name. Checked when made; docs/job_file.md explains every key."""
+
+    model: Named
+    data: Named
+    optimizer: Named
+    sync: str | dict[str, Any] = "softsync:1"
+    topology: str = "servers"
+    learners: int = 2
+    batch_size: int = 32
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    policy: str = "ledger"
+    clip_norm: float | None = None
+    warmstart: int = 0
+    device: str | tuple[str, ...] | None = None
+    threads: int | None = None
+    run_dir: str | None = None
+    resume: str | None = None
+    evaluate: Named | None = None
+    loss: Named | None = None
+    objective: Named | None = None
+    schedule: Named | None = None
+    collate: Named | None = None
+    engine: Named = Named(name="local")  # noqa: RUF009 - frozen
+    callbacks: tuple[Named, ...] = ()
+    source: Source = field(default=Source(), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        values, problems = _read(_as_table(self))
+        self.source.refuse(problems or _problems(values, self.source.folder))
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def load(cls, file: str | Path, overrides: Iterable[str] = ()) -> Job:
+        """The job of a file, changed by `key=value` overrides."""
+        path = Path(file)
+        try:
+            with path.open("rb") as stream:
+                content = stream.read(LARGEST + 1)
+        except OSError as error:
+            raise JobError([f"{file}: cannot be read: {error.strerror or error}"]) from error
+        except ValueError as error:  # a zero byte in the name
+            raise JobError([f"{str(file)!r}: cannot be read: {error}"]) from error
+        if len(content) > LARGEST:
+            raise JobError([f"{file}: more than {LARGEST:,} bytes, no job file"])
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            line = content[: error.start].count(b"\n") + 1
+            raise JobError([f"{file}:{line}: not UTF-8, byte 0x{content[error.start]:02x}"]) from error
+        return cls.parse(text, overrides, name=str(file), folder=str(path.absolute().parent))
+
+    @classmethod
+    def builtin(cls, overrides: Iterable[str] = ()) -> Job:
+        """The job that ships with the package: digits, a small network, softsync."""
+        text = resources.files(__package__).joinpath("builtin.toml").read_text(encoding="utf-8")
+        return cls.parse(text, overrides, name="built-in job")
+
+    @classmethod
+    def parse(
+        cls, text: str, overrides: Iterable[str] = (), *, name: str = "job", folder: str | None = None
+    ) -> Job:
+        """The job of a text; `name` stands before each problem."""
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise JobError([_not_toml(name, error)]) from error
+        except (RecursionError, ValueError) as error:  # nested beyond reason, numbers of thousands of digits
+            raise JobError([f"{name}: not readable: {one_line(error)}"]) from error
+        origins = _override_all(table, overrides)
+        source = Source(name=name, folder=folder, lines=lines_of(text), overrides=origins)
+        values, problems = _read(_evaluate_from_data(table))
+        source.refuse(problems)
+        return cls(**values, source=source)
+
+    def table(self) -> dict[str, Any]:
+        """The job as plain values, defaults included."""
+        return _as_table(self)
+
+    def dumps(self) -> str:
+        """The job as TOML; reading it gives an equal job."""
+        return dumps(self.table())
+
+    def build(self) -> dict[str, Any]:
+        """The keyword arguments of `train`; everything that can be refused before it starts is refused here."""
+        made, problems = build.build(self)
+        self.source.refuse(problems)
+        return made
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def _not_toml(name: str, error: tomllib.TOMLDecodeError) -> str:
+    words = " ".join(str(error).split())
+    found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", words)
+    line = f":{found[1]}" if found and found[1] else ""
+    return f"{name}{line}: not TOML: {words}"
+
+
+def _override_all(table: dict[str, Any], overrides: Iterable[str]) -> dict[tuple[str, ...], str]:
+    origins = {}
+    for text in overrides:
+        try:
+            path, value = parse_override(text)
+            override(table, path, value)
+        except UsageError as error:
+            raise JobError([f"--set: {one_line(error)}"]) from error
+        origins[path] = " ".join(text.split())
+    return origins
+
+
+def _evaluate_from_data(table: dict[str, Any]) -> dict[str, Any]:
+    """A table under evaluate that names nothing changes what stands under data."""
+    data, evaluate = table.get("data"), table.get("evaluate")
+    if not isinstance(evaluate, dict) or "name" in evaluate:
+        return table
+    if isinstance(data, str):
+        data = {"name": data}
+    if isinstance(data, dict) and "name" in data:
+        return {**table, "evaluate": {**data, **evaluate}}
+    return {key: value for key, value in table.items() if key != "evaluate"}  # what is wrong is data
+
+
+def _read(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Values of the record by key, and what is wrong with single ones."""
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    meant = set(table)  # keys that are not reported as missing
+    for name, value in table.items():
+        if name in ("layer", "layers"):
+            problems.append(((name,), LAYERS))
+            meant.add("model")
+        elif name not in BY_NAME:
+            problems.append(((name,), f"unknown key{nearest(name, BY_NAME)}"))
+            meant |= {key for key in BY_NAME if repr(key) in problems[-1][1]}
+        else:
+            try:
+                values[name] = BY_NAME[name](value)
+            except Wrong as wrong:
+                problems.append(((name,), str(wrong)))
+    missing = [key for key in KEYS if key.required and key.name not in meant]
+    problems += [((key.name,), f"missing; expected {key.kind}") for key in missing]
+    return values, problems
+
+
+def _as_table(job: Job) -> dict[str, Any]:
+    """Keys in the order of the reference, without those that are not set."""
+    values = {entry.name: getattr(job, entry.name) for entry in fields(job)}
+    found = {key.name: _plain(values[key.name]) for key in KEYS}
+    return {name: value for name, value in found.items() if value is not None and value != []}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Named):
+        return value.table()
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return copy.deepcopy(value)
+
+
+# -- checks over several keys --------------------------------------------------------------------------------
+
+
+def _problems(values: Mapping[str, Any], folder: str | None) -> list[Problem]:
+    """What is wrong with a job whose single values are right."""
+    whole = {key.name: None if key.required else key.default for key in KEYS} | dict(values)
+    return [*_contradictions(whole), *_dial(whole), *_words(whole), *_names(whole, folder)]
+
+
+def _contradictions(job: Mapping[str, Any]) -> Iterator[Problem]:
+    if job["epochs"] is not None and job["steps"] is not None:
+        yield (
+            ("steps",),
+            f"give either epochs or steps, got epochs = {job['epochs']} and steps = {job['steps']}",
+        )
+    if job["loss"] is None and job["objective"] is None:
+        yield (
+            ("loss",),
+            "missing; give a loss of (output, target), such as 'cross_entropy', or an objective of (model, batch)",
+        )
+    if job["loss"] is not None and job["objective"] is not None:
+        yield ("objective",), "give either loss or objective, not both"
+
+
+def _dial(job: Mapping[str, Any]) -> Iterator[Problem]:
+    value = job["sync"]
+    if isinstance(value, dict):
+        known = [entry.name for entry in fields(Sync)]
+        unknown = [key for key in value if key not in known]
+        for key in unknown:
+            yield ("sync", key), f"unknown field{nearest(key, known)}; there are: {', '.join(known)}"
+        each = value.get("one_from_each", False)
+        if not isinstance(each, bool):
+            yield ("sync", "one_from_each"), f"expected true or false, got {shown(each)}"
+        if unknown or not isinstance(each, bool):
+            return
+    try:
+        dial = Sync(**value) if isinstance(value, dict) else as_sync(value)
+        dial.check(job["learners"], job["batch_size"])
+    except UsageError as error:
+        yield ("sync",), one_line(error)
+
+
+def _words(job: Mapping[str, Any]) -> Iterator[Problem]:
+    try:
+        parse_topology(job["topology"])
+    except ValueError as error:  # a UsageError, or a number that int() does not take
+        yield ("topology",), one_line(error)
+    policy = job["policy"]
+    if policy not in POLICIES:
+        yield ("policy",), f"expected one of {', '.join(POLICIES)}, got {policy!r}{nearest(policy, POLICIES)}"
+    devices = job["device"] or ()
+    for name in (devices,) if isinstance(devices, str) else devices:
+        try:
+            torch.device(name)
+        except RuntimeError:
+            yield ("device",), f"{shown(name)} is no device that torch knows, as 'cpu' or 'cuda:0'"
+
+
+def _names(job: Mapping[str, Any], folder: str | None) -> Iterator[Problem]:
+    wrong: set[str] = set()
+    for key in NAMES:
+        value = job[key]
+        if value is None or (key == "evaluate" and "data" in wrong and value.name == job["data"].name):
+            continue  # most likely the same mistake
+        for named in value if isinstance(value, tuple) else (value,):
+            for problem in _name(key, named, folder):
+                wrong.add(key)
+                yield problem
+
+
+def _name(key: str, named: Named, folder: str | None) -> Iterator[Problem]:
+    role = NAMES[key]
+    if key == "engine" and named.name == "ray":
+        yield (key, "name"), "'ray' is understood but not built yet; working now: local, sim"
+        return
+    try:
+        found = resolve(named.name, role, folder)
+    except UsageError as error:
+        yield (key, "name"), one_line(error)
+        return
+    if not callable(found):
+        if named.arguments or not isinstance(found, build.READY.get(key, ())):
+            yield (key, "name"), f"{named.name!r} is a {type(found).__name__}, not a callable"
+        return
+    given = 1 if key == "evaluate" and takes_model(found) else role.given
+    for argument, words in wrong_arguments(found, given, named.arguments):
+        yield (key, argument) if argument else (key,), f"{named.name}: {words}"

@@ -1,0 +1,295 @@
+"""What a job may say: every key with its kind, its default and its meaning, and the checks of single values.
+
+`KEYS` is the reference that docs/job_file.md prints. Not responsible for names (names.py) or for what contradicts what.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from syncline.errors import UsageError
+
+MOST = 2**63 - 1
+REQUIRED = object()  # as a default: there is none
+
+
+class JobError(UsageError):
+    """A job that cannot run: all its problems, one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__(tuple(problems))  # stays in args: the error has to survive pickling
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+class Wrong(Exception):
+    """A value is not what its key expects; says what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """Something by name: a built-in one or `"package.module:callable"`, with its arguments."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not isinstance(self.arguments, dict):
+            raise UsageError(
+                f"Named takes a name and a dict of arguments, got {self.name!r}, {self.arguments!r}"
+            )
+        object.__setattr__(self, "arguments", copy.deepcopy(self.arguments))
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
+
+    def table(self) -> dict[str, Any]:
+        return {"name": self.name, **copy.deepcopy(self.arguments)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key of a job."""
+
+    name: str
+    kind: str  # in words, for messages and the reference
+    read: Callable[[Any], Any]  # the value from the file to the record's; raises Wrong
+    default: Any = REQUIRED
+    meaning: str
+
+    @property
+    def required(self) -> bool:
+        return self.default is REQUIRED
+
+    def __call__(self, value: Any) -> Any:
+        """The record's value, or Wrong with what was expected and what came."""
+        try:
+            return self.read(value)
+        except Wrong as wrong:
+            reason = f" ({wrong})" if str(wrong) else ""
+            raise Wrong(f"expected {self.kind}, got {shown(value)}{reason}") from None
+
+
+def shown(value: Any) -> str:
+    """A value on one short line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+# -- kinds ---------------------------------------------------------------------------------------------------
+
+
+def _whole(least: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+            raise Wrong
+        return value
+
+    return read
+
+
+def _positive(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise Wrong
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise Wrong
+    return value
+
+
+def _dial(value: Any) -> str | dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return dict(value)
+    return _text(value)
+
+
+def _devices(value: Any) -> str | tuple[str, ...]:
+    if isinstance(value, list | tuple) and value:
+        return tuple(map(_text, value))
+    return _text(value)
+
+
+def _named(value: Any) -> Named:
+    if isinstance(value, Named):
+        return value
+    if isinstance(value, str):
+        return Named(name=_text(value))
+    if not isinstance(value, dict):
+        raise Wrong
+    if "name" not in value:
+        raise Wrong("the table lacks its name")
+    if not isinstance(value["name"], str) or not value["name"].strip():
+        raise Wrong("the table's name is no text")
+    return Named(name=value["name"], arguments={key: item for key, item in value.items() if key != "name"})
+
+
+def _several(value: Any) -> tuple[Named, ...]:
+    if not isinstance(value, list | tuple):
+        raise Wrong
+    return tuple(map(_named, value))
+
+
+NAME = "a name, or a table with a name and its arguments"
+
+KEYS: tuple[Key, ...] = (
+    Key(
+        name="sync",
+        kind='a dial such as "softsync:2", or a table of the fields of Sync',
+        read=_dial,
+        default="softsync:1",
+        meaning="when gradients become an update, and who waits",
+    ),
+    Key(
+        name="topology",
+        kind='a topology such as "servers:2"',
+        read=_text,
+        default="servers",
+        meaning="where gradients are folded",
+    ),
+    Key(
+        name="learners",
+        kind="a whole number of at least 1",
+        read=_whole(1),
+        default=2,
+        meaning="λ, how many compute gradients",
+    ),
+    Key(
+        name="batch_size",
+        kind="a whole number of at least 1",
+        read=_whole(1),
+        default=32,
+        meaning="μ, examples in a learner's batch",
+    ),
+    Key(
+        name="epochs",
+        kind="a whole number of at least 1",
+        read=_whole(1),
+        default=None,
+        meaning="the run ends after so many passes over the data (1 where steps is not given either)",
+    ),
+    Key(
+        name="steps",
+        kind="a whole number of at least 1",
+        read=_whole(1),
+        default=None,
+        meaning="the run ends after so many updates; instead of epochs",
+    ),
+    Key(
+        name="seed",
+        kind="a whole number of at least 0",
+        read=_whole(0),
+        default=0,
+        meaning="of the model's start, the data's order and the learners' random numbers",
+    ),
+    Key(
+        name="policy",
+        kind="ledger, partition or sample",
+        read=_text,
+        default="ledger",
+        meaning="who gets which examples: whoever asks, fixed parts, or drawn with replacement",
+    ),
+    Key(
+        name="clip_norm",
+        kind="a finite number > 0",
+        read=_positive,
+        default=None,
+        meaning="clips the folded gradient to this norm",
+    ),
+    Key(
+        name="warmstart",
+        kind="a whole number of at least 0",
+        read=_whole(0),
+        default=0,
+        meaning="how long the first learner works alone before the others join",
+    ),
+    Key(
+        name="device",
+        kind='a device such as "cuda:0", or a list of them',
+        read=_devices,
+        default=None,
+        meaning="where learners compute: dealt out in turn; CPUs where it is left out",
+    ),
+    Key(
+        name="threads",
+        kind="a whole number of at least 1",
+        read=_whole(1),
+        default=None,
+        meaning="torch's threads in each learner",
+    ),
+    Key(
+        name="run_dir",
+        kind="a path",
+        read=_text,
+        default=None,
+        meaning="the folder that the run writes its record to",
+    ),
+    Key(
+        name="resume",
+        kind="a path",
+        read=_text,
+        default=None,
+        meaning="the folder of a run to go on with",
+    ),
+    Key(name="model", kind=NAME, read=_named, meaning="what is trained"),
+    Key(name="data", kind=NAME, read=_named, meaning="what it is trained on"),
+    Key(
+        name="evaluate",
+        kind="a table of what differs from data, or " + NAME,
+        read=_named,
+        default=None,
+        meaning="a data set (or a function of the model) to test on after each epoch",
+    ),
+    Key(
+        name="loss",
+        kind=NAME,
+        read=_named,
+        default=None,
+        meaning="(output, target) to a scalar; either this or objective",
+    ),
+    Key(
+        name="objective",
+        kind=NAME,
+        read=_named,
+        default=None,
+        meaning="(model, batch) to a scalar, for any other kind of batch",
+    ),
+    Key(name="optimizer", kind=NAME, read=_named, meaning="what applies a fold"),
+    Key(
+        name="schedule",
+        kind=NAME,
+        read=_named,
+        default=None,
+        meaning="of the learning rate, stepped each epoch",
+    ),
+    Key(
+        name="collate",
+        kind=NAME,
+        read=_named,
+        default=None,
+        meaning="a list of examples to a batch, where torch's own way does not fit",
+    ),
+    Key(
+        name="engine",
+        kind=NAME,
+        read=_named,
+        default=Named(name="local"),
+        meaning="on what it runs",
+    ),
+    Key(
+        name="callbacks",
+        kind="a list of names or tables",
+        read=_several,
+        default=(),
+        meaning="called with each epoch's record; one that returns True ends the run",
+    ),
+)
+BY_NAME: Mapping[str, Key] = {key.name: key for key in KEYS}

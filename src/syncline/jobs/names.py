@@ -1,0 +1,179 @@
+"""Names of job files to callables: the built-in ones, and `"package.module:callable"`.
+
+Checks a callable's arguments against its signature. Not responsible for calling anything.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.optim import lr_scheduler
+
+from syncline import models
+from syncline.data import DATASETS
+from syncline.engines.local.engine import Local
+from syncline.engines.sim.engine import Sim
+from syncline.errors import UsageError
+
+Names = Mapping[str, Callable[..., Any]]
+
+LOSSES: Names = {
+    "cross_entropy": F.cross_entropy,
+    "nll": F.nll_loss,
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "bce": F.binary_cross_entropy,
+    "bce_with_logits": F.binary_cross_entropy_with_logits,
+}
+OPTIMIZERS: Names = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rprop": torch.optim.Rprop,
+    **models.OPTIMIZERS,
+}
+SCHEDULES: Names = {
+    "step": lr_scheduler.StepLR,
+    "multistep": lr_scheduler.MultiStepLR,
+    "exponential": lr_scheduler.ExponentialLR,
+    "cosine": lr_scheduler.CosineAnnealingLR,
+    "linear": lr_scheduler.LinearLR,
+    "constant": lr_scheduler.ConstantLR,
+    "polynomial": lr_scheduler.PolynomialLR,
+}
+ENGINES: Names = {"local": Local, "sim": Sim}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What a name stands for under one key: the built-in names, and the arguments that the library gives itself."""
+
+    what: str
+    names: Names
+    given: int  # positional arguments that come from the library
+
+
+NAMES: dict[str, Role] = {
+    "model": Role(what="model", names=models.MODELS, given=0),
+    "data": Role(what="data set", names=DATASETS, given=0),
+    "evaluate": Role(what="data set", names=DATASETS, given=0),
+    "loss": Role(what="loss", names=LOSSES, given=2),
+    "objective": Role(what="objective", names={}, given=2),
+    "optimizer": Role(what="optimizer", names=OPTIMIZERS, given=1),
+    "schedule": Role(what="schedule", names=SCHEDULES, given=1),
+    "collate": Role(what="collate function", names={}, given=1),
+    "callbacks": Role(what="callback", names={}, given=1),
+    "engine": Role(what="engine", names=ENGINES, given=0),
+}
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """The end of a message: the known name that the user may have meant."""
+    near = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.5)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception says, on one line; with its kind where that is not one of ours."""
+    words = " ".join(str(error).split())
+    if isinstance(error, UsageError):
+        return words
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def resolve(name: str, role: Role, folder: str | None = None) -> Any:
+    """The object that a name stands for; modules are also looked for beside the job file and in the current folder."""
+    if ":" in name:
+        return _imported(name, folder)
+    if name in role.names:
+        return role.names[name]
+    if "." in name:
+        raise UsageError(f"{name!r} is no {role.what}; write 'package.module:callable' with a colon")
+    own = "'package.module:callable'"
+    known = f"{', '.join(role.names)}, or {own}" if role.names else f"only {own}"
+    raise UsageError(f"no {role.what} is called {name!r}{nearest(name, role.names)}; there are: {known}")
+
+
+def _imported(name: str, folder: str | None) -> Any:
+    module, _, path = name.partition(":")
+    parts = path.split(".")
+    if not all(part.isidentifier() for part in (*module.split("."), *parts)):
+        raise UsageError(f"{name!r} is no 'package.module:callable'")
+    found = _module(module, folder)
+    for part in parts:
+        try:
+            found = getattr(found, part)
+        except Exception as error:  # a module's own __getattr__ may raise anything
+            hint = nearest(part, [known for known in dir(found) if not known.startswith("_")])
+            raise UsageError(f"{name!r}: {module} has no {path!r}{hint}") from error
+    return found
+
+
+def _module(module: str, folder: str | None) -> Any:
+    for place in (folder, os.getcwd()):  # they stay on the path: the learners' processes get a copy of it
+        if place is not None and place not in sys.path:
+            sys.path.append(place)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            raise UsageError(
+                f"no module {error.name!r}; it is looked for on Python's path, beside the job file and in the current folder"
+            ) from error
+        raise UsageError(f"importing {module!r} failed: {one_line(error)}") from error
+    except (Exception, SystemExit) as error:  # the module's own code runs here
+        raise UsageError(f"importing {module!r} failed: {one_line(error)}") from error
+
+
+def wrong_arguments(
+    function: Any, given: int, arguments: Mapping[str, Any]
+) -> Iterator[tuple[str | None, str]]:
+    """(argument, what is wrong with it) by the signature of the callable, if it has one that can be read."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [p for p in parameters if p.kind in positional][:given]
+    free = {p.name: p for p in parameters if p not in places}
+    named = {
+        name: p
+        for name, p in free.items()
+        if p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    }
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        known = ", ".join(named) or "none"
+        unknown = {key: nearest(key, named) for key in arguments if key not in named}
+        for key, hint in unknown.items():
+            yield key, f"unknown argument{hint}; there are: {known}"
+        named = {
+            name: p for name, p in named.items() if not any(repr(name) in hint for hint in unknown.values())
+        }
+    for name, p in named.items():
+        if p.default is inspect.Parameter.empty and name not in arguments:
+            yield None, f"lacks its argument {name!r}"
+
+
+def takes_model(function: Any) -> bool:
+    """Its first argument is called `model`: it is a function of the model (as with optimizers, M5)."""
+    try:
+        return next(iter(inspect.signature(function).parameters), None) == "model"
+    except (TypeError, ValueError):
+        return False

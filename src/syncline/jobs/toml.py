@@ -1,0 +1,178 @@
+"""TOML as jobs need it beyond `tomllib`: writing, the lines of keys, and `key=value` overrides."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from datetime import date, datetime, time
+from typing import Any
+
+from syncline.errors import UsageError
+
+BARE = re.compile(r"[A-Za-z0-9_-]+")
+ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
+Path = tuple[str, ...]
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+def dumps(table: Mapping[str, Any]) -> str:
+    """TOML that `tomllib.loads` reads back as an equal table; plain keys first, then tables, each in its order."""
+    return "\n".join(_lines(table, ())).strip("\n") + "\n"
+
+
+def _lines(table: Mapping[str, Any], path: Path) -> Iterator[str]:
+    for key, value in table.items():
+        if not isinstance(value, dict) and not _tables(value):
+            yield f"{_key(key)} = {_value(value)}"
+    for key, value in table.items():
+        inner = (*path, key)
+        name = ".".join(map(_key, inner))
+        if isinstance(value, dict):
+            yield from ("", f"[{name}]", *_lines(value, inner))
+        elif _tables(value):
+            for item in value:
+                yield from ("", f"[[{name}]]", *_lines(item, inner))
+
+
+def _tables(value: Any) -> bool:
+    """Written as [[tables]]."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _key(key: str) -> str:
+    if not isinstance(key, str):
+        raise UsageError(f"TOML keys are texts, got {key!r}")
+    return key if BARE.fullmatch(key) else _text(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(int(value))
+    if isinstance(value, float):
+        return repr(float(value)) if math.isfinite(value) else f"{float(value)}"
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items())
+        return f"{{{inner}}}"
+    if isinstance(value, datetime | date | time):
+        return _moment(value)
+    raise UsageError(f"TOML has no way to write {type(value).__name__} {value!r}")
+
+
+def _moment(value: datetime | date | time) -> str:
+    zone = value.utcoffset() if isinstance(value, datetime | time) else None
+    if zone is not None and (isinstance(value, time) or zone.total_seconds() % 60):
+        raise UsageError(f"TOML has no way to write the time zone of {value!r}")
+    return value.isoformat()
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"TOML is UTF-8 and has no way to write {value!r}") from error
+    return f'"{"".join(ESCAPES.get(letter) or _plain(letter) for letter in value)}"'
+
+
+def _plain(letter: str) -> str:
+    code = ord(letter)
+    return f"\\u{code:04x}" if code < 0x20 or code == 0x7F else letter
+
+
+# -- lines ---------------------------------------------------------------------------------------------------
+
+
+def lines_of(text: str) -> dict[Path, int]:
+    """The line of each key and table header of a correct file; keys of [[tables]] are those of the last one."""
+    found: dict[Path, int] = {}
+    above: Path = ()
+    for number, statement in _statements(text):
+        table = tomllib.loads(statement)
+        if statement.lstrip().startswith("["):
+            above = _first_path(table)
+            found[above] = number
+        else:
+            for path in _paths(table):
+                found.setdefault((*above, *path), number)
+    return found
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Headers and assignments with their first line: as few lines as `tomllib` accepts."""
+    start, held = 0, ""
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
+        if not held:
+            start = number
+        held = f"{held}\n{line}" if held else line
+        try:
+            empty = not tomllib.loads(held)
+        except tomllib.TOMLDecodeError:
+            continue
+        if not empty:
+            yield start, held
+        held = ""
+
+
+def _first_path(table: Any) -> Path:
+    """The keys of a header alone."""
+    if isinstance(table, list):
+        table = table[0]
+    for key, inner in table.items():
+        return (key, *_first_path(inner))
+    return ()
+
+
+def _paths(table: dict[str, Any]) -> Iterator[Path]:
+    """All keys of an assignment, outer ones too."""
+    for key, value in table.items():
+        yield (key,)
+        if isinstance(value, dict):
+            yield from ((key, *path) for path in _paths(value))
+
+
+# -- overrides -----------------------------------------------------------------------------------------------
+
+
+def parse_override(text: str) -> tuple[Path, Any]:
+    """`key.inner=value`: the path and the value as TOML, or as a text where it is none; None for an empty value."""
+    key, equals, value = text.partition("=")
+    try:
+        path = _first_path(tomllib.loads(f"{key.strip()} = {{}}")) if equals and "\n" not in key else ()
+    except tomllib.TOMLDecodeError:
+        path = ()
+    if not path:
+        raise UsageError(f"{text!r} is no key=value, as learners=4 or optimizer.lr=0.1")
+    return path, _override_value(value.strip()) if value.strip() else None
+
+
+def _override_value(value: str) -> Any:
+    try:
+        read = tomllib.loads(f"value = {value}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return value
+    return read["value"] if len(read) == 1 else value
+
+
+def override(table: dict[str, Any], path: Path, value: Any) -> None:
+    """Set one key in place; None removes it. A name alone becomes a table where an argument is set below it."""
+    *outer, last = path
+    for depth, key in enumerate(outer, 1):
+        inner = table.setdefault(key, {})
+        if isinstance(inner, str):
+            table[key] = inner = {"name": inner}
+        if not isinstance(inner, dict):
+            raise UsageError(f"{'.'.join(path[:depth])} is no table; set it as a whole")
+        table = inner
+    if value is None:
+        table.pop(last, None)
+    else:
+        table[last] = value

@@ -1,0 +1,417 @@
+"""Jobs: reading, the messages of wrong ones, writing back, building; the record against `train` itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pickle
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.optim import lr_scheduler
+
+import syncline as sl
+from syncline.data import digits
+from syncline.jobs import KEYS, NAMES, Job, JobError, Named
+from syncline.train import ENGINES
+
+SMALL = """\
+learners = 2
+batch_size = 8
+steps = 3
+
+[model]
+name = "mlp"
+sizes = [64, 10]
+
+[data]
+name = "digits"
+
+[loss]
+name = "cross_entropy"
+label_smoothing = 0.1
+
+[optimizer]
+name = "sgd"
+lr = 0.1
+"""
+
+OWN = '''\
+"""A user's module."""
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+made = nn.Linear(64, 10)
+points = TensorDataset(torch.ones(9, 64), torch.zeros(9, dtype=torch.long))
+number = 3
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, 10))
+
+    def forward(self, x):
+        return self.layers(x)
+
+def data(count=5, *, kind="x"):
+    return TensorDataset(torch.ones(count, 64), torch.zeros(count, dtype=torch.long))
+
+def single():
+    return TensorDataset(torch.ones(9, 64))
+
+def objective(model, batch, *, weight=1.0):
+    return weight * model(batch[0]).square().mean()
+
+def vector(model, batch):
+    return model(batch[0]).mean(1)
+
+def constant(model, batch):
+    return torch.tensor(1.0)
+
+def score(model):
+    return {"score": 1.0}
+
+def stop(record, *, after=1):
+    return record.epoch >= after
+
+def broken():
+    raise RuntimeError("two\\nlines")
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a user's module and a job beside it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_parts", raising=False)
+    (tmp_path / "own_parts.py").write_text(OWN)
+    (tmp_path / "job.toml").write_text(SMALL)
+    return tmp_path / "job.toml"
+
+
+# -- the record ----------------------------------------------------------------------------------------------
+
+
+def test_the_record_has_what_train_takes() -> None:
+    parameters = dict(inspect.signature(sl.train).parameters)
+    parameters.pop("wait")  # how to call, not what to run
+    assert {key.name for key in KEYS} == set(parameters)
+    assert {field.name for field in dataclasses.fields(Job)} == {*parameters, "source"}
+    for key in KEYS:
+        default = parameters[key.name].default
+        if key.name == "engine":
+            assert key.default == Named(name=default)
+        elif not key.required and key.name != "loss":
+            assert key.default == default, key.name
+        else:
+            assert default in (inspect.Parameter.empty, None), key.name
+
+
+def test_defaults_of_record_and_reference_are_the_same() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(Job)}
+    for key in KEYS:
+        assert defaults[key.name] == (dataclasses.MISSING if key.required else key.default), key.name
+
+
+def test_engines_are_those_of_train() -> None:
+    assert dict(NAMES["engine"].names) == ENGINES
+
+
+def test_a_job_in_python_is_checked_too() -> None:
+    model = Named(name="mlp", arguments={"sizes": [64, 10]})
+    job = Job(model=model, data="digits", loss="mse", optimizer="sgd", callbacks=["math:sqrt"])  # type: ignore[arg-type]
+    assert job.data == Named(name="digits") and job.callbacks == (Named(name="math:sqrt"),)
+    with pytest.raises(JobError, match=r"^job: learners: expected a whole number of at least 1, got 0$"):
+        dataclasses.replace(job, learners=0)
+    with pytest.raises(JobError, match=r"^job: model: mlp: lacks its argument 'sizes'$"):
+        dataclasses.replace(job, model=Named(name="mlp"))
+
+
+def test_reading() -> None:
+    job = Job.parse(SMALL)
+    assert job == Job(
+        learners=2,
+        batch_size=8,
+        steps=3,
+        model=Named(name="mlp", arguments={"sizes": [64, 10]}),
+        data=Named(name="digits"),
+        loss=Named(name="cross_entropy", arguments={"label_smoothing": 0.1}),
+        optimizer=Named(name="sgd", arguments={"lr": 0.1}),
+    )
+    assert job.sync == "softsync:1" and job.engine == Named(name="local")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        job.learners = 3  # type: ignore[misc]
+
+
+def test_names_alone() -> None:
+    job = Job.parse(SMALL, ["data=digits", "optimizer=adam", "loss=cross_entropy"])
+    assert job.optimizer == Named(name="adam") and job.loss == Named(name="cross_entropy")
+
+
+def test_evaluate_without_a_name_changes_data() -> None:
+    text = SMALL + '[evaluate]\nsplit = "test"\n'
+    assert Job.parse(text).evaluate == Named(name="digits", arguments={"split": "test"})
+    changed = Job.parse(SMALL, ["data.split=train", "evaluate.split=test"])
+    assert changed.evaluate == Named(name="digits", arguments={"split": "test"})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["sync=hardsync", "engine=sim", "device=cpu", "threads=1", "seed=7", "clip_norm=0.5"],
+        ["sync={splits=2, rate='given'}", "engine={name='sim', compute=2.0}", "device=['cpu', 'cpu']"],
+        ["steps=", "epochs=2", "evaluate.split=test", "schedule={name='step', step_size=3}"],
+        ["run_dir=runs/x", "resume=runs/y", "warmstart=2", "policy=sample", "topology=servers:3"],
+        ["callbacks=['math:sqrt', {name='math:exp'}]", "loss=", "objective=operator:add"],
+    ],
+)
+def test_written_and_read_again_it_is_equal(overrides: list[str]) -> None:
+    job = Job.parse(SMALL, overrides)
+    assert Job.parse(job.dumps()) == job
+    assert Job.parse(job.dumps()).dumps() == job.dumps()
+    assert pickle.loads(pickle.dumps(job)) == job
+
+
+# -- building ------------------------------------------------------------------------------------------------
+
+
+def test_building() -> None:
+    text = SMALL + '[evaluate]\nsplit = "test"\n[schedule]\nname = "step"\nstep_size = 2\n'
+    made = Job.parse(text, ["seed=5"]).build()
+    assert set(made) <= set(inspect.signature(sl.train).parameters)
+    torch.manual_seed(5)
+    assert torch.equal(made["model"][1].weight, torch.nn.Linear(64, 10).weight), "as a plain script makes it"
+    assert len(made["data"]) == 1442 and len(made["evaluate"]) == len(digits("test"))
+    assert made["loss"].func is F.cross_entropy and made["loss"].keywords == {"label_smoothing": 0.1}
+    assert made["optimizer"].func is torch.optim.SGD
+    assert made["schedule"].func is lr_scheduler.StepLR
+    assert (made["engine"], made["sync"], made["steps"], made["epochs"]) == ("local", "softsync:1", 3, None)
+
+
+def test_building_leaves_random_numbers_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    Job.parse(SMALL).build()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_train_takes_what_is_built() -> None:
+    result = sl.train(**Job.parse(SMALL, ["engine={name='sim', compute=3.0}"]).build())
+    assert result.updates == 3 and result.seconds > 6
+
+
+def test_a_record_of_the_dial() -> None:
+    made = Job.parse(SMALL, ["sync={splits=2, rate='share'}"]).build()
+    assert made["sync"] == sl.Sync.parse("softsync:2")
+
+
+def test_own_callables(own: Path) -> None:
+    changes = [
+        "model={name='own_parts:Net', width=7}",
+        "data={name='own_parts:data', count=8}",
+        "loss=",
+        "objective={name='own_parts:objective', weight=2.0}",
+        "evaluate={name='own_parts:score'}",
+        "callbacks=[{name='own_parts:stop', after=0}, 'own_parts:stop']",
+    ]
+    job = Job.load(own, changes)
+    made = job.build()
+    assert type(made["model"]).__name__ == "Net" and made["model"].layers[1].out_features == 7
+    assert len(made["data"]) == 8 and isinstance(made["objective"], partial) and made["loss"] is None
+    assert made["evaluate"](None) == {"score": 1.0}
+    assert [getattr(call, "keywords", None) for call in made["callbacks"]] == [{"after": 0}, None]
+    assert Job.parse(job.dumps(), folder=str(own.parent)) == job
+
+
+def test_objects_instead_of_callables(own: Path) -> None:
+    made = Job.load(own, ["model={name='own_parts:made'}", "data=own_parts:points"]).build()
+    assert made["model"].out_features == 10 and len(made["data"]) == 9
+
+
+def test_the_built_in_job_learns() -> None:
+    job = Job.builtin(["engine=sim"])
+    assert job.sync == "softsync:1" and job.learners == 4
+    result = sl.train(**job.build())
+    assert result.history[-1]["accuracy"] >= 0.95
+
+
+# -- messages ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["learners=0"], "--set learners=0: learners: expected a whole number of at least 1, got 0"),
+        (["learnrs=4"], "--set learnrs=4: learnrs: unknown key, did you mean 'learners'?"),
+        (
+            ["model.name=mpl"],
+            "--set model.name=mpl: model: no model is called 'mpl', did you mean 'mlp'?; "
+            "there are: mlp, cifar10_full, or 'package.module:callable'",
+        ),
+        (
+            ["optimizer.lrr=1"],
+            "--set optimizer.lrr=1: optimizer.lrr: sgd: unknown argument, did you mean 'lr'?",
+        ),
+    ],
+)
+def test_overrides_are_named(overrides: list[str], message: str) -> None:
+    with pytest.raises(JobError) as caught:
+        Job.parse(SMALL, overrides)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "before, after, message",
+    [
+        ("learners = 2", "learners = -2", "job:1: learners: expected a whole number of at least 1, got -2"),
+        ("learners = 2", "learners = true", "job:1: learners: expected a whole number of at least 1, got True"),
+        ("learners = 2", "lerners = 2", "job:1: lerners: unknown key, did you mean 'learners'?"),
+        ("[model]", "[modell]", "job:5: modell: unknown key, did you mean 'model'?"),
+        ("steps = 3", "steps = 3\nepochs = 2", "job:3: steps: give either epochs or steps, got epochs = 2 and steps = 3"),
+        ("steps = 3", 'sync = "softsync:4"', "job:3: sync: softsync:4 needs n <= learners, got n = 4 with 2 learners"),
+        ("steps = 3", 'sync = "hardsink"', "job:3: sync: no preset is called 'hardsink', did you mean 'hardsync'?"),
+        ("steps = 3", "sync = {split = 2}", "job:3: sync.split: unknown field, did you mean 'splits'?"),
+        ("steps = 3", "sync = {one_from_each = 'no'}", "job:3: sync.one_from_each: expected true or false, got 'no'"),
+        ("steps = 3", 'topology = "ring"', "job:3: topology: unknown topology 'ring'"),
+        ("steps = 3", 'topology = "servers:²"', "job:3: topology: "),
+        ("steps = 3", 'policy = "sampel"', "job:3: policy: expected one of ledger, partition, sample, got 'sampel', did you mean 'sample'?"),
+        ("steps = 3", 'device = "abacus"', "job:3: device: 'abacus' is no device that torch knows"),
+        ("steps = 3", 'engine = "ray"', "job:3: engine: 'ray' is understood but not built yet; working now: local, sim"),
+        ("steps = 3", 'engine = "cloud"', "job:3: engine: no engine is called 'cloud'"),
+        ("steps = 3", "clip_norm = nan", "job:3: clip_norm: expected a finite number > 0, got nan"),
+        ("steps = 3", "clip_norm = 2020-01-01", "job:3: clip_norm: expected a finite number > 0, got datetime.date(2020, 1, 1)"),
+        ("[optimizer]", "[[layer]]\nkind = 'x'\n[optimizer]", "job:16: layer: models written as layers are not there yet"),
+        ("sizes =", "size =", "job:7: model.size: mlp: unknown argument, did you mean 'sizes'?; there are: sizes, activation, bias"),
+        ("lr = 0.1", "learning_rate = 0.1", "job:18: optimizer.learning_rate: sgd: unknown argument"),
+        ('"cross_entropy"', '"cross_entropie"', "job:13: loss: no loss is called 'cross_entropie', did you mean 'cross_entropy'?"),
+        ('name = "digits"', "split = 'test'", "job:9: data: expected a name, or a table with a name and its arguments, got {'split': 'test'} (the table lacks its name)"),
+        ('name = "digits"', "name = 3", "(the table's name is no text)"),
+        ('name = "digits"', 'name = "torch.digits"', "job:10: data: 'torch.digits' is no data set; write 'package.module:callable' with a colon"),
+        ('name = "digits"', 'name = "no_such_module:x"', "job:10: data: no module 'no_such_module'; it is looked for on Python's path"),
+        ('name = "digits"', 'name = "math:sqr"', "job:10: data: 'math:sqr': math has no 'sqr', did you mean 'sqrt'?"),
+        ('name = "digits"', 'name = "math:pi"', "job:10: data: 'math:pi' is a float, not a callable"),
+        ('name = "digits"', 'name = "a b:c"', "job:10: data: 'a b:c' is no 'package.module:callable'"),
+        ("learners = 2", "learners 2", "job:1: not TOML: Expected '=' after a key"),
+        ("learners = 2", "learners = 2\nlearners = 3", "job:2: not TOML: Cannot overwrite a value"),
+        ("sizes = [64, 10]", "sizes = " + "[" * 5000, "job: not readable: RecursionError"),
+    ],
+)  # fmt: skip
+def test_messages(before: str, after: str, message: str) -> None:
+    assert before in SMALL
+    with pytest.raises(JobError) as caught:
+        Job.parse(SMALL.replace(before, after, 1))
+    assert message in str(caught.value), str(caught.value)
+    assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)
+
+
+def test_all_problems_at_once() -> None:
+    text = SMALL.replace("learners = 2", "learners = 0").replace("steps", "stps").replace("[data]", "[dada]")
+    with pytest.raises(JobError) as caught:
+        Job.parse(text, ["seed=x"], name="a.toml")
+    assert caught.value.problems == (
+        "a.toml:1: learners: expected a whole number of at least 1, got 0",
+        "a.toml:3: stps: unknown key, did you mean 'steps'?",
+        "a.toml:9: dada: unknown key, did you mean 'data'?",
+        "--set seed=x: seed: expected a whole number of at least 0, got 'x'",
+    )
+    assert str(caught.value).splitlines() == list(caught.value.problems)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert isinstance(caught.value, sl.UsageError)
+
+
+def test_what_is_missing() -> None:
+    with pytest.raises(JobError) as caught:
+        Job.parse("")
+    assert [problem.split(";")[0] for problem in caught.value.problems] == [
+        "job: model: missing",
+        "job: data: missing",
+        "job: optimizer: missing",
+    ]
+    with pytest.raises(JobError, match=r"^--set loss=: loss: missing; give a loss"):
+        Job.parse(SMALL, ["loss="])
+    with pytest.raises(JobError, match=r"objective: give either loss or objective, not both"):
+        Job.parse(SMALL, ["objective=operator:add"])
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["model.sizes=[63, 10]"], r"job:5: model: mlp\(sizes=\[63, 10\]\) failed on the first examples of data: RuntimeError: mat1"),
+        (["model.sizes=[64]"], r"model: mlp\(sizes=\[64\]\) failed: sizes must be a list of at least two sizes"),
+        (["data.split=valid"], r"^job:9: data: digits\(split='valid'\) failed: split must be one of"),
+        (["data={name='mnist', folder='/no/such/place'}"], r"--set data=.*: data: mnist\(folder='/no/such/place'\) failed: no folder"),
+        (["data={name='builtins:dict'}"], r"data: builtins:dict\(\) gave dict, expected a torch Dataset"),
+        (["optimizer.lr=-1.0"], r"optimizer: sgd\(lr=-1.0\) failed: ValueError: Invalid learning rate: -1.0"),
+        (["optimizer.lr=fast"], r"optimizer: sgd\(lr='fast'\) failed: TypeError"),
+        (["schedule={name='step', step_size='x'}"], r"schedule: step\(step_size='x'\) failed: TypeError"),
+        (["schedule={name='step', step_size=0}"], r"schedule: step\(step_size=0\) failed: ZeroDivisionError"),
+        (["optimizer.momentum=[1]"], r"optimizer: sgd\(.*momentum=\[1\]\) failed: TypeError"),
+        (["loss=", "objective=own_parts:constant"], r"objective: own_parts:constant\(\) has no gradient: RuntimeError"),
+        (["loss.label_smoothing=7.0"], r"loss: .* failed on the first examples of data: RuntimeError: label_smoothing must be between"),
+        (["loss={name='cross_entropy', reduction='none'}"], r"loss: expected a scalar tensor, got a tensor of shape \(2,\); reduce it"),
+        (["batch_size=2000"], r"--set batch_size=2000: batch_size: batch_size 2000 is larger than the data set of 1442 examples"),
+        (["data={name='own_parts:single'}"], r"loss: takes batches of \(input, target\), data gives a list; use an objective"),
+        (["engine={name='sim', compute=-1.0}"], r"engine: sim\(compute=-1.0\) failed: Sim: compute must not be negative"),
+        (["model={name='own_parts:broken'}"], r"own_parts:broken\(\) failed: RuntimeError: two lines"),
+        (["model={name='own_parts:data'}"], r"own_parts:data\(\) gave TensorDataset, expected a torch Module"),
+        (["loss=", "objective=own_parts:vector"], r"objective: expected a scalar tensor, got a tensor of shape \(2,\)"),
+        (["evaluate={name='own_parts:data', count=0}"], r"evaluate: the data set is empty"),
+    ],
+)  # fmt: skip
+def test_what_building_refuses(overrides: list[str], message: str, own: Path) -> None:
+    job = Job.parse(SMALL, overrides, folder=str(own.parent))
+    with pytest.raises(JobError, match=message) as caught:
+        job.build()
+    assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing, binary = tmp_path / "none.toml", tmp_path / "binary.toml"
+    binary.write_bytes(b'a = 1\nb = "\xff"\n')
+    large = tmp_path / "large.toml"
+    large.write_bytes(b"#" * (1 << 20) + b"\n")
+    for file, words in (
+        (missing, "none.toml: cannot be read: No such file or directory"),
+        (tmp_path, "cannot be read: Is a directory"),
+        (binary, "binary.toml:2: not UTF-8, byte 0xff"),
+        (large, "large.toml: more than 1,048,576 bytes"),
+        (Path("a\0b"), "cannot be read: embedded null byte"),
+    ):
+        with pytest.raises(JobError, match=words) as caught:
+            Job.load(file)
+        assert "\n" not in str(caught.value)
+
+
+def test_problems_name_the_file(own: Path) -> None:
+    own.write_text(SMALL.replace("learners = 2", "learners = 0"))
+    with pytest.raises(JobError, match=f"^{own}:1: learners: "):
+        Job.load(own)
+
+
+def test_a_module_that_does_not_import(own: Path) -> None:
+    for content, words in (
+        ("1 / 0", "ZeroDivisionError"),
+        ("import no_such_thing", "ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("x = (", "SyntaxError"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ):
+        (own.parent / "own_broken.py").write_text(content + "\n")
+        with pytest.raises(JobError, match=f"model: importing 'own_broken' failed: {words}"):
+            Job.load(own, ["model={name='own_broken:x'}"])
+
+
+def test_overrides_that_are_none() -> None:
+    with pytest.raises(JobError, match=r"^--set: 'learners' is no key=value"):
+        Job.parse(SMALL, ["learners"])
+    with pytest.raises(JobError, match=r"^--set: learners is no table; set it as a whole$"):
+        Job.parse(SMALL, ["learners.x=3"])
