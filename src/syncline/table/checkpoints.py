@@ -1,0 +1,438 @@
+"""The files of a checkpoint: safetensors and JSON, complete or not there at all (M5, M6).
+
+A checkpoint is a folder `checkpoints/000000120` of safetensors files and a `checkpoint.json` that lists them
+with size and crc32. It is built under a hidden name and renamed when all of it is on the disk:
+
+    .N.tmp   being written          .N.old   being replaced: it counts as N while there is no N
+    N        committed              .N.gone  being removed
+
+Pieces of a table are named by entry and first element, so any number of shards can read them.
+Not responsible for when a checkpoint is taken, nor for what its manifest says.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from syncline.errors import RunError
+from syncline.table.layout import DTYPES, Entry, Flat, Layout, Part
+from syncline.table.template import PieceState
+
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+CHUNK = 4 << 20  # bytes per write and read
+COMPLEX128 = "syncline.complex128"  # metadata: names of tensors stored as pairs of float64
+
+_CODES = {  # safetensors' names: F32, BF16, C64, I8, U8, BOOL; complex128 has none
+    dtype: re.sub("loat|omplex|(?<=u)int|nt", "", name).upper()
+    for name, dtype in DTYPES.items()
+    if dtype != torch.complex128
+}
+_NAME = re.compile(r"(?P<dot>\.)?(?P<number>\d{9,})(?(dot)\.(?P<kind>tmp|old|gone))")
+_SEALED = re.compile(rb'\{"crc32": "(?P<crc>[0-9a-f]{8})",\n"content": (?P<body>.*)\}\n', re.DOTALL)
+_PIECE = re.compile(r"p/(?P<p>\d+/\d+)|s/(?P<s>\d+/\d+)/(?P<key>[^/]*)")
+
+Pieces = tuple[Mapping[str, Tensor], Mapping[str, Mapping[str, Any]]]  # what `piece_tensors` returns
+_Found = tuple[int, Tensor, dict[str, Any]]  # a piece as read: first element, values, optimizer state
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be written, found or read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One finished file of a checkpoint."""
+
+    name: str
+    nbytes: int
+    crc: int  # crc32 of the whole file
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Written:
+    """A safetensors file, forced to the disk; what is contiguous and on the host is not copied."""
+    pairs = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+    notes = {"format": "pt", **(metadata or {}), **({COMPLEX128: json.dumps(pairs)} if pairs else {})}
+    stored = [(name, _storable(path, name, tensor)) for name, tensor in tensors.items()]
+    stored.sort(key=lambda item: -item[1].dtype.itemsize)  # wide ones first: all are aligned
+    header: dict[str, Any] = {"__metadata__": notes}
+    end = 0
+    for name, tensor in stored:
+        start, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        code, shape = _CODES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def blocks() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little") + text
+        for _, tensor in stored:
+            flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+            yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+    return _write(path, blocks(), 8 + len(text) + end)
+
+
+def _storable(path: Path, name: str, tensor: Tensor) -> Tensor:
+    """As it goes to the file: complex128 as pairs of float64."""
+    tensor = tensor.detach()
+    dense = tensor.layout == torch.strided and not tensor.is_meta
+    if dense and tensor.dtype == torch.complex128:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if name == "__metadata__" or not dense or tensor.dtype not in _CODES:
+        kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
+        raise CheckpointError(f"{path} takes no tensor {name!r} ({kind}), only dense {', '.join(DTYPES)}")
+    return tensor
+
+
+def _write(path: Path, blocks: Iterable[bytes | memoryview], nbytes: int) -> Written:
+    free: int | str = "unknown"
+    try:
+        free = shutil.disk_usage(path.parent).free
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            return Written(path.name, nbytes, _stream(descriptor, blocks))
+        except OSError:
+            with suppress(OSError):
+                os.unlink(path)
+            raise
+    except OSError as error:
+        room = f"{nbytes} bytes needed, {free} free; make room or give the run another folder"
+        raise CheckpointError(f"cannot write {path}: {error.strerror} ({room})") from error
+
+
+def _stream(descriptor: int, blocks: Iterable[bytes | memoryview]) -> int:
+    """Write all blocks, force them to the disk, close; the crc32 of the bytes."""
+    crc = 0
+    try:
+        for block in blocks:
+            rest = memoryview(block)
+            while rest:
+                written = os.write(descriptor, rest[:CHUNK])
+                crc = zlib.crc32(rest[:written], crc)
+                rest = rest[written:]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return crc
+
+
+def _sync(folder: Path) -> None:
+    """Force the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot do this for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Errors of the system as ours, saying what was tried."""
+    try:
+        yield
+    except OSError as error:
+        advice = "use a folder that this user can read and write"
+        raise CheckpointError(f"{what}: {error.strerror} ({error.filename}); {advice}") from error
+
+
+def _parse(path: Path) -> tuple[int, str]:
+    """Number and kind (committed, tmp, old, gone) by name; (-1, "") for what is none of ours."""
+    match = _NAME.fullmatch(path.name)
+    return (int(match["number"]), match["kind"] or "committed") if match else (-1, "")
+
+
+class Folder:
+    """`<run folder>/checkpoints`; one process at a time commits to it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+
+    def prepare(self) -> None:
+        """Create it, prove that it is writable, remove what a crash left unfinished."""
+        with _named(f"cannot use {self.root} for checkpoints"):
+            self.root.mkdir(parents=True, exist_ok=True)
+            _sync(self.root.parent)
+            _write(self.root / ".probe", [b"writable"], 8)
+            os.unlink(self.root / ".probe")
+            for path in sorted(self.root.iterdir()):
+                number, kind = _parse(path)
+                if kind == "old" and not self._at(number).exists():
+                    os.rename(path, self._at(number))
+                elif kind in ("tmp", "old", "gone"):
+                    self._discard(path)
+            _sync(self.root)
+
+    def begin(self, number: int) -> Path:
+        """An empty temporary folder for the files of this checkpoint."""
+        path = self._at(number, "tmp")
+        with _named(f"cannot begin checkpoint {number} in {self.root}"):
+            self._discard(path)
+            path.mkdir()
+        return path
+
+    def commit(self, number: int, manifest: Mapping[str, Any], files: Sequence[Written]) -> Path:
+        """Make the files that were written to `begin(number)` the checkpoint of that number."""
+        source, target, old = self._at(number, "tmp"), self._at(number), self._at(number, "old")
+        text = _seal(number, manifest, files)
+        with _named(f"cannot commit checkpoint {number} in {self.root}"):
+            for file in files:
+                if (found := (source / file.name).stat().st_size) != file.nbytes:
+                    raise CheckpointError(f"{source / file.name} has {found} bytes, not {file.nbytes}")
+            _write(source / MANIFEST, [text], len(text))
+            _sync(source)
+            if target.exists():
+                self._discard(old)
+                os.rename(target, old)
+            os.rename(source, target)
+            _sync(self.root)
+        with suppress(OSError):  # the checkpoint is there; `prepare` removes the rest
+            self._discard(old)
+        return target
+
+    def abandon(self, number: int) -> None:
+        """Remove the files of a checkpoint that is not committed; `prepare` removes what stays."""
+        shutil.rmtree(self._at(number, "tmp"), ignore_errors=True)
+
+    def prune(self, keep: int) -> list[Path]:
+        """Remove the oldest beyond `keep`, never the newest."""
+        surplus = self.all()[: -max(keep, 1)]
+        with _named(f"cannot remove old checkpoints in {self.root}"):
+            for path in surplus:
+                self._discard(path)
+        return surplus
+
+    def all(self) -> list[Path]:
+        """Committed ones, oldest first."""
+        with _named(f"cannot list the checkpoints in {self.root}"):
+            paths = list(self.root.iterdir()) if self.root.is_dir() else []
+            ours = [path for path in paths if _parse(path)[1] in ("committed", "old") and path.is_dir()]
+        by_number = {_parse(path)[0]: path for path in sorted(ours, key=_parse, reverse=True)}  # old yields
+        return [path for _, path in sorted(by_number.items())]
+
+    def _at(self, number: int, kind: str = "") -> Path:
+        return self.root / (f".{number:09d}.{kind}" if kind else f"{number:09d}")
+
+    def _discard(self, path: Path) -> None:
+        """Remove a folder of ours, if it is there; it loses its name before its first file."""
+        gone = self._at(_parse(path)[0], "gone")
+        if gone.exists():
+            shutil.rmtree(gone)
+        if path.exists():
+            os.rename(path, gone)
+            _sync(self.root)
+            shutil.rmtree(gone)
+
+
+def _seal(number: int, manifest: Mapping[str, Any], files: Sequence[Written]) -> bytes:
+    """The text of checkpoint.json: JSON whose first line is the crc32 of the content that follows."""
+    listed = [asdict(file) for file in files]
+    content = {"format": FORMAT, "number": number, "files": listed, "manifest": dict(manifest)}
+    try:
+        body = json.dumps(content, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the manifest of checkpoint {number} is no JSON: {error}") from error
+    return b'{"crc32": "%08x",\n"content": %b}\n' % (zlib.crc32(body), body)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found complete."""
+
+    path: Path
+    number: int
+    manifest: dict[str, Any]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one file, by name."""
+        try:
+            with safe_open(self.path / name, framework="pt") as file:
+                tensors = {key: file.get_tensor(key) for key in list(file.keys())}
+                pairs = json.loads((file.metadata() or {}).get(COMPLEX128, "[]"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
+        return tensors | {key: torch.view_as_complex(tensors[key]) for key in pairs}
+
+
+def find(where: str | Path) -> Checkpoint:
+    """The newest checkpoint of a run folder or `checkpoints` folder, or the one at `where`; all verified."""
+    path = Path(os.path.abspath(where))
+    with _named(f"cannot look for a checkpoint in {path}"):
+        candidates = _candidates(path)
+    damage: CheckpointError | None = None
+    for candidate in candidates:
+        try:
+            found = _verified(candidate)
+        except CheckpointError as error:
+            damage = damage or error
+            continue
+        if damage is None:
+            return found
+        advice = f'the newest older good one is {candidate.name}: use resume="{candidate}"'
+        raise CheckpointError(f"{damage}; {advice}") from damage
+    if damage is not None:
+        raise CheckpointError(f"{damage}; no older one there is good: start without resume") from damage
+    missing = "" if path.exists() else " (no such folder)"
+    places = f"{path}/checkpoints/000000000 (any number), {path}/000000000 and {path}/{MANIFEST}"
+    raise CheckpointError(f"no checkpoint at {path}{missing}: looked for {places}; give a run's folder")
+
+
+def _candidates(path: Path) -> list[Path]:
+    """The checkpoint that `path` means, then those older than it, newest first."""
+    number, kind = _parse(path)
+    if not (path / MANIFEST).is_file():
+        for folder in (Folder(path / "checkpoints"), Folder(path)):
+            if paths := folder.all():
+                return paths[::-1]
+        if kind != "committed":
+            return []
+    siblings = {_parse(sibling)[0]: sibling for sibling in Folder(path.parent).all()}
+    chosen = path if path.is_dir() else siblings.get(number)
+    older = [siblings[n] for n in sorted(siblings, reverse=True) if n < number]
+    return [chosen, *older] if chosen else []
+
+
+def _verified(path: Path) -> Checkpoint:
+    """The checkpoint, if nothing of it is damaged."""
+    name = MANIFEST
+    try:
+        sealed = _SEALED.fullmatch((path / MANIFEST).read_bytes())
+        if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} is truncated or has changed")
+        content = json.loads(sealed["body"])
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"checkpoint {path} has format {content['format']}, this reads {FORMAT}")
+        for file in content["files"]:
+            name = file["name"]
+            if damage := _damage(path / name, Written(**file)):
+                raise CheckpointError(f"checkpoint {path} is damaged: {name} {damage}")
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: {name}: {error.strerror}") from error
+    return Checkpoint(path, content["number"], content["manifest"])
+
+
+def _damage(path: Path, file: Written) -> str | None:
+    if (size := path.stat().st_size) != file.nbytes:
+        return f"has {size} bytes instead of {file.nbytes}"
+    crc = 0
+    with open(path, "rb", buffering=0) as stream:
+        while chunk := stream.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return None if crc == file.crc else f"has changed (crc32 {crc:08x} instead of {file.crc:08x})"
+
+
+def piece_tensors(
+    part: Part, views: Sequence[Tensor], states: PieceState
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """A shard's pieces and tensor-valued state by name, and the other state values; nothing is copied."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = defaultdict(dict)
+    for piece, view in zip(part.pieces, views, strict=True):
+        place = f"{piece.entry}/{piece.start}"
+        tensors[f"p/{place}"] = view
+        for key, value in states.get((piece.entry, piece.start, piece.stop), {}).items():
+            if isinstance(key, str) and isinstance(value, Tensor):
+                tensors[f"s/{place}/{quote(key, safe='')}"] = value
+            elif isinstance(key, str) and _is_plain(value):
+                values[place][key] = value
+            else:
+                what = f"state {key!r} of parameter {piece.entry} is a {type(value).__name__}"
+                takes = "tensors, numbers, strings, None and lists of these, named by strings"
+                raise CheckpointError(f"the optimizer's {what}: a checkpoint holds {takes}")
+    return tensors, dict(values)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def whole(layout: Layout, parts: Sequence[Pieces]) -> tuple[list[Tensor], dict[int, dict[str, Any]]]:
+    """Values and optimizer state by entry from all shards' pieces; only the entries of `layout` matter."""
+    found: dict[int, list[_Found]] = defaultdict(list)
+    for part in parts:
+        _collect(part, found)
+    entries = layout.parameters.entries
+    if (most := max(found, default=-1)) >= len(entries):
+        raise CheckpointError(f"the checkpoint has a parameter {most}, the model only {len(entries)}")
+    values, states = [], {}
+    for index, entry in enumerate(entries):
+        value, state = _joined(entry, sorted(found[index], key=lambda piece: piece[0]))
+        values.append(value)
+        if state:
+            states[index] = state
+    return values, states
+
+
+def _collect(part: Pieces, found: dict[int, list[_Found]]) -> None:
+    """Add a shard's pieces to those found, by entry."""
+    states = {place: dict(state) for place, state in part[1].items()}
+    for name in sorted(part[0], reverse=True):  # "s/…" before "p/…"
+        if (match := _PIECE.fullmatch(name)) is None:
+            raise CheckpointError(f"tensor {name!r} of the checkpoint is no piece of a table")
+        if match["s"]:
+            states.setdefault(match["s"], {})[unquote(match["key"])] = part[0][name]
+        else:
+            entry, start = map(int, match["p"].split("/"))
+            found[entry].append((start, part[0][name], states.pop(match["p"], {})))
+    if states:
+        raise CheckpointError(f"the checkpoint has optimizer state without values, for {sorted(states)}")
+
+
+def _joined(entry: Entry, pieces: Sequence[_Found]) -> tuple[Tensor, dict[str, Any]]:
+    """An entry from its pieces; state of the pieces' lengths is joined too, other state is the first's."""
+    spans = [(start, start + value.numel()) for start, value, _ in pieces]
+    fit = [start for start, _ in spans] + [entry.numel] == [0] + [stop for _, stop in spans]
+    kinds = {(value.dtype, *sorted(state)) for _, value, state in pieces}
+    if not fit or len(kinds) != 1 or pieces[0][1].dtype != DTYPES[entry.dtype]:
+        found = f"found elements {spans} of {entry.numel}, with {sorted(map(str, kinds))}"
+        raise CheckpointError(f"pieces of {entry} are missing, overlap or differ: {found}")
+
+    def join(values: Sequence[Tensor]) -> Tensor:
+        flat = [value.reshape(-1) for value in values]
+        return (flat[0] if len(flat) == 1 else torch.cat(flat)).view(entry.shape)
+
+    joined = dict(pieces[0][2])
+    for key in joined if len(pieces) > 1 else ():
+        values = [state[key] for _, _, state in pieces]
+        shapes = [value.shape if isinstance(value, Tensor) else None for value in values]
+        if shapes == [(value.numel(),) for _, value, _ in pieces]:
+            joined[key] = join(values)
+    return join([value for _, value, _ in pieces]), joined
+
+
+def layout_json(layout: Layout) -> dict[str, Any]:
+    """A layout for the manifest."""
+    return asdict(layout)
+
+
+def layout_of(data: Mapping[str, Any]) -> Layout:
+    """The inverse of `layout_json`, before or after a trip through JSON."""
+    flats = {
+        kind: Flat(tuple(Entry(e["name"], tuple(e["shape"]), e["dtype"]) for e in data[kind]["entries"]))
+        for kind in ("parameters", "buffers", "others")
+    }
+    groups, aliases = (tuple(tuple(each) for each in data[key]) for key in ("groups", "aliases"))
+    return Layout(**flats, groups=groups, aliases=aliases, cuttable=data["cuttable"], shards=data["shards"])
