@@ -33,7 +33,7 @@ class Tiles:
     split: int = 1
     warps: int = 8
     stages: int = 3
-    copied: bool = False  # weights come by the copy engine of Hopper and later, in whole tiles
+    copied: int = 0  # by the copy engine of Hopper and later: 1 weights are read so, 2 written so too
 
 
 def _power(value: int) -> int:
@@ -89,6 +89,13 @@ def product_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
     columns = 64 if narrow else 32
     split = max(1, min(geometry.fan_in // (8 * columns), 900 // geometry.blocks))
     return Tiles(rows=rows, images=images, columns=columns, split=split, warps=8 if sum(rows) > 128 else 4)
+
+
+def input_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
+    """For Wᵀ δ: many columns, the rows a few at a time."""
+    narrow = dtype == torch.bfloat16
+    rows = 64 if geometry.rows % 64 == 0 and narrow else 32
+    return Tiles(rows=(rows, 0), images=_two_tiles(count, 16, 128 if narrow else 64), columns=128, warps=8)
 
 
 def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
@@ -172,21 +179,29 @@ def input_gradient(
     precision: str = "tf32",
 ) -> Tensor:
     count = delta.shape[-1]
-    tiles = tiles or product_tiles(geometry, count, weight.dtype)
+    tiles = tiles or input_tiles(geometry, count, weight.dtype)
     out = torch.zeros(geometry.images_shape(count), dtype=torch.float32, device=delta.device)
-    input_gradient_kernel[_grid(geometry, count, tiles)](
-        delta.contiguous(),
+    if scale is not None:
+        delta = delta * geometry.to_maps(scale).unsqueeze(3)
+    field, step = geometry.field, geometry.step
+    span = geometry.channels * field * min(field, step)
+    bands = geometry.grid[0] + triton.cdiv(field, step) - 1
+    grid = (
+        geometry.grid[1] * bands * triton.cdiv(span, tiles.columns),
+        triton.cdiv(count, sum(tiles.images)),
+    )
+    input_gradient_kernel[grid](
+        delta.to(weight.dtype).contiguous(),
         weight,
-        *_descriptors(weight, tiles),
-        weight if scale is None else scale,
         out,
         **_shape(geometry, count),
-        SCALED=scale is not None,
-        COPIED=tiles.copied,
-        RA=tiles.rows[0],
-        RB=tiles.rows[1],
+        RT=tiles.rows[0],
+        NA=tiles.images[0],
+        NB=tiles.images[1],
+        BK=tiles.columns,
+        PRECISION=precision,
+        num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **_cut(tiles, precision),
     )
     return out
 
@@ -248,7 +263,7 @@ def _launch_gradient(
         dtype=torch.float32,
         device=images.device,
     )
-    grid = (geometry.blocks * tiles.split * triton.cdiv(geometry.rows, tiles.rows[0]),)
+    grid = (geometry.blocks * tiles.split * triton.cdiv(geometry.rows, sum(tiles.rows)),)
     weight_gradient_kernel[grid](
         delta.contiguous(),
         images.contiguous(),
@@ -256,8 +271,8 @@ def _launch_gradient(
         images2.contiguous(),
         weight,
         momentum,
-        _descriptors(weight, tiles)[0],
-        _descriptors(momentum, tiles)[0],
+        *_descriptors(weight, tiles),
+        *_descriptors(momentum, tiles),
         squares if scale is None else scale,
         squares if radial is None else radial,
         squares,
@@ -270,8 +285,9 @@ def _launch_gradient(
         UPDATE=update,
         STOCHASTIC=update and weight.dtype == torch.bfloat16,
         COPIED=tiles.copied,
-        RT=tiles.rows[0],
+        RA=tiles.rows[0],
+        RB=tiles.rows[1],
         STAGES=tiles.stages,
         **_cut(tiles, precision),
     )
-    return squares.sum(0)
+    return squares[0] if tiles.split == 1 else squares.sum(0)

@@ -182,7 +182,6 @@ def forward_kernel(
 @triton.jit
 def _delta(
     delta: tl.tensor,
-    scale: tl.tensor,
     r: tl.tensor,
     n: tl.tensor,
     BLOCK_W: tl.constexpr,
@@ -191,24 +190,16 @@ def _delta(
     OUT_W: tl.constexpr,
     COUNT: tl.constexpr,
     ROWS: tl.constexpr,
-    SCALED: tl.constexpr,
-    DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """(rows, images): a tile of the block's deltas, scaled."""
+    """(rows, images): a tile of the block's deltas."""
     at = delta + _neurons(r, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT)[:, None] + n[None, :]
-    value = tl.load(at, mask=(r < ROWS)[:, None] & (n < COUNT)[None, :], other=0.0)
-    if SCALED:
-        value = value.to(tl.float32) * tl.load(scale + r, mask=r < ROWS, other=0.0)[:, None]
-    return value.to(DTYPE)
+    return tl.load(at, mask=(r < ROWS)[:, None] & (n < COUNT)[None, :], other=0.0)
 
 
 @triton.jit
 def input_gradient_kernel(
     delta: tl.tensor,
     w: tl.tensor,
-    tiles_a: tl.tensor,
-    tiles_b: tl.tensor,
-    scale: tl.tensor,
     dx: tl.tensor,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -223,60 +214,67 @@ def input_gradient_kernel(
     OUT_W: tl.constexpr,
     ROWS: tl.constexpr,
     FAN_IN: tl.constexpr,
-    SCALED: tl.constexpr,
-    COPIED: tl.constexpr,
-    RA: tl.constexpr,
-    RB: tl.constexpr,
+    RT: tl.constexpr,
     NA: tl.constexpr,
     NB: tl.constexpr,
     BK: tl.constexpr,
-    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """dx += (scale · W)ᵀ δ. Grid as in `forward_kernel`; the block's deltas stay, tiles of columns stream by."""
-    block = tl.program_id(0) // SPLIT
-    part = tl.program_id(0) % SPLIT
-    first_row = tl.program_id(1) * (RA + RB)
-    first_image = tl.program_id(2) * (NA + NB)
-    p = block // ACROSS
-    q = block % ACROSS
-    dx += (p * STEP * WIDTH + q * STEP) * COUNT
-    delta += (p * BLOCK_H * OUT_W + q * BLOCK_W) * COUNT
-    scale += block * ROWS
-    DTYPE: tl.constexpr = w.dtype.element_ty
+    """dx += Wᵀ δ. Grid: (columns of blocks · bands · chunks, image groups).
 
-    ra = first_row + tl.arange(0, RA)
+    A band is `step` rows of pixels. The blocks above one another that see it, and the part of their fields that
+    lies in it, are summed in one program; only fields side by side meet in atomic additions.
+    """
+    BAND: tl.constexpr = (
+        STEP * FIELD if STEP < FIELD else FIELD * FIELD
+    )  # pixels of a field in one band and channel
+    REACH: tl.constexpr = (FIELD + STEP - 1) // STEP  # bands of a field
+    DOWN: tl.constexpr = OUT_H // BLOCK_H
+    SPAN: tl.constexpr = FAN_IN // (FIELD * FIELD) * BAND  # pixels of a field in one band, all channels
+    CHUNKS: tl.constexpr = (SPAN + BK - 1) // BK
+    TILES: tl.constexpr = (ROWS + RT - 1) // RT
+    chunk = tl.program_id(0) % CHUNKS
+    band = tl.program_id(0) // CHUNKS % (DOWN + REACH - 1)
+    q = tl.program_id(0) // CHUNKS // (DOWN + REACH - 1)
+    first_image = tl.program_id(1) * (NA + NB)
+
+    u = chunk * BK + tl.arange(0, BK)
+    c = u // BAND
+    v = u % BAND
     na = first_image + tl.arange(0, NA)
-    d_aa = _delta(delta, scale, ra, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, SCALED, DTYPE)
+    g_a = tl.zeros((BK, NA), tl.float32)
     if NB > 0:
         nb = first_image + NA + tl.arange(0, NB)
-        d_ab = _delta(delta, scale, ra, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, SCALED, DTYPE)
-    if RB > 0:
-        rb = first_row + RA + tl.arange(0, RB)
-        d_ba = _delta(delta, scale, rb, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, SCALED, DTYPE)
-        if NB > 0:
-            d_bb = _delta(delta, scale, rb, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, SCALED, DTYPE)
+        g_b = tl.zeros((BK, NB), tl.float32)
 
-    EACH: tl.constexpr = (FAN_IN + SPLIT * BK - 1) // (SPLIT * BK) * BK
-    last = tl.minimum((part + 1) * EACH, FAN_IN)
-    for start in range(part * EACH, last, BK):
-        k = start + tl.arange(0, BK)
-        inside = k < FAN_IN
-        pixel = _pixels(k, HEIGHT, WIDTH, FIELD, COUNT)
-        wa = _weights(w, tiles_a, block, ra, first_row, k, start, ROWS, FAN_IN, COPIED)
-        g_a = _dot(tl.trans(wa), d_aa, None, PRECISION)  # (columns, images)
+    low = tl.maximum(band - REACH + 1, 0)
+    high = tl.minimum(band, DOWN - 1)
+    for i in range((high - low + 1) * TILES):
+        p = low + i // TILES
+        r = i % TILES * RT + tl.arange(0, RT)
+        above = (band - p) * STEP * FIELD  # pixels of the field in the bands above, per channel
+        block = p * ACROSS + q
+        k = c * FIELD * FIELD + above + v
+        inside = (u < SPAN) & (above + v < FIELD * FIELD)
+        at = w + block.to(tl.int64) * ROWS * FAN_IN + r[:, None] * FAN_IN + k[None, :]
+        mask = (r < ROWS)[:, None] & inside[None, :]
+        wt = tl.trans(tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first"))  # (columns, rows)
+        here = delta + (p * BLOCK_H * OUT_W + q * BLOCK_W) * COUNT
+        d_a = _delta(here, r, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+        g_a = _dot(wt, d_a, g_a, PRECISION)
         if NB > 0:
-            g_b = _dot(tl.trans(wa), d_ab, None, PRECISION)
-        if RB > 0:
-            wb = _weights(w, tiles_b, block, rb, first_row + RA, k, start, ROWS, FAN_IN, COPIED)
-            g_a = _dot(tl.trans(wb), d_ba, g_a, PRECISION)
-            if NB > 0:
-                g_b = _dot(tl.trans(wb), d_bb, g_b, PRECISION)
-        _add_or_store(dx + pixel[:, None] + na[None, :], g_a, inside[:, None] & (na < COUNT)[None, :], True)
-        if NB > 0:
-            _add_or_store(
-                dx + pixel[:, None] + nb[None, :], g_b, inside[:, None] & (nb < COUNT)[None, :], True
-            )
+            d_b = _delta(here, r, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+            g_b = _dot(wt, d_b, g_b, PRECISION)
+
+    y = band * STEP + v // FIELD
+    pixel = dx + ((c * HEIGHT + y) * WIDTH + q * STEP + v % FIELD) * COUNT
+    inside = (u < SPAN) & (y < HEIGHT)
+    tl.atomic_add(
+        pixel[:, None] + na[None, :], g_a, mask=inside[:, None] & (na < COUNT)[None, :], sem="relaxed"
+    )
+    if NB > 0:
+        mask = inside[:, None] & (nb < COUNT)[None, :]
+        tl.atomic_add(pixel[:, None] + nb[None, :], g_b, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -294,19 +292,75 @@ def _round(value: tl.tensor, bits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _times(
-    g: tl.tensor,
-    d: tl.tensor,
-    x: tl.tensor,
-    n: tl.tensor,
-    pixel: tl.tensor,
-    inside: tl.tensor,
-    COUNT: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _images(
+    x: tl.tensor, pixel: tl.tensor, inside: tl.tensor, n: tl.tensor, COUNT: tl.constexpr
 ) -> tl.tensor:
-    """g + δ xᵀ over the images n, whose deltas d are here already."""
-    seen = tl.load(x + pixel[:, None] + n[None, :], mask=inside[:, None] & (n < COUNT)[None, :], other=0.0)
-    return _dot(d, tl.trans(seen), g, PRECISION)
+    """(images, columns): a tile of the block's field."""
+    at = x + pixel[:, None] + n[None, :]
+    return tl.trans(tl.load(at, mask=inside[:, None] & (n < COUNT)[None, :], other=0.0))
+
+
+@triton.jit
+def _finish(
+    g: tl.tensor,
+    w: tl.tensor,
+    m: tl.tensor,
+    tiles_w: tl.tensor,
+    tiles_m: tl.tensor,
+    scale: tl.tensor,
+    radial: tl.tensor,
+    rate: tl.tensor,
+    decay: tl.tensor,
+    row_seed: tl.tensor,
+    column_seed: tl.tensor,
+    block: tl.tensor,
+    first: tl.tensor,
+    start: tl.tensor,
+    ROWS: tl.constexpr,
+    FAN_IN: tl.constexpr,
+    SCALED: tl.constexpr,
+    UPDATE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    COPIED: tl.constexpr,
+) -> tl.tensor:
+    """What becomes of a tile g of the gradient: written out, or a step of momentum. Returns the rows' new squares."""
+    RT: tl.constexpr = g.shape[0]
+    BK: tl.constexpr = g.shape[1]
+    r = first + tl.arange(0, RT)
+    k = start + tl.arange(0, BK)
+    fits = r < ROWS
+    row = block * ROWS + first
+    at = block.to(tl.int64) * ROWS * FAN_IN + r[:, None] * FAN_IN + k[None, :]
+    mask = fits[:, None] & (k < FAN_IN)[None, :]
+    new = g
+    if UPDATE:
+        if COPIED >= 1:
+            old = tiles_w.load([row, start]).to(tl.float32)
+            speed = tiles_m.load([row, start]).to(tl.float32)
+        else:
+            old = tl.load(w + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            speed = tl.load(m + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if SCALED:
+            s = tl.load(scale + block * ROWS + r, mask=fits, other=0.0)
+            pull = s * s * tl.load(radial + block * ROWS + r, mask=fits, other=0.0)
+            g = g * s[:, None] - pull[:, None] * old
+        speed = decay * speed + g
+        new = old - rate * speed
+        if STOCHASTIC:
+            row_bits = _hash((block * ROWS + r).to(tl.uint32) ^ row_seed.to(tl.uint32))
+            column_bits = _hash(k.to(tl.uint32) ^ column_seed.to(tl.uint32))
+            bits = (row_bits[:, None] ^ column_bits[None, :]) * MIX
+            new = _round(new, bits >> 16)
+            speed = _round(speed, bits & 0xFFFF)
+        if COPIED >= 2:
+            tiles_m.store([row, start], speed.to(m.dtype.element_ty))
+        else:
+            tl.store(m + at, speed.to(m.dtype.element_ty), mask=mask)
+    if COPIED >= 2:
+        tiles_w.store([row, start], new.to(w.dtype.element_ty))
+    else:
+        tl.store(w + at, new.to(w.dtype.element_ty), mask=mask)
+    return tl.sum(new * new, axis=1)
 
 
 @triton.jit(do_not_specialize=["rate", "decay", "row_seed", "column_seed"])
@@ -317,8 +371,10 @@ def weight_gradient_kernel(
     x2: tl.tensor,
     w: tl.tensor,
     m: tl.tensor,
-    tiles_w: tl.tensor,
-    tiles_m: tl.tensor,
+    w_a: tl.tensor,
+    w_b: tl.tensor,
+    m_a: tl.tensor,
+    m_b: tl.tensor,
     scale: tl.tensor,
     radial: tl.tensor,
     squares: tl.tensor,
@@ -344,7 +400,8 @@ def weight_gradient_kernel(
     UPDATE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     COPIED: tl.constexpr,
-    RT: tl.constexpr,
+    RA: tl.constexpr,
+    RB: tl.constexpr,
     NA: tl.constexpr,
     NB: tl.constexpr,
     BK: tl.constexpr,
@@ -354,42 +411,46 @@ def weight_gradient_kernel(
 ) -> None:
     """δ xᵀ, written to `w` or turned into a step of momentum on `w` and `m`.
 
-    Grid: (row tiles · blocks · split). `squares` is (split, B, R): the sums of the new weights' squares.
+    Grid: (row groups · blocks · split). `squares` is (split, B, R): the sums of the new weights' squares.
+    The deltas stay in the program where NA + NB images are all there are; else they are read again and again.
     """
-    TILES: tl.constexpr = (ROWS + RT - 1) // RT
-    tile = tl.program_id(0) % TILES
-    block = tl.program_id(0) // TILES // SPLIT
-    part = tl.program_id(0) // TILES % SPLIT
+    GROUPS: tl.constexpr = (ROWS + RA + RB - 1) // (RA + RB)
+    first = tl.program_id(0) % GROUPS * (RA + RB)
+    block = tl.program_id(0) // GROUPS // SPLIT
+    part = tl.program_id(0) // GROUPS % SPLIT
     p = block // ACROSS
     q = block % ACROSS
-    w += block.to(tl.int64) * ROWS * FAN_IN
-    m += block.to(tl.int64) * ROWS * FAN_IN
     first_pixel = (p * STEP * WIDTH + q * STEP) * COUNT
     first_neuron = (p * BLOCK_H * OUT_W + q * BLOCK_W) * COUNT
     x += first_pixel
     x2 += first_pixel
     delta += first_neuron
     delta2 += first_neuron
-    r = tile * RT + tl.arange(0, RT)
-    fits = r < ROWS
-    if SCALED:
-        s = tl.load(scale + block * ROWS + r, mask=fits, other=0.0)
-        pull = s * s * tl.load(radial + block * ROWS + r, mask=fits, other=0.0)
-    if STOCHASTIC:
-        row_bits = _hash((block * ROWS + r).to(tl.uint32) ^ row_seed.to(tl.uint32))
-    norm = tl.zeros((RT,), tl.float32)
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    KEEP: tl.constexpr = COUNT <= NA + NB  # deltas of all images fit: they are read once per program
+    KEEP: tl.constexpr = COUNT <= NA + NB
+    ra = first + tl.arange(0, RA)
     na = tl.arange(0, NA)
+    norm_a = tl.zeros((RA,), tl.float32)
+    if RB > 0:
+        rb = first + RA + tl.arange(0, RB)
+        norm_b = tl.zeros((RB,), tl.float32)
+    if NB > 0:
+        nb = NA + tl.arange(0, NB)
     if KEEP:
-        d_a = _delta(delta, delta, r, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, False, DTYPE)
+        d_aa = _delta(delta, ra, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
         if NB > 0:
-            nb = NA + tl.arange(0, NB)
-            d_b = _delta(delta, delta, r, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, False, DTYPE)
+            d_ab = _delta(delta, ra, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
         if TWO:
-            e_a = _delta(delta2, delta2, r, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, False, DTYPE)
+            e_aa = _delta(delta2, ra, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
             if NB > 0:
-                e_b = _delta(delta2, delta2, r, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, False, DTYPE)
+                e_ab = _delta(delta2, ra, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+        if RB > 0:
+            d_ba = _delta(delta, rb, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+            if NB > 0:
+                d_bb = _delta(delta, rb, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+            if TWO:
+                e_ba = _delta(delta2, rb, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                if NB > 0:
+                    e_bb = _delta(delta2, rb, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
 
     EACH: tl.constexpr = (FAN_IN + SPLIT * BK - 1) // (SPLIT * BK) * BK
     last = tl.minimum((part + 1) * EACH, FAN_IN)
@@ -397,54 +458,56 @@ def weight_gradient_kernel(
         k = start + tl.arange(0, BK)
         inside = k < FAN_IN
         pixel = _pixels(k, HEIGHT, WIDTH, FIELD, COUNT)
-        at = r[:, None] * FAN_IN + k[None, :]
-        mask = fits[:, None] & inside[None, :]
-        if UPDATE:
-            if COPIED:
-                old = tiles_w.load([block * ROWS + tile * RT, start]).to(tl.float32)
-                speed = tiles_m.load([block * ROWS + tile * RT, start]).to(tl.float32)
-            else:
-                old = tl.load(w + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-                speed = tl.load(m + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        g = tl.zeros((RT, BK), tl.float32)
+        g_a = tl.zeros((RA, BK), tl.float32)
+        if RB > 0:
+            g_b = tl.zeros((RB, BK), tl.float32)
         if KEEP:
-            g = _times(g, d_a, x, na, pixel, inside, COUNT, PRECISION)
+            seen = _images(x, pixel, inside, na, COUNT)
+            g_a = _dot(d_aa, seen, g_a, PRECISION)
+            if RB > 0:
+                g_b = _dot(d_ba, seen, g_b, PRECISION)
             if NB > 0:
-                g = _times(g, d_b, x, nb, pixel, inside, COUNT, PRECISION)
+                seen = _images(x, pixel, inside, nb, COUNT)
+                g_a = _dot(d_ab, seen, g_a, PRECISION)
+                if RB > 0:
+                    g_b = _dot(d_bb, seen, g_b, PRECISION)
             if TWO:
-                g = _times(g, e_a, x2, na, pixel, inside, COUNT, PRECISION)
+                seen = _images(x2, pixel, inside, na, COUNT)
+                g_a = _dot(e_aa, seen, g_a, PRECISION)
+                if RB > 0:
+                    g_b = _dot(e_ba, seen, g_b, PRECISION)
                 if NB > 0:
-                    g = _times(g, e_b, x2, nb, pixel, inside, COUNT, PRECISION)
+                    seen = _images(x2, pixel, inside, nb, COUNT)
+                    g_a = _dot(e_ab, seen, g_a, PRECISION)
+                    if RB > 0:
+                        g_b = _dot(e_bb, seen, g_b, PRECISION)
         else:
-            for first in tl.static_range(0, COUNT, NA):
-                n = first + na
-                d = _delta(delta, delta, r, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, False, DTYPE)
-                g = _times(g, d, x, n, pixel, inside, COUNT, PRECISION)
+            for image in tl.static_range(0, COUNT, NA):
+                n = image + na
+                seen = _images(x, pixel, inside, n, COUNT)
+                d = _delta(delta, ra, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                g_a = _dot(d, seen, g_a, PRECISION)
+                if RB > 0:
+                    d = _delta(delta, rb, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                    g_b = _dot(d, seen, g_b, PRECISION)
                 if TWO:
-                    d = _delta(delta2, delta2, r, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, False, DTYPE)
-                    g = _times(g, d, x2, n, pixel, inside, COUNT, PRECISION)
-        if UPDATE:
-            if SCALED:
-                g = g * s[:, None] - pull[:, None] * old
-            speed = decay * speed + g
-            new = old - rate * speed
-            if STOCHASTIC:
-                column_bits = _hash(k.to(tl.uint32) ^ column_seed.to(tl.uint32))
-                bits = (row_bits[:, None] ^ column_bits[None, :]) * MIX
-                bits = bits ^ (bits >> 15)
-                new = _round(new, bits >> 16)
-                speed = _round(speed, bits & 0xFFFF)
-            norm += tl.sum(tl.where(mask, new * new, 0.0), axis=1)
-            if COPIED:
-                tiles_m.store([block * ROWS + tile * RT, start], speed.to(m.dtype.element_ty))
-            else:
-                tl.store(m + at, speed.to(m.dtype.element_ty), mask=mask)
-        else:
-            new = g
-        if COPIED:
-            tiles_w.store([block * ROWS + tile * RT, start], new.to(w.dtype.element_ty))
-        else:
-            tl.store(w + at, new.to(w.dtype.element_ty), mask=mask)
+                    seen = _images(x2, pixel, inside, n, COUNT)
+                    d = _delta(delta2, ra, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                    g_a = _dot(d, seen, g_a, PRECISION)
+                    if RB > 0:
+                        d = _delta(delta2, rb, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                        g_b = _dot(d, seen, g_b, PRECISION)
+        norm_a += _finish(
+            g_a, w, m, w_a, m_a, scale, radial, rate, decay, row_seed, column_seed, block, first, start,
+            ROWS, FAN_IN, SCALED, UPDATE, STOCHASTIC, COPIED,
+        )  # fmt: skip
+        if RB > 0:
+            norm_b += _finish(
+                g_b, w, m, w_b, m_b, scale, radial, rate, decay, row_seed, column_seed, block, first + RA, start,
+                ROWS, FAN_IN, SCALED, UPDATE, STOCHASTIC, COPIED,
+            )  # fmt: skip
     if UPDATE:
-        BLOCKS: tl.constexpr = OUT_H // BLOCK_H * ACROSS
-        tl.store(squares + (part * BLOCKS + block) * ROWS + r, norm, mask=fits)
+        to = squares + (part * (OUT_H // BLOCK_H * ACROSS) + block) * ROWS
+        tl.store(to + ra, norm_a, mask=ra < ROWS)
+        if RB > 0:
+            tl.store(to + rb, norm_b, mask=rb < ROWS)

@@ -6,11 +6,13 @@ The Triton kernels compute the same bits, so that they and the reference round a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
+Bits = TypeVar("Bits", int, Tensor)
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
@@ -30,17 +32,16 @@ def rounding_bits(seed: int, first_block: int, shape: Sequence[int], device: tor
     by_row = _hash(torch.arange(first, first + blocks * rows, device=device) ^ row_seed)
     by_column = _hash(torch.arange(columns, device=device) ^ column_seed)
     mixed = ((by_row.unsqueeze(1) ^ by_column) * 0x9E3779B1) & MASK
-    return (mixed ^ (mixed >> 15)).view(blocks, rows, columns)
+    return mixed.view(blocks, rows, columns)
 
 
 def seeds(seed: int) -> tuple[int, int]:
     """One seed for rows and one for columns, 31 bits each."""
-    both = _hash(torch.tensor([seed & MASK, (seed + 0x9E3779B9) & MASK])) >> 1
-    return int(both[0]), int(both[1])
+    return _hash(seed & MASK) >> 1, _hash((seed + 0x9E3779B9) & MASK) >> 1
 
 
-def _hash(value: Tensor) -> Tensor:
-    """A mixing function of 32 bits, in int64."""
+def _hash(value: Bits) -> Bits:
+    """A mixing function of 32 bits, of an int or of a tensor of int64."""
     value = ((value ^ (value >> 16)) * 0x7FEB352D) & MASK
     value = ((value ^ (value >> 15)) * 0x846CA68B) & MASK
     return value ^ (value >> 16)
