@@ -34,20 +34,14 @@ from syncline.errors import RunError
 from syncline.table.layout import DTYPES, Entry, Flat, Layout, Part
 from syncline.table.template import PieceState
 
-FORMAT = 1
-MANIFEST = "checkpoint.json"
+FORMAT, MANIFEST = 1, "checkpoint.json"
 CHUNK = 4 << 20  # bytes per write and read
 COMPLEX128 = "syncline.complex128"  # metadata: names of tensors stored as pairs of float64
-
-_CODES = {  # safetensors' names: F32, BF16, C64, I8, U8, BOOL; complex128 has none
-    dtype: re.sub("loat|omplex|(?<=u)int|nt", "", name).upper()
-    for name, dtype in DTYPES.items()
-    if dtype != torch.complex128
-}
+# safetensors' names: F32, BF16, C64, I8, U8, BOOL
+_CODES = {dtype: re.sub("loat|omplex|(?<=u)int|nt", "", name).upper() for name, dtype in DTYPES.items()}
 _NAME = re.compile(r"(?P<dot>\.)?(?P<number>\d{9,})(?(dot)\.(?P<kind>tmp|old|gone))")
 _SEALED = re.compile(rb'\{"crc32": "(?P<crc>[0-9a-f]{8})",\n"content": (?P<body>.*)\}\n', re.DOTALL)
 _PIECE = re.compile(r"p/(?P<p>\d+/\d+)|s/(?P<s>\d+/\d+)/(?P<key>[^/]*)")
-
 Pieces = tuple[Mapping[str, Tensor], Mapping[str, Mapping[str, Any]]]  # what `piece_tensors` returns
 _Found = tuple[int, Tensor, dict[str, Any]]  # a piece as read: first element, values, optimizer state
 
@@ -77,15 +71,14 @@ def write_tensors(
     end = 0
     for name, tensor in stored:
         start, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        code, shape = _CODES[tensor.dtype], list(tensor.shape)
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
     def blocks() -> Iterator[bytes | memoryview]:
         yield len(text).to_bytes(8, "little") + text
         for _, tensor in stored:
-            flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+            flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
             yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
     return _write(path, blocks(), 8 + len(text) + end)
@@ -93,7 +86,6 @@ def write_tensors(
 
 def _storable(path: Path, name: str, tensor: Tensor) -> Tensor:
     """As it goes to the file: complex128 as pairs of float64."""
-    tensor = tensor.detach()
     dense = tensor.layout == torch.strided and not tensor.is_meta
     if dense and tensor.dtype == torch.complex128:
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -104,35 +96,24 @@ def _storable(path: Path, name: str, tensor: Tensor) -> Tensor:
 
 
 def _write(path: Path, blocks: Iterable[bytes | memoryview], nbytes: int) -> Written:
-    free: int | str = "unknown"
+    """All blocks in a file and on the disk, or no file."""
+    crc, free = 0, "unknown"
     try:
-        free = shutil.disk_usage(path.parent).free
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            return Written(path.name, nbytes, _stream(descriptor, blocks))
-        except OSError:
-            with suppress(OSError):
-                os.unlink(path)
-            raise
+        free = str(shutil.disk_usage(path.parent).free)
+        with open(path, "wb", buffering=0) as file:
+            for block in blocks:
+                rest = memoryview(block)
+                while rest:
+                    written = os.write(file.fileno(), rest[:CHUNK])
+                    crc = zlib.crc32(rest[:written], crc)
+                    rest = rest[written:]
+            os.fsync(file.fileno())
     except OSError as error:
+        with suppress(OSError):
+            os.unlink(path)
         room = f"{nbytes} bytes needed, {free} free; make room or give the run another folder"
         raise CheckpointError(f"cannot write {path}: {error.strerror} ({room})") from error
-
-
-def _stream(descriptor: int, blocks: Iterable[bytes | memoryview]) -> int:
-    """Write all blocks, force them to the disk, close; the crc32 of the bytes."""
-    crc = 0
-    try:
-        for block in blocks:
-            rest = memoryview(block)
-            while rest:
-                written = os.write(descriptor, rest[:CHUNK])
-                crc = zlib.crc32(rest[:written], crc)
-                rest = rest[written:]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return crc
+    return Written(path.name, nbytes, crc)
 
 
 def _sync(folder: Path) -> None:
@@ -153,8 +134,7 @@ def _named(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = "use a folder that this user can read and write"
-        raise CheckpointError(f"{what}: {error.strerror} ({error.filename}); {advice}") from error
+        raise CheckpointError(f"{what}: {error.strerror} ({error.filename}); use a writable one") from error
 
 
 def _parse(path: Path) -> tuple[int, str]:
@@ -226,10 +206,9 @@ class Folder:
     def all(self) -> list[Path]:
         """Committed ones, oldest first."""
         with _named(f"cannot list the checkpoints in {self.root}"):
-            paths = list(self.root.iterdir()) if self.root.is_dir() else []
-            ours = [path for path in paths if _parse(path)[1] in ("committed", "old") and path.is_dir()]
-        by_number = {_parse(path)[0]: path for path in sorted(ours, key=_parse, reverse=True)}  # old yields
-        return [path for _, path in sorted(by_number.items())]
+            paths = sorted(self.root.iterdir(), key=_parse, reverse=True) if self.root.is_dir() else []
+            ours = [path for path in paths if _parse(path)[1] in ("old", "committed") and path.is_dir()]
+        return list({_parse(path)[0]: path for path in ours}.values())[::-1]  # N comes after .N.old and wins
 
     def _at(self, number: int, kind: str = "") -> Path:
         return self.root / (f".{number:09d}.{kind}" if kind else f"{number:09d}")
@@ -247,8 +226,7 @@ class Folder:
 
 def _seal(number: int, manifest: Mapping[str, Any], files: Sequence[Written]) -> bytes:
     """The text of checkpoint.json: JSON whose first line is the crc32 of the content that follows."""
-    listed = [asdict(file) for file in files]
-    content = {"format": FORMAT, "number": number, "files": listed, "manifest": dict(manifest)}
+    content = {"format": FORMAT, "number": number, "files": [*map(asdict, files)], "manifest": dict(manifest)}
     try:
         body = json.dumps(content, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
@@ -278,10 +256,8 @@ class Checkpoint:
 def find(where: str | Path) -> Checkpoint:
     """The newest checkpoint of a run folder or `checkpoints` folder, or the one at `where`; all verified."""
     path = Path(os.path.abspath(where))
-    with _named(f"cannot look for a checkpoint in {path}"):
-        candidates = _candidates(path)
     damage: CheckpointError | None = None
-    for candidate in candidates:
+    for candidate in _candidates(path):
         try:
             found = _verified(candidate)
         except CheckpointError as error:
@@ -293,11 +269,11 @@ def find(where: str | Path) -> Checkpoint:
         raise CheckpointError(f"{damage}; {advice}") from damage
     if damage is not None:
         raise CheckpointError(f"{damage}; no older one there is good: start without resume") from damage
-    missing = "" if path.exists() else " (no such folder)"
-    places = f"{path}/checkpoints/000000000 (any number), {path}/000000000 and {path}/{MANIFEST}"
-    raise CheckpointError(f"no checkpoint at {path}{missing}: looked for {places}; give a run's folder")
+    looked = f"looked for checkpoints/000000000, 000000000 (any number) and {MANIFEST} in it"
+    raise CheckpointError(f"no checkpoint at {path}{'' if path.exists() else ' (no such folder)'}: {looked}")
 
 
+@_named("cannot look for a checkpoint")
 def _candidates(path: Path) -> list[Path]:
     """The checkpoint that `path` means, then those older than it, newest first."""
     number, kind = _parse(path)
@@ -317,29 +293,23 @@ def _verified(path: Path) -> Checkpoint:
     """The checkpoint, if nothing of it is damaged."""
     name = MANIFEST
     try:
-        sealed = _SEALED.fullmatch((path / MANIFEST).read_bytes())
+        sealed = _SEALED.fullmatch((path / name).read_bytes())
         if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
             raise CheckpointError(f"checkpoint {path} is damaged: {name} is truncated or has changed")
         content = json.loads(sealed["body"])
         if content["format"] != FORMAT:
             raise CheckpointError(f"checkpoint {path} has format {content['format']}, this reads {FORMAT}")
         for file in content["files"]:
-            name = file["name"]
-            if damage := _damage(path / name, Written(**file)):
-                raise CheckpointError(f"checkpoint {path} is damaged: {name} {damage}")
+            name, expected, found = file["name"], (file["nbytes"], file["crc"]), (0, 0)
+            with open(path / name, "rb", buffering=0) as stream:
+                while chunk := stream.read(CHUNK):
+                    found = found[0] + len(chunk), zlib.crc32(chunk, found[1])
+            if found != expected:
+                changed = f"has (bytes, crc32) {found} instead of {expected}"
+                raise CheckpointError(f"checkpoint {path} is damaged: {name} {changed}")
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {name}: {error.strerror}") from error
     return Checkpoint(path, content["number"], content["manifest"])
-
-
-def _damage(path: Path, file: Written) -> str | None:
-    if (size := path.stat().st_size) != file.nbytes:
-        return f"has {size} bytes instead of {file.nbytes}"
-    crc = 0
-    with open(path, "rb", buffering=0) as stream:
-        while chunk := stream.read(CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return None if crc == file.crc else f"has changed (crc32 {crc:08x} instead of {file.crc:08x})"
 
 
 def piece_tensors(
@@ -357,9 +327,8 @@ def piece_tensors(
             elif isinstance(key, str) and _is_plain(value):
                 values[place][key] = value
             else:
-                what = f"state {key!r} of parameter {piece.entry} is a {type(value).__name__}"
-                takes = "tensors, numbers, strings, None and lists of these, named by strings"
-                raise CheckpointError(f"the optimizer's {what}: a checkpoint holds {takes}")
+                what = f"optimizer state {key!r} of parameter {piece.entry} is a {type(value).__name__}"
+                raise CheckpointError(f"{what}: only tensors, numbers, strings, None and lists can be kept")
     return tensors, dict(values)
 
 
@@ -377,13 +346,8 @@ def whole(layout: Layout, parts: Sequence[Pieces]) -> tuple[list[Tensor], dict[i
     entries = layout.parameters.entries
     if (most := max(found, default=-1)) >= len(entries):
         raise CheckpointError(f"the checkpoint has a parameter {most}, the model only {len(entries)}")
-    values, states = [], {}
-    for index, entry in enumerate(entries):
-        value, state = _joined(entry, sorted(found[index], key=lambda piece: piece[0]))
-        values.append(value)
-        if state:
-            states[index] = state
-    return values, states
+    joined = [_joined(entry, sorted(found[i], key=lambda piece: piece[0])) for i, entry in enumerate(entries)]
+    return [value for value, _ in joined], {i: state for i, (_, state) in enumerate(joined) if state}
 
 
 def _collect(part: Pieces, found: dict[int, list[_Found]]) -> None:
@@ -407,12 +371,10 @@ def _joined(entry: Entry, pieces: Sequence[_Found]) -> tuple[Tensor, dict[str, A
     fit = [start for start, _ in spans] + [entry.numel] == [0] + [stop for _, stop in spans]
     kinds = {(value.dtype, *sorted(state)) for _, value, state in pieces}
     if not fit or len(kinds) != 1 or pieces[0][1].dtype != DTYPES[entry.dtype]:
-        found = f"found elements {spans} of {entry.numel}, with {sorted(map(str, kinds))}"
-        raise CheckpointError(f"pieces of {entry} are missing, overlap or differ: {found}")
+        raise CheckpointError(f"pieces of {entry} are missing, overlap or differ: {spans} with {kinds}")
 
     def join(values: Sequence[Tensor]) -> Tensor:
-        flat = [value.reshape(-1) for value in values]
-        return (flat[0] if len(flat) == 1 else torch.cat(flat)).view(entry.shape)
+        return torch.cat([value.reshape(-1) for value in values]).view(entry.shape)
 
     joined = dict(pieces[0][2])
     for key in joined if len(pieces) > 1 else ():

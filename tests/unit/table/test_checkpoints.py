@@ -72,6 +72,8 @@ def test_every_dtype_in_odd_shapes(dtype: torch.dtype, tmp_path: Path) -> None:
         "expanded": drawn((1, 3), dtype).expand(5, 3),
         "conjugated": square.conj(),
     }
+    if dtype.is_floating_point:
+        tensors["parameter"] = nn.Parameter(square.clone())
     written = write_tensors(tmp_path / "a.safetensors", tensors)
     assert written.nbytes == (tmp_path / "a.safetensors").stat().st_size
     got = read(tmp_path / "a.safetensors", written)
@@ -84,7 +86,7 @@ def test_every_dtype_in_odd_shapes(dtype: torch.dtype, tmp_path: Path) -> None:
         assert_same(loaded[name], torch.view_as_real(tensor.resolve_conj()) if wide else tensor)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.dictionaries(
         st.text(max_size=8).filter(lambda name: name != "__metadata__"),
@@ -201,7 +203,7 @@ def test_below_a_regular_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "checkpoints"):
         folder = Folder(root)
-        with pytest.raises(CheckpointError, match=f"cannot use {root} for checkpoints: .*use a folder"):
+        with pytest.raises(CheckpointError, match=f"cannot use {root} for checkpoints: .*use a writable one"):
             folder.prepare()
         with pytest.raises(CheckpointError, match="cannot begin checkpoint 3"):
             folder.begin(3)
@@ -316,7 +318,7 @@ def test_incomplete_files_are_not_committed(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no such folder.*looked for .*nowhere/checkpoints/"):
+    with pytest.raises(CheckpointError, match=r"nowhere \(no such folder\): looked for checkpoints/"):
         find(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=f"no checkpoint at {tmp_path}: looked for"):
         find(tmp_path)
@@ -418,6 +420,8 @@ def faults(
     with monkeypatch.context() as patched:
         for name in operations:
             patched.setattr(os, name, faulty(name, getattr(os, name)))
+        if "open" in operations:
+            patched.setattr("syncline.table.checkpoints.open", faulty("open", open), raising=False)
         yield hit
 
 
@@ -643,7 +647,7 @@ def pieces_of(
     return parts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 30), max_size=3).map(tuple), min_size=1, max_size=6),
     st.integers(1, 5),
