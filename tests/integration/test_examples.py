@@ -1,0 +1,80 @@
+"""The examples, as a user runs them: each in a process of its own, with small sizes."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+
+
+def run(script: str, *arguments: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(FOLDER / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def number(pattern: str, text: str) -> float:
+    found = re.search(pattern + r" (-?[\d.]+)", text)
+    assert found is not None, text
+    return float(found[1])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_is_short_and_run_here(script: Path) -> None:
+    assert len(script.read_text(encoding="utf-8").splitlines()) < 100
+    assert f'"{script.name}"' in Path(__file__).read_text(encoding="utf-8")
+
+
+def test_own_loop() -> None:
+    output = run("own_loop.py", "--epochs", "6", "--learners", "2", "--sync", "hardsync")
+    assert number("mean staleness", output) == 0
+    assert number("test accuracy by learner:", output) > 0.85
+
+
+def test_the_plain_script_and_its_twin() -> None:
+    for script in ("plain_pytorch.py", "with_syncline.py"):
+        assert number("test accuracy", run(script, "4")) > 0.8
+
+
+def test_the_twin_differs_in_a_few_lines() -> None:
+    plain, twin = (
+        (FOLDER / name).read_text(encoding="utf-8").split("\n", 1)[1].splitlines()
+        for name in ("plain_pytorch.py", "with_syncline.py")
+    )
+    delta = [line for line in difflib.ndiff(plain, twin) if line.startswith("+ ")]
+    assert len(delta) <= 6, delta
+
+
+def test_dict_batches() -> None:
+    output = run("dict_batches.py", "--sentences", "1500", "--epochs", "2")
+    assert number("epoch 1: loss .*, test accuracy", output) > 0.8
+
+
+def test_gan() -> None:
+    output = run("gan.py", "--epochs", "5")
+    assert "2 tables" in output
+    assert number("distance", output) < 1.0
+
+
+def test_compare_presets(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "presets.png"
+    output = run("compare_presets.py", "--epochs", "2", "--engine", "sim", "--out", str(picture))
+    assert [line.split()[0] for line in output.splitlines()] == [
+        "hardsync",
+        "delayed:1",
+        "softsync:1",
+        "async",
+        "see",
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
