@@ -78,3 +78,25 @@ def test_compare_presets(tmp_path: Path) -> None:
         "see",
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_job_with_a_module_beside_it(tmp_path: Path) -> None:
+    """Learners' processes find what the job names."""
+    (tmp_path / "beside.py").write_text(
+        "from torch import nn\n\nclass Net(nn.Sequential):\n"
+        "    def __init__(self):\n        super().__init__(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    job = (FOLDER / "jobs" / "digits.toml").read_text().replace('"mlp"', '"beside:Net"')
+    (tmp_path / "job.toml").write_text(re.sub("sizes = .*\n", "", job))
+    command = (
+        "import sys, syncline as sl; from syncline.jobs import Job; "
+        "print('updates', sl.train(**Job.load(sys.argv[1], ['epochs=', 'steps=5', 'learners=2']).build()).updates)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", command, str(tmp_path / "job.toml")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "updates 5\n"

@@ -44,7 +44,7 @@ OWN = '''\
 """A user's module."""
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 made = nn.Linear(64, 10)
 points = TensorDataset(torch.ones(9, 64), torch.zeros(9, dtype=torch.long))
@@ -63,6 +63,10 @@ def data(count=5, *, kind="x"):
 
 def single():
     return TensorDataset(torch.ones(9, 64))
+
+class Endless(Dataset):
+    def __getitem__(self, index):
+        return torch.ones(64), 0
 
 def objective(model, batch, *, weight=1.0):
     return weight * model(batch[0]).square().mean()
@@ -233,6 +237,8 @@ def test_own_callables(own: Path) -> None:
 def test_objects_instead_of_callables(own: Path) -> None:
     made = Job.load(own, ["model={name='own_parts:made'}", "data=own_parts:points"]).build()
     assert made["model"].out_features == 10 and len(made["data"]) == 9
+    with pytest.raises(JobError, match=r"model: 'own_parts:made' is made already and takes no arguments"):
+        Job.load(own, ["model={name='own_parts:made', width=3}"])
 
 
 def test_the_built_in_job_learns() -> None:
@@ -358,6 +364,8 @@ def test_what_is_missing() -> None:
         (["loss={name='cross_entropy', reduction='none'}"], r"loss: expected a scalar tensor, got a tensor of shape \(2,\); reduce it"),
         (["batch_size=2000"], r"--set batch_size=2000: batch_size: batch_size 2000 is larger than the data set of 1442 examples"),
         (["data={name='own_parts:single'}"], r"loss: takes batches of \(input, target\), data gives a list; use an objective"),
+        (["data=own_parts:Endless"], r"data: own_parts:Endless\(\) has no length: TypeError"),
+        (["evaluate=own_parts:Endless"], r"evaluate: own_parts:Endless\(\) has no length: TypeError"),
         (["engine={name='sim', compute=-1.0}"], r"engine: sim\(compute=-1.0\) failed: Sim: compute must not be negative"),
         (["model={name='own_parts:broken'}"], r"own_parts:broken\(\) failed: RuntimeError: two lines"),
         (["model={name='own_parts:data'}"], r"own_parts:data\(\) gave TensorDataset, expected a torch Module"),

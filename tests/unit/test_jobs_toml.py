@@ -140,6 +140,11 @@ def test_lines() -> None:
     }
 
 
+def test_a_very_long_value_ends_the_search() -> None:
+    text = "a = 1\nb = [\n" + "1,\n" * 30_000 + "]\nc = 2\n"
+    assert lines_of(text) == {("a",): 1}
+
+
 @given(TABLES)
 @settings(max_examples=100, deadline=None)
 def test_every_key_that_is_written_has_a_line(table: dict[str, Any]) -> None:

@@ -112,9 +112,10 @@ def _try(job: Job, made: dict[str, Any]) -> None:
     """Refuse what does not fit together: batches and data, optimizer and model, schedule, loss."""
     model, data = made["model"], made["data"]
     if not isinstance(data, IterableDataset):
-        _attempt("batch_size", "", check_batches, len(data), job.batch_size)
+        size = _attempt("data", f"{job.data} has no length: ", len, data)
+        _attempt("batch_size", "", check_batches, size, job.batch_size)
     _attempt("model", "", refuse_sparse, model)
-    twin = copy.deepcopy(model)
+    twin = _attempt("model", f"{job.model} cannot be copied: ", copy.deepcopy, model)
     optimizer = _attempt("optimizer", f"{job.optimizer} failed: ", make_optimizer, twin, made["optimizer"])
     schedule = made["schedule"]
     scheduler = schedule and _attempt("schedule", f"{job.schedule} failed: ", schedule, optimizer)
@@ -137,7 +138,7 @@ def _attempt(key: str, before: str, function: Callable[..., Any], *arguments: An
 
 def _one_batch(job: Job, key: str, model: nn.Module, made: dict[str, Any]) -> None:
     data = made[key]
-    count = min(TRIED, len(data), job.batch_size)
+    count = min(TRIED, _attempt(key, f"{getattr(job, key)} has no length: ", len, data), job.batch_size)
     if count == 0:
         raise _Failed(key, "the data set is empty")
     read = reader(data, made["collate"])

@@ -306,9 +306,12 @@ def _name(key: str, named: Named, folder: str | None) -> Iterator[Problem]:
     except UsageError as error:
         yield (key, "name"), one_line(error)
         return
+    if isinstance(found, build.READY.get(key, ())):
+        if named.arguments:
+            yield (key,), f"{named.name!r} is made already and takes no arguments"
+        return
     if not callable(found):
-        if named.arguments or not isinstance(found, build.READY.get(key, ())):
-            yield (key, "name"), f"{named.name!r} is a {type(found).__name__}, not a callable"
+        yield (key, "name"), f"{named.name!r} is a {type(found).__name__}, not a callable"
         return
     given = 1 if key == "evaluate" and takes_model(found) else role.given
     for argument, words in wrong_arguments(found, given, named.arguments):

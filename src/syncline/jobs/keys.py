@@ -47,7 +47,7 @@ class Named:
         object.__setattr__(self, "arguments", copy.deepcopy(self.arguments))
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
+        return f"{self.name}({', '.join(f'{key}={shown(value)}' for key, value in self.arguments.items())})"
 
     def table(self) -> dict[str, Any]:
         return {"name": self.name, **copy.deepcopy(self.arguments)}

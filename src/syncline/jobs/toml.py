@@ -13,6 +13,7 @@ from syncline.errors import UsageError
 
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
+LONGEST = 100  # lines of one value; beyond, lines are not looked for any more
 Path = tuple[str, ...]
 
 
@@ -108,11 +109,13 @@ def lines_of(text: str) -> dict[Path, int]:
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
     """Headers and assignments with their first line: as few lines as `tomllib` accepts."""
-    start, held = 0, ""
+    start, held = 1, ""
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
         if not held:
             start = number
         held = f"{held}\n{line}" if held else line
+        if number - start > LONGEST:
+            return
         try:
             empty = not tomllib.loads(held)
         except tomllib.TOMLDecodeError:
