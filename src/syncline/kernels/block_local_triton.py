@@ -48,6 +48,26 @@ def _dot(a: tl.tensor, b: tl.tensor, total: tl.tensor, PRECISION: tl.constexpr) 
 
 
 @triton.jit
+def _load(
+    at: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    ALL_ROWS: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
+    POLICY: tl.constexpr,
+) -> tl.tensor:
+    """A tile of which `rows` and `columns` exist, the rest zero; without a mask where all of them do."""
+    if ALL_ROWS and ALL_COLUMNS:
+        return tl.load(at, eviction_policy=POLICY)
+    elif ALL_ROWS:
+        return tl.load(at, mask=columns[None, :], other=0.0, eviction_policy=POLICY)
+    elif ALL_COLUMNS:
+        return tl.load(at, mask=rows[:, None], other=0.0, eviction_policy=POLICY)
+    else:
+        return tl.load(at, mask=rows[:, None] & columns[None, :], other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
 def _add_or_store(at: tl.tensor, value: tl.tensor, mask: tl.tensor, ADD: tl.constexpr) -> None:
     if ADD:
         tl.atomic_add(at, value, mask=mask, sem="relaxed")
@@ -66,6 +86,8 @@ def _weights(
     start: tl.tensor,
     ROWS: tl.constexpr,
     FAN_IN: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
     COPIED: tl.constexpr,
 ) -> tl.tensor:
     """(rows, columns): a tile of the block's weights, by the copy engine (`tiles` is a descriptor) or by pointers.
@@ -76,8 +98,7 @@ def _weights(
         return tiles.load([block * ROWS + first, start])
     else:
         at = w + block.to(tl.int64) * ROWS * FAN_IN + r[:, None] * FAN_IN + k[None, :]
-        mask = (r < ROWS)[:, None] & (k < FAN_IN)[None, :]
-        return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+        return _load(at, r < ROWS, k < FAN_IN, ALL_ROWS, ALL_COLUMNS, "evict_first")
 
 
 @triton.jit
@@ -120,6 +141,9 @@ def forward_kernel(
     q = block % ACROSS
     x += (p * STEP * WIDTH + q * STEP) * COUNT
 
+    ALL_ROWS: tl.constexpr = ROWS % (RA + RB) == 0
+    ALL_COLUMNS: tl.constexpr = FAN_IN % BK == 0
+    ALL_IMAGES: tl.constexpr = COUNT % (NA + NB) == 0
     ra = first_row + tl.arange(0, RA)
     na = first_image + tl.arange(0, NA)
     sum_aa = tl.zeros((RA, NA), tl.float32)
@@ -138,18 +162,16 @@ def forward_kernel(
         k = start + tl.arange(0, BK)
         inside = k < FAN_IN
         pixel = _pixels(k, HEIGHT, WIDTH, FIELD, COUNT)
-        wa = _weights(w, tiles_a, block, ra, first_row, k, start, ROWS, FAN_IN, COPIED)
-        xa = tl.load(
-            x + pixel[:, None] + na[None, :], mask=inside[:, None] & (na < COUNT)[None, :], other=0.0
-        )
+        wa = _weights(w, tiles_a, block, ra, first_row, k, start, ROWS, FAN_IN, ALL_ROWS, ALL_COLUMNS, COPIED)
+        xa = _load(x + pixel[:, None] + na[None, :], inside, na < COUNT, ALL_COLUMNS, ALL_IMAGES, "")
         sum_aa = _dot(wa, xa, sum_aa, PRECISION)
         if NB > 0:
-            xb = tl.load(
-                x + pixel[:, None] + nb[None, :], mask=inside[:, None] & (nb < COUNT)[None, :], other=0.0
-            )
+            xb = _load(x + pixel[:, None] + nb[None, :], inside, nb < COUNT, ALL_COLUMNS, ALL_IMAGES, "")
             sum_ab = _dot(wa, xb, sum_ab, PRECISION)
         if RB > 0:
-            wb = _weights(w, tiles_b, block, rb, first_row + RA, k, start, ROWS, FAN_IN, COPIED)
+            wb = _weights(
+                w, tiles_b, block, rb, first_row + RA, k, start, ROWS, FAN_IN, ALL_ROWS, ALL_COLUMNS, COPIED
+            )
             sum_ba = _dot(wb, xa, sum_ba, PRECISION)
             if NB > 0:
                 sum_bb = _dot(wb, xb, sum_bb, PRECISION)
@@ -190,10 +212,12 @@ def _delta(
     OUT_W: tl.constexpr,
     COUNT: tl.constexpr,
     ROWS: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
+    ALL_IMAGES: tl.constexpr,
 ) -> tl.tensor:
     """(rows, images): a tile of the block's deltas."""
     at = delta + _neurons(r, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT)[:, None] + n[None, :]
-    return tl.load(at, mask=(r < ROWS)[:, None] & (n < COUNT)[None, :], other=0.0)
+    return _load(at, r < ROWS, n < COUNT, ALL_ROWS, ALL_IMAGES, "")
 
 
 @triton.jit
@@ -233,6 +257,9 @@ def input_gradient_kernel(
     SPAN: tl.constexpr = FAN_IN // (FIELD * FIELD) * BAND  # pixels of a field in one band, all channels
     CHUNKS: tl.constexpr = (SPAN + BK - 1) // BK
     TILES: tl.constexpr = (ROWS + RT - 1) // RT
+    ALL_ROWS: tl.constexpr = ROWS % RT == 0
+    ALL_IMAGES: tl.constexpr = COUNT % (NA + NB) == 0
+    ALL_PIXELS: tl.constexpr = SPAN % BK == 0 and FIELD % STEP == 0
     chunk = tl.program_id(0) % CHUNKS
     band = tl.program_id(0) // CHUNKS % (DOWN + REACH - 1)
     q = tl.program_id(0) // CHUNKS // (DOWN + REACH - 1)
@@ -257,13 +284,12 @@ def input_gradient_kernel(
         k = c * FIELD * FIELD + above + v
         inside = (u < SPAN) & (above + v < FIELD * FIELD)
         at = w + block.to(tl.int64) * ROWS * FAN_IN + r[:, None] * FAN_IN + k[None, :]
-        mask = (r < ROWS)[:, None] & inside[None, :]
-        wt = tl.trans(tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first"))  # (columns, rows)
+        wt = tl.trans(_load(at, r < ROWS, inside, ALL_ROWS, ALL_PIXELS, "evict_first"))  # (columns, rows)
         here = delta + (p * BLOCK_H * OUT_W + q * BLOCK_W) * COUNT
-        d_a = _delta(here, r, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+        d_a = _delta(here, r, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
         g_a = _dot(wt, d_a, g_a, PRECISION)
         if NB > 0:
-            d_b = _delta(here, r, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+            d_b = _delta(here, r, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
             g_b = _dot(wt, d_b, g_b, PRECISION)
 
     y = band * STEP + v // FIELD
@@ -293,11 +319,17 @@ def _round(value: tl.tensor, bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _images(
-    x: tl.tensor, pixel: tl.tensor, inside: tl.tensor, n: tl.tensor, COUNT: tl.constexpr
+    x: tl.tensor,
+    pixel: tl.tensor,
+    inside: tl.tensor,
+    n: tl.tensor,
+    COUNT: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
+    ALL_IMAGES: tl.constexpr,
 ) -> tl.tensor:
     """(images, columns): a tile of the block's field."""
     at = x + pixel[:, None] + n[None, :]
-    return tl.trans(tl.load(at, mask=inside[:, None] & (n < COUNT)[None, :], other=0.0))
+    return tl.trans(_load(at, inside, n < COUNT, ALL_COLUMNS, ALL_IMAGES, ""))
 
 
 @triton.jit
@@ -318,6 +350,8 @@ def _finish(
     start: tl.tensor,
     ROWS: tl.constexpr,
     FAN_IN: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
     SCALED: tl.constexpr,
     UPDATE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -338,8 +372,8 @@ def _finish(
             old = tiles_w.load([row, start]).to(tl.float32)
             speed = tiles_m.load([row, start]).to(tl.float32)
         else:
-            old = tl.load(w + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            speed = tl.load(m + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            old = _load(w + at, fits, k < FAN_IN, ALL_ROWS, ALL_COLUMNS, "evict_first").to(tl.float32)
+            speed = _load(m + at, fits, k < FAN_IN, ALL_ROWS, ALL_COLUMNS, "evict_first").to(tl.float32)
         if SCALED:
             s = tl.load(scale + block * ROWS + r, mask=fits, other=0.0)
             pull = s * s * tl.load(radial + block * ROWS + r, mask=fits, other=0.0)
@@ -427,6 +461,9 @@ def weight_gradient_kernel(
     delta += first_neuron
     delta2 += first_neuron
     KEEP: tl.constexpr = COUNT <= NA + NB
+    ALL_ROWS: tl.constexpr = ROWS % (RA + RB) == 0
+    ALL_IMAGES: tl.constexpr = COUNT == NA + NB or (COUNT > NA + NB and COUNT % NA == 0)
+    ALL_COLUMNS: tl.constexpr = FAN_IN % BK == 0
     ra = first + tl.arange(0, RA)
     na = tl.arange(0, NA)
     norm_a = tl.zeros((RA,), tl.float32)
@@ -436,21 +473,23 @@ def weight_gradient_kernel(
     if NB > 0:
         nb = NA + tl.arange(0, NB)
     if KEEP:
-        d_aa = _delta(delta, ra, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+        d_aa = _delta(delta, ra, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
         if NB > 0:
-            d_ab = _delta(delta, ra, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+            d_ab = _delta(delta, ra, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
         if TWO:
-            e_aa = _delta(delta2, ra, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+            e_aa = _delta(delta2, ra, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
             if NB > 0:
-                e_ab = _delta(delta2, ra, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                e_ab = _delta(delta2, ra, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
         if RB > 0:
-            d_ba = _delta(delta, rb, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+            d_ba = _delta(delta, rb, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
             if NB > 0:
-                d_bb = _delta(delta, rb, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                d_bb = _delta(delta, rb, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
             if TWO:
-                e_ba = _delta(delta2, rb, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                e_ba = _delta(delta2, rb, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
                 if NB > 0:
-                    e_bb = _delta(delta2, rb, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                    e_bb = _delta(
+                        delta2, rb, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES
+                    )
 
     EACH: tl.constexpr = (FAN_IN + SPLIT * BK - 1) // (SPLIT * BK) * BK
     last = tl.minimum((part + 1) * EACH, FAN_IN)
@@ -462,49 +501,51 @@ def weight_gradient_kernel(
         if RB > 0:
             g_b = tl.zeros((RB, BK), tl.float32)
         if KEEP:
-            seen = _images(x, pixel, inside, na, COUNT)
+            seen = _images(x, pixel, inside, na, COUNT, ALL_COLUMNS, ALL_IMAGES)
             g_a = _dot(d_aa, seen, g_a, PRECISION)
             if RB > 0:
                 g_b = _dot(d_ba, seen, g_b, PRECISION)
             if NB > 0:
-                seen = _images(x, pixel, inside, nb, COUNT)
+                seen = _images(x, pixel, inside, nb, COUNT, ALL_COLUMNS, ALL_IMAGES)
                 g_a = _dot(d_ab, seen, g_a, PRECISION)
                 if RB > 0:
                     g_b = _dot(d_bb, seen, g_b, PRECISION)
             if TWO:
-                seen = _images(x2, pixel, inside, na, COUNT)
+                seen = _images(x2, pixel, inside, na, COUNT, ALL_COLUMNS, ALL_IMAGES)
                 g_a = _dot(e_aa, seen, g_a, PRECISION)
                 if RB > 0:
                     g_b = _dot(e_ba, seen, g_b, PRECISION)
                 if NB > 0:
-                    seen = _images(x2, pixel, inside, nb, COUNT)
+                    seen = _images(x2, pixel, inside, nb, COUNT, ALL_COLUMNS, ALL_IMAGES)
                     g_a = _dot(e_ab, seen, g_a, PRECISION)
                     if RB > 0:
                         g_b = _dot(e_bb, seen, g_b, PRECISION)
         else:
             for image in tl.static_range(0, COUNT, NA):
                 n = image + na
-                seen = _images(x, pixel, inside, n, COUNT)
-                d = _delta(delta, ra, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                seen = _images(x, pixel, inside, n, COUNT, ALL_COLUMNS, ALL_IMAGES)
+                d = _delta(delta, ra, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
                 g_a = _dot(d, seen, g_a, PRECISION)
                 if RB > 0:
-                    d = _delta(delta, rb, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                    d = _delta(delta, rb, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
                     g_b = _dot(d, seen, g_b, PRECISION)
                 if TWO:
-                    seen = _images(x2, pixel, inside, n, COUNT)
-                    d = _delta(delta2, ra, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                    seen = _images(x2, pixel, inside, n, COUNT, ALL_COLUMNS, ALL_IMAGES)
+                    d = _delta(delta2, ra, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
                     g_a = _dot(d, seen, g_a, PRECISION)
                     if RB > 0:
-                        d = _delta(delta2, rb, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS)
+                        d = _delta(
+                            delta2, rb, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES
+                        )
                         g_b = _dot(d, seen, g_b, PRECISION)
         norm_a += _finish(
             g_a, w, m, w_a, m_a, scale, radial, rate, decay, row_seed, column_seed, block, first, start,
-            ROWS, FAN_IN, SCALED, UPDATE, STOCHASTIC, COPIED,
+            ROWS, FAN_IN, ALL_ROWS, ALL_COLUMNS, SCALED, UPDATE, STOCHASTIC, COPIED,
         )  # fmt: skip
         if RB > 0:
             norm_b += _finish(
                 g_b, w, m, w_b, m_b, scale, radial, rate, decay, row_seed, column_seed, block, first + RA, start,
-                ROWS, FAN_IN, SCALED, UPDATE, STOCHASTIC, COPIED,
+                ROWS, FAN_IN, ALL_ROWS, ALL_COLUMNS, SCALED, UPDATE, STOCHASTIC, COPIED,
             )  # fmt: skip
     if UPDATE:
         to = squares + (part * (OUT_H // BLOCK_H * ACROSS) + block) * ROWS
