@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch.utils.data import TensorDataset
 
 from syncline.data.images import (
@@ -52,7 +53,8 @@ def _arrays(place: Path, split: str) -> Arrays:
     packed = place if place.is_file() else find(place, (), (ARCHIVE,))
     if packed is not None:
         arrays = read_npz(packed, split, (32, 32, 3))
-        return {**arrays, "images": np.ascontiguousarray(arrays["images"].transpose(0, 3, 1, 2))}
+        first = torch.from_numpy(arrays["images"]).permute(0, 3, 1, 2).contiguous()  # faster than numpy's
+        return {**arrays, "images": first.numpy()}
     files = {name: find(place, BELOW, (name,)) for name in FILES[split]}
     missing = [name for name, file in files.items() if file is None]
     if missing:

@@ -124,7 +124,7 @@ def make(
     if pixels == "unit":
         made = Images(images, labels)
     else:
-        made = Images(images, labels, scale=1.0, mean=_mean(_channels(train["images"])))
+        made = Images(images, labels, scale=1.0, mean=_mean(train["images"]))
     return made.floats() if floats else made
 
 
@@ -134,9 +134,8 @@ def _channels(images: np.ndarray) -> Tensor:
     return pixels.unsqueeze(1) if pixels.dim() == 3 else pixels
 
 
-def _mean(pixels: Tensor) -> Tensor:
-    """Per pixel, over all images; in float64 and by chunks, so that a large set is not copied."""
-    total = torch.zeros(pixels.shape[1:], dtype=torch.float64)
-    for chunk in pixels.split(4096):
-        total += chunk.sum(0, dtype=torch.int64)
-    return (total / max(1, len(pixels))).float()
+def _mean(images: np.ndarray) -> Tensor:
+    """Per pixel, over all images, as (C, H, W); sums of bytes are exact."""
+    total = images.sum(0, dtype=np.int64)
+    mean = torch.from_numpy(total / max(1, len(images))).float()
+    return mean.unsqueeze(0) if mean.dim() == 2 else mean
