@@ -6,7 +6,7 @@ those kernels. Legend and numbering are in `geometry`; images and maps have the 
 (depth, nH·bh, nW·bw, N), so that every pixel of a field is a contiguous line of N numbers.
 
 Products of float32 on a GPU use tf32 (ten bits of mantissa, float32 sums); of bfloat16, float32 sums.
-Not responsible for modules, objectives or what the rates should be.
+Not responsible for autograd (`block_local_ops`), modules, objectives or what the rates should be.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -237,93 +236,3 @@ def reference_update_(
         weight[here], momentum[here] = new.to(weight.dtype), speed.to(weight.dtype)
         squares[here] = weight[here].to(sums).square().sum(2).float()
     return squares
-
-
-# The differentiable operation, (N, C, H, W) in and (N, depth, nH·bh, nW·bw) out. Opaque to torch.compile.
-
-
-@torch.library.custom_op("syncline::block_local", mutates_args=())
-def _block_local(images: Tensor, weight: Tensor, field: int, step: int, block: Sequence[int]) -> Tensor:
-    geometry = _geometry(images, field, step, block)
-    return forward(_batch_last(images), weight, geometry).permute(3, 0, 1, 2)
-
-
-@_block_local.register_fake
-def _(images: Tensor, weight: Tensor, field: int, step: int, block: Sequence[int]) -> Tensor:
-    geometry = _geometry(images, field, step, block)
-    return images.new_empty(geometry.maps_shape(images.shape[0])).permute(3, 0, 1, 2)
-
-
-@torch.library.custom_op("syncline::block_local_backward", mutates_args=())
-def _block_local_backward(
-    delta: Tensor,
-    images: Tensor,
-    weight: Tensor,
-    field: int,
-    step: int,
-    block: Sequence[int],
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    geometry = _geometry(images, field, step, block)
-    maps, pixels, gradients = _batch_last(delta), _batch_last(images), []
-    if needs[0]:
-        gradients.append(input_gradient(maps, weight, geometry).to(images.dtype).permute(3, 0, 1, 2))
-    if needs[1]:
-        gradients.append(weight_gradient(maps, pixels.to(weight.dtype), geometry))
-    return gradients
-
-
-@_block_local_backward.register_fake
-def _(
-    delta: Tensor,
-    images: Tensor,
-    weight: Tensor,
-    field: int,
-    step: int,
-    block: Sequence[int],
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    geometry = _geometry(images, field, step, block)
-    by_images = images.new_empty(geometry.images_shape(images.shape[0])).permute(3, 0, 1, 2)
-    return [
-        gradient
-        for gradient, needed in zip((by_images, torch.empty_like(weight)), needs, strict=True)
-        if needed
-    ]
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    images, weight, *ctx.shape = inputs
-    ctx.save_for_backward(images, weight)
-
-
-def _backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
-    images, weight = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:2])
-    found = iter(_block_local_backward(delta, images, weight, *ctx.shape, needs) if any(needs) else ())
-    by_images, by_weight = (next(found) if needed else None for needed in needs)
-    return by_images, by_weight, None, None, None
-
-
-_block_local.register_autograd(_backward, setup_context=_remember)
-
-
-def _geometry(images: Tensor, field: int, step: int, block: Sequence[int]) -> Geometry:
-    _, channels, height, width = images.shape
-    bh, bw, depth = block
-    return Geometry(
-        channels=channels, height=height, width=width, field=field, step=step, block=(bh, bw, depth)
-    )
-
-
-def _batch_last(maps: Tensor) -> Tensor:
-    """(N, C, H, W) → (C, H, W, N) in one piece; no copy where the layer below left it so."""
-    return maps.permute(1, 2, 3, 0).contiguous()
-
-
-def block_local(images: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """(N, C, H, W) → (N, depth, nH·bh, nW·bw), differentiable by both; the output is in the images' dtype."""
-    count = images.shape[0] if images.dim() == 4 else -1
-    geometry.check("input", images, (count, geometry.channels, geometry.height, geometry.width))
-    result: Tensor = _block_local(images, weight, geometry.field, geometry.step, list(geometry.block))
-    return result

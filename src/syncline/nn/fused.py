@@ -1,0 +1,176 @@
+"""One update of a stack without autograd and without ever storing a gradient: for nets of billions of weights (C3, C5).
+
+Per stack the weights are read by W x, Wᵀ y, W r (r the rest of the reconstruction) and, in a joint update, Wᵀ δ; the
+update then reads and writes weights and momentum once. Norms cost nothing: W̃ and 1/‖W̃‖ are kept, the part of the
+gradient along a filter comes from activations, and the new norms from the update's own pass.
+Everything here has the batch last, (C, H, W, N). Not responsible for data or for when to stop: `greedy` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from syncline.errors import UsageError
+from syncline.kernels.block_local import FAST_DTYPES, forward, input_gradient, update_
+from syncline.kernels.block_local_ops import batch_first, batch_last
+from syncline.nn.stack import Stack
+
+
+class Step(NamedTuple):
+    """What an update found, before it was made: scalars on the device, per image."""
+
+    loss: Tensor
+    reconstruction: Tensor
+    penalty: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pass:
+    """What the way up leaves for the way down."""
+
+    images: Tensor  # (C, H, W, N), in the weights' dtype
+    responses: Tensor  # (depth, nH·bh, nW·bw, N), float32, a leaf of autograd's graph of pooling and norm
+    pooled: Tensor  # (N, ...)
+    output: Tensor  # (N, ...)
+
+
+class FusedStack:
+    """A stack, its momentum and its norms, updated in place.
+
+    `gain_rate` moves the gain a towards the best one of each batch: a ← a − gain_rate · ⟨r, z⟩/⟨z, z⟩, a step of
+    Newton, since the curvature ⟨z, z⟩ is at hand.
+    """
+
+    def __init__(self, stack: Stack, *, sparsity: float = 0.1, gain_rate: float = 0.1, seed: int = 0) -> None:
+        dtype = stack.filter.weight.dtype
+        if dtype not in FAST_DTYPES:
+            raise UsageError(
+                f"a fused stack has float32 or bfloat16 weights, these are {dtype}: use TiedAutoencoder"
+            )
+        self.stack, self.sparsity, self.gain_rate, self.seed = stack, sparsity, gain_rate, seed
+        self.geometry = stack.filter.geometry
+        self.weight = stack.filter.weight.data
+        self.momentum = torch.zeros_like(self.weight)
+        self.gain = torch.ones((), device=self.weight.device)
+        self.steps = 0
+        self.scale = torch.empty(0)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the norms anew from the weights, after somebody else changed them."""
+        with torch.no_grad():
+            self.scale = self.stack.filter.scale().float()
+
+    def up(self, images: Tensor) -> _Pass:
+        """W x, pooled and normalised; with autograd's graph from the responses on."""
+        images = images.to(self.weight.dtype)
+        responses = forward(images, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)
+        responses.requires_grad_()
+        with torch.enable_grad():
+            pooled = self.stack.pool(batch_first(responses))
+            output = self.stack.norm(pooled)
+        return _Pass(images=images, responses=responses, pooled=pooled, output=output)
+
+    @torch.no_grad()
+    def output(self, images: Tensor) -> Tensor:
+        """What the stack above sees, with the norms at hand; (C, H, W, N) in and out."""
+        responses = forward(images, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)
+        return batch_last(self.stack.norm(self.stack.pool(batch_first(responses))))
+
+    @torch.no_grad()
+    def fit_gain(self, images: Tensor) -> None:
+        """Set the gain to the best one for these images."""
+        responses = forward(images, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)
+        decoded = input_gradient(responses, self.weight, self.geometry, scale=self.scale)
+        self.gain = (decoded * images).sum() / decoded.square().sum()
+
+    def update(self, images: Tensor, *, rate: float, decay: float) -> Step:
+        """One step of this stack alone, on images (C, H, W, N)."""
+        step, _ = self.down(self.up(images), rate=rate, decay=decay)
+        return step
+
+    @torch.no_grad()
+    def down(
+        self,
+        made: _Pass,
+        *,
+        rate: float,
+        decay: float,
+        upstream: Tensor | None = None,
+        by_images: bool = False,
+    ) -> tuple[Step, Tensor | None]:
+        """Finish a pass: the stack's own objective, plus `upstream`, the gradient by its output (N, ...), if any.
+
+        Returns the objective's values and, `by_images`, the gradient by the images, float32 (C, H, W, N).
+        """
+        count = made.images.shape[-1]
+        y, x = made.responses.detach(), made.images
+        penalty, by_responses = self._above(made, upstream)
+        scale = self.geometry.to_maps(self.scale).unsqueeze(3)  # (depth, nH·bh, nW·bw, 1)
+        decoded = input_gradient((y * scale).to(self.weight.dtype), self.weight, self.geometry)
+        rest = self.gain * decoded - x
+        reconstruction = rest.square().sum() / count
+        loss = reconstruction + self.sparsity * penalty
+        new_gain = self.gain - self.gain_rate * (rest * decoded).sum() / decoded.square().sum()
+        del decoded
+        narrow_rest = rest.to(self.weight.dtype)
+        seen = forward(narrow_rest, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)  # W r
+        factor = 2 * self.gain / count
+        delta = by_responses.addcmul_(seen, factor)
+        back = y * factor
+        radial = self.geometry.to_rows((delta * y).addcmul_(back, seen).sum(3))
+        gradient = None
+        if by_images:
+            scaled = (delta * scale).to(self.weight.dtype)
+            gradient = input_gradient(scaled, self.weight, self.geometry).sub_(rest, alpha=2 / count)
+        squares = update_(
+            self.weight,
+            self.momentum,
+            [(delta.to(self.weight.dtype), x), (back.to(self.weight.dtype), narrow_rest)],
+            self.geometry,
+            rate=rate,
+            decay=decay,
+            scale=self.scale,
+            radial=radial,
+            seed=self.seed + self.steps,
+        )
+        self.scale, self.gain = squares.rsqrt_(), new_gain
+        self.steps += 1
+        return Step(loss, reconstruction, penalty), gradient
+
+    def _above(self, made: _Pass, upstream: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The penalty, and the gradient by the responses of sparsity · penalty and of what lies above."""
+        count = made.images.shape[-1]
+        weights = torch.full_like(made.pooled, self.sparsity / count)
+        if upstream is None:
+            (by_responses,) = torch.autograd.grad([made.pooled], [made.responses], [weights])
+        else:
+            (by_responses,) = torch.autograd.grad(
+                [made.pooled, made.output], [made.responses], [weights, upstream]
+            )
+        return made.pooled.detach().sum() / count, by_responses
+
+
+def joint_update(
+    stacks: Sequence[FusedStack], images: Tensor, *, rate: float, decay: float
+) -> tuple[Step, ...]:
+    """One update of all stacks at once, as the paper times it (Fig. 5): up through all of them with the objective of
+    each, then down from the top, the gradients of upper objectives passing through the lower stacks."""
+    passes: list[_Pass] = []
+    for stack in stacks:
+        passes.append(stack.up(images))
+        images = batch_last(passes[-1].output.detach())
+    upstream: Tensor | None = None
+    steps: list[Step] = []
+    for index in reversed(range(len(stacks))):
+        step, gradient = stacks[index].down(
+            passes.pop(), rate=rate, decay=decay, upstream=upstream, by_images=index > 0
+        )
+        upstream = None if gradient is None else batch_first(gradient)
+        steps.append(step)
+    return tuple(reversed(steps))
