@@ -7,7 +7,8 @@ Not responsible for checking arguments: `block_local` does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from syncline.kernels.geometry import Geometry
 from syncline.kernels.rounding import seeds
 
 MOST_ELEMENTS = 2**31 - 1
+PROGRAMS = 900  # about seven for each multiprocessor of a large GPU: the last ones to finish cost little
+SHARED_MEMORY = 220_000  # bytes of a multiprocessor that tiles may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +44,14 @@ def _power(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-def _two_tiles(size: int, least: int, most: int) -> tuple[int, int]:
-    """A large tile and a small one that cover `size` with little waste: 288 → 256 + 32, 96 → 64 + 32."""
-    if size >= most:
-        rest = size % most if size < 2 * most else 0
-        small = max(least, _power(rest)) if 0 < rest <= most // 2 else 0
-        return most, small
-    large = max(least, _power(size))
+def _two_tiles(size: int, most: int, least: int) -> tuple[int, int]:
+    """A large tile and a small one, or 0, that cover `size` with little waste: 288 → 256 + 64, 96 → 64 + 32."""
+    large = min(most, max(least, _power(size)))
+    if size > large:
+        rest = size - large
+        return large, max(least, _power(rest)) if rest <= large // 2 else 0
     half = large // 2
-    if half >= least and 0 < size - half <= half // 2:
+    if half >= least and size - half <= half // 2:
         return half, max(least, _power(size - half))
     return large, 0
 
@@ -81,30 +83,79 @@ def _shape(geometry: Geometry, count: int) -> dict[str, int]:
     }
 
 
-def product_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
-    """For W x and Wᵀ δ: as many rows and images in one program as the registers hold."""
+def forward_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
+    """For W x: as many rows and images in one program as the registers hold, so that pixels are fetched seldom."""
     narrow = dtype == torch.bfloat16
-    rows = _two_tiles(geometry.rows, 16, 256 if narrow else 128)
-    images = _two_tiles(count, 16, 128 if narrow else 64)
-    columns = 64 if narrow else 32
-    split = max(1, min(geometry.fan_in // (8 * columns), 900 // geometry.blocks))
-    return Tiles(rows=rows, images=images, columns=columns, split=split, warps=8 if sum(rows) > 128 else 4)
+    large, small = _two_tiles(geometry.rows, 256 if narrow else 128, 16)
+    rows = (large, max(small, 64) if small and large >= 128 else small)  # 64 rows fill a warp group's product
+    images, columns = _images(count, narrow), 64 if narrow else 32
+    stage = (sum(rows) + sum(images)) * columns * dtype.itemsize
+    split = max(1, min(geometry.fan_in // (8 * columns), PROGRAMS // geometry.blocks))
+    return Tiles(
+        rows=rows,
+        images=images,
+        columns=columns,
+        split=split,
+        warps=8 if sum(rows) > 128 else 4,
+        stages=_stages(stage, 4),
+        copied=_copied(geometry, dtype, most=1),
+    )
 
 
 def input_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
     """For Wᵀ δ: many columns, the rows a few at a time."""
     narrow = dtype == torch.bfloat16
-    rows = 64 if geometry.rows % 64 == 0 and narrow else 32
-    return Tiles(rows=(rows, 0), images=_two_tiles(count, 16, 128 if narrow else 64), columns=128, warps=8)
+    rows = 64 if narrow and geometry.rows % 64 == 0 else 32
+    images = _images(count, narrow)
+    columns = max(
+        16, min(128, _power(geometry.channels * geometry.field * min(geometry.field, geometry.step)))
+    )
+    stage = rows * (columns + sum(images)) * dtype.itemsize
+    return Tiles(
+        rows=(rows, 0), images=images, columns=columns, warps=4, stages=_stages(stage, 4 if rows == 64 else 5)
+    )
 
 
-def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
-    """For δ xᵀ: small tiles of rows, several programs to a multiprocessor."""
-    narrow = dtype == torch.bfloat16
-    rows = 64 if geometry.rows % 64 == 0 else 32
-    images = _two_tiles(count, 16, 128 if narrow else 64)
-    split = max(1, min(geometry.fan_in // 512, 4000 // (geometry.blocks * -(-geometry.rows // rows))))
-    return Tiles(rows=(rows, 0), images=images, columns=64, split=split, warps=4, stages=2)
+def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, updates: bool, pairs: int) -> Tiles:
+    """For δ xᵀ and its update: tiles of a few rows, several programs to a multiprocessor."""
+    images = _images(count, dtype == torch.bfloat16)
+    if dtype != torch.bfloat16:
+        return Tiles(rows=(32, 0), images=images, columns=64, warps=4, stages=2)
+    odd = geometry.rows % 64 != 0
+    most = 2 if updates and odd else 1 if updates else 0
+    copied = _copied(geometry, dtype, most=most)
+    if odd and (geometry.rows % 144 == 0 and (pairs == 2 or not updates)):
+        columns, warps = (64, 8) if updates else (128, 4)
+        copied = _copied(geometry, dtype, most=1 if updates else 2)
+        tiles = Tiles(rows=(128, 16), images=images, columns=columns, warps=warps, stages=3, copied=copied)
+    elif odd:
+        copied = copied if geometry.rows % 32 == 0 else min(copied, 1)
+        tiles = Tiles(rows=(32, 0), images=images, columns=128, warps=4, stages=2, copied=copied)
+    else:
+        rows = 128 if pairs == 2 and geometry.rows % 128 == 0 else 64
+        tiles = Tiles(rows=(rows, 0), images=images, columns=64, warps=4, stages=3, copied=copied)
+    programs = geometry.blocks * -(-geometry.rows // sum(tiles.rows))
+    split = max(1, min(geometry.fan_in // (8 * tiles.columns), 2 * PROGRAMS // programs, 4))
+    return replace(tiles, split=split)
+
+
+def _images(count: int, narrow: bool) -> tuple[int, int]:
+    return _two_tiles(count, 128 if narrow else 64, 16)
+
+
+def _stages(bytes_each: int, wanted: int) -> int:
+    return max(1, min(wanted, SHARED_MEMORY // bytes_each))
+
+
+def _copied(geometry: Geometry, dtype: torch.dtype, *, most: int) -> int:
+    """The copy engine wants Hopper or later, and rows of weights that start at multiples of 16 bytes."""
+    aligned = geometry.fan_in * dtype.itemsize % 16 == 0
+    return most if aligned and _capability() >= 9 else 0
+
+
+@cache
+def _capability() -> int:
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
 
 
 def _grid(geometry: Geometry, count: int, tiles: Tiles) -> tuple[int, int, int]:
@@ -146,7 +197,7 @@ def forward(
     precision: str = "tf32",
 ) -> Tensor:
     count = images.shape[-1]
-    tiles = tiles or product_tiles(geometry, count, weight.dtype)
+    tiles = tiles or forward_tiles(geometry, count, weight.dtype)
     maps = geometry.maps_shape(count)
     if tiles.split > 1:
         out = torch.zeros(maps, dtype=torch.float32, device=images.device)
@@ -256,7 +307,7 @@ def _launch_gradient(
     update: bool,
 ) -> Tensor:
     count = pairs[0][0].shape[-1]
-    tiles = tiles or gradient_tiles(geometry, count, pairs[0][1].dtype)
+    tiles = tiles or gradient_tiles(geometry, count, pairs[0][1].dtype, updates=update, pairs=len(pairs))
     (delta, images), (delta2, images2) = pairs[0], pairs[-1]
     squares = torch.empty(
         (tiles.split, geometry.blocks, geometry.rows) if update else (1,),
