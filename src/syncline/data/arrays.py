@@ -116,7 +116,7 @@ def arrays(
     if scale is not None and not (isinstance(scale, int | float) and 0 < scale < float("inf")):
         raise UsageError(f"scale must be a number > 0, got {scale!r}")
     wanted = _names(names, split)
-    place = as_folder(folder)
+    place = as_folder(folder, "name a folder of .npy files, an .npz or an .npy")
     if place.is_file() and place.suffix == ".npy":
         parts: list[Mapped | Held] = [_npy(place)]
     elif place.is_file():

@@ -43,7 +43,7 @@ def cifar10(
     """
     check_choice("split", split, SPLITS)
     check_choice("pixels", pixels, PIXELS)
-    place = as_folder(folder)
+    place = as_folder(folder, HINT)
     arrays = _arrays(place, split)
     train = _arrays(place, "train") if pixels == "centred" and split != "train" else arrays
     return make(arrays, train, pixels=pixels, classes=10, floats=floats, source=place)

@@ -67,13 +67,13 @@ def check_choice(what: str, value: object, known: Sequence[str]) -> None:
     raise UsageError(f"{what} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
 
 
-def as_folder(folder: object) -> Path:
-    """The user's path, which must exist."""
+def as_folder(folder: object, hint: str) -> Path:
+    """The user's path, which must exist; the hint says what to put there."""
     if not isinstance(folder, str | Path):
         raise UsageError(f"folder must be a path, got {folder!r}")
     path = Path(folder).expanduser()
     if not path.exists():
-        raise UsageError(f"no folder {str(folder)!r} (looked in {path.absolute()})")
+        raise UsageError(f"no folder or file {str(folder)!r} (looked for {path.absolute()}); {hint}")
     return path
 
 

@@ -25,8 +25,10 @@ from syncline.errors import UsageError
 PARTS = {"train": "train", "test": "t10k"}
 MAGIC = {"images": 0x803, "labels": 0x801}  # unsigned bytes in three dimensions, in one
 SIDE = 28
-MNIST_SOURCE = "https://ossci-datasets.s3.amazonaws.com/mnist/ has the four files"
-FASHION_SOURCE = "https://github.com/zalandoresearch/fashion-mnist has the four files in data/fashion"
+MNIST_SOURCE = "put the four files there, https://ossci-datasets.s3.amazonaws.com/mnist/train-images-idx3-ubyte.gz and so on"
+FASHION_SOURCE = (
+    "put the four files there, https://github.com/zalandoresearch/fashion-mnist has them in data/fashion"
+)
 
 
 def mnist(
@@ -62,7 +64,7 @@ def _read(
 ) -> Images | TensorDataset:
     check_choice("split", split, SPLITS)
     check_choice("pixels", pixels, PIXELS)
-    place = as_folder(folder)
+    place = as_folder(folder, hint)
     arrays = _arrays(place, split, below, archive, hint)
     needs_mean = pixels == "centred" and split != "train"
     train = _arrays(place, "train", below, archive, hint) if needs_mean else arrays

@@ -52,7 +52,8 @@ class Source:
                 return f"--set {self.overrides[path[:length]]}: {key}{words}"
             if path[:length] in self.lines:
                 return f"{self.name}:{self.lines[path[:length]]}: {key}{words}"
-        return f"{self.name}: {key}{words}"
+        below = [text for origin, text in self.overrides.items() if origin[: len(path)] == path]
+        return f"--set {below[0]}: {key}{words}" if below else f"{self.name}: {key}{words}"
 
     def refuse(self, problems: Iterable[Problem]) -> None:
         found = [" ".join(self.located(problem).split()) for problem in problems]
