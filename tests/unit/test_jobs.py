@@ -58,6 +58,9 @@ class Net(nn.Module):
     def forward(self, x):
         return self.layers(x)
 
+def drawn():
+    return TensorDataset(torch.randn(9, 64), torch.zeros(9, dtype=torch.long))
+
 def data(count=5, *, kind="x"):
     return TensorDataset(torch.ones(count, 64), torch.zeros(count, dtype=torch.long))
 
@@ -188,7 +191,7 @@ def test_written_and_read_again_it_is_equal(overrides: list[str]) -> None:
 def test_building() -> None:
     text = SMALL + '[evaluate]\nsplit = "test"\n[schedule]\nname = "step"\nstep_size = 2\n'
     made = Job.parse(text, ["seed=5"]).build()
-    assert set(made) <= set(inspect.signature(sl.train).parameters)
+    assert set(made) == set(inspect.signature(sl.train).parameters) - {"wait"}
     torch.manual_seed(5)
     assert torch.equal(made["model"][1].weight, torch.nn.Linear(64, 10).weight), "as a plain script makes it"
     assert len(made["data"]) == 1442 and len(made["evaluate"]) == len(digits("test"))
@@ -232,6 +235,14 @@ def test_own_callables(own: Path) -> None:
     assert made["evaluate"](None) == {"score": 1.0}
     assert [getattr(call, "keywords", None) for call in made["callbacks"]] == [{"after": 0}, None]
     assert Job.parse(job.dumps(), folder=str(own.parent)) == job
+
+
+def test_data_that_is_drawn_repeats(own: Path) -> None:
+    one, two, other = (
+        Job.load(own, ["data=own_parts:drawn", f"seed={seed}"]).build()["data"].tensors[0]
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, two) and not torch.equal(one, other)
 
 
 def test_objects_instead_of_callables(own: Path) -> None:
@@ -398,6 +409,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(JobError, match=words) as caught:
             Job.load(file)
         assert "\n" not in str(caught.value)
+
+
+def test_a_mark_at_the_beginning_is_no_problem(own: Path) -> None:
+    own.write_bytes(b"\xef\xbb\xbf" + SMALL.encode())
+    assert Job.load(own) == Job.parse(SMALL)
 
 
 def test_problems_name_the_file(own: Path) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from syncline.dial import Sync
 from syncline.engines.run import Engine
-from syncline.jobs.keys import Named
+from syncline.jobs.keys import KEYS, Named
 from syncline.jobs.names import NAMES, one_line, resolve, takes_model
 from syncline.learn.feed import reader
 from syncline.learn.session import check_batches, make_optimizer, refuse_sparse
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from syncline.jobs.job import Job
 
 TRIED = 2  # examples
-AS_THEY_ARE = ("topology", "learners", "batch_size", "epochs", "steps", "seed", "policy", "clip_norm")
-LATER = ("warmstart", "device", "threads", "run_dir", "resume")  # given to train only where the job sets them
 READY: Mapping[str, tuple[type, ...]] = {  # what a name may stand for instead of a callable that makes it
     "model": (nn.Module,),
     "data": (Dataset,),
@@ -50,11 +48,10 @@ def build(job: Job) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _build(job: Job) -> dict[str, Any]:
-    made: dict[str, Any] = {name: getattr(job, name) for name in AS_THEY_ARE}
-    made |= {name: value for name in LATER if (value := getattr(job, name))}
+    made: dict[str, Any] = {key.name: getattr(job, key.name) for key in KEYS if key.name not in NAMES}
     made["sync"] = Sync(**job.sync) if isinstance(job.sync, dict) else job.sync
     made["engine"] = job.engine.name if _plainly_named(job.engine) else _make(job, "engine", Engine)
-    made["model"] = _seeded(job)
+    made["model"] = _make(job, "model", nn.Module)
     made["data"] = _data(job, "data")
     made["evaluate"] = _data(job, "evaluate") if job.evaluate else None
     for key in ("loss", "objective", "optimizer", "schedule", "collate"):
@@ -76,26 +73,21 @@ def _function(job: Job, key: str, named: Named | None) -> Callable[..., Any] | N
 
 
 def _make(job: Job, key: str, *kinds: type) -> Any:
-    """Call what the job names; the object must be of one of the kinds."""
+    """Call what the job names, as a plain script would after `torch.manual_seed(seed)`."""
     named: Named = getattr(job, key)
     found = resolve(named.name, NAMES[key], job.source.folder)
     if isinstance(found, kinds):
         return found
     try:
-        made = found(**copy.deepcopy(named.arguments))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(job.seed)
+            made = found(**copy.deepcopy(named.arguments))
     except Exception as error:  # the user's code runs here
         raise _Failed(key, f"{named} failed: {one_line(error)}") from error
     if not isinstance(made, kinds):
         names = " or ".join(f"{kind.__module__.split('.')[0]} {kind.__name__}" for kind in kinds)
         raise _Failed(key, f"{named} gave {type(made).__name__}, expected a {names}")
     return made
-
-
-def _seeded(job: Job) -> nn.Module:
-    """The model that a plain script makes after `torch.manual_seed(seed)`."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.seed)
-        return _make(job, "model", nn.Module)
 
 
 def _data(job: Job, key: str) -> Any:

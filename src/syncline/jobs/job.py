@@ -111,7 +111,7 @@ class Job:
         if len(content) > LARGEST:
             raise JobError([f"{file}: more than {LARGEST:,} bytes, no job file"])
         try:
-            text = content.decode()
+            text = content.decode("utf-8-sig")  # some editors put a mark first
         except UnicodeDecodeError as error:
             line = content[: error.start].count(b"\n") + 1
             raise JobError([f"{file}:{line}: not UTF-8, byte 0x{content[error.start]:02x}"]) from error
