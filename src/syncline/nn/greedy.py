@@ -196,8 +196,9 @@ class Greedy:
 
 
 def _frozen(stack: FusedStack) -> FusedStack:
-    """A trained stack needs its momentum no more."""
+    """A trained stack needs its momentum no more; its norms are taken as a resumed run will take them."""
     stack.momentum = torch.empty(0)
+    stack.refresh()
     return stack
 
 
