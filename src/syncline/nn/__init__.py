@@ -6,6 +6,7 @@ Not responsible for running on many workers; modules made here go through `syncl
 from syncline.nn.autoencoder import Objective, TiedAutoencoder
 from syncline.nn.block_local import BlockLocal2d
 from syncline.nn.contrast import LocalContrastNorm2d
+from syncline.nn.cots import cots_network
 from syncline.nn.fused import FusedStack, Step, joint_update
 from syncline.nn.greedy import Greedy, GreedyRecord
 from syncline.nn.images import Whitening, contrast_normalise
@@ -31,6 +32,7 @@ __all__ = [
     "best_stimulus",
     "build_stacks",
     "contrast_normalise",
+    "cots_network",
     "joint_update",
     "selectivity",
 ]
