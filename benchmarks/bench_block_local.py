@@ -33,15 +33,15 @@ SIZES = {
     "325 M": Geometry(channels=3, height=200, width=200, field=20, step=4, block=(4, 4, 8)),
     "1.19 G": Geometry(channels=18, height=90, width=90, field=32, step=4, block=(4, 4, 18)),
 }
-WIDTHS = {  # Fig. 5 by size: three stacks of fields 20, blocks 4x4xdepth, step 4, on images of the given size
-    (64, 4): "5 M",
-    (96, 8): "117 M",
-    (128, 8): "390 M",
-    (160, 8): "840 M",
-    (200, 8): "1.6 G",
-    (200, 12): "3.5 G",
-    (200, 18): "7.7 G",
-}
+WIDTHS = (
+    (64, 4),
+    (96, 8),
+    (128, 8),
+    (160, 8),
+    (200, 8),
+    (200, 12),
+    (200, 18),
+)  # image size and depth of blocks
 PAPER_SECONDS = 0.6  # one update of the third stack of the 11-billion net, on 64 GPUs
 
 
@@ -218,7 +218,7 @@ def networks(limits: dict[str, float]) -> list[dict[str, Any]]:
 
 
 def sizes(limits: dict[str, float]) -> list[dict[str, Any]]:
-    """Fig. 5's question on one GPU: a joint update by the size of the net."""
+    """Fig. 5's question on one GPU: a joint update by the size of the net; fields 20, step 4, blocks 4 x 4 x depth."""
     rows = []
     for size, depth in WIDTHS:
         shape = StackShape(field=20, step=4, block=(4, 4, depth))

@@ -133,9 +133,13 @@ def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, update
         tiles = Tiles(rows=(32, 0), images=images, columns=128, warps=4, stages=2, copied=copied)
     else:
         rows = 128 if pairs == 2 and geometry.rows % 128 == 0 else 64
-        tiles = Tiles(rows=(rows, 0), images=images, columns=64, warps=4, stages=3, copied=copied)
+        warps = 8 if rows == 128 else 4
+        tiles = Tiles(rows=(rows, 0), images=images, columns=64, warps=warps, stages=3, copied=copied)
     programs = geometry.blocks * -(-geometry.rows // sum(tiles.rows))
-    split = max(1, min(geometry.fan_in // (8 * tiles.columns), 2 * PROGRAMS // programs, 4))
+    wanted = (
+        8 if updates and pairs == 1 else 2
+    ) * PROGRAMS  # small programs pay where no second pair is to be kept
+    split = max(1, min(geometry.fan_in // (8 * tiles.columns), round(wanted / programs), 4))
     return replace(tiles, split=split)
 
 
