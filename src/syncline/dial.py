@@ -1,7 +1,8 @@
 """The dial: when gradients become an update, and who waits, as one record, `Sync`.
 
-Responsible for the presets, for parsing and printing them, for what contradicts itself, and for the two
-numbers that follow from a record: the quorum and the rate factor. Not responsible for carrying any of it out.
+Responsible for the presets, for parsing and printing them, for what contradicts itself, for the two
+numbers that follow from a record (the quorum and the rate factor), and for dials that change from epoch to
+epoch (`Course`). Not responsible for carrying any of it out.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from syncline.errors import DialError, NotYetError
@@ -71,6 +73,21 @@ class Sync:
         """Versions by which a lockstep learner runs ahead of the folds."""
         return (self.lead or 0) if self.one_from_each else 0
 
+    @property
+    def waits(self) -> bool:
+        """A learner may have to wait for another: who has no data must say so."""
+        return self.one_from_each or self.slack is not None or self.lead is not None
+
+    @property
+    def local(self) -> bool:
+        """Learners step by themselves between pushes and fetches (M9)."""
+        return self.push > 1 or self.fetch > 1
+
+    @property
+    def weighs(self) -> bool:
+        """Gradients of one fold count by their staleness: the mean is weighted (M4)."""
+        return self.rate == "staleness" and self.splits is not None
+
     def quorum(self, live: int, initial: int | None = None) -> int:
         """Gradients in one update, at least 1; `initial` is λ₀, the learners that the run started with."""
         if self.one_from_each:
@@ -115,12 +132,9 @@ class Sync:
                 "local_lr=0.1 with a rate of your own"
             )
 
-    def ready(self) -> None:
-        """Refuse what is understood but not built yet."""
-        preset = self._named()
-        if preset is not None and preset.works and self.rate != "staleness":
-            return
-        raise NotYetError(f"{self} is understood but not built yet; {_working()}")
+    def record(self) -> dict[str, Any]:
+        """All fields as plain values; `Sync(**record)` is equal."""
+        return asdict(self)
 
     def _named(self) -> Preset | None:
         return next((preset for preset in PRESETS if preset.covers(self)), None)
@@ -139,19 +153,70 @@ def as_sync(value: str | Sync) -> Sync:
     if isinstance(value, Sync):
         return value
     if isinstance(value, str):
-        sync = Sync.parse(value)
-        if value.strip().startswith("downpour"):  # with push = fetch = 1 its record is another preset's
-            raise NotYetError(f"{value} is understood but not built yet; {_working()}")
-        return sync
+        return Sync.parse(value)
     raise DialError(
         f"sync must be a text such as 'softsync:2' or a Sync record, got {type(value).__name__} {value!r}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Dials by the epoch they begin with: `hardsync until 1 then softsync:1` is hardsync for one epoch."""
+
+    dials: tuple[tuple[int, Sync], ...]
+
+    def __post_init__(self) -> None:
+        epochs = [epoch for epoch, _ in self.dials]
+        if not epochs or epochs[0] != 0 or any(a >= b for a, b in pairwise(epochs)):
+            raise DialError(f"the dials of a run begin with epoch 0, then rise: got epochs {epochs}")
+
+    @classmethod
+    def of(cls, value: str | Sync | Mapping[int, str | Sync] | Course) -> Course:
+        """A dial, or several: as a text with `until … then …`, or as {first epoch: dial}."""
+        if isinstance(value, Course):
+            return value
+        if isinstance(value, Mapping):
+            for epoch in value:
+                _check_whole("the epoch that a dial begins with", epoch, 0)
+            return cls(tuple((epoch, as_sync(value[epoch])) for epoch in sorted(value)))
+        if isinstance(value, str) and re.search(r"\buntil\b", value):
+            return cls._parse(value)
+        return cls(((0, as_sync(value)),))
+
+    @classmethod
+    def _parse(cls, text: str) -> Course:
+        first, *rest = re.split(r"\s+until\s+", text.strip())
+        dials, dial = [], first
+        epoch = 0
+        for part in rest:
+            match = re.fullmatch(r"(\d+)\s+then\s+(.+)", part)
+            if match is None:
+                raise DialError(
+                    f"{text!r}: write 'DIAL until EPOCH then DIAL', for example 'hardsync until 1 then softsync:1'"
+                )
+            dials.append((epoch, as_sync(dial)))
+            epoch, dial = int(match[1]), match[2]
+        return cls((*dials, (epoch, as_sync(dial))))
+
+    @property
+    def first(self) -> Sync:
+        return self.dials[0][1]
+
+    def at(self, epoch: int) -> int:
+        """Which of the dials is in force in this epoch."""
+        return max(number for number, (begin, _) in enumerate(self.dials) if begin <= epoch)
+
+    def __str__(self) -> str:
+        text = str(self.first)
+        return text + "".join(f" until {epoch} then {dial}" for epoch, dial in self.dials[1:])
 
 
 # -- one record --------------------------------------------------------------------------------------------
 
 
 def _check_values(sync: Sync) -> None:
+    if not isinstance(sync.one_from_each, bool):
+        raise DialError(f"one_from_each must be True or False, got {sync.one_from_each!r}")
     for name, least in (("backup", 0), ("push", 1), ("fetch", 1)):
         _check_whole(name, getattr(sync, name), least)
     for name, least in (("splits", 1), ("lead", 0), ("slack", 0), ("reference_batch", 1)):
@@ -203,6 +268,7 @@ def _contradictions(sync: Sync) -> Iterable[tuple[bool, str]]:
         "late='drop' needs lead=0, or a free learner's work is mostly dropped",
     )
     yield several and lead is not None, "push or fetch > 1 needs lead=None: local steps wait for no fold"
+    yield several and sync.slack is not None, "slack counts single steps: leave push and fetch at 1"
     yield (
         sync.reference_batch is not None and not each,
         "reference_batch needs one_from_each: √(λμ/B) is for updates of λμ examples",
@@ -238,7 +304,6 @@ class Preset:
     less: str = ""  # what to write instead of a number below `least`
     required: bool = False
     options: tuple[str, ...] = ()
-    works: bool = True
 
     def covers(self, sync: Sync) -> bool:
         """Some text of this preset gives this record."""
@@ -301,7 +366,7 @@ def _preset(name: str, text: str) -> Preset:
 
 
 def _working() -> str:
-    return f"working now: {', '.join(preset.syntax for preset in PRESETS if preset.works)}"
+    return f"working now: {', '.join(preset.syntax for preset in PRESETS)}"
 
 
 def _read(kind: Callable[[str], Any], words: str, value: str, text: str) -> Any:
@@ -371,7 +436,6 @@ PRESETS: tuple[Preset, ...] = (
         paper="DistBelief",
         base=Sync(),
         options=("push", "fetch", "local_lr"),
-        works=False,
     ),
     Preset(
         name="ssp",
@@ -386,7 +450,6 @@ PRESETS: tuple[Preset, ...] = (
         less=": s = 0 lets nobody run ahead",
         required=True,
         options=("rate",),
-        works=False,
     ),
     Preset(
         name="backup",
@@ -399,7 +462,6 @@ PRESETS: tuple[Preset, ...] = (
         value="backup",
         less=": b = 0 means hardsync, write hardsync",
         required=True,
-        works=False,
     ),
     Preset(
         name="delayed",

@@ -15,12 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from syncline.dial import Sync
+
 Layout = Any  # table.layout.Layout and table.slot.Slot: the table stands above the ports
 Slot = Any
 
 
 class RunStopped(BaseException):
     """Unwinds a learner's function when the run ends; not an error."""
+
+
+class Reset(BaseException):
+    """The servers were started anew: whatever was asked of the old ones is void, the learner rejoins."""
 
 
 class Kind(IntEnum):
@@ -35,6 +41,8 @@ class Kind(IntEnum):
     PUT = 6  # parameters lie in a slot, to become global
     STATE = 7  # wants the optimizer's state
     LOAD = 8  # a new optimizer state lies ready at the coordinator
+    FETCH = 9  # wants the newest weights without publishing
+    FAREWELL = 10  # its function is over: its random states lie in a slot
     # the leading shard to the others
     TAKE = 20
     FOLD = 21
@@ -42,6 +50,12 @@ class Kind(IntEnum):
     SNAPSHOT = 23
     FINISH = 24
     LEAVE = 25
+    CHANGE = 26  # another dial
+    CUT = 27  # a checkpoint of the table as it is now
+
+
+SILENT = 1  # the learner goes on without a reading
+STATES = 2  # its random states lie in the slot
 
 
 class Note(NamedTuple):
@@ -58,6 +72,7 @@ class Note(NamedTuple):
     full: int = 1  # every parameter has a gradient
     loader: int = -1
     upto: int = 0  # batches of that loader used so far; for ASK the epoch
+    flags: int = 0  # SILENT, STATES
     loss: float = float("nan")
 
 
@@ -70,13 +85,13 @@ class Entry(NamedTuple):
     number: int = 0
     slot: int = 0
     serial: int = 0
-    full: int = 1
+    full: int = 1  # of a release: 0 without a reading, 2 with the version that the learner has
     examples: int = 0
     rank: int = 0
     iteration: int = 0
     version: int = 0
     alone: int = 0
-    factor: float = 1.0
+    factor: float = 1.0  # of a fold's rate; of a taken gradient in the mean
 
 
 class Portion(NamedTuple):
@@ -95,6 +110,14 @@ class Portion(NamedTuple):
 OUTSIDE = -1
 
 
+class Reading(NamedTuple):
+    """What a learner may read, and what it is told with it."""
+
+    version: int
+    dial: int = 0  # the number of the dial in force
+    keep: int = 0  # a checkpoint follows: the next gradient brings the learner's random states
+
+
 class TableLink(ABC):
     """A learner's end of one table."""
 
@@ -104,16 +127,24 @@ class TableLink(ABC):
     others: Sequence[Tensor]
 
     @abstractmethod
-    def weights(self, version: int) -> list[Tensor]:
+    def weights(self, version: int, sync: Sync) -> list[Tensor]:
         """One view per parameter of the version that was released; stable until the next publish."""
 
     @abstractmethod
-    def wait(self, number: int) -> int:
-        """Block until all shards have released this ticket; the version to read comes back."""
+    def released(self, number: int) -> Reading | None:
+        """What to read, once all shards have released this ticket."""
+
+    @abstractmethod
+    def wait(self, number: int) -> Reading:
+        """Block until all shards have released this ticket."""
+
+    @abstractmethod
+    def wait_free(self, number: int) -> None:
+        """Block until the slot that this ticket was published with may be used again."""
 
 
 class LearnerPort(ABC):
-    """What a session may ask."""
+    """What a session may ask. Whatever waits raises `Reset` when the servers were started anew."""
 
     learner: int
     rank: int
@@ -158,6 +189,14 @@ class LearnerPort(ABC):
         """The table that the coordinator's answer describes."""
 
     @abstractmethod
+    def rejoin(self, tables: int, loaders: int) -> list[Any]:
+        """After a `Reset`: the tables that are open, as `attach` takes them."""
+
+    @abstractmethod
+    def dial(self, number: int) -> Sync:
+        """The dial of that number."""
+
+    @abstractmethod
     def stopping(self) -> bool:
         """The run is to end: loaders end, steps do not return."""
 
@@ -184,7 +223,8 @@ class ServerPort(ABC):
         """Where this learner's copy of a version goes; None where it reads the table itself."""
 
     @abstractmethod
-    def release(self, table: int, learner: int, number: int, version: int) -> None: ...
+    def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
+        """Let it go on and read; without a reading only its slot is free."""
 
     @abstractmethod
     def grant(self, learner: int, portion: Portion) -> None: ...
@@ -196,6 +236,10 @@ class ServerPort(ABC):
     @abstractmethod
     def forget(self, learner: int) -> None:
         """It has left and nothing of it is needed any more."""
+
+    @abstractmethod
+    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        """Write a file of a checkpoint; reported as `Saved`, until then nobody changes the tensors."""
 
     @abstractmethod
     def report(self, message: Any) -> None:
@@ -212,6 +256,14 @@ class CoordinatorPort(ABC):
         """Memory for the weights of a table."""
 
     @abstractmethod
+    def fill_table(self, handle: Any, layout: Layout, values: Sequence[Tensor]) -> None:
+        """Overwrite a table's weights, one value per parameter."""
+
+    @abstractmethod
+    def read_table(self, handle: Any, layout: Layout) -> list[Tensor]:
+        """A copy of a table's weights."""
+
+    @abstractmethod
     def make_lane(self, table: int, learner: int, layout: Layout) -> Any:
         """Memory between one learner and the shards."""
 
@@ -221,6 +273,30 @@ class CoordinatorPort(ABC):
     @abstractmethod
     def tell_shards(self, message: Any) -> None:
         """All shards, the leading one last: what it decides upon, the others know already."""
+
+    @abstractmethod
+    def add_dial(self, number: int, sync: Sync) -> None:
+        """Make a dial known to learners, before anybody can name it."""
+
+    @abstractmethod
+    def reset_learners(self) -> None:
+        """Tell all learners that the servers are new ones."""
+
+    @abstractmethod
+    def new_desk(self, learner: int) -> Any:
+        """Introduce a learner to the new servers."""
+
+    @abstractmethod
+    def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Any]) -> None:
+        """All files of a checkpoint are written: make it one, and emit `Checkpointed`."""
+
+    @abstractmethod
+    def abandon(self, number: int) -> None:
+        """Remove what was written of a checkpoint."""
+
+    @abstractmethod
+    def history(self) -> list[dict[str, Any]]:
+        """The records of the epochs so far, for a checkpoint."""
 
     @abstractmethod
     def stop_learners(self) -> None: ...

@@ -1,43 +1,43 @@
 """`train` and `launch`: the public front doors.
 
 Both check everything that can be checked before a process starts, build a `RunSpec`, and hand it to an engine.
-`train`'s learners run `_training`, a loop that any user could have written.
+`train`'s learners run `learn.training`, a loop that any user could have written.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
-from syncline.dial import Sync, as_sync
+from syncline.dial import Course, Sync, as_sync
 from syncline.engines.local.engine import Local
+from syncline.engines.options import PATIENCE, Checkpoints, Faults
 from syncline.engines.run import Callback, Engine, EpochRecord, Event, Handle, Outcome, RunSpec
 from syncline.engines.sim.engine import Sim
-from syncline.errors import NotYetError, UsageError
-from syncline.learn.feed import count_of
+from syncline.errors import DialError, NotYetError, UsageError
 from syncline.learn.session import (
-    Session,
     check_batches,
     check_policy,
     check_whole,
     make_optimizer,
     refuse_sparse,
+    refuse_weighted,
 )
+from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
 from syncline.protocols.clocks import Staleness
 from syncline.topology.messages import Statistics
 from syncline.topology.parse import auto_shards, parse_topology
 
 ENGINES: dict[str, type[Engine]] = {"local": Local, "sim": Sim}
-Loss = Callable[[Any, Any], Tensor]
-Objective = Callable[[nn.Module, Any], Tensor]
+Dial = str | Sync | Mapping[int, str | Sync] | Course
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +70,41 @@ class Result:
 class Run:
     """A run in progress, from `wait=False`."""
 
-    def __init__(self, handle: Handle, finish: Callable[[Outcome], Result]) -> None:
-        self._handle, self._finish = handle, finish
+    def __init__(
+        self,
+        engine: Engine,
+        spec: RunSpec,
+        model: nn.Module | None,
+        made: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self._spec, self._model, self._made = spec, model, made
+        self._handle: Handle = engine.start(spec)
 
     def wait(self, timeout: float | None = None) -> Result:
         """The result; raises what went wrong."""
-        return self._finish(self._handle.wait(timeout))
+        return _result(self._handle.wait(timeout), model=self._model)
 
     def stop(self) -> None:
         """End soon: learners finish their step."""
         self._handle.stop()
 
-    def add_learners(self, count: int) -> None:
-        raise NotYetError("add_learners is understood but not built yet; start the run with all its learners")
+    def add_learners(self, count: int = 1) -> None:
+        """More learners join the run; they count from the version they first read."""
+        check_whole("count", count)
+        self._handle.add_learners(count)
+
+    def change(self, sync: str | Sync) -> None:
+        """Another dial, from the next version on."""
+        dial = as_sync(sync)
+        dial.check(self._spec.learners, self._spec.batch_size)
+        if dial.delay > self._spec.delay:
+            raise DialError(
+                f"{dial} keeps {dial.delay + 1} versions, this run was started to keep {self._spec.delay + 1}: "
+                f"start it with a course that holds it, for example '{self._spec.course} until 100 then {dial}'"
+            )
+        if self._made is not None:
+            refuse_weighted(dial, self._made)
+        self._handle.change(dial)
 
     def statistics(self) -> Statistics:
         """Versions, staleness, who waits for whom."""
@@ -93,7 +115,7 @@ def launch(
     function: Callable[..., Any],
     *arguments: Any,
     learners: int = 2,
-    sync: str | Sync = "hardsync",
+    sync: Dial = "hardsync",
     topology: str = "servers",
     engine: str | Engine = "local",
     device: str | Sequence[str] | None = None,
@@ -101,13 +123,23 @@ def launch(
     threads: int | None = None,
     clip_norm: float | None = None,
     batch_size: int | None = None,
+    warmstart: int = 0,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    checkpoint_every: int | str | None = None,
+    keep_checkpoints: int = 2,
+    on_error: str = "raise",
+    replace: bool = False,
+    patience: float | None = PATIENCE,
+    kill_hung: bool = False,
     wait: bool = True,
     **keywords: Any,
 ) -> Any:
     """Run `function(session, *arguments, **keywords)` in every learner; a `Result`, or a `Run` with wait=False.
 
     `batch_size` is needed only by dials whose rate depends on it. Everything else a learner needs is passed
-    through: models, data and functions defined in a script or notebook travel, tensors are shared.
+    through: models, data and functions defined in a script or notebook travel, tensors are shared. For faults and
+    checkpoints see `train`; a function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
     """
     if not callable(function):
         raise UsageError(f"launch takes a function of (session, ...), got {type(function).__name__}")
@@ -123,8 +155,11 @@ def launch(
         threads=threads,
         clip_norm=clip_norm,
         batch_size=batch_size,
+        warm=warmstart,
+        faults=Faults(on_error, replace, patience, kill_hung),
+        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
     )
-    run = Run(_engine(engine).start(spec), partial(_result, model=None))
+    run = Run(_engine(engine), spec, None)
     return run.wait() if wait else run
 
 
@@ -136,7 +171,7 @@ def train(
     objective: Objective | None = None,
     optimizer: Callable[..., torch.optim.Optimizer],
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
-    sync: str | Sync = "softsync:1",
+    sync: Dial = "softsync:1",
     topology: str = "servers",
     engine: str | Engine = "local",
     learners: int = 2,
@@ -151,8 +186,14 @@ def train(
     policy: str = "ledger",
     collate: Callable[[list[Any]], Any] | None = None,
     threads: int | None = None,
-    run_dir: str | None = None,
-    resume: str | None = None,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    checkpoint_every: int | str | None = None,
+    keep_checkpoints: int = 2,
+    on_error: str = "raise",
+    replace: bool = False,
+    patience: float | None = PATIENCE,
+    kill_hung: bool = False,
     callbacks: Sequence[Callback] = (),
     wait: bool = True,
 ) -> Any:
@@ -161,17 +202,21 @@ def train(
     Give `loss(output, target)` for (input, target) batches, or `objective(model, batch)` for any other. The run ends after
     `epochs`, or after `steps` updates. `evaluate` is a data set like `data`, or a function of the model; it
     runs beside the learners at each epoch's end, on one version. A callback gets each epoch's record and ends the run by returning True.
+
+    The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
+    number) or seconds (a text such as "30s") and at the end; `resume` goes on from one. A learner that dies is left out, with
+    `replace` another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner
+    not heard of for `patience` seconds is named, and ended with `kill_hung`.
     """
-    for name, value in (("warmstart", warmstart), ("run_dir", run_dir), ("resume", resume)):
-        if value:
-            raise NotYetError(f"{name}= is understood but not built yet; leave it out")
-    built = _check_training(model, data, loss, objective, optimizer, batch_size, epochs, steps, policy, seed)
+    built, made = _check_training(
+        model, data, loss, objective, optimizer, batch_size, epochs, steps, policy, seed, sync
+    )
     if steps is None and epochs is None:
         epochs = 1
     plan = Training(
         model=built,
         data=data,
-        objective=objective or _Supervised(loss),  # type: ignore[arg-type]
+        objective=objective or Supervised(loss),  # type: ignore[arg-type]
         optimizer=optimizer,
         schedule=schedule,
         batch_size=batch_size,
@@ -180,7 +225,7 @@ def train(
         collate=collate,
     )
     spec = _spec(
-        function=_training,
+        function=run_training,
         arguments=(plan,),
         learners=learners,
         sync=sync,
@@ -191,131 +236,15 @@ def train(
         clip_norm=clip_norm,
         batch_size=batch_size,
         limit=steps,
+        warm=warmstart,
         epochs=epochs,
-        evaluate=_evaluator(built, evaluate, loss, objective, batch_size, collate),
+        evaluate=evaluation_of(built, evaluate, loss, objective, batch_size, collate),
         callbacks=tuple(callbacks),
+        faults=Faults(on_error, replace, patience, kill_hung),
+        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
     )
-    run = Run(_engine(engine).start(spec), partial(_result, model=built))
+    run = Run(_engine(engine), spec, built, made)
     return run.wait() if wait else run
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What `train`'s learners need."""
-
-    model: nn.Module
-    data: Dataset[Any]
-    objective: Objective
-    optimizer: Callable[..., torch.optim.Optimizer]
-    schedule: Callable[[torch.optim.Optimizer], Any] | None
-    batch_size: int
-    epochs: int | None
-    policy: str
-    collate: Callable[[list[Any]], Any] | None
-
-
-class _Supervised:
-    """A loss of (output, target) as an objective of (model, batch)."""
-
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        if not isinstance(batch, (list, tuple)) or len(batch) != 2:
-            parts = f" of {len(batch)}" if isinstance(batch, (list, tuple, dict)) else ""
-            raise UsageError(
-                f"loss= takes batches of (input, target), the data gives a {type(batch).__name__}{parts}; "
-                "use objective=(model, batch) -> scalar"
-            )
-        inputs, targets = batch
-        return self._loss(model(inputs), targets)
-
-
-def _training(session: Session, plan: Training) -> None:
-    """One learner of `train`."""
-    model = plan.model.to(session.device)
-    model.train()
-    optimizer = session.optimizer(model, plan.optimizer)
-    scheduler = plan.schedule(optimizer) if plan.schedule else None
-    loader = session.loader(plan.data, batch_size=plan.batch_size, policy=plan.policy, collate=plan.collate)
-    for _ in range(loader.epoch):  # a late learner takes part in what is left
-        if scheduler is not None:
-            scheduler.step()
-    while not session.ending and (plan.epochs is None or loader.epoch < plan.epochs):
-        for batch in loader:
-            optimizer.zero_grad()
-            value = plan.objective(model, batch)
-            _check_scalar(value)
-            value.backward()
-            session.loss = value.item()
-            optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-
-
-def _check_scalar(value: Any) -> None:
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        what = (
-            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        )
-        raise UsageError(f"the loss must be a scalar tensor, got {what}; reduce it, for example with .mean()")
-
-
-# -- evaluation ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Evaluation:
-    """Tests a model on a data set: mean loss and, for class scores, accuracy."""
-
-    model: nn.Module
-    data: Any
-    objective: Objective
-    batch_size: int
-    collate: Callable[[list[Any]], Any] | None
-    classes: bool
-
-    def __call__(self, state: dict[str, Tensor]) -> dict[str, float]:
-        self.model.load_state_dict(state, strict=False)
-        self.model.eval()
-        if not isinstance(self.data, Dataset):
-            return dict(self.data(self.model))
-        total = right = count = 0.0
-        with torch.no_grad():
-            for batch in DataLoader(self.data, batch_size=self.batch_size, collate_fn=self.collate):
-                examples = count_of(batch)
-                total += float(self.objective(self.model, batch)) * examples
-                count += examples
-                right += self._right(batch)
-        metrics = {"loss": total / count}
-        return {**metrics, "accuracy": right / count} if self.classes else metrics
-
-    def _right(self, batch: Any) -> float:
-        if not self.classes:
-            return 0.0
-        inputs, targets = batch
-        output = self.model(inputs)
-        if not (output.dim() == targets.dim() + 1 and not targets.is_floating_point()):
-            self.classes = False
-            return 0.0
-        return float((output.argmax(1) == targets).sum()) / max(1, targets[0].numel())
-
-
-def _evaluator(
-    model: nn.Module,
-    data: Any,
-    loss: Loss | None,
-    objective: Objective | None,
-    batch_size: int,
-    collate: Callable[[list[Any]], Any] | None,
-) -> Evaluation | None:
-    if data is None:
-        return None
-    if not isinstance(data, Dataset) and not callable(data):
-        raise UsageError(f"evaluate must be a data set or a function of the model, got {type(data).__name__}")
-    chosen = objective or _Supervised(loss)  # type: ignore[arg-type]
-    host = copy.deepcopy(model).cpu()
-    return Evaluation(host, data, chosen, max(256, batch_size), collate, objective is None)
 
 
 # -- checks and results --------------------------------------------------------------------------------------
@@ -332,8 +261,9 @@ def _check_training(
     steps: int | None,
     policy: str,
     seed: int,
-) -> nn.Module:
-    """Everything that can be refused before a process starts; the model comes back built."""
+    sync: Dial,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Everything that can be refused before a process starts; model and optimizer come back built."""
     if (loss is None) == (objective is None):
         raise UsageError("give either loss=(output, target) -> scalar or objective=(model, batch) -> scalar")
     if epochs is not None and steps is not None:
@@ -364,8 +294,10 @@ def _check_training(
         )
     check_policy(policy)
     refuse_sparse(built)
-    make_optimizer(built, optimizer)
-    return built
+    made = make_optimizer(built, optimizer)
+    for _, dial in Course.of(sync).dials:
+        refuse_weighted(dial, made)
+    return built, made
 
 
 def _spec(
@@ -373,36 +305,42 @@ def _spec(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     learners: int,
-    sync: str | Sync,
+    sync: Dial,
     topology: str,
     device: str | Sequence[str] | None,
     batch_size: int | None,
+    faults: Faults,
+    checkpoints: Checkpoints,
     **rest: Any,
 ) -> RunSpec:
     check_whole("learners", learners)
+    if isinstance(rest["warm"], bool) or not isinstance(rest["warm"], int) or rest["warm"] < 0:
+        raise UsageError(f"warmstart is a number of updates, at least 0, got {rest['warm']!r}")
     if rest["threads"] is not None:
         check_whole("threads", rest["threads"])
     if rest["clip_norm"] is not None and not rest["clip_norm"] > 0:
         raise UsageError(
             f"clip_norm must be a number > 0, got {rest['clip_norm']!r}; leave it out not to clip"
         )
-    dial = as_sync(sync)
-    dial.check(learners, batch_size)
-    dial.ready()
+    course = Course.of(sync)
+    for _, dial in course.dials:
+        dial.check(learners, batch_size)
     servers = parse_topology(topology)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shards = servers.shards if servers.fixed else auto_shards(learners, cores, lockstep=dial.lockstep)
+    shards = servers.shards if servers.fixed else auto_shards(learners, cores, lockstep=course.first.lockstep)
     devices = _devices(device, learners)
     return RunSpec(
         function=function,
         arguments=arguments,
         learners=learners,
-        sync=dial,
+        course=course,
         shards=shards,
         fixed_shards=servers.fixed,
         devices=devices,
         batch_size=batch_size,
         **rest,
+        **faults.fields(),
+        **checkpoints.fields(rest["seed"]),
     )
 
 

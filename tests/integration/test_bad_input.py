@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -102,23 +103,11 @@ def test_train_refuses_before_a_process_starts(changes: dict[str, Any], kind: ty
 @pytest.mark.parametrize(
     "changes, words",
     [
-        *[
-            ({"sync": text}, "not built yet; working now: hardsync, softsync:n, async, delayed:k")
-            for text in (
-                "ssp:2",
-                "backup:1",
-                "downpour:push=2,local_lr=0.1",
-                "async:rate=staleness",
-                "groups:2",
-                "diloco:4",
-            )
-        ],
+        ({"sync": "groups:2"}, "not built yet; working now: hardsync, softsync:n, async, downpour"),
+        ({"sync": "diloco:4"}, "not built yet; working now: hardsync, softsync:n, async, downpour"),
         ({"engine": "ray"}, "not built yet; working now: local, sim"),
         ({"topology": "tree:4"}, "not built yet; working now: servers"),
         ({"topology": "allreduce"}, "not built yet; working now: servers"),
-        ({"warmstart": 1}, "warmstart= is understood but not built yet; leave it out"),
-        ({"run_dir": "runs"}, "run_dir= is understood but not built yet; leave it out"),
-        ({"resume": "runs"}, "resume= is understood but not built yet; leave it out"),
     ],
 )
 @pytest.mark.usefixtures("no_process")
@@ -190,8 +179,34 @@ def test_loaders_that_differ_between_learners() -> None:
         sl.launch(learner, learners=2)
 
 
-def test_add_learners_is_not_there_yet() -> None:
+def test_learners_are_added_by_a_whole_number() -> None:
     run = train(learners=1, wait=False)
-    with pytest.raises(NotYetError, match="start the run with all its learners"):
-        run.add_learners(1)
+    for count in (0, -1, 1.5, "2"):
+        with pytest.raises(UsageError, match="count must be a whole number of at least 1"):
+            run.add_learners(count)
     assert run.wait(timeout=30).version == 10
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"warmstart": -1}, "warmstart is a number of updates"),
+        ({"warmstart": 1.5}, "warmstart is a number of updates"),
+        ({"on_error": "ignore"}, 'on_error is "raise" or "continue"'),
+        ({"patience": 0}, "patience is a number of seconds > 0"),
+        ({"patience": None, "kill_hung": True}, "kill_hung=True needs patience="),
+        ({"checkpoint_every": 5}, "checkpoint_every=5 needs run_dir="),
+        ({"checkpoint_every": "5 minutes", "run_dir": "x"}, "seconds such as \"30s\", got '5 minutes'"),
+        ({"checkpoint_every": "0s", "run_dir": "x"}, 'seconds such as "30s"'),
+        ({"checkpoint_every": 0, "run_dir": "x"}, "checkpoint_every must be a whole number"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints must be a whole number"),
+    ],
+)
+@pytest.mark.usefixtures("no_process")
+def test_options_of_faults_and_checkpoints(
+    changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=words):
+        train(**changes)
+    assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.dial import LATER, PRESETS, Preset, Sync, as_sync
+from syncline.dial import LATER, PRESETS, Course, Preset, Sync, as_sync
 from syncline.errors import DialError, LearnerError, NotYetError, RunError, SynclineError, UsageError
 
 EXAMPLES = {
@@ -261,31 +261,113 @@ def test_what_can_work_passes() -> None:
         Sync.parse("hardsync:reference_batch=128").factor(4, None)
 
 
-# -- what is built ------------------------------------------------------------------------------------------
+# -- dials that change --------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), preset_records()), max_size=5), preset_records())
+def test_a_course_prints_as_text_that_parses_back(later: list[tuple[int, Sync]], first: Sync) -> None:
+    by_epoch = {0: first, **dict(later)}
+    course = Course.of(by_epoch)
+    assert Course.of(str(course)) == course == Course.of(course)
+    assert course == Course.of({epoch: str(sync) for epoch, sync in reversed(by_epoch.items())})
+    assert course.first == by_epoch[0] and course.dials == tuple(sorted(by_epoch.items()))
+    for epoch in {
+        0,
+        *by_epoch,
+        *(epoch + 1 for epoch in by_epoch),
+        *(epoch - 1 for epoch in by_epoch if epoch),
+    }:
+        begin, sync = course.dials[course.at(epoch)]
+        assert begin == max(b for b in by_epoch if b <= epoch) and sync == by_epoch[begin]
+
+
+def test_a_course_of_one_dial_is_that_dial() -> None:
+    assert Course.of("ssp:3").dials == ((0, Sync(slack=3)),)
+    assert Course.of(Sync(slack=3)) == Course.of({0: "ssp:3"}) == Course.of("ssp:3")
+    assert str(Course.of("softsync:2")) == "softsync:2"
+
+
+def test_rudras_table_4() -> None:
+    course = Course.of(" hardsync   until 1  then softsync:1 ")
+    assert course.dials == ((0, Sync.parse("hardsync")), (1, Sync.parse("softsync:1")))
+    assert str(course) == "hardsync until 1 then softsync:1"
+    assert [course.at(epoch) for epoch in range(4)] == [0, 1, 1, 1]
+    three = Course.of("hardsync until 2 then softsync:1 until 5 then async")
+    assert [course_epoch for course_epoch, _ in three.dials] == [0, 2, 5]
 
 
 @pytest.mark.parametrize(
-    "text", ["hardsync", "hardsync:reference_batch=9", "softsync:3", "async:rate=given", "delayed:1"]
+    "value, message",
+    [
+        ("hardsync until 1", "'hardsync until 1': write 'DIAL until EPOCH then DIAL'"),
+        ("hardsync until one then async", "write 'DIAL until EPOCH then DIAL'"),
+        ("hardsync until -1 then async", "write 'DIAL until EPOCH then DIAL'"),
+        ("hardsync until 1.5 then async", "write 'DIAL until EPOCH then DIAL'"),
+        (
+            "hardsync until 2 then async until 2 then ssp:1",
+            "begin with epoch 0, then rise: got epochs [0, 2, 2]",
+        ),
+        ("hardsync until 3 then async until 2 then ssp:1", "got epochs [0, 3, 2]"),
+        ("hardsync until 0 then async", "got epochs [0, 0]"),
+        ("hardsnyc until 1 then async", "did you mean 'hardsync'?"),
+        ("hardsync until 1 then backup", "'backup' lacks its number"),
+        (" until 1 then async", "no preset is called 'until 1 then async'"),
+        ({}, "got epochs []"),
+        ({1: "async"}, "got epochs [1]"),
+        ({0: "async", -1: "ssp:1"}, "must be a whole number >= 0, got -1"),
+        ({0: "async", "1": "ssp:1"}, "must be a whole number >= 0, got '1'"),
+        ({0: 3}, "got int 3"),
+        (None, "got NoneType None"),
+    ],
 )
-def test_ready(text: str) -> None:
-    Sync.parse(text).ready()
+def test_a_wrong_course_says_what_to_write(value: Any, message: str) -> None:
+    with pytest.raises(DialError) as caught:
+        Course.of(value)
+    assert message in str(caught.value)
+
+
+# -- what follows from a record ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, waits, local, weighs",
+    [
+        ("hardsync", True, False, False),
+        ("delayed:1", True, False, False),
+        ("ssp:0", True, False, False),
+        ("backup:1", True, False, False),
+        ("async", False, False, False),
+        ("async:rate=staleness", False, False, False),
+        ("softsync:2", False, False, False),
+        ("softsync:2,rate=staleness", False, False, True),
+        ("downpour", False, False, False),
+        ("downpour:push=2,local_lr=1", False, True, False),
+        ("downpour:fetch=2,local_lr=1", False, True, False),
+    ],
+)
+def test_who_waits_who_steps_alone_and_whose_gradients_weigh(
+    text: str, waits: bool, local: bool, weighs: bool
+) -> None:
+    sync = Sync.parse(text)
+    assert (sync.waits, sync.local, sync.weighs) == (waits, local, weighs)
+
+
+@given(st.integers(2, 30), st.integers(0, 30), st.data())
+def test_the_quorum_of_backup_is_of_the_learners_that_started(
+    initial: int, live: int, data: st.DataObject
+) -> None:
+    """M3: min(λ₀ − b, λ), at least 1."""
+    b = data.draw(st.integers(1, initial - 1))
+    assert Sync.parse(f"backup:{b}").quorum(live, initial) == max(1, min(initial - b, live))
+
+
+# -- what is built ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", [*LATER, "groups:4", "diloco:10,inner=3"])
 def test_later_presets_are_known_by_name(text: str) -> None:
     with pytest.raises(NotYetError, match="understood but not built yet; working now: hardsync"):
         Sync.parse(text)
-
-
-def test_what_is_not_ready_says_so() -> None:
-    """Each of these leaves the list in the commit that builds it."""
-    waiting = [preset.base for preset in PRESETS if not preset.works and preset.name != "downpour"]
-    for sync in [*waiting, Sync(push=2, local_lr=1.0), Sync(rate="staleness"), Sync(splits=2, lead=0)]:
-        with pytest.raises(NotYetError) as caught:
-            sync.ready()
-        assert str(caught.value).startswith(
-            f"{sync} is understood but not built yet; working now: hardsync, softsync:n"
-        )
 
 
 def test_the_table_of_presets_has_all_its_words() -> None:

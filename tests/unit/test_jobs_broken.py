@@ -88,6 +88,8 @@ def wrong_values(kind: str) -> list[Any]:
             ["nope"],
             [{"name": "math:nope"}],
         ]
+    if kind == "true or false":
+        return [3, 1.5, "", "true", [], [True], {"x": 1}]
     return [3, 1.5, True, "", "  ", [], [3], {"x": 1}, "no such word"]
 
 

@@ -32,6 +32,8 @@ def default_of(key: Key) -> str:
     if key.required:
         return "required"
     value: Any = key.default.name if isinstance(key.default, Named) else key.default
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
     return "–" if value in (None, ()) else f"`{value!r}`".replace("'", '"')
 
 

@@ -5,6 +5,7 @@ Not responsible for where evaluation runs: the engine passes a function that sta
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from syncline.engines.run import Callback, EpochRecord, Event, Outcome
 from syncline.errors import LearnerError, RunError
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
+from syncline.topology.restore import Restored
 from syncline.topology.weights import Assembly
 
 
@@ -30,15 +32,19 @@ class Recorder:
         stop: Callable[[], None],
         layouts: Callable[[], dict[int, Layout]],
         callbacks: tuple[Callback, ...],
+        restored: Restored | None = None,
     ) -> None:
         self.outcome = Outcome()
+        self._past = restored.history if restored else []
+        self.outcome.history = [EpochRecord(**_by_rank(record)) for record in self._past]
         self.error: BaseException | None = None
         self._now, self._evaluate, self._stop, self._layouts = now, evaluate, stop, layouts
         self._callbacks = callbacks
         self._assembly = Assembly()
         self._open: dict[int, EpochRecord] = {}  # epochs whose evaluation is not there yet
         self._sent: set[int] = set()
-        self._finished = False
+        self._void: list[int] = []  # epochs whose evaluation is on its way and no longer wanted
+        self._finished = self._complete = False
 
     def emit(self, record: Any) -> None:
         """What the coordinator passes on."""
@@ -51,20 +57,64 @@ class Recorder:
             self.outcome.statistics = record.statistics
             self._finished = True
         elif isinstance(record, m.Warned):
-            warnings.warn(record.text, RuntimeWarning, stacklevel=2)
+            self.warn(record.text)
+        elif isinstance(record, m.Left):
+            self._left(record)
+        elif isinstance(record, m.Checkpointed):
+            self._checkpointed(record)
         elif isinstance(record, tuple):
             rank, log = record
             self.outcome.logs.append((rank, self._now(), log.metrics))
 
-    def event(self, what: str, rank: int | None = None) -> None:
-        self.outcome.events.append(Event(seconds=self._now(), what=what, rank=rank))
+    def event(self, what: str, rank: int | None = None, *, kind: str = "", **details: Any) -> None:
+        event = Event(seconds=self._now(), what=what, rank=rank, kind=kind, details=details)
+        self.outcome.events.append(event)
+
+    def warn(self, text: str) -> None:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _left(self, left: m.Left) -> None:
+        """What was lost with a learner belongs to the event of its loss."""
+        for event in reversed(self.outcome.events):
+            if event.details.get("learner") == left.learner:
+                event.details.update(handed_out_again=left.back, in_unfolded_gradients=left.pending)
+                return
+
+    def _checkpointed(self, done: m.Checkpointed) -> None:
+        if done.problem:
+            last = next(
+                (e.details["path"] for e in reversed(self.outcome.events) if e.kind == "checkpoint"), None
+            )
+            good = f"the last good one is {last}" if last else "there is none yet"
+            self.event(f"checkpoint failed: {done.problem}", kind="checkpoint failed", version=done.number)
+            self.warn(f"checkpoint of version {done.number} failed: {done.problem}; {good}. The run goes on.")
+        else:
+            what = f"checkpoint of version {done.number}: {done.path}"
+            self.event(what, kind="checkpoint", version=done.number, path=done.path)
+
+    def history(self) -> list[dict[str, Any]]:
+        """The records so far, for a checkpoint."""
+        return [dataclasses.asdict(record) for record in self.outcome.history]
+
+    def go_back(self, restored: Restored | None) -> None:
+        """The run goes on from a checkpoint: what came after it is forgotten."""
+        epochs = restored.epoch if restored else 0
+        self.outcome.history = [record for record in self.outcome.history if record.epoch < epochs]
+        self._void += [epoch for epoch in self._open if epoch in self._sent]
+        self._open.clear()
+        self._sent.clear()
+        self._assembly = Assembly()
+        self._finished = self._complete = False
 
     def complete(self) -> bool:
         """Everything has come in; the final weights are in the outcome."""
+        if self._complete:
+            return True
         layouts = self._layouts()
         if not self._finished or self._open or not self._assembly.complete("final", layouts):
             return False
         self.outcome.tables = self._assembly.take("final", layouts)
+        self._complete = True
         return True
 
     def _epoch(self, end: m.EpochEnd) -> None:
@@ -92,11 +142,16 @@ class Recorder:
                 self._evaluate(epoch, self._assembly.take(f"epoch:{epoch}", layouts)[0][1])
 
     def evaluated(self, epoch: int, metrics: dict[str, float]) -> None:
+        if epoch in self._void:  # of a version that was lost
+            self._void.remove(epoch)
+            return
+        self._sent.discard(epoch)
         record = self._open.pop(epoch)
         record.metrics.update(metrics)
         self._close(record)
 
     def _close(self, record: EpochRecord) -> None:
+        self.outcome.history = [each for each in self.outcome.history if each.epoch != record.epoch]
         self.outcome.history.append(record)
         self.outcome.history.sort(key=lambda each: each.epoch)
         for callback in self._callbacks:
@@ -105,6 +160,11 @@ class Recorder:
                     self._stop()
             except Exception:
                 self.error = self.error or RunError(f"a callback failed:\n{traceback.format_exc()}")
+
+
+def _by_rank(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has only strings for keys."""
+    return {**record, "losses": {int(rank): loss for rank, loss in record["losses"].items()}}
 
 
 def learner_error(rank: int, error: BaseException | None, text: str) -> LearnerError:

@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from syncline.dial import Sync
+from syncline.dial import Course, Sync
 from syncline.learn.session import SessionConfig
 from syncline.protocols.clocks import Staleness
 from syncline.topology.coordinator import Plan
 from syncline.topology.messages import Statistics
+from syncline.topology.restore import Restored
 
 Evaluate = Callable[[dict[str, Tensor]], dict[str, float]]
 Callback = Callable[["EpochRecord"], bool | None]
@@ -30,7 +31,8 @@ class RunSpec:
     arguments: tuple[Any, ...] = ()
     keywords: dict[str, Any] = field(default_factory=dict)
     learners: int
-    sync: Sync
+    course: Course
+    warm: int = 0
     shards: int
     fixed_shards: bool
     devices: tuple[str, ...]  # one per learner
@@ -40,27 +42,47 @@ class RunSpec:
     limit: int | None = None
     epochs: int | None = None
     clip_norm: float | None = None
+    on_error: str = "raise"  # or "continue": an exception ends only its learner
+    replace: bool = False  # lost learners are replaced
+    patience: float | None = 60.0  # seconds without a word until a learner is said to hang
+    kill_hung: bool = False
+    folder: str | None = None  # of checkpoints
+    cut_every: int | None = None  # versions between checkpoints
+    cut_seconds: float | None = None
+    keep: int = 2  # checkpoints
+    restored: Restored | None = None  # where the run goes on
     evaluate: Evaluate | None = None
     callbacks: tuple[Callback, ...] = ()
+
+    @property
+    def delay(self) -> int:
+        """Of the dial that runs furthest ahead."""
+        return max(sync.delay for _, sync in self.course.dials)
 
     def session(self, rank: int) -> SessionConfig:
         """What the session of one learner knows."""
         return SessionConfig(
             rank=rank,
             learners=self.learners,
-            sync=self.sync,
+            sync=self.course.first,
             seed=self.seed,
             shards=self.shards,
             fixed_shards=self.fixed_shards,
-            device=self.devices[rank],
+            device=self.devices[rank % len(self.devices)],
             limit=self.limit,
             epochs=self.epochs,
+            cuts=self.folder is not None,
         )
 
     def plan(self) -> Plan:
         """What the coordinator knows."""
         return Plan(
-            sync=self.sync,
+            course=self.course,
+            learners=self.learners,
+            seed=self.seed,
+            cuts=self.folder is not None,
+            every=self.cut_every,
+            warm=self.warm,
             batch_size=self.batch_size,
             limit=self.limit,
             clip_norm=self.clip_norm,
@@ -86,11 +108,13 @@ class EpochRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened to a learner or shard."""
+    """Something that happened to a learner, a shard or the run."""
 
     seconds: float
     what: str
     rank: int | None = None
+    kind: str = ""  # "lost", "raised", "killed", "joined", "replaced", "hangs", "checkpoint", "recovered" …
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,6 +146,14 @@ class Handle(ABC):
     @abstractmethod
     def stop(self) -> None:
         """End the run soon; learners finish the step they are in."""
+
+    @abstractmethod
+    def add_learners(self, count: int) -> None:
+        """More learners join the run."""
+
+    @abstractmethod
+    def change(self, sync: Sync) -> None:
+        """Another dial, from the next version on."""
 
     @abstractmethod
     def statistics(self) -> Statistics: ...

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from syncline.dial import Sync, as_sync
+from syncline.dial import Course, Sync
 from syncline.errors import UsageError
 from syncline.jobs import build
 from syncline.jobs.keys import BY_NAME, KEYS, JobError, Named, Wrong, shown
@@ -82,6 +82,12 @@ class Job:
     threads: int | None = None
     run_dir: str | None = None
     resume: str | None = None
+    checkpoint_every: int | str | None = None
+    keep_checkpoints: int = 2
+    on_error: str = "raise"
+    replace: bool = False
+    patience: float | None = 60.0
+    kill_hung: bool = False
     evaluate: Named | None = None
     loss: Named | None = None
     objective: Named | None = None
@@ -248,6 +254,8 @@ def _contradictions(job: Mapping[str, Any]) -> Iterator[Problem]:
         )
     if job["loss"] is not None and job["objective"] is not None:
         yield ("objective",), "give either loss or objective, not both"
+    if job["checkpoint_every"] is not None and job["run_dir"] is None and job["resume"] is None:
+        yield ("checkpoint_every",), "needs run_dir, the folder to write to"
 
 
 def _dial(job: Mapping[str, Any]) -> Iterator[Problem]:
@@ -263,8 +271,8 @@ def _dial(job: Mapping[str, Any]) -> Iterator[Problem]:
         if unknown or not isinstance(each, bool):
             return
     try:
-        dial = Sync(**value) if isinstance(value, dict) else as_sync(value)
-        dial.check(job["learners"], job["batch_size"])
+        for _, dial in Course.of(Sync(**value) if isinstance(value, dict) else value).dials:
+            dial.check(job["learners"], job["batch_size"])
     except UsageError as error:
         yield ("sync",), one_line(error)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +113,26 @@ def _dial(value: Any) -> str | dict[str, Any]:
     return _text(value)
 
 
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise Wrong
+    return value
+
+
+def _cadence(value: Any) -> int | str:
+    if isinstance(value, str):
+        if re.fullmatch(r"\d+(\.\d+)?\s*s", value.strip()) and float(value.strip()[:-1]) > 0:
+            return value
+        raise Wrong
+    return _whole(1)(value)
+
+
+def _on_error(value: Any) -> str:
+    if value not in ("raise", "continue"):
+        raise Wrong
+    return value
+
+
 def _devices(value: Any) -> str | tuple[str, ...]:
     if isinstance(value, list | tuple) and value:
         return tuple(map(_text, value))
@@ -209,7 +230,7 @@ KEYS: tuple[Key, ...] = (
         kind="a whole number of at least 0",
         read=_whole(0),
         default=0,
-        meaning="how long the first learner works alone before the others join",
+        meaning="updates that the first learner makes alone before the others join",
     ),
     Key(
         name="device",
@@ -238,6 +259,48 @@ KEYS: tuple[Key, ...] = (
         read=_text,
         default=None,
         meaning="the folder of a run to go on with",
+    ),
+    Key(
+        name="checkpoint_every",
+        kind='a number of updates, or seconds such as "30s"',
+        read=_cadence,
+        default=None,
+        meaning="between two checkpoints in run_dir; one is always written at the end",
+    ),
+    Key(
+        name="keep_checkpoints",
+        kind="a whole number of at least 1",
+        read=_whole(1),
+        default=2,
+        meaning="how many checkpoints stay",
+    ),
+    Key(
+        name="on_error",
+        kind="raise or continue",
+        read=_on_error,
+        default="raise",
+        meaning="a learner's exception ends the run, or only that learner",
+    ),
+    Key(
+        name="replace",
+        kind="true or false",
+        read=_flag,
+        default=False,
+        meaning="another learner takes the place of a lost one",
+    ),
+    Key(
+        name="patience",
+        kind="a finite number > 0",
+        read=_positive,
+        default=60.0,
+        meaning="seconds after which a learner that is not heard of is named",
+    ),
+    Key(
+        name="kill_hung",
+        kind="true or false",
+        read=_flag,
+        default=False,
+        meaning="and then ended",
     ),
     Key(name="model", kind=NAME, read=_named, meaning="what is trained"),
     Key(name="data", kind=NAME, read=_named, meaning="what it is trained on"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,15 @@ def count_of(batch: Any) -> int:
     return 1
 
 
+class _Read(NamedTuple):
+    """A batch that was read ahead."""
+
+    generation: int
+    portion: Portion
+    batch: Any
+    error: BaseException | None = None
+
+
 class Loader:
     """Batches of one data set; iterate once per epoch."""
 
@@ -76,12 +85,14 @@ class Loader:
         policy: str,
         collate: Callable[[list[Any]], Any] | None,
         ahead: int,
+        parts: int,
     ) -> None:
         self.number, self.batch_size, self.size = number, batch_size, len(data)  # type: ignore[arg-type]
-        first = session.port.portion(number, OUTSIDE, block=True)
-        self.epoch = first.epoch if first else 0  # of the next iteration
+        self._session = session
+        self.epoch = 0  # of the next iteration
+        self.generation = 0  # counts the servers it had to do with
         self.data = data  # kept: the session knows its loaders by the identity of their data
-        self._session, self._policy, self._ahead = session, policy, ahead
+        self._policy, self._ahead, self._parts = policy, ahead, parts
         self._read = reader(data, collate)
         self._orders: dict[int, Tensor] = {}
         self._index = 0  # of the next portion to use
@@ -89,6 +100,18 @@ class Loader:
         self._iterating = False
         self._started = False  # this iteration has asked for its first portion
         self._ended = False  # and has seen the epoch's last
+        self._welcome()
+
+    def _welcome(self) -> None:
+        first = self._session.port.portion(self.number, OUTSIDE, block=True)
+        self.epoch = first.epoch if first else self.epoch
+
+    def rejoin(self) -> None:
+        """The servers are new ones: what they handed out is void, an older epoch may come again."""
+        self.generation += 1
+        self._index = self._asked = 0
+        self._ended = False
+        self._welcome()
 
     def __len__(self) -> int:
         """Batches in an epoch, over all learners."""
@@ -99,6 +122,7 @@ class Loader:
             raise UsageError(f"loader {self.number} is being iterated already: one loop at a time")
         self._iterating = True
         self._started = False
+        self._session.restore_random()
         source = self._read_ahead() if self._ahead else ((p, self._batch(p)) for p in self._portions())
         try:
             for portion, batch in source:
@@ -118,7 +142,7 @@ class Loader:
                 seed=config.seed,
                 epoch=portion.epoch,
                 policy=self._policy,
-                parts=config.learners,
+                parts=self._parts,
             )
             self._orders = {epoch: kept for epoch, kept in self._orders.items() if epoch >= portion.epoch - 1}
             self._orders[portion.epoch] = order
@@ -141,6 +165,9 @@ class Loader:
 
     def _next(self, *, block: bool) -> Portion | None:
         """The next portion of this epoch; None: not there (or the run ends)."""
+        return self._session.insist(lambda: self._try_next(block=block))
+
+    def _try_next(self, *, block: bool) -> Portion | None:
         if not self._started:
             self._started = True
             if self._index > 0:
@@ -175,12 +202,18 @@ class Loader:
 
     def _leave(self) -> None:
         """The epoch is over for this learner, by its end or by leaving the loop."""
+        self._session.push()
         if not self._ended and not self._session.ending:
-            used = self._session.used(self.number)
-            self._session.port.post(Note(Kind.CLOSE, loader=self.number, upto=used))
-            self._skip()
+            self._session.insist(self._break)
+        elif self._ended:
+            self._session.ended(self.number, self._index)
         self._ended = False
         self.epoch += 1
+
+    def _break(self) -> None:
+        used = self._session.used(self.number)
+        self._session.port.post(Note(Kind.CLOSE, loader=self.number, upto=used))
+        self._skip()
 
     def _skip(self) -> None:
         """Portions on their way when the loop was left go unused; the answer to CLOSE says how many came."""
@@ -195,8 +228,8 @@ class Loader:
 
     def _read_ahead(self) -> Generator[tuple[Portion, Any]]:
         """A thread reads and collates; this one asks for portions and hands batches out."""
-        wanted: queue.SimpleQueue[Portion | None] = queue.SimpleQueue()
-        done: queue.SimpleQueue[tuple[Portion, Any, BaseException | None]] = queue.SimpleQueue()
+        wanted: queue.SimpleQueue[tuple[int, Portion] | None] = queue.SimpleQueue()
+        done: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         thread = threading.Thread(target=self._reading, args=(wanted, done), daemon=True)
         thread.start()
         try:
@@ -206,38 +239,38 @@ class Loader:
             thread.join()
 
     def _hand_out(
-        self,
-        wanted: queue.SimpleQueue[Portion | None],
-        done: queue.SimpleQueue[tuple[Portion, Any, BaseException | None]],
+        self, wanted: queue.SimpleQueue[tuple[int, Portion] | None], done: queue.SimpleQueue[_Read]
     ) -> Iterator[tuple[Portion, Any]]:
-        waiting, more = 0, True
+        waiting, more, generation = 0, True, self.generation
         while True:
+            if generation != self.generation:  # new servers: there is more again
+                more, generation = True, self.generation
             while more and waiting <= self._ahead and not self._session.ending:
                 portion = self._next(block=waiting == 0)
                 if portion is None:
                     break
                 more = not portion.end
                 if more:
-                    wanted.put(portion)
+                    wanted.put((self.generation, portion))
                     waiting += 1
             if waiting == 0:
                 return
-            portion, batch, error = done.get()
+            read = done.get()
             waiting -= 1
-            if error is not None:
-                raise error
-            yield portion, batch
+            if read.generation != self.generation:
+                continue
+            if read.error is not None:
+                raise read.error
+            yield read.portion, read.batch
 
     def _reading(
-        self,
-        wanted: queue.SimpleQueue[Portion | None],
-        done: queue.SimpleQueue[tuple[Portion, Any, BaseException | None]],
+        self, wanted: queue.SimpleQueue[tuple[int, Portion] | None], done: queue.SimpleQueue[_Read]
     ) -> None:
-        while (portion := wanted.get()) is not None:
+        while (item := wanted.get()) is not None:
             try:
-                done.put((portion, self._batch(portion), None))
+                done.put(_Read(*item, self._batch(item[1])))
             except BaseException as error:
-                done.put((portion, None, error))
+                done.put(_Read(*item, None, error))
 
 
 def _to(batch: Any, device: torch.device) -> Any:

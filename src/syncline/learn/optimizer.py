@@ -7,26 +7,45 @@ runs on the shards. Parameters change only inside `step`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
-from syncline.ports import Kind, Note, RunStopped, TableLink
+from syncline.ports import SILENT, STATES, Kind, Note, Reading, Reset, RunStopped, TableLink
 from syncline.table.layout import Tensors
-from syncline.table.template import group_options, merge, split
+from syncline.table.template import Options, group_options, merge, split
 from syncline.topology import messages as m
 
 if TYPE_CHECKING:
     from syncline.learn.session import Session
 
 
+@dataclass(slots=True)
+class Sum:
+    """Gradients since the last push, in a slot."""
+
+    slot: int = 0
+    steps: int = 0
+    present: list[bool] = field(default_factory=list)
+    loss: Any = None
+    tickets: dict[int, int] = field(default_factory=dict)  # slot -> the ticket it was last published with
+
+
 class SharedOptimizer(torch.optim.Optimizer):
     """A table's end in a learner; made by `session.optimizer`."""
 
     def __init__(
-        self, session: Session, number: int, inner: torch.optim.Optimizer, link: TableLink, tensors: Tensors
+        self,
+        session: Session,
+        number: int,
+        inner: torch.optim.Optimizer,
+        link: TableLink,
+        tensors: Tensors,
+        steps: int = 0,
     ) -> None:
         self.kind = type(inner)
         super().__init__(inner.param_groups, dict(inner.defaults))
@@ -34,7 +53,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._session, self._link = session, link
         self._parameters, self._buffers = tensors.parameters, tensors.buffers
         self._tickets = 0
-        self._steps = 0
+        self._steps = steps
+        self.sync = session.config.sync  # as of the last read
+        self._sum = Sum()
+        self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
         self._serial = 0
         self._options: list[dict[str, Any]] = []
         self._seen: list[tuple[Any, ...]] = []
@@ -43,6 +65,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._on_gpu = any(parameter.is_cuda for parameter in self._parameters)
         if self._on_gpu:
             session.port.pin(link)
+        self._dial = -1
+        self._keep = False
+        self._locals = 0  # local steps
+        self._moved = False  # since the last read, by itself
         self.read(self.ticket())
 
     def __repr__(self) -> str:
@@ -73,23 +99,39 @@ class SharedOptimizer(torch.optim.Optimizer):
         session = self._session
         if session.ending:
             raise RunStopped
-        number = self._publish(loss)
-        self.read(number)
+        session.port.spend(session.examples)
+        try:
+            self._step(loss)
+        except Reset:  # this gradient is lost with the servers that had it
+            session.rejoin()
         return loss
 
+    def _step(self, loss: Any) -> None:
+        if self.sync.local:
+            self._step_locally(loss)
+        elif self._sum.steps:  # the dial has changed since: they go out together
+            self._add()
+            self._sum.loss = loss
+            self.read(self.push())
+        else:
+            self.read(self._publish(loss))
+
     def _publish(self, loss: Any) -> int:
-        session = self._session
-        index = self._steps % len(self._link.slots)
+        index = self._steps % (self.sync.delay + 1)
         slot = self._link.slots[index]
         full = self._fill(slot.gradients, slot.mask)
+        return self._post(index, full, loss)
+
+    def _post(self, index: int, full: bool, loss: Any) -> int:
+        """The slot is filled: tell the leading shard."""
+        session = self._session
         if self._buffers:
-            torch._foreach_copy_(slot.buffers, self._buffers)
+            torch._foreach_copy_(self._link.slots[index].buffers, self._buffers)
         self._write_options(index)
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
         number = self.ticket()
         count, loader, upto = session.take_usage()
-        session.port.spend(count)
         value = loss.item() if isinstance(loss, Tensor) else float(loss) if loss is not None else session.loss
         note = Note(
             Kind.GRADIENT,
@@ -103,11 +145,36 @@ class SharedOptimizer(torch.optim.Optimizer):
             full,
             loader,
             upto,
+            self._flags(index),
             value,
         )
         session.loss = float("nan")
         self._steps += 1
         session.port.post(note)
+        return number
+
+    def _flags(self, index: int) -> int:
+        flags = SILENT if self.sync.local else 0
+        self._session.mark_random()
+        if self._keep:  # a checkpoint follows
+            self._keep = False
+            self._link.slots[index].write_states(self._session.random_states())
+            flags |= STATES
+        return flags
+
+    def farewell(self) -> None:
+        """Nothing more will be published: leave the random states as of the last gradient."""
+        self._link.slots[0].write_states(self._session.random_states(marked=True))
+        self._session.port.post(Note(Kind.FAREWELL, self.number, flags=STATES))
+
+    def rest(self, loader: int, upto: int) -> int:
+        """Say that there is nothing to compute; the ticket with which to read afterwards."""
+        number, flags = self.ticket(), 0
+        if self._session.config.cuts:
+            self._link.slots[0].write_states(self._session.random_states())
+            flags = STATES
+        note = Note(Kind.REST, self.number, number, loader=loader, upto=upto, flags=flags)
+        self._session.port.post(note, ring=False)
         return number
 
     def _fill(self, into: list[Tensor], mask: Tensor) -> bool:
@@ -152,14 +219,119 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def read(self, number: int) -> None:
         """Wait until this ticket is released, then take over the version it names."""
-        version = self._link.wait(number)
-        if version != self.version:  # R4: no weights move when they are here already
-            weights = self._link.weights(version)
+        self._take_over(self._link.wait(number))
+
+    def rested(self, number: int) -> None:
+        """There is data again: read what the others have; who steps by itself goes on where it was."""
+        reading = self._link.wait(number)
+        if not (self.sync.local and reading.dial == self._dial):
+            self._take_over(reading)
+
+    def _take_over(self, reading: Reading) -> None:
+        version = reading.version
+        self._keep = bool(reading.keep)
+        if reading.dial != self._dial:
+            self._dial = reading.dial
+            self._turn(self._session.port.dial(reading.dial))
+        if version != self.version or self._moved:  # R4: no weights move when they are here already
+            weights = self._link.weights(version, self.sync)
             targets = [parameter.data for parameter in self._parameters]
             torch._foreach_copy_(targets, weights, non_blocking=self._on_gpu)
             if self._on_gpu:
                 torch.cuda.current_stream().synchronize()
-            self.version = version
+            self.version, self._moved = version, False
+
+    def _turn(self, sync: Sync) -> None:
+        """The dial has changed."""
+        self.sync, self._fetching = sync, None
+        self._session.sync = sync
+
+    # -- local steps (M9) --------------------------------------------------------------------------------
+
+    def _step_locally(self, loss: Any) -> None:
+        """Move by itself, add to the sum, push and fetch when their steps have come.
+
+        The shards fold and copy meanwhile. A fetch is waited for only when the next but one would begin.
+        """
+        self._sum.loss = loss.item() if isinstance(loss, Tensor) else loss
+        self._add()
+        if self.sync.fetch > 1:
+            self._move()
+        self._locals += 1
+        if self._sum.steps >= self.sync.push:
+            self.push()
+        if self._locals % self.sync.fetch == 0 and self._fetching is None:
+            self._fetching = (self._fetch(), self._locals + self.sync.fetch - 1)
+        self._fetched()
+
+    def _add(self) -> None:
+        """Add the gradient to the sum, which lies in a slot."""
+        total = self._sum
+        if total.steps == 0:
+            total.slot = (total.slot + 1) % len(self._link.slots)
+            self._link.wait_free(total.tickets.get(total.slot, 0))  # what lay there is taken
+            total.present = [False] * len(self._parameters)
+        into = self._link.slots[total.slot].gradients
+        fresh: list[tuple[Tensor, Tensor]] = []
+        more: list[tuple[Tensor, Tensor]] = []
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                pair = (into[index], parameter.grad.detach())
+                (more if total.present[index] else fresh).append(pair)
+                total.present[index] = True
+        if fresh:
+            self._copy([a for a, _ in fresh], [b for _, b in fresh])
+        if more:
+            torch._foreach_add_([a for a, _ in more], [b.to(a.device) for a, b in more])
+        total.steps += 1
+
+    @torch.no_grad()
+    def _move(self) -> None:
+        moving = [parameter for parameter in self._parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in moving]
+        if moving:
+            torch._foreach_add_(moving, gradients, alpha=-self.sync.local_lr)  # type: ignore[arg-type,operator]
+            self._moved = True
+
+    def push(self) -> int:
+        """Publish the sum, be it of fewer steps than the dial says; its ticket, or the last without one."""
+        total = self._sum
+        if total.steps == 0:
+            return self._tickets - 1
+        full = all(total.present)
+        if not full:
+            self._link.slots[total.slot].mask.copy_(torch.tensor(total.present, dtype=torch.uint8))
+        total.tickets[total.slot] = self._post(total.slot, full, total.loss)
+        total.steps, total.loss = 0, None
+        return total.tickets[total.slot]
+
+    def _fetched(self) -> None:
+        """Take over what was fetched, if it is here or overdue; own movement since is lost (M9)."""
+        if self._fetching is None:
+            return
+        number, due = self._fetching
+        reading = self._link.wait(number) if self._locals >= due else self._link.released(number)
+        if reading is None:
+            return
+        self._fetching = None
+        if reading.dial != self._dial and any(ticket > number for ticket in self._sum.tickets.values()):
+            number = self._fetch()  # pushed since: in another dial that may be folded while this reads
+            reading = self._link.wait(number)
+        self._take_over(reading)
+
+    def _fetch(self) -> int:
+        number = self.ticket()
+        self._session.port.post(Note(Kind.FETCH, self.number, number))
+        return number
+
+    def rejoin(self, link: TableLink) -> None:
+        """The same table on new servers: what was asked of the old ones is void."""
+        self._link = link
+        self._tickets = 0
+        self._written = [-1] * len(link.slots)
+        self._sum, self._fetching = Sum(), None
+        self.version = -1
+        self.read(self.ticket())
 
     # -- writes and states -------------------------------------------------------------------------------
 
@@ -169,26 +341,34 @@ class SharedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def put(self) -> None:
         """This learner's present values become global with the next update."""
-        index = self._steps % len(self._link.slots)
-        torch._foreach_copy_(
-            self._link.slots[index].gradients, [parameter.data for parameter in self._parameters]
-        )
+        values = [parameter.detach().clone() for parameter in self._parameters]
+        self._session.insist(lambda: self._put(values))
+
+    def _put(self, values: list[Tensor]) -> None:
+        index = self._steps % (self.sync.delay + 1)
+        torch._foreach_copy_(self._link.slots[index].gradients, values)
         number = self.ticket()
         self._session.port.post(Note(Kind.PUT, self.number, number, slot=index))
         self._link.wait(number)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state as plain PyTorch gives it, of the newest version."""
+        parts: list[m.StatePart] = self._session.insist(self._state_parts)
+        return merge(self._link.layout, group_options(self), [part.state for part in parts])
+
+    def _state_parts(self) -> list[m.StatePart]:
         number = self.ticket()
         self._session.port.post(Note(Kind.STATE, self.number, number))
-        parts: list[m.StatePart] = self._session.port.request(m.AwaitState(self.number, number))
-        return merge(self._link.layout, group_options(self), [part.state for part in parts])
+        return self._session.port.request(m.AwaitState(self.number, number))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of plain PyTorch's or of another run; every learner may call it."""
         options, state = split(self._link.layout, state_dict)
         for group, option in zip(self.param_groups, options, strict=True):
             group.update(option)
+        self._session.insist(lambda: self._load(options, state))
+
+    def _load(self, options: Options, state: dict[int, dict[str, Any]]) -> None:
         number = self.ticket()
         self._session.port.request(m.LoadState(self.number, number, options, state))
         self._session.port.post(Note(Kind.LOAD, self.number, number))

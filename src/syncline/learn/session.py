@@ -6,6 +6,7 @@ runs in every engine; all it asks of the world goes through its port.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 from collections.abc import Callable, Iterable
@@ -21,9 +22,10 @@ from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.feed import AHEAD, POLICIES, Loader, SplitLoader
 from syncline.learn.optimizer import SharedOptimizer
-from syncline.ports import Kind, LearnerPort, Note
-from syncline.table.layout import lay_out
-from syncline.table.template import ELEMENTWISE, OptimizerTemplate, refuse_unsupported
+from syncline.learn.randomness import pack_random, unpack_random
+from syncline.ports import Kind, LearnerPort, Note, Reset
+from syncline.table.layout import Layout, Tensors, lay_out
+from syncline.table.template import ELEMENTWISE, SCALE_INVARIANT, OptimizerTemplate, refuse_unsupported
 from syncline.topology import messages as m
 
 SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names the number of shards
@@ -43,6 +45,7 @@ class SessionConfig:
     device: str = "cpu"
     limit: int | None = None  # updates
     epochs: int | None = None  # of the first loader, where `train` knows it
+    cuts: bool = False  # checkpoints are written
 
 
 class Session:
@@ -61,7 +64,11 @@ class Session:
         self._used: dict[int, int] = {}  # loader -> portions used
         self._fresh: list[int] = []  # loaders used since the last step
         self._rests: list[tuple[SharedOptimizer, int]] = []
+        self._idle: tuple[int, int] | None = None  # the loader that ended, and its next portion
         self.loss = float("nan")
+        self.sync = config.sync  # as of the last read of any table
+        self._kept_random = b""
+        self._mark: Tensor | None = None
 
     def seed(self) -> None:
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
@@ -69,6 +76,44 @@ class Session:
         torch.manual_seed(seed)
         np.random.seed(seed % (1 << 32))
         random.seed(seed)
+
+    def mark_random(self) -> None:
+        """A gradient is published: what torch draws from here on belongs to the next."""
+        if self.config.cuts:
+            self._mark = torch.get_rng_state()
+
+    def random_states(self, *, marked: bool = False) -> bytes:
+        """All random generators as they are now, torch's as it was marked, for a checkpoint; no pickle."""
+        return pack_random(self.device, self._mark if marked else None)
+
+    def restore_random(self) -> None:
+        """Once, before the first batch of a run that goes on."""
+        if self._kept_random:
+            unpack_random(self._kept_random, self.device)
+            self._kept_random = b""
+
+    def insist(self, action: Callable[[], Any]) -> Any:
+        """Do something with the servers, again if they were started anew meanwhile."""
+        while True:
+            try:
+                return action()
+            except Reset:
+                self.rejoin()
+
+    def rejoin(self) -> None:
+        """The servers are new ones: read their weights; what was not folded is lost, its batches come again."""
+        while True:
+            try:
+                opened = self.port.rejoin(len(self._tables), len(self._loaders))
+                self._rests, self._idle, self._fresh, self._used = [], None, [], {}
+                self._count = 0
+                for table, answer in zip(self._tables, opened, strict=True):
+                    table.rejoin(self.port.attach(answer))
+                for loader in self._loaders:
+                    loader.rejoin()
+                return
+            except Reset:
+                continue
 
     @property
     def ending(self) -> bool:
@@ -85,6 +130,7 @@ class Session:
             raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")
         refuse_sparse(model)
         inner = make_optimizer(model, factory)
+        refuse_weighted(self.sync, inner)
         self._refuse_shared(inner, model)
         cuttable = type(inner) in ELEMENTWISE
         layout, tensors = lay_out(
@@ -93,6 +139,11 @@ class Session:
             cuttable=cuttable,
             shards=self._shards_for(inner),
         )
+        table = self.insist(lambda: self._open_table(inner, layout, tensors))
+        self._tables.append(table)
+        return table
+
+    def _open_table(self, inner: torch.optim.Optimizer, layout: Layout, tensors: Tensors) -> SharedOptimizer:
         number = len(self._tables)
         answer = self.port.request(m.Open(number, layout))
         if isinstance(answer, m.Initialise):
@@ -104,9 +155,13 @@ class Session:
         link = self.port.attach(answer)
         _copy_all(tensors.buffers, link.buffers)
         _copy_all(tensors.others, link.others)
-        table = SharedOptimizer(self, number, inner, link, tensors)
-        self._tables.append(table)
-        return table
+        personal: m.Personal | None = answer.personal
+        if personal is not None:
+            _copy_all(tensors.buffers, personal.buffers.get(number, tensors.buffers))
+            self._kept_random = personal.random
+        return SharedOptimizer(
+            self, number, inner, link, tensors, personal.steps if personal is not None else 0
+        )
 
     def _shards_for(self, inner: torch.optim.Optimizer) -> int:
         if self.config.fixed_shards:
@@ -173,16 +228,22 @@ class Session:
         if ahead is None:
             ahead = 0 if isinstance(data, torch.utils.data.TensorDataset) else AHEAD
         epochs = self.config.epochs if number == 0 else None
-        self.port.request(m.OpenLoader(number, len(data), batch_size, policy, epochs))  # type: ignore[arg-type]
-        loader = Loader(
-            self,
-            number,
-            data,
-            batch_size=batch_size,
-            policy=policy,
-            collate=collate,
-            ahead=ahead,
-        )
+        opening = m.OpenLoader(number, len(data), batch_size, policy, epochs)  # type: ignore[arg-type]
+
+        def opened() -> Loader:
+            parts = self.port.request(opening)
+            return Loader(
+                self,
+                number,
+                data,
+                batch_size=batch_size,
+                policy=policy,
+                collate=collate,
+                ahead=ahead,
+                parts=parts,
+            )
+
+        loader: Loader = self.insist(opened)
         self._loaders.append(loader)
         return loader
 
@@ -195,12 +256,24 @@ class Session:
     def mean(self, value: float | Tensor) -> Any:
         """The mean of a number or tensor over all live learners; every learner must call it."""
         self._means += 1
+        if self._idle is not None:  # others must not wait for a gradient while this learner waits for them
+            self.rest(*self._idle)
         held = value.detach().cpu() if isinstance(value, Tensor) else value
         result = self.port.request(m.MeanOf(self._means, held))
         return result.to(value.device) if isinstance(value, Tensor) else result
 
+    def push(self) -> None:
+        """What learners that step by themselves have not pushed yet."""
+        for table in self._tables:
+            table.push()
+
     def close(self) -> None:
         """The learner's function is over."""
+        if not self.ending:
+            self.push()
+        if self.config.cuts and self._tables:
+            with contextlib.suppress(Reset):
+                self._tables[0].farewell()
         for table in self._tables:
             table.release_hooks()
 
@@ -208,10 +281,16 @@ class Session:
 
     def consumed(self, loader: int, upto: int, count: int) -> None:
         """A batch was handed to the loop: it belongs to the next gradient."""
+        self._idle = None
         self._used[loader] = upto
         if loader not in self._fresh:
             self._fresh.append(loader)
         self._count += count
+
+    @property
+    def examples(self) -> int:
+        """Of the gradient that is being made."""
+        return self._count
 
     def count(self, examples: int) -> None:
         self._count += examples
@@ -230,20 +309,27 @@ class Session:
         self._fresh = []
         return count or 1, last, self._used[last]
 
+    def ended(self, loader: int, index: int) -> None:
+        """A loader's epoch is over, and its batches are in gradients: there may be nothing to compute for long.
+
+        In lockstep a last step after the loop must still meet the others': there only waiting makes it rest.
+        """
+        if not self._fresh:
+            self._idle = (loader, index)
+            if not self.sync.lockstep:
+                self.rest(loader, index)
+
     def rest(self, loader: int, index: int) -> None:
-        """Nothing to compute: lockstep quorums need not wait for this learner."""
-        if self.config.sync.lockstep:
+        """Nothing to compute: nobody need wait for this learner, be it under a dial that it does not know yet."""
+        if not self._rests:
             for table in self._tables:
-                number = table.ticket()
-                self._rests.append((table, number))
-                note = Note(Kind.REST, table.number, number, loader=loader, upto=index)
-                self.port.post(note, ring=False)
+                self._rests.append((table, table.rest(loader, index)))
         self.port.ring()
 
     def rested(self) -> None:
         """There is data again: read what the others have by now."""
         for table, number in self._rests:
-            table.read(number)
+            table.rested(number)
         self._rests = []
 
 
@@ -271,6 +357,15 @@ def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
         )
     refuse_unsupported(inner)
     return inner
+
+
+def refuse_weighted(sync: Sync, optimizer: torch.optim.Optimizer) -> None:
+    """Weights in the mean of a fold mean nothing to an optimizer that divides them out again (M4)."""
+    if sync.weighs and isinstance(optimizer, SCALE_INVARIANT):
+        raise UsageError(
+            f"{sync} weights each gradient by its staleness, but {type(optimizer).__name__} divides a gradient's "
+            "scale out again: use SGD, or rate=share, which changes the learning rate itself"
+        )
 
 
 def refuse_sparse(model: nn.Module) -> None:

@@ -24,6 +24,8 @@ class Ticket:
     step: int  # the learner's own step
     count: int  # examples in it
     iteration: int = 0  # lockstep: which fold it belongs to
+    weight: float = 1.0  # what it is damped by in the mean of its fold
+    silent: bool = False  # its learner went on and reads when it wants to
 
 
 class Folding:
@@ -47,9 +49,14 @@ class Folding:
             return []
         if self._lockstep:
             return self._ready_round(version, members)
-        if len(self._queue) < max(1, self._sync.quorum(max(1, len(members)), members.initial)):
+        if len(self._queue) < self.quorum(members):
             return []
         return self.rest(version)
+
+    def quorum(self, members: Members) -> int:
+        """Gradients of the next update; who rests is not counted where others would wait for it."""
+        present = len(members.active()) if self._sync.waits else len(members)
+        return max(1, self._sync.quorum(max(1, present), members.initial))
 
     def _ready_round(self, version: int, members: Members) -> list[Ticket]:
         tickets = self._rounds.get(version)

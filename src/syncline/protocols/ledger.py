@@ -48,6 +48,18 @@ class EpochDone:
 Decision = Grant | End | EpochDone
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What of each epoch is not settled: enough to go on with the feed later, with any number of learners."""
+
+    done: int  # epochs
+    newest: int
+    fresh: dict[int, dict[int, tuple[int, int]]]  # epoch -> owner -> positions not handed out
+    returned: list[tuple[int, int, int]]  # (epoch, start, stop) of all that was handed out and is not settled
+    skipped: dict[int, int]
+    broken: list[int]
+
+
 class Span(NamedTuple):
     """Positions start…stop−1 of an epoch; sorts by age."""
 
@@ -108,6 +120,7 @@ class Ledger:
         lockstep: bool = False,
         partition: bool = False,
         learners: int = 1,
+        standing: Standing | None = None,
     ) -> None:
         for name, value in (
             ("size", size),
@@ -128,7 +141,10 @@ class Ledger:
         self._held: dict[int, _Learner] = {}  # waiting in the last epoch, in the order of their asks
         self._barrier: set[int] = set()  # waiting for the next epoch
         self._broken: set[int] = set()  # epochs that somebody broke out of
+        self._orphans = False  # parts of owners that may not have come again
         self._out: list[Decision] = []
+        if standing is not None:
+            self._restore(standing)
 
     # -- events ----------------------------------------------------------------------------------------------
 
@@ -154,6 +170,8 @@ class Ledger:
         elif epoch == member.epoch and not member.ended:
             member.asked = True
             member.asks += 1
+            if self._orphans:
+                self._adopt()
             self._begin(epoch)
             self._serve(member)
         return self._advance()
@@ -212,11 +230,85 @@ class Ledger:
             self._gone[learner] = member.taken
         return self._advance()
 
+    def change(self, *, lockstep: bool) -> list[Decision]:
+        """Another dial: joint rounds from here on, or no more of them."""
+        if lockstep == self._lockstep:
+            return []
+        self._lockstep = lockstep
+        if not lockstep:
+            for member in self._by_rank():
+                self._give_back(member.reserved)
+                member.reserved.clear()
+            for member in self._by_rank():
+                if member.queued:
+                    epoch, asks = member.wanted, member.queued
+                    self._unqueue(member)
+                    self._enter(member, epoch, asks)
+        return self._advance()
+
     # -- questions -------------------------------------------------------------------------------------------
 
     def epoch(self, learner: int) -> int:
         """The epoch that this learner is in: a joiner's first ask is for this one."""
         return self._learners[learner].epoch
+
+    def holds(self, learner: int) -> tuple[int, int]:
+        """Positions it has that would come back, and those that are in gradients not yet folded."""
+        member = self._learners.get(learner)
+        if member is None:
+            return 0, 0
+        open_ = [span for _, span in member.open] + list(member.reserved)
+        return _length(open_), _length(span for _, span in member.taken)
+
+    def standing(self) -> Standing:
+        """Everything not settled, as of now."""
+        taken = [span for _, span in (pair for gone in self._gone.values() for pair in gone)]
+        for member in self._learners.values():
+            taken += [span for _, span in (*member.open, *member.taken)]
+            taken += member.reserved
+        return Standing(
+            done=self._done,
+            newest=self._newest,
+            fresh={
+                epoch: {owner: (span.start, span.stop) for owner, span in state.fresh.items()}
+                for epoch, state in self._unfinished.items()
+            },
+            returned=sorted((span.epoch, span.start, span.stop) for span in (*self._returned, *taken)),
+            skipped={epoch: state.skipped for epoch, state in self._unfinished.items()},
+            broken=sorted(self._broken),
+        )
+
+    def _restore(self, standing: Standing) -> None:
+        self._done, self._newest = standing.done, standing.newest
+        self._returned = sorted(Span(*span) for span in standing.returned)  # a sorted list is a heap
+        self._broken = set(standing.broken)
+        self._orphans = True
+        for epoch, owners in standing.fresh.items():
+            fresh = {owner: Span(epoch, *ends) for owner, ends in owners.items()}
+            back = (span for span in self._returned if span.epoch == epoch)
+            left = _length(fresh.values()) + _length(back)
+            if self._partition:
+                self._reown(epoch, fresh)
+            self._unfinished[epoch] = _Epoch(fresh=fresh, left=left, skipped=standing.skipped[epoch])
+
+    def _reown(self, epoch: int, fresh: dict[int, Span]) -> None:
+        """What owners had of their parts comes first in these again, so that joint rounds are as they were."""
+        ends = {span.stop: span for span in self._returned if span.epoch == epoch}
+        for owner, part in self._owned(epoch).items():
+            start = fresh[owner].start if owner in fresh else part.stop
+            while start > part.start and start in ends:
+                self._returned.remove(ends[start])
+                start = ends[start].start
+            if start < part.stop:
+                fresh[owner] = part._replace(start=start)
+
+    def _adopt(self) -> None:
+        """All have come who go on with the feed: what has no owner in its epoch any more is for everybody."""
+        self._orphans = False
+        owners = {self._owner(member) for member in self._learners.values()}
+        for epoch, state in self._unfinished.items():
+            for owner in [owner for owner in state.fresh if epoch < self._newest or owner not in owners]:
+                self._give_back([state.fresh.pop(owner)])
 
     def idle(self, learner: int) -> bool:
         """Lockstep quorums need not wait for it: it has nothing to compute until others go on."""
@@ -335,11 +427,15 @@ class Ledger:
     def _shares(self, epoch: int) -> dict[int, Span]:
         if not self._partition:
             return {0: Span(epoch, 0, self._size)}
-        bounds = [part * self._size // self._parts for part in range(self._parts + 1)]
-        shares = {rank: Span(epoch, *ends) for rank, ends in enumerate(pairwise(bounds)) if ends[0] < ends[1]}
+        shares = self._owned(epoch)
         ranks = {member.rank for member in self._learners.values()}
         self._give_back(shares.pop(rank) for rank in list(shares) if rank not in ranks)
         return shares
+
+    def _owned(self, epoch: int) -> dict[int, Span]:
+        """The part of each rank."""
+        bounds = [part * self._size // self._parts for part in range(self._parts + 1)]
+        return {rank: Span(epoch, *ends) for rank, ends in enumerate(pairwise(bounds)) if ends[0] < ends[1]}
 
     def _move_on(self, member: _Learner, epoch: int) -> None:
         """It asks for a later epoch than its own."""
@@ -349,14 +445,17 @@ class Ledger:
             self._unqueue(member)
             member.epoch = epoch
             self._end(member)
-        elif self._lockstep:
+        elif self._lockstep and epoch > self._newest:
             self._queue(member, epoch)
         else:
-            self._broken.update(range(member.epoch + 1, epoch))
-            self._begin(epoch)
-            member.epoch, member.ended = epoch, False
-            member.asks, member.asked = 1, True
-            self._serve(member)
+            self._enter(member, epoch, 1)
+
+    def _enter(self, member: _Learner, epoch: int, asks: int) -> None:
+        self._broken.update(range(member.epoch + 1, epoch))
+        self._begin(epoch)
+        member.epoch, member.ended = epoch, False
+        member.asks, member.asked = asks, True
+        self._serve(member)
 
     def _queue(self, member: _Learner, epoch: int) -> None:
         member.queued = member.queued + 1 if epoch == member.wanted else 1
@@ -445,6 +544,10 @@ class Ledger:
             del self._unfinished[self._done]
             self._broken.discard(self._done)
             self._done += 1
+
+
+def _length(spans: Iterable[Span]) -> int:
+    return sum(span.stop - span.start for span in spans)
 
 
 def _move(source: deque[tuple[int, Span]], target: deque[tuple[int, Span]], upto: int) -> None:

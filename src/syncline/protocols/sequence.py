@@ -7,7 +7,7 @@ decisions into the log; the other shards replay them, so all shards fold the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from syncline.dial import Sync
 from syncline.protocols.clocks import StalenessClock
@@ -47,26 +47,62 @@ class Full:
     version: int
 
 
-Decision = Take | Drop | Fold | Release | Full
+@dataclass(slots=True, unsafe_hash=True)
+class Change:
+    """From here on the table follows another dial; nothing is taken and not folded."""
+
+    dial: int
+
+
+Decision = Take | Drop | Fold | Release | Full | Change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """What a sequence has counted: enough to go on with it later."""
+
+    version: int = 0
+    gradients: int = 0
+    dropped: int = 0
+    histogram: dict[int, int] | None = None
 
 
 class Sequence:
-    """Decides for one table. Every method takes an event and returns decisions in their order."""
+    """Decides for one table. Every method takes an event and returns decisions in their order.
+
+    `learners` is λ₀, where `initial` is not all of them. `warm`: until that version the first learner works alone,
+    the others wait for their first read (D4).
+    """
 
     def __init__(
-        self, sync: Sync, *, initial: dict[int, int], batch_size: int | None = None, limit: int | None = None
+        self,
+        sync: Sync,
+        *,
+        initial: dict[int, int],
+        batch_size: int | None = None,
+        limit: int | None = None,
+        learners: int | None = None,
+        warm: int = 0,
+        account: Account | None = None,
     ) -> None:
+        account = account or Account()
         self.sync = sync
         self._lockstep = sync.lockstep
-        self.version = 0
-        self.gradients = 0
-        self.dropped = 0
+        self.version = account.version
+        self.gradients = account.gradients
+        self.dropped = account.dropped
         self.clock = StalenessClock()
-        self.members = Members(initial)
+        self.clock.histogram.update(account.histogram or {})
+        self.members = Members(initial, learners)
         self._folding = Folding(sync)
-        self._gate = Gate(sync)
+        self._gate = Gate(sync, self.members)
+        self._gate.change(sync, self.version)
         self._batch_size = batch_size
         self._limit = limit
+        self._warm = warm
+        self._cold: dict[
+            int, tuple[int, int]
+        ] = {}  # learner -> (rank, ticket): waits for the warm start's end
         self._early: list[Ticket] = []  # published before all initial learners had started
 
     @property
@@ -75,6 +111,9 @@ class Sequence:
 
     def join(self, learner: int, rank: int, number: int) -> list[Decision]:
         """It counts from the version it now reads."""
+        if self.version < self._warm and len(self.members):
+            self._cold[learner] = (rank, number)
+            return []
         self.members.join(learner, rank, self.version)
         self._gate.hold(learner, number)
         self._gate.resume(learner, self.version)
@@ -89,8 +128,20 @@ class Sequence:
             return []
         return self._accept(ticket)
 
+    def fetch(self, learner: int, number: int) -> list[Decision]:
+        """It wants the newest weights, whatever it has published (M9)."""
+        member = self.members.live.get(learner)
+        if member is None:
+            return []
+        if not self._lockstep:
+            self._gate.fetched(learner, self.version)
+            return [Release(learner, number, self.version)]
+        # the dial has changed meanwhile: it reads with the fold of what it published
+        self._gate.arrive(learner, number, member.next_iteration - 1, self.version)
+        return list(self._gate.open(self.version))
+
     def rest(self, learner: int, number: int) -> list[Decision]:
-        """It waits for data: lockstep quorums go on without it until `resume`."""
+        """It waits for data: quorums go on without it until `resume`."""
         if learner not in self.members:
             return []
         self._gate.hold(learner, number)
@@ -110,17 +161,32 @@ class Sequence:
         if learner not in self.members or not self.members.live[learner].resting:
             return []
         member = self.members.live[learner]
-        member.resting = False
+        self.members.rouse(member)
         member.next_iteration = max(member.next_iteration, self.version)
         self._gate.resume(learner, member.next_iteration)
         return list(self._gate.open(self.version))
 
     def leave(self, learner: int) -> list[Decision]:
         """It returned, raised or died; quorums follow."""
+        self._cold.pop(learner, None)
         self.members.leave(learner)
         self._gate.leave(learner)
         self._early = [ticket for ticket in self._early if ticket.learner != learner]
-        return [*self._begin(), *self._advance()]
+        decisions = [*self._begin(), *self._advance()]
+        if not len(self.members) and self._cold:  # the one that worked alone is gone: the next does
+            first = min(self._cold, key=lambda cold: self._cold[cold])
+            decisions += self.join(first, *self._cold.pop(first))
+        return decisions
+
+    def change(self, sync: Sync, dial: int) -> list[Decision]:
+        """Another dial from the next version on; what was taken is folded first, an incomplete quorum too."""
+        decisions = self.finish()
+        self.sync, self._lockstep = sync, sync.lockstep
+        self._folding = Folding(sync)
+        self._gate.change(sync, self.version)
+        for member in self.members.live.values():
+            member.next_iteration, member.clock = self.version, 0
+        return [*decisions, Change(dial), *self._gate.open(self.version)]
 
     def finish(self) -> list[Decision]:
         """The end of the run: what was taken is folded, an incomplete quorum as one last smaller update."""
@@ -130,11 +196,24 @@ class Sequence:
         return decisions
 
     def missing(self) -> list[int]:
-        """Ranks that the next update waits for."""
+        """Ranks that the next update, or somebody too far ahead, waits for."""
+        if self.sync.slack is not None:
+            slowest = self.members.slowest()
+            waiting = {learner for learner, version in self.waiting().items() if version >= 0}
+            return sorted(m.rank for m in self.members.active() if waiting and m.clock == slowest)
         return self._folding.missing(self.version, self.members) if self.sync.lockstep else []
 
     def waiting(self) -> dict[int, int]:
-        return self._gate.waiting()
+        """Learner to the version it waits for (-1: it rests)."""
+        return {**self._gate.waiting(), **dict.fromkeys(self._cold, self._warm)}
+
+    def account(self) -> Account:
+        return Account(
+            version=self.version,
+            gradients=self.gradients,
+            dropped=self.dropped,
+            histogram=dict(self.clock.histogram),
+        )
 
     @property
     def pending(self) -> int:
@@ -150,17 +229,22 @@ class Sequence:
     def _accept(self, ticket: Ticket) -> list[Decision]:
         member = self.members.live[ticket.learner]
         iteration = max(member.next_iteration, self.version)
-        if self._limit is not None and iteration >= self._limit:  # its update would be beyond the last
+        beyond = self._limit is not None and iteration >= self._limit  # its update would be after the last
+        if beyond or (self.sync.late == "drop" and ticket.stamp < self.version):
             self.dropped += 1
-            self._gate.hold(ticket.learner, ticket.number)
-            self._gate.resume(ticket.learner, iteration)
+            if not self._gate.rests_since(ticket.learner, ticket.number):
+                self._gate.let_go(ticket.learner, ticket.number, iteration, ticket.silent)
             return [Drop(ticket), *self._gate.open(self.version)]
-        member.resting = False
+        if member.resting and not self._gate.rests_since(ticket.learner, ticket.number):
+            self.members.rouse(member)
+        member.clock += 1
         if self._lockstep:
             ticket = _at(ticket, iteration)
             member.next_iteration = iteration + 1
+        elif self.sync.weighs:
+            ticket = replace(ticket, weight=1 / max(1, self.version - ticket.stamp))
         self._folding.add(ticket)
-        self._gate.arrive(ticket.learner, ticket.number, ticket.iteration)
+        self._gate.arrive(ticket.learner, ticket.number, ticket.iteration, self.version, ticket.silent)
         return [Take(ticket), *self._advance()]
 
     def _advance(self) -> list[Decision]:
@@ -170,15 +254,30 @@ class Sequence:
         return decisions + list(self._gate.open(self.version))
 
     def _fold(self, tickets: list[Ticket]) -> list[Decision]:
-        self.clock.fold(self.version, [ticket.stamp for ticket in tickets])
+        sigma = self.clock.fold(self.version, [ticket.stamp for ticket in tickets])
         self.version += 1
         self.gradients += len(tickets)
         factor = self.sync.factor(max(1, len(self.members)), self._batch_size)
-        fold = Fold(self.version, tuple(tickets), leader(tickets).learner, factor)
-        return [fold, Full(self.version)] if self.full else [fold]
+        if self.sync.rate == "staleness" and not self.sync.weighs:
+            factor /= max(1.0, sigma)
+        decisions: list[Decision] = [Fold(self.version, tuple(tickets), leader(tickets).learner, factor)]
+        if self.version == self._warm:
+            cold, self._cold = self._cold, {}
+            for learner, (rank, number) in sorted(cold.items(), key=lambda item: item[1]):
+                decisions += self.join(learner, rank, number)
+        return [*decisions, Full(self.version)] if self.full else decisions
 
 
 def _at(ticket: Ticket, iteration: int) -> Ticket:
+    """`replace` would take as long as all else that a gradient costs here."""
     return Ticket(
-        ticket.learner, ticket.rank, ticket.number, ticket.stamp, ticket.step, ticket.count, iteration
+        ticket.learner,
+        ticket.rank,
+        ticket.number,
+        ticket.stamp,
+        ticket.step,
+        ticket.count,
+        iteration,
+        1.0,
+        ticket.silent,
     )

@@ -1,7 +1,7 @@
 """Who may go on, and with which version (M2): lead and slack as a pure gate.
 
-A learner that published waits at the gate; the gate opens for it when the version it needs exists. Not
-responsible for how a learner sleeps, nor for moving weights.
+A learner that published waits at the gate; the gate opens for it when the version it needs exists and the
+slowest is near enough. Not responsible for how a learner sleeps, nor for moving weights.
 """
 
 from __future__ import annotations
@@ -9,51 +9,116 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from syncline.dial import Sync
+from syncline.protocols.membership import Members
+
+RESTS = -1
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class Release:
-    """This learner may read this version; `number` is the ticket it waited with."""
+    """This learner may go on; `number` is the ticket it waited with. It gets the version where `read` says so.
+
+    With `same` that is the version it has, and no weights move.
+    """
 
     learner: int
     number: int
     version: int
+    read: bool = True
+    same: bool = False
 
 
 class Gate:
     """The learners that wait, each for a version."""
 
-    def __init__(self, sync: Sync) -> None:
-        self._lockstep = sync.lockstep
-        self._delay = sync.delay
-        self._waiting: dict[int, tuple[int, int]] = {}  # learner -> (ticket number, version it needs)
+    def __init__(self, sync: Sync, members: Members) -> None:
+        self._members = members
+        # learner -> (ticket number, version it needs, whether it only wants its slot back)
+        self._waiting: dict[int, tuple[int, int, bool]] = {}
+        self._last: dict[int, int] = {}  # learner -> the version it read last
+        self._rested: set[int] = set()  # resumed, and not let go yet
+        self.change(sync, 0)
 
-    def arrive(self, learner: int, number: int, iteration: int) -> None:
-        """It has published its gradient of this iteration."""
-        self._waiting[learner] = (number, max(0, iteration + 1 - self._delay) if self._lockstep else 0)
+    def change(self, sync: Sync, version: int) -> None:
+        """Another dial from this version on: all that was published is folded, who waits for that goes on."""
+        self._lockstep, self._delay, self._slack = sync.lockstep, sync.delay, sync.slack
+        self._own_fold, self._waits = sync.lead == 0, sync.waits
+        self._base = version  # versions before it are not kept
+        self._rested.clear()
+        self._last.clear()
+        self._waiting = {
+            learner: (number, version if needed != RESTS else RESTS, silent)
+            for learner, (number, needed, silent) in self._waiting.items()
+        }
+
+    def arrive(self, learner: int, number: int, iteration: int, version: int, silent: bool = False) -> None:
+        """It has published its gradient of this iteration, taken at this version."""
+        if self._lockstep:
+            needed = max(self._base, iteration + 1 - self._delay)
+        else:
+            needed = version + 1 if self._own_fold else 0
+        self._wait(learner, number, needed, silent)
+
+    def let_go(self, learner: int, number: int, iteration: int, silent: bool) -> None:
+        """Its gradient was dropped: it reads what it would have read after the one before."""
+        self._wait(learner, number, max(self._base, iteration - self._delay) if self._lockstep else 0, silent)
 
     def hold(self, learner: int, number: int) -> None:
         """It rests until `resume`."""
-        self._waiting[learner] = (number, -1)
+        self._wait(learner, number, RESTS, False)
+
+    def _wait(self, learner: int, number: int, needed: int, silent: bool) -> None:
+        """A ticket's release is that of all before it: what one of those was to read comes with the last one."""
+        last, _, silent_before = self._waiting.get(learner, (-1, 0, True))
+        if last < number:
+            self._waiting[learner] = (number, needed, silent and silent_before)
+
+    def rests_since(self, learner: int, number: int) -> bool:
+        """It rests with a later ticket than this one, which came before the start."""
+        last, needed, _ = self._waiting.get(learner, (-1, 0, True))
+        return needed == RESTS and last > number
 
     def resume(self, learner: int, iteration: int) -> None:
         """It goes on with this iteration: it reads what it would have read after the one before."""
-        number, needed = self._waiting.get(learner, (0, 0))
-        if needed == -1:
-            self._waiting[learner] = (number, max(0, iteration - self._delay))
+        number, needed, silent = self._waiting.get(learner, (0, 0, False))
+        if needed == RESTS:
+            wanted = max(self._base, iteration - self._delay) if self._lockstep else 0
+            self._waiting[learner] = (number, wanted, silent)
+            if not self._waits and learner in self._last:
+                self._rested.add(
+                    learner
+                )  # nobody waited: it goes on with what it has, as if it had not rested
+
+    def fetched(self, learner: int, version: int) -> None:
+        """It reads this version without waiting."""
+        self._last[learner] = version
 
     def leave(self, learner: int) -> None:
         self._waiting.pop(learner, None)
+        self._last.pop(learner, None)
+        self._rested.discard(learner)
 
     def open(self, version: int) -> list[Release]:
-        """Everybody whose version is there, in the order of arrival."""
-        free = [learner for learner, (_, needed) in self._waiting.items() if 0 <= needed <= version]
+        """Everybody whose version is there and who is not too far ahead, in the order of arrival."""
+        if not self._waiting:
+            return []
+        free = [learner for learner, (_, needed, _) in self._waiting.items() if 0 <= needed <= version]
+        if self._slack is not None and free:
+            furthest = (self._members.slowest() or 0) + self._slack
+            free = [learner for learner in free if self._members.live[learner].clock <= furthest]
         releases = []
         for learner in free:
-            number, needed = self._waiting.pop(learner)
-            releases.append(Release(learner, number, needed if self._lockstep else version))
+            number, needed, silent = self._waiting.pop(learner)
+            if learner in self._rested:
+                self._rested.discard(learner)
+                releases.append(Release(learner, number, self._last[learner], same=True))
+                continue
+            read = needed if self._lockstep else version
+            releases.append(Release(learner, number, read, not silent))
+            if not silent:
+                self._last[learner] = read
         return releases
 
     def waiting(self) -> dict[int, int]:
         """Learner to the version it waits for (-1: it rests)."""
-        return {learner: needed for learner, (_, needed) in self._waiting.items()}
+        return {learner: needed for learner, (_, needed, _) in self._waiting.items()}

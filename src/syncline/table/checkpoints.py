@@ -39,6 +39,7 @@ CHUNK = 4 << 20  # bytes per write and read
 COMPLEX128 = "syncline.complex128"  # metadata: names of tensors stored as pairs of float64
 # safetensors' names: F32, BF16, C64, I8, U8, BOOL
 _CODES = {dtype: re.sub("loat|omplex|(?<=u)int|nt", "", name).upper() for name, dtype in DTYPES.items()}
+NOTES = "notes"  # state values that are no tensors, as JSON in a file's metadata
 _NAME = re.compile(r"(?P<dot>\.)?(?P<number>\d{9,})(?(dot)\.(?P<kind>tmp|old|gone))")
 _SEALED = re.compile(rb'\{"crc32": "(?P<crc>[0-9a-f]{8})",\n"content": (?P<body>.*)\}\n', re.DOTALL)
 _PIECE = re.compile(r"p/(?P<p>\d+/\d+)|s/(?P<s>\d+/\d+)/(?P<key>[^/]*)")
@@ -172,6 +173,13 @@ class Folder:
             path.mkdir()
         return path
 
+    def join(self, number: int) -> Path:
+        """The same, made by whoever of several writers comes first."""
+        path = self._at(number, "tmp")
+        with _named(f"cannot begin checkpoint {number} in {self.root}"):
+            path.mkdir(exist_ok=True)
+        return path
+
     def commit(self, number: int, manifest: Mapping[str, Any], files: Sequence[Written]) -> Path:
         """Make the files that were written to `begin(number)` the checkpoint of that number."""
         source, target, old = self._at(number, "tmp"), self._at(number), self._at(number, "old")
@@ -251,6 +259,11 @@ class Checkpoint:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
         return tensors | {key: torch.view_as_complex(tensors[key]) for key in pairs}
+
+    def notes(self, name: str) -> dict[str, dict[str, Any]]:
+        """The state values of one file that are no tensors."""
+        with safe_open(self.path / name, framework="pt") as file:
+            return json.loads((file.metadata() or {}).get(NOTES, "{}"))
 
 
 def find(where: str | Path) -> Checkpoint:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.dial import Sync
+from syncline.table.checkpoints import piece_tensors
 from syncline.table.layout import Layout
 from syncline.table.slot import SlotPart
 from syncline.table.template import OptimizerTemplate, Options, PieceState, cut_state, piece_states
@@ -30,19 +32,25 @@ class Mean:
         self.present: tuple[bool, ...] = (False,) * len(views)
         self.total = 0
 
-    def start(self, gradient: SlotPart, present: tuple[bool, ...], count: int) -> None:
+    def start(self, gradient: SlotPart, present: tuple[bool, ...], count: int, damping: float = 1.0) -> None:
         if self.segments is not gradient.segments:
             for mean, value in zip(self.segments, gradient.segments, strict=True):
                 mean.copy_(value)
+        if damping != 1.0:
+            torch._foreach_mul_(self.segments, damping)
         self.present, self.total = present, count
 
-    def add(self, gradient: SlotPart, present: tuple[bool, ...], count: int) -> None:
+    def add(self, gradient: SlotPart, present: tuple[bool, ...], count: int, damping: float = 1.0) -> None:
+        """`damping` multiplies this gradient; the mean is still by the count of examples."""
         if count == 0:
             return
         if self.total == 0:
             raise AssertionError("a mean starts with its first weighted gradient")
         self.total += count
         weight = count / self.total
+        if damping != 1.0:
+            self._add_damped(gradient, present, weight, damping)
+            return
         if all(present) and all(self.present):
             for mean, value in zip(self.segments, gradient.segments, strict=True):
                 mean.lerp_(value, weight)
@@ -54,6 +62,18 @@ class Mean:
                 mean.mul_(1.0 - weight)
             elif has:
                 torch.mul(value, weight, out=mean)
+        self.present = tuple(a or b for a, b in zip(self.present, present, strict=True))
+
+    def _add_damped(
+        self, gradient: SlotPart, present: tuple[bool, ...], weight: float, damping: float
+    ) -> None:
+        for mean, value, had, has in zip(self.views, gradient.views, self.present, present, strict=True):
+            if had and has:
+                mean.mul_(1.0 - weight).add_(value, alpha=weight * damping)
+            elif had:
+                mean.mul_(1.0 - weight)
+            elif has:
+                torch.mul(value, weight * damping, out=mean)
         self.present = tuple(a or b for a, b in zip(self.present, present, strict=True))
 
 
@@ -68,18 +88,18 @@ class Shard:
         weights: Sequence[Tensor],
         *,
         history: Sequence[Sequence[Tensor]] = (),
-        lockstep: bool,
+        sync: Sync,
         clip_norm: float | None = None,
+        version: int = 0,
     ) -> None:
         self.layout, self.part = layout, layout.parts[index]
-        self.version = 0
+        self.version = version
         self.weights = self.part.segments(weights)
         self.history = [self.part.segments(segments) for segments in history]
         views = self.part.views(self.weights, layout.parameters.entries)
         self.optimizer, self.parameters = template.build(self.part, layout, views)
         self._step = bare_step(self.optimizer)
         self.clip_norm = clip_norm
-        self._lockstep = lockstep
         self._taken: list[tuple[SlotPart, tuple[bool, ...], int, int, int]] = []
         self._all = (True,) * len(self.part.pieces)
         self._mean: Mean | None = None
@@ -87,24 +107,40 @@ class Shard:
         self._put: dict[int, list[Tensor]] = {}
         self._options: Options = template.options
         self._factor = 1.0
-        for segments in self.history:
+        self._copies: dict[str, Tensor] = {}  # of the last cut
+        self.change(sync)
+
+    def change(self, sync: Sync) -> None:
+        """Another dial; nothing that was taken waits for its fold."""
+        assert not self._taken and (self._mean is None or self._mean.total == 0)
+        self._lockstep = sync.lockstep
+        self._kept = self.history if sync.delay else []
+        for segments in self._kept:
             _copy(segments, self.weights)
 
     # -- taking and folding ------------------------------------------------------------------------------
 
     def take(
-        self, gradient: SlotPart, *, full: bool, count: int, rank: int, iteration: int, alone: bool
+        self,
+        gradient: SlotPart,
+        *,
+        full: bool,
+        count: int,
+        rank: int,
+        iteration: int,
+        alone: bool,
+        damping: float = 1.0,
     ) -> None:
         """Into the sequence. `alone`: the next fold is of this gradient only."""
         present = self._all if full else gradient.present()
-        if self._lockstep or alone:
+        if self._lockstep or (alone and damping == 1.0):
             self._taken.append((gradient, present, count, rank, iteration))
             return
         mean = self._running_mean()
         if mean.total == 0:
-            mean.start(gradient, present, count)
+            mean.start(gradient, present, count, damping)
         else:
-            mean.add(gradient, present, count)
+            mean.add(gradient, present, count, damping)
 
     def _running_mean(self) -> Mean:
         if self._mean is None:
@@ -171,14 +207,14 @@ class Shard:
                     group["lr"] = option["lr"] * factor
         self._step()
         self.version += 1
-        if self.history:
-            _copy(self.history[self.version % len(self.history)], self.weights)
+        if self._kept:
+            _copy(self._kept[self.version % len(self._kept)], self.weights)
 
     # -- reading and writing -----------------------------------------------------------------------------
 
     def read(self, version: int, into: Sequence[Tensor]) -> None:
         """Copy the shard's part of one version."""
-        source = self.history[version % len(self.history)] if self.history else self.weights
+        source = self._kept[version % len(self._kept)] if self._kept else self.weights
         _copy(self.part.segments(into), source)
 
     def put(self, rank: int, values: Sequence[Tensor]) -> None:
@@ -196,6 +232,23 @@ class Shard:
 
     def snapshot(self) -> list[Tensor]:
         return [segment.clone() for segment in self.weights]
+
+    def cut(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+        """Weights and optimizer state as they are now, by name; the copies are good until the next cut."""
+        views = [parameter.detach() for parameter in self.parameters]
+        states = {
+            (piece.entry, piece.start, piece.stop): dict(state)
+            for piece, parameter in zip(self.part.pieces, self.parameters, strict=True)
+            if (state := self.optimizer.state.get(parameter))
+        }
+        live, notes = piece_tensors(self.part, views, states)
+        for name, tensor in live.items():
+            kept = self._copies.get(name)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                self._copies[name] = tensor.clone()
+            else:
+                kept.copy_(tensor)
+        return {name: self._copies[name] for name in live}, notes
 
     def state(self) -> tuple[Options, PieceState]:
         return self._options, piece_states(self.optimizer, self.part, self.parameters)

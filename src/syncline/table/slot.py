@@ -17,11 +17,12 @@ from syncline.errors import UsageError
 from syncline.table.layout import LINE, Layout, Part
 
 OPTIONS_ROOM = 16384  # bytes for the group options as JSON
+STATES_ROOM = 16384  # bytes for a learner's random states
 
 
 def slot_bytes(layout: Layout) -> int:
     mask = -(-len(layout.parameters.entries) // LINE) * LINE
-    return layout.parameters.nbytes + layout.buffers.nbytes + mask + OPTIONS_ROOM
+    return layout.parameters.nbytes + layout.buffers.nbytes + mask + OPTIONS_ROOM + STATES_ROOM
 
 
 class Slot:
@@ -38,6 +39,8 @@ class Slot:
         self.mask = memory[position : position + count]  # uint8: 1 where the parameter has a gradient
         start = position + -(-count // LINE) * LINE
         self._options = memoryview(memory[start : start + OPTIONS_ROOM].numpy())  # type: ignore[arg-type]
+        start += OPTIONS_ROOM
+        self._states = memoryview(memory[start : start + STATES_ROOM].numpy())  # type: ignore[arg-type]
 
     @cached_property
     def gradients(self) -> list[Tensor]:
@@ -54,12 +57,17 @@ class Slot:
                 f"the options of {len(options)} parameter groups take {len(text)} bytes, more than the "
                 f"{OPTIONS_ROOM - 8} that travel with a gradient; use fewer groups or smaller options"
             )
-        self._options[:8] = len(text).to_bytes(8, "little")
-        self._options[8 : 8 + len(text)] = text
+        _put(self._options, text)
 
     def read_options(self) -> list[dict[str, Any]]:
-        length = int.from_bytes(self._options[:8], "little")
-        return json.loads(bytes(self._options[8 : 8 + length]))
+        return json.loads(_get(self._options))
+
+    def write_states(self, states: bytes) -> None:
+        """The learner's random states, for a checkpoint; none where they do not fit."""
+        _put(self._states, states if len(states) <= STATES_ROOM - 8 else b"")
+
+    def read_states(self) -> bytes:
+        return _get(self._states)
 
 
 class SlotPart:
@@ -79,6 +87,15 @@ class SlotPart:
 
 def private_slot(layout: Layout) -> Slot:
     return Slot(layout, torch.zeros(slot_bytes(layout), dtype=torch.uint8))
+
+
+def _put(room: memoryview, data: bytes) -> None:
+    room[:8] = len(data).to_bytes(8, "little")
+    room[8 : 8 + len(data)] = data
+
+
+def _get(room: memoryview) -> bytes:
+    return bytes(room[8 : 8 + int.from_bytes(room[:8], "little")])
 
 
 def _refuse(value: object) -> Any:

@@ -31,6 +31,7 @@ ELEMENTWISE: tuple[type, ...] = (
     torch.optim.RAdam,
     torch.optim.Rprop,
 )
+SCALE_INVARIANT = tuple(kind for kind in ELEMENTWISE if kind is not torch.optim.SGD)
 _TENSOR_FREE = ("state", "param_groups")
 
 Options = list[dict[str, Any]]

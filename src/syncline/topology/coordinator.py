@@ -6,55 +6,89 @@ engine and inside the simulator; effects go out through its port.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from syncline.dial import Sync
+from syncline.dial import Course, Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.ports import CoordinatorPort
 from syncline.protocols.rendezvous import Rendezvous
+from syncline.protocols.sequence import Account
 from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate
 from syncline.topology import messages as m
+from syncline.topology.cuts import Cuts
+from syncline.topology.restore import Restored, TableState, manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What the coordinator must know of a run."""
 
-    sync: Sync
+    course: Course
+    learners: int
+    seed: int = 0
+    warm: int = 0  # updates that the first learner makes alone
     batch_size: int | None = None
     limit: int | None = None
     clip_norm: float | None = None
     snapshots: bool = False  # the first loader's epochs end with a snapshot
+    cuts: bool = False  # checkpoints are written
+    every: int | None = None  # a checkpoint every so many versions
 
 
 @dataclass(slots=True)
 class _Table:
     layout: Layout
     handle: Any = None
-    made: bool = False
+    template: OptimizerTemplate | None = None  # once it is made
+    start: TableState | None = None  # its first values, where a lost shard may need them
     initialiser: int | None = None
-    waiting: dict[int, Layout] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+
+    @property
+    def made(self) -> bool:
+        return self.template is not None
 
 
 class Coordinator:
     """Learners, tables and loaders of one run."""
 
-    def __init__(self, port: CoordinatorPort, plan: Plan, learners: dict[int, int]) -> None:
+    def __init__(
+        self,
+        port: CoordinatorPort,
+        plan: Plan,
+        learners: dict[int, int],
+        restored: Restored | None = None,
+    ) -> None:
         self._port, self._plan = port, plan
-        self._initial = dict(learners)
+        self._restored = restored or Restored(name="the start", seed=plan.seed)
+        self._dials: list[tuple[Sync, int | None]] = []  # with the epoch it begins with; None: at once
         self.live = dict(learners)  # learner -> rank
         self._tables: dict[int, _Table] = {}
         self._loaders: dict[int, m.OpenLoader] = {}
         self._meet = Rendezvous(learners)
+        self._expect(learners)
+        self._asked: dict[int, Any] = {}  # learner -> the request it waits for
+        self._stale: set[int] = set()  # learners that know only servers that are gone
+        self._rejoining: dict[int, m.Rejoin] = {}
         self._parts: dict[tuple[int, int, int], dict[int, m.StatePart]] = {}
         self._loads: dict[tuple[int, int, int], int] = {}
+        self._cuts = Cuts()
+        self._finish_later = False
         self.reached = False
+
+    def _expect(self, learners: Mapping[int, int]) -> None:
+        """The first fold and the first epoch wait for these; in a warm start for one alone."""
+        self._initial = dict(learners)
+        if learners and self._restored.version < self._plan.warm:
+            first = min(learners, key=lambda learner: learners[learner])
+            self._initial = {first: learners[first]}
+        self._openings = Rendezvous(self._initial)
 
     def layout(self, table: int) -> Layout:
         return self._tables[table].layout
@@ -63,10 +97,64 @@ class Coordinator:
     def tables(self) -> list[int]:
         return [number for number, table in sorted(self._tables.items()) if table.made]
 
+    @property
+    def cutting(self) -> bool:
+        """A checkpoint is being written."""
+        return self._cuts.open
+
+    def meeting(self) -> set[int]:
+        """Learners that wait for others outside the sequence."""
+        return set(self._asked)
+
+    # -- the run -----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The shards are there: they learn the dials first, and where the run stands."""
+        for epoch, sync in self._plan.course.dials:
+            self._add_dial(sync, epoch)
+        self._tell_standing()
+
+    def change(self, sync: Sync) -> None:
+        """Another dial, at the next version."""
+        self._add_dial(sync, None)
+
+    def _add_dial(self, sync: Sync, epoch: int | None) -> None:
+        number = len(self._dials)
+        self._dials.append((sync, epoch))
+        self._port.add_dial(number, sync)
+        self._port.tell_shards(m.Dial(number, sync, epoch))
+
+    def _tell_standing(self) -> None:
+        self._port.tell_shards(m.Resume(self._plan.every, self._plan.cuts, self._restored.counts))
+
+    @property
+    def _dial(self) -> int:
+        """The dial to begin with: the one of the epoch, or the last that the user chose."""
+        chosen = [number for number, (_, epoch) in enumerate(self._dials) if epoch is None]
+        return chosen[-1] if chosen else self._plan.course.at(self._restored.epoch)
+
+    def finish(self) -> None:
+        """All learners have left."""
+        if self._cuts.open:
+            self._finish_later = True
+        else:
+            self._port.tell_shards(m.Finish())
+
     # -- learners ----------------------------------------------------------------------------------------
+
+    def join(self, learner: int, rank: int) -> None:
+        """A new one starts; it will open tables and loaders when it is there."""
+        self.live[learner] = rank
 
     def from_learner(self, learner: int, message: Any) -> None:
         """A learner's request, in words of `topology.messages`."""
+        if isinstance(message, m.Log):
+            self._port.emit((self.live.get(learner), message))
+            return
+        self._asked[learner] = message
+        if learner in self._stale and not isinstance(message, m.Rejoin | m.MeanOf):
+            self._reply(learner, m.Stale())
+            return
         handlers: dict[type, Callable[[int, Any], None]] = {
             m.Open: self._open,
             m.Initialised: self._initialised,
@@ -74,25 +162,33 @@ class Coordinator:
             m.MeanOf: self._mean,
             m.LoadState: self._load,
             m.AwaitState: self._await_state,
-            m.Log: lambda rank, log: self._port.emit((self.live.get(rank), log)),
+            m.Rejoin: self._rejoin,
         }
         try:
             handlers[type(message)](learner, message)
         except (UsageError, LayoutError) as error:
-            self._port.reply(learner, m.Refused(error))
+            self._reply(learner, m.Refused(error))
+
+    def _reply(self, learner: int, message: Any) -> None:
+        self._asked.pop(learner, None)
+        self._port.reply(learner, message)
 
     def leave(self, learner: int, *, lost: bool) -> None:
         """It returned, raised or died."""
         if self.live.pop(learner, None) is None:
             return
+        self._asked.pop(learner, None)
+        self._rejoining.pop(learner, None)
+        self._stale.discard(learner)
         self._port.tell_shards(m.Leave(learner, lost))
-        for key, brought in self._meet.leave(learner):
+        for key, brought in (*self._meet.leave(learner), *self._openings.leave(learner)):
             self._met(key, brought)
         for number, table in self._tables.items():
-            table.waiting.pop(learner, None)
+            table.waiting.discard(learner)
             if table.initialiser == learner and not table.made:
                 table.initialiser = None
             self._choose_initialiser(number, table)
+        self._try_rejoin()
 
     # -- tables ------------------------------------------------------------------------------------------
 
@@ -105,10 +201,16 @@ class Coordinator:
                 "Every learner must create the same model and optimizer in the same order; "
                 "seeds may differ, shapes and groups may not."
             )
+        kept = self._restored.tables.get(message.table)
+        if kept is not None and (difference := kept.layout.difference(message.layout)):
+            raise LayoutError(
+                f"{self._restored.name} was made by another model: table {message.table} there and here, {difference}. "
+                "Resume with the model and parameter groups it was made with."
+            )
         if table.made:
             self._join(message.table, table, learner)
             return
-        table.waiting[learner] = message.layout
+        table.waiting.add(learner)
         self._choose_initialiser(message.table, table)
 
     def _choose_initialiser(self, number: int, table: _Table) -> None:
@@ -120,35 +222,63 @@ class Coordinator:
             table.initialiser = lowest
             if table.handle is None:
                 table.handle = self._port.make_table(number, table.layout)
-            self._port.reply(lowest, m.Initialise(table.handle))
+            self._reply(lowest, m.Initialise(table.handle))
 
     def _initialised(self, learner: int, message: m.Initialised) -> None:
         table = self._tables[message.table]
-        table.made = True
-        plan = self._plan
-        self._port.tell_shards(self._make(message.table, table, message.template, plan))
-        for waiting in sorted(table.waiting, key=lambda waiting: self._initial.get(waiting, waiting)):
+        kept = self._restored.tables.get(message.table)
+        if kept is not None and kept.optimizer != _name(message.template):
+            raise UsageError(
+                f"{self._restored.name} holds the state of {kept.optimizer}, this run has {_name(message.template)} "
+                "for that table; resume with the optimizer it was made with"
+            )
+        table.template = message.template
+        if self._plan.cuts:
+            values = self._port.read_table(table.handle, table.layout)
+            table.start = TableState(
+                layout=table.layout,
+                optimizer=_name(message.template),
+                values=values,
+                state=message.template.state,
+            )
+        self._make(message.table, table)
+        for waiting in sorted(table.waiting, key=lambda waiting: self.live[waiting]):
             self._join(message.table, table, waiting)
         table.waiting.clear()
 
-    def _make(self, number: int, table: _Table, template: OptimizerTemplate, plan: Plan) -> m.MakeTable:
-        expected = {learner: rank for learner, rank in self._initial.items() if learner in self.live}
-        return m.MakeTable(
-            number,
-            table.layout,
-            template,
-            plan.sync,
-            expected,
-            plan.batch_size,
-            plan.limit if number == 0 else None,
-            plan.clip_norm,
-            table.handle,
+    def _make(self, number: int, table: _Table) -> None:
+        """Tell the shards of a table: its first values, or those of the checkpoint."""
+        plan, kept = self._plan, self._restored.tables.get(number)
+        assert table.template is not None
+        if kept is not None:
+            self._port.fill_table(table.handle, table.layout, kept.values)
+        known = self._restored.tables.get(number, table.start)
+        self._port.tell_shards(
+            m.MakeTable(
+                table=number,
+                layout=table.layout,
+                template=replace(table.template, state=known.state) if known else table.template,
+                dial=self._dial,
+                initial={learner: rank for learner, rank in self._initial.items() if learner in self.live},
+                learners=plan.learners,
+                warm=plan.warm if number == 0 else 0,
+                batch_size=plan.batch_size,
+                limit=plan.limit if number == 0 else None,
+                clip_norm=plan.clip_norm,
+                handle=table.handle,
+                account=known.account if known else Account(),
+            )
         )
 
     def _join(self, number: int, table: _Table, learner: int) -> None:
+        self._meet.join(learner)
+        self._reply(learner, self._opened(number, table, learner))
+
+    def _opened(self, number: int, table: _Table, learner: int) -> m.Opened:
+        rank = self.live[learner]
         lane = self._port.make_lane(number, learner, table.layout)
-        self._port.tell_shards(m.JoinTable(number, learner, self.live[learner], lane))
-        self._port.reply(learner, m.Opened(number, table.layout, table.handle, lane))
+        self._port.tell_shards(m.JoinTable(number, learner, rank, lane))
+        return m.Opened(number, table.layout, table.handle, lane, self._restored.learners.get(rank))
 
     # -- loaders -----------------------------------------------------------------------------------------
 
@@ -161,37 +291,50 @@ class Coordinator:
                 f"{first.batch_size} ({first.policy}). Every learner must open the same loaders in the same order."
             )
         if first is message:
-            self._port.tell_shards(self._make_loader(message))
+            self._make_loader(message)
         if learner in self._initial:  # all begin with the first epoch, and a joint round is cut for all
-            brought = self._meet.bring(("loader", message.loader), learner, message)
+            brought = self._openings.bring(("loader", message.loader), learner, message)
             if brought is not None:
                 self._met(("loader", message.loader), brought)
         else:
             self._join_loader(message.loader, [learner])
 
-    def _make_loader(self, message: m.OpenLoader) -> m.MakeLoader:
-        return m.MakeLoader(
-            message.loader,
-            message.size,
-            message.batch_size,
-            message.policy,
-            message.epochs,
-            self._plan.sync.lockstep,
-            len(self._initial),
-            self._plan.snapshots and message.loader == 0,
+    def _make_loader(self, opened: m.OpenLoader) -> None:
+        kept = self._restored.loaders.get(opened.loader)
+        if kept is not None and (kept.size, kept.policy) != (opened.size, opened.policy):
+            raise UsageError(
+                f"{self._restored.name} was made with {kept.size} examples in loader {opened.loader} ({kept.policy}), "
+                f"this run has {opened.size} ({opened.policy}); resume with the data it was made with"
+            )
+        self._port.tell_shards(
+            m.MakeLoader(
+                loader=opened.loader,
+                size=opened.size,
+                batch_size=opened.batch_size,
+                policy=opened.policy,
+                epochs=opened.epochs,
+                dial=self._dial,
+                parts=self._parts_of(opened.loader),
+                snapshot=self._plan.snapshots and opened.loader == 0,
+                standing=kept.standing if kept else None,
+            )
         )
 
-    def _join_loader(self, loader: int, learners: list[int]) -> None:
+    def _parts_of(self, loader: int) -> int:
+        kept = self._restored.loaders.get(loader)
+        return kept.parts if kept else self._plan.learners
+
+    def _join_loader(self, loader: int, learners: Sequence[int]) -> None:
         self._port.tell_shards(m.JoinLoader(loader, {learner: self.live[learner] for learner in learners}))
         for learner in learners:
-            self._port.reply(learner, True)
+            self._reply(learner, self._parts_of(loader))
 
     # -- meetings ----------------------------------------------------------------------------------------
 
     def _mean(self, learner: int, message: m.MeanOf) -> None:
-        brought = self._meet.bring(("mean", message.index), learner, message.value)
+        brought = self._meet.bring(("mean", 0), learner, message.value)
         if brought is not None:
-            self._met(("mean", message.index), brought)
+            self._met(("mean", 0), brought)
 
     def _met(self, key: tuple[str, int], brought: dict[int, Any]) -> None:
         kind, number = key
@@ -202,7 +345,69 @@ class Coordinator:
         values = [torch.as_tensor(brought[learner], dtype=torch.float64) for learner in ordered]
         mean = torch.stack(values).mean(0)
         for learner in ordered:
-            self._port.reply(learner, _like(mean, brought[learner]))
+            self._reply(learner, _like(mean, brought[learner]))
+
+    # -- servers that were started anew --------------------------------------------------------------------
+
+    def recover(self, restored: Restored | None, learners: Mapping[int, int]) -> None:
+        """The shards were lost and are new: all goes back to the checkpoint, or to the start.
+
+        Live learners rejoin; `learners` are those that start anew, where none is left.
+        """
+        if restored is not None:
+            self._restored = restored
+        self.live.update(learners)
+        self._stale = set(self.live) - set(learners)
+        self._parts.clear()
+        self._loads.clear()
+        self._cuts = Cuts()
+        self._finish_later = self.reached = False
+        for number, (sync, epoch) in enumerate(self._dials):
+            self._port.tell_shards(m.Dial(number, sync, -1 if epoch is None else epoch))
+        self._tell_standing()
+        self._expect(self.live)
+        for number, table in sorted(self._tables.items()):
+            table.waiting.clear()
+            if table.made:
+                if number not in self._restored.tables and table.start is not None:
+                    self._port.fill_table(table.handle, table.layout, table.start.values)
+                self._make(number, table)
+            else:
+                table.initialiser = None
+        for opened in self._loaders.values():
+            self._make_loader(opened)
+        self._port.reset_learners()
+        for learner, message in list(self._asked.items()):
+            if learner in self._stale and not isinstance(message, m.Rejoin | m.MeanOf):
+                self._reply(learner, m.Stale())
+        self._try_rejoin()
+
+    def _rejoin(self, learner: int, message: m.Rejoin) -> None:
+        self._rejoining[learner] = message
+        self._try_rejoin()
+
+    def _try_rejoin(self) -> None:
+        """All at once: the first fold and the first joint round are for all of them."""
+        if not self._stale or self._stale - self._rejoining.keys():
+            return
+        back, self._rejoining, self._stale = self._rejoining, {}, set()
+        ordered = sorted(back, key=lambda learner: self.live[learner])
+        desks = {learner: self._port.new_desk(learner) for learner in ordered}
+        opened = {
+            learner: [
+                self._opened(number, self._tables[number], learner) for number in range(back[learner].tables)
+            ]
+            for learner in ordered
+        }
+        for loader in self._loaders:
+            joining = {learner: self.live[learner] for learner in ordered if back[learner].loaders > loader}
+            if joining:
+                self._port.tell_shards(m.JoinLoader(loader, joining))
+        for learner in ordered:
+            self._initial.pop(learner, None)  # it opens further loaders by itself
+            for key, brought in self._openings.leave(learner):
+                self._met(key, brought)
+            self._reply(learner, m.Rejoined(desks[learner], opened[learner]))
 
     # -- optimizer states --------------------------------------------------------------------------------
 
@@ -220,7 +425,7 @@ class Coordinator:
             self._loads[key] = -1  # marks that the learner waits
         if len(parts) == self._tables[key[0]].layout.shards and self._loads.get(key) == -1:
             del self._parts[key], self._loads[key]
-            self._port.reply(key[2], [parts[shard] for shard in sorted(parts)])
+            self._reply(key[2], [parts[shard] for shard in sorted(parts)])
 
     # -- shards ------------------------------------------------------------------------------------------
 
@@ -232,6 +437,8 @@ class Coordinator:
             self._try_state(key, asked=False)
         elif kind is m.Loaded:
             self._loaded(message)
+        elif kind in (m.Cut, m.Saved):
+            self._cut(message)
         elif kind is m.Reached:
             self.reached = True
             self._port.stop_learners()
@@ -241,12 +448,50 @@ class Coordinator:
     def _loaded(self, message: m.Loaded) -> None:
         key = (message.table, message.number, message.learner)
         self._loads[key] += 1
-        if self._loads[key] == self._shards():
+        if self._loads[key] == self._port.shards:
             del self._loads[key]
-            self._port.reply(message.learner, True)
+            self._reply(message.learner, True)
 
-    def _shards(self) -> int:
-        return self._port.shards
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def ask_cut(self) -> None:
+        self._port.tell_shards(m.AskCut())
+
+    def _cut(self, message: m.Cut | m.Saved) -> None:
+        self._cuts.add(message)
+        done = self._cuts.complete()
+        if done is None:
+            return
+        if done.problem:
+            self._port.abandon(done.cut.number)
+            self._port.emit(m.Checkpointed(done.cut.number, "", done.problem))
+        else:
+            self._port.commit(done.cut.number, self._manifest(done.cut), done.files)
+            for number in done.cut.accounts:
+                self._tables[number].start = None
+        self._port.tell_shards(m.CutDone())
+        if self._finish_later:
+            self._finish_later = False
+            self._port.tell_shards(m.Finish())
+
+    def _manifest(self, cut: m.Cut) -> dict[str, Any]:
+        return manifest(
+            cut,
+            seed=self._plan.seed,
+            sync=str(self._plan.course),
+            learners=self._plan.learners,
+            tables={
+                number: (self._tables[number].layout, _name(self._tables[number].template))
+                for number in cut.accounts
+            },
+            loaders={number: (self._loaders[number], self._parts_of(number)) for number in cut.standings},
+            history=self._port.history(),
+        )
+
+
+def _name(template: OptimizerTemplate | None) -> str:
+    assert template is not None
+    return f"{template.kind.__module__}.{template.kind.__qualname__}"
 
 
 def _like(mean: Tensor, value: Any) -> Any:

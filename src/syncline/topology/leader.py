@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.ports import OUTSIDE, Entry, Kind, Note, Portion, ServerPort
+from syncline.ports import OUTSIDE, SILENT, STATES, Entry, Kind, Note, Portion, ServerPort
+from syncline.protocols.cadence import Cadence
 from syncline.protocols.folding import Ticket
 from syncline.protocols.ledger import Decision as LedgerDecision
 from syncline.protocols.ledger import End, EpochDone, Grant, Ledger
-from syncline.protocols.sequence import Decision, Drop, Fold, Full, Sequence, Take
+from syncline.protocols.sequence import Change, Decision, Drop, Fold, Full, Sequence, Take
 from syncline.protocols.waiting import Release
 from syncline.topology import messages as m
 from syncline.topology.replay import Replay
+from syncline.topology.restore import LEARNERS, learner_tensors, table_file
 
 Usage = list[tuple[int, int]]  # (loader, upto)
 NOTHING: Usage = []
@@ -39,6 +41,7 @@ class Leader:
         self._resting: dict[int, int] = {}  # learner -> loader it waits for
         self._usage: dict[int, Usage] = defaultdict(list)
         self._open: dict[tuple[int, int, int], tuple[Note, Usage]] = {}  # by table, learner, number
+        self._shards_of: dict[int, int] = {}
         self._spread: set[int] = set()  # tables on several shards: the others need not wake for the rest
         self._buffered: set[int] = set()  # tables with buffers
         self._gone: set[int] = set()
@@ -48,6 +51,11 @@ class Leader:
         self._losses: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # rank -> [sum, count]
         self._examples: dict[int, int] = defaultdict(int)
         self._warned = False
+        self._cadence: Cadence | None = None
+        self._cut_due = False
+        self._random: dict[int, bytes] = {}  # states by rank
+        self._steps_before: dict[int, int] = {}  # by rank, of a run that goes on
+        self._course: dict[int, int] = {}  # epoch -> number of the dial that begins with it
         self._todo: deque[tuple[int, Any]] = deque()
         self._later: deque[tuple[Callable[[int, Ticket], None], int, Ticket]] = deque()
         self._working = False
@@ -55,10 +63,31 @@ class Leader:
 
     # -- the coordinator's events ------------------------------------------------------------------------
 
+    def dial(self, event: m.Dial) -> None:
+        """A dial for later, or for all tables from now on."""
+        if event.epoch is None:
+            self._change(event.number)
+        else:
+            self._course[event.epoch] = event.number
+
+    def resume(self, event: m.Resume) -> None:
+        """Where a run goes on; and how often checkpoints are cut."""
+        self._cadence = Cadence(event.every) if event.cuts else None
+        self._examples.update(event.counts.examples)
+        self._losses.update({rank: list(pair) for rank, pair in event.counts.losses.items()})
+        self._steps_before = dict(event.counts.steps)
+
     def make_table(self, make: m.MakeTable) -> None:
         self._sequences[make.table] = Sequence(
-            make.sync, initial=make.initial, batch_size=make.batch_size, limit=make.limit
+            self._replay.dials[make.dial],
+            initial=make.initial,
+            batch_size=make.batch_size,
+            limit=make.limit,
+            learners=make.learners,
+            warm=make.warm,
+            account=make.account,
         )
+        self._shards_of[make.table] = make.layout.shards
         if make.layout.shards > 1:
             self._spread.add(make.table)
         if make.layout.buffers.entries:
@@ -73,9 +102,10 @@ class Leader:
             size=make.size,
             batch_size=make.batch_size,
             epochs=make.epochs,
-            lockstep=make.lockstep,
+            lockstep=self._replay.dials[make.dial].lockstep,
             partition=make.policy == "partition",
-            learners=make.learners,
+            learners=make.parts,
+            standing=make.standing,
         )
         if make.snapshot:
             self._evaluated.add(make.loader)
@@ -90,6 +120,10 @@ class Leader:
     def leave(self, learner: int, *, lost: bool) -> None:
         self._resting.pop(learner, None)
         self._gone.add(learner)
+        held = [ledger.holds(learner) for ledger in self._ledgers.values()]
+        if lost:
+            rank = self._ranks.get(learner, -1)
+            self._port.report(m.Left(learner, rank, sum(a for a, _ in held), sum(b for _, b in held)))
         if lost:
             self._lose_buffers(learner)
         for table, sequence in self._sequences.items():
@@ -101,6 +135,9 @@ class Leader:
     def finish(self) -> None:
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.finish())
+        if self._cadence is not None and self._sequences and self._cadence.begin():
+            self._cut()
+        for table, sequence in self._sequences.items():
             self._log(Entry(Kind.FINISH, table, version=sequence.version))
 
     # -- the learners' notes -----------------------------------------------------------------------------
@@ -117,6 +154,10 @@ class Leader:
             self._close(learner, note)
         elif kind == Kind.REST:
             self._rest(learner, note)
+        elif kind == Kind.FAREWELL:
+            self._keep_states(learner, note)
+        elif kind == Kind.FETCH:
+            self._decided(note.table, self._sequences[note.table].fetch(learner, note.number))
         elif kind in (Kind.PUT, Kind.STATE, Kind.LOAD):
             version = self._sequences[note.table].version
             rank = self._ranks[learner]
@@ -129,7 +170,15 @@ class Leader:
         self._steps[learner] += 1
         rank = self._ranks[learner]
         ticket = Ticket(learner, rank, note.number, note.stamp, note.step, note.examples)
+        if note.flags:
+            ticket.silent = bool(note.flags & SILENT)
+            self._keep_states(learner, note)
         self._decided(note.table, self._sequences[note.table].gradient(ticket))
+
+    def _keep_states(self, learner: int, note: Note) -> None:
+        if note.flags & STATES:
+            states = self._port.slot(note.table, learner, note.slot).read_states()
+            self._random[self._ranks[learner]] = states
 
     def _close(self, learner: int, note: Note) -> None:
         decisions = self._ledgers[note.loader].close(learner, note.upto)
@@ -137,6 +186,7 @@ class Leader:
         self._fed(note.loader, decisions)
 
     def _rest(self, learner: int, note: Note) -> None:
+        self._keep_states(learner, note)
         sequence = self._sequences[note.table]
         if self._granted[note.loader, learner] > note.upto:  # the portion was on its way already
             self._decided(note.table, sequence.reread(learner, note.number))
@@ -165,12 +215,16 @@ class Leader:
         self._working = True
         try:
             while self._todo or self._later:
-                if self._todo:
+                if self._todo and not (self._cut_due and isinstance(self._todo[0][1], Take | Fold)):
                     place, decision = self._todo.popleft()
                     self._carry_out(place, decision)
-                else:
+                elif self._later:
                     action, table, ticket = self._later.popleft()
                     action(table, ticket)
+                else:  # the version that is to be cut must not be followed by another first
+                    self._cut()
+            if self._cut_due:
+                self._cut()
         finally:
             self._working = False
 
@@ -181,7 +235,7 @@ class Leader:
         elif isinstance(decision, Fold):
             self._fold(place, decision)
         elif isinstance(decision, Release):
-            self._log(Entry(RELEASE, place, decision.learner, decision.number, version=decision.version))
+            self._release(place, decision)
         elif isinstance(decision, Drop):
             self._later.append((self._settle, place, decision.ticket))
         elif isinstance(decision, Full):
@@ -193,6 +247,21 @@ class Leader:
             self._grant(Portion(place, decision.index, decision.epoch, 0, 0, 1), decision.learner)
         elif isinstance(decision, EpochDone):
             self._epoch_done(place, decision.epoch)
+        elif isinstance(decision, Change):
+            self._log(Entry(Kind.CHANGE, place, iteration=decision.dial))
+
+    def _release(self, table: int, release: Release) -> None:
+        self._log(
+            Entry(
+                RELEASE,
+                table,
+                release.learner,
+                release.number,
+                full=2 if release.same else release.read,
+                version=release.version,
+                alone=self._cadence is not None and self._cadence.armed,
+            )
+        )
 
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket
@@ -213,6 +282,7 @@ class Leader:
                 ticket.iteration,
                 0,
                 alone,
+                ticket.weight,
             )
         )
         if table in self._buffered:
@@ -248,6 +318,8 @@ class Leader:
         self._log(entry if fold.factor == 1.0 else entry._replace(factor=fold.factor))
         for ticket in tickets:
             self._later.append((self._account, table, ticket))
+        if self._cadence is not None and table == max(self._sequences):
+            self._cut_due = self._cadence.folded(fold.version)
 
     def _account(self, table: int, ticket: Ticket) -> None:
         """A folded gradient: examples and loss are counted, its batches are done."""
@@ -319,6 +391,53 @@ class Leader:
             )
         )
         self._losses.clear()
+        if loader == 0 and epoch + 1 in self._course:
+            self._change(self._course.pop(epoch + 1))
+
+    def _change(self, number: int) -> None:
+        """Another dial for all tables and loaders."""
+        sync = self._replay.dials[number]
+        for table, sequence in self._sequences.items():
+            self._decided(table, sequence.change(sync, number))
+        for loader, ledger in self._ledgers.items():
+            self._fed(loader, ledger.change(lockstep=sync.lockstep))
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def ask_cut(self) -> None:
+        if self._cadence is not None:
+            self._cadence.ask()
+
+    def cut_done(self) -> None:
+        if self._cadence is not None:
+            self._cadence.written()
+
+    def _cut(self) -> None:
+        """A checkpoint of everything as it is now; the gradients that are in it are accounted for."""
+        self._cut_due = False
+        number = self._sequences[0].version
+        files = []
+        for table, sequence in self._sequences.items():
+            self._log(Entry(Kind.CUT, table, number=number, version=sequence.version))
+            files += [table_file(table, shard) for shard in range(self._shards_of[table])]
+        buffers = {
+            (table, self._ranks[learner]): [value.clone() for value in values]
+            for (table, learner), values in self._buffers.items()
+        }
+        self._port.save(number, LEARNERS, learner_tensors(self._random, buffers), {})
+        steps = dict(self._steps_before)
+        for learner, count in self._steps.items():
+            rank = self._ranks[learner]
+            steps[rank] = steps.get(rank, 0) + count
+        self._port.report(
+            m.Cut(
+                number,
+                [*files, LEARNERS],
+                {table: sequence.account() for table, sequence in self._sequences.items()},
+                {loader: ledger.standing() for loader, ledger in self._ledgers.items()},
+                m.Counts(dict(self._examples), {r: list(p) for r, p in self._losses.items()}, steps),
+            )
+        )
 
     # -- reports -----------------------------------------------------------------------------------------
 

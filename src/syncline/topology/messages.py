@@ -12,6 +12,9 @@ from torch import Tensor
 
 from syncline.dial import Sync
 from syncline.protocols.clocks import Staleness
+from syncline.protocols.ledger import Standing
+from syncline.protocols.sequence import Account
+from syncline.table.checkpoints import Written
 from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate, Options, PieceState
 
@@ -36,7 +39,7 @@ class Initialised:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoader:
-    """It calls `session.loader`; answered by True."""
+    """It calls `session.loader`; answered by the parts of the `partition` policy."""
 
     loader: int
     size: int
@@ -77,6 +80,14 @@ class AwaitState:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejoin:
+    """The servers were started anew; it has so many tables and loaders open. Answered by Rejoined."""
+
+    tables: int
+    loaders: int
+
+
+@dataclass(frozen=True, slots=True)
 class Returned:
     """Its function returned."""
 
@@ -91,13 +102,6 @@ class Raised:
     traceback: str
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Its process ended without a word (said by the engine)."""
-
-    reason: str
-
-
 # -- answers -----------------------------------------------------------------------------------------------
 
 
@@ -109,6 +113,15 @@ class Initialise:
 
 
 @dataclass(frozen=True, slots=True)
+class Personal:
+    """What a checkpoint holds of one rank."""
+
+    steps: int = 0
+    random: bytes = b""  # states of its random generators
+    buffers: dict[int, list[Tensor]] = field(default_factory=dict)  # by table
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """The table is there; ticket 0 is released when you may read."""
 
@@ -116,6 +129,20 @@ class Opened:
     layout: Layout
     handle: Any
     lane: Any
+    personal: Personal | None = None  # of a run that goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoined:
+    """You are among the learners again: what you do from here on reaches the new servers."""
+
+    desk: Any
+    tables: list[Opened]
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """The servers were started anew since: rejoin, then ask again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +156,28 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Dial:
+    """A dial by its number; in force from that epoch of the first loader on, None: at once."""
+
+    number: int
+    sync: Sync
+    epoch: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MakeTable:
     table: int
     layout: Layout
     template: OptimizerTemplate
-    sync: Sync
-    initial: dict[int, int]  # learner -> rank
+    dial: int  # the number of the dial to begin with
+    initial: dict[int, int]  # learner -> rank, of those that the first fold waits for
+    learners: int
+    warm: int
     batch_size: int | None
     limit: int | None
     clip_norm: float | None
     handle: Any
+    account: Account = field(default_factory=Account)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +188,17 @@ class JoinTable:
     lane: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MakeLoader:
     loader: int
     size: int
     batch_size: int
     policy: str
     epochs: int | None
-    lockstep: bool
-    learners: int
+    dial: int
+    parts: int  # of the `partition` policy
     snapshot: bool
+    standing: Standing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +213,34 @@ class JoinLoader:
 class Leave:
     learner: int
     lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Counts of a run that goes on, and how often checkpoints are cut."""
+
+    every: int | None = None  # versions
+    cuts: bool = False
+    counts: Counts = field(default_factory=lambda: Counts())
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the leading shard has counted, beside the tables' and loaders' own accounts."""
+
+    examples: dict[int, int] = field(default_factory=dict)  # by table
+    losses: dict[int, list[float]] = field(default_factory=dict)  # rank -> [sum, count], of the epoch
+    steps: dict[int, int] = field(default_factory=dict)  # by rank
+
+
+@dataclass(frozen=True, slots=True)
+class AskCut:
+    """A checkpoint as soon as can be."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutDone:
+    """The last checkpoint is on the disk, or failed: there may be another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +308,46 @@ class EpochEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """What was lost with a learner: positions handed out again, and positions in gradients not yet folded."""
+
+    learner: int
+    rank: int
+    back: int
+    pending: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A checkpoint was cut: the files that belong to it, and everything that is no tensor."""
+
+    number: int
+    files: list[str]
+    accounts: dict[int, Account]
+    standings: dict[int, Standing]
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A file of a checkpoint is on the disk, or is not."""
+
+    number: int
+    name: str
+    written: Written | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """A checkpoint is complete (said by the coordinator), or failed."""
+
+    number: int
+    path: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Reached:
     """The set number of updates is there."""
 
@@ -259,11 +367,24 @@ class TableStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessStatistics:
+    """One process of a run, or one simulated."""
+
+    role: str  # "learner", "shard" or "evaluator"
+    rank: int
+    pid: int
+    state: str  # "computing", "waits for version 7", "returned", "lost" …
+    steps: int = 0
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     number: int
     tables: dict[int, TableStatistics] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)  # rank -> gradients published
     losses: dict[int, float] = field(default_factory=dict)  # rank -> last loss
+    processes: tuple[ProcessStatistics, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from syncline.errors import NotYetError, UsageError
@@ -41,6 +42,6 @@ def parse_topology(text: str) -> Servers:
         raise UsageError(f"unknown topology {text!r}: use servers or servers:S (S shards), e.g. servers:2")
     if not value:
         return Servers(2, False)
-    if not value.isdigit() or int(value) < 1:
+    if not re.fullmatch("[0-9]+", value) or int(value) < 1:
         raise UsageError(f"topology {text!r}: the number of shards must be a whole number of at least 1")
     return Servers(int(value), True)

@@ -10,11 +10,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from syncline.ports import Entry, Kind, ServerPort
+from syncline.dial import Sync
+from syncline.ports import Entry, Kind, Reading, ServerPort
 from syncline.table.shard import Shard, total_norm
 from syncline.table.slot import SlotPart
 from syncline.table.template import Options
 from syncline.topology import messages as m
+from syncline.topology.restore import table_file
 
 TAKE, FOLD, RELEASE = map(int, (Kind.TAKE, Kind.FOLD, Kind.RELEASE))
 OPTIONS_KEPT = 256  # gradients of one learner that may wait for a fold
@@ -50,6 +52,8 @@ class Replay:
         self._blobs: dict[tuple[int, int, int], m.LoadState] = {}
         self._queue: deque[Entry] = deque()
         self._norms_of: Entry | None = None  # the fold that waits for the other shards' norms
+        self.dials: dict[int, Sync] = {}
+        self._dial: dict[int, int] = {}  # table -> number of the dial in force
         self.options_changed = False  # since somebody last looked
         self.buffers: Callable[[int], list[Tensor] | None] = lambda table: None
 
@@ -65,9 +69,11 @@ class Replay:
             make.template,
             weights,
             history=history,
-            lockstep=make.sync.lockstep,
+            sync=self.dials[make.dial],
             clip_norm=make.clip_norm,
+            version=make.account.version,
         )
+        self._dial[make.table] = make.dial
 
     def shard(self, table: int) -> Shard:
         return self._shards[table]
@@ -114,13 +120,20 @@ class Replay:
         elif kind == Kind.PUT:
             part = self._part(entry)
             self._shards[entry.table].put(entry.rank, part.segments)
-            self._port.release(entry.table, entry.learner, entry.number, entry.version)
+            self._let_go(entry)
         elif kind == Kind.STATE:
             self._state(entry)
         elif kind == Kind.LOAD:
             self._load(entry)
         elif kind in (Kind.SNAPSHOT, Kind.FINISH):
             self._snapshot(entry)
+        elif kind == Kind.CUT:
+            tensors, notes = self._shards[entry.table].cut()
+            name = table_file(entry.table, self._port.shard)
+            self._port.save(entry.number, name, tensors, notes)
+        elif kind == Kind.CHANGE:
+            self._dial[entry.table] = entry.iteration
+            self._shards[entry.table].change(self.dials[entry.iteration])
         elif kind == Kind.LEAVE:
             self._forget(entry.learner)
 
@@ -146,6 +159,7 @@ class Replay:
             rank=entry.rank,
             iteration=entry.iteration,
             alone=bool(entry.alone),
+            damping=entry.factor,
         )
 
     def _fold(self, entry: Entry) -> None:
@@ -169,11 +183,22 @@ class Replay:
 
     def _release(self, entry: Entry) -> None:
         key = (entry.table, entry.learner)
-        inbox = self._port.inbox(*key)
-        if inbox is not None and self._served.get(key, -1) != entry.version:  # R4: not what it has already
-            self._shards[entry.table].read(entry.version, inbox)
-            self._served[key] = entry.version
-        self._port.release(entry.table, entry.learner, entry.number, entry.version)
+        if not entry.full:
+            self._port.release(*key, entry.number, None)
+            return
+        if entry.full == 1 and not self.dials[self._dial[entry.table]].lockstep:
+            inbox = self._port.inbox(*key)
+            if (
+                inbox is not None and self._served.get(key, -1) != entry.version
+            ):  # R4: not what it has already
+                self._shards[entry.table].read(entry.version, inbox)
+                self._served[key] = entry.version
+        self._let_go(entry)
+
+    def _let_go(self, entry: Entry) -> None:
+        """The learner of this ticket goes on; in a release, `alone` asks for its random states."""
+        reading = Reading(entry.version, self._dial[entry.table], entry.alone)
+        self._port.release(entry.table, entry.learner, entry.number, reading)
 
     def _state(self, entry: Entry) -> None:
         options, state = self._shards[entry.table].state()
@@ -184,7 +209,7 @@ class Replay:
     def _load(self, entry: Entry) -> None:
         blob = self._blobs.pop((entry.table, entry.learner, entry.number))
         self._shards[entry.table].load(blob.options, blob.state)
-        self._port.release(entry.table, entry.learner, entry.number, entry.version)
+        self._let_go(entry)
 
     def _snapshot(self, entry: Entry) -> None:
         shard = self._shards[entry.table]

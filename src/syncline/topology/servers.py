@@ -34,7 +34,11 @@ class ServerRole:
     def handle(self, event: Any) -> None:
         """An event from the coordinator or another shard."""
         kind = type(event)
-        if kind is m.MakeTable:
+        if kind is m.Dial:
+            self._replay.dials[event.number] = event.sync
+            if self._leader:
+                self._leader.dial(event)
+        elif kind is m.MakeTable:
             self._replay.make_table(event)
             if self._leader:
                 self._leader.make_table(event)
@@ -63,6 +67,12 @@ class ServerRole:
             self._leader.join_loader(event)
         elif kind is m.Leave:
             self._leader.leave(event.learner, lost=event.lost)
+        elif kind is m.Resume:
+            self._leader.resume(event)
+        elif kind is m.AskCut:
+            self._leader.ask_cut()
+        elif kind is m.CutDone:
+            self._leader.cut_done()
         elif kind is m.AskStatistics:
             self._port.report(self._leader.statistics(event.number))
         elif kind is m.Finish:

@@ -262,28 +262,59 @@ def test_words_of_different_writers_share_no_cache_line() -> None:
 def replies_case(kind: type[Replies]) -> tuple[Case, int]:
     """Two shards answer one learner's tickets; both have done their work when it goes on."""
     published, worked = 2 * LINE, [2 * LINE + 1, 2 * LINE + 2]
-    versions = (5, 9)
+    readings = ((5, 1, 0), (9, 2, 1))  # version, dial, keep
 
     def case(memory: Memory) -> tuple[list[Process], Callable[[], None]]:
         replies = kind(memory, 0, shards=2)
-        got: list[int] = []
+        got: list[tuple[int, int, int]] = []
 
         def shard(index: int) -> None:
-            for number, version in enumerate(versions):
+            for number, reading in enumerate(readings):
                 memory.until(lambda number=number: memory.load(published) > number)
                 memory.store(worked[index], number + 1)
-                replies.release(index, number, version)
+                replies.release(index, number, *reading)
 
         def learn() -> None:
-            for number in range(len(versions)):
+            for number in range(len(readings)):
                 memory.store(published, number + 1)
                 got.append(memory.until(lambda number=number: replies.released(number)))
                 assert all(memory.load(cell) == number + 1 for cell in worked)
 
         def check() -> None:
-            assert tuple(got) == versions
+            assert tuple(got) == readings
 
         return [learn, lambda: shard(0), lambda: shard(1)], check
+
+    return case, 3 * LINE
+
+
+def slots_case(kind: type[Replies]) -> tuple[Case, int]:
+    """A learner uses one slot again when both shards have taken what lay there; some tickets are also released."""
+    slot, published, taken = 2 * LINE, 2 * LINE + 1, [2 * LINE + 2, 2 * LINE + 3]
+    rounds = 3
+
+    def case(memory: Memory) -> tuple[list[Process], Callable[[], None]]:
+        replies = kind(memory, 0, shards=2)
+
+        def shard(index: int) -> None:
+            for number in range(rounds):
+                memory.until(lambda number=number: memory.load(published) > number)
+                assert memory.load(slot) == 10 + number
+                memory.store(taken[index], number + 1)
+                if number % 2:
+                    replies.release(index, number, number)
+                else:
+                    replies.free(index, number)
+
+        def learn() -> None:
+            for number in range(rounds):
+                memory.store(slot, 10 + number)
+                memory.store(published, number + 1)
+                memory.until(lambda number=number: replies.freed(number))
+                assert all(memory.load(cell) == number + 1 for cell in taken)
+                assert (replies.released(number) is None) == (number % 2 == 0)
+
+        return [learn, lambda: shard(0), lambda: shard(1)], lambda: None
 
     return case, 3 * LINE
 
@@ -310,6 +341,11 @@ def shares_case(kind: type[Shares], rounds: int = 3) -> tuple[Case, int]:
 
 def test_a_version_is_read_whole_and_only_when_every_shard_has_released_it() -> None:
     case, words = replies_case(Replies)
+    assert explore(case, words).runs > 100
+
+
+def test_a_slot_is_used_again_only_when_every_shard_has_freed_it() -> None:
+    case, words = slots_case(Replies)
     assert explore(case, words).runs > 100
 
 
@@ -360,16 +396,32 @@ class FirstReaderOnly(Ring):
 
 
 class NumberFirst(Replies):
-    def release(self, shard: int, number: int, version: int) -> None:
+    def release(self, shard: int, number: int, version: int, dial: int = 0, keep: int = 0) -> None:
         self._cells.store(self._places[shard], number + 1)
-        self._cells.store(self._places[shard] + 1, version)
+        for word, value in enumerate((version, dial, keep), 1):
+            self._cells.store(self._places[shard] + word, value)
+
+
+class DialLast(Replies):
+    def release(self, shard: int, number: int, version: int, dial: int = 0, keep: int = 0) -> None:
+        super().release(shard, number, version, 0, keep)
+        self._cells.store(self._places[shard] + 2, dial)
 
 
 class OneShardIsEnough(Replies):
-    def released(self, number: int) -> int | None:
+    def released(self, number: int) -> tuple[int, int, int] | None:
         places, self._places = self._places, self._places[:1]
         try:
             return super().released(number)
+        finally:
+            self._places = places
+
+
+class FreeAtOnce(Replies):
+    def freed(self, number: int) -> bool:
+        places, self._places = self._places, self._places[:1]
+        try:
+            return super().freed(number)
         finally:
             self._places = places
 
@@ -387,6 +439,8 @@ BROKEN = {
     "the slower reader overrun": ring_case(FirstReaderOnly, capacity=1, readers=2, records=2),
     "number before the version": replies_case(NumberFirst),
     "one shard is enough": replies_case(OneShardIsEnough),
+    "the dial after the number": replies_case(DialLast),
+    "a slot that one shard still reads": slots_case(FreeAtOnce),
     "one round only": shares_case(OneRound),
 }
 

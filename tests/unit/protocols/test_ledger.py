@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import RunError, UsageError
-from syncline.protocols.ledger import Decision, End, EpochDone, Grant, Ledger
+from syncline.protocols.ledger import Decision, End, EpochDone, Grant, Ledger, Standing
 
 
 def ledger_of(team: int, **options: Any) -> Ledger:
@@ -406,9 +406,12 @@ class Team:
     joins: int
     breaks: int
     chance: random.Random
+    changes: int = 0
+    standing: Standing | None = None
+    stop_after: int | None = None  # events
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(**self.options)
+        self.ledger = Ledger(**self.options, standing=self.standing)
         self.lockstep = self.options["lockstep"]
         self.size = self.options["size"]
         self.workers: dict[int, Worker] = {}
@@ -428,7 +431,7 @@ class Team:
     # the ledger's side
 
     def tell(self, event: str, *values: int) -> None:
-        decisions = getattr(self.ledger, event)(*values)
+        decisions = call(self.ledger, event, *values)
         self.events.append((event, values))
         self.heard.append(decisions)
         for decision in decisions:
@@ -436,6 +439,21 @@ class Team:
                 self.check_done(decision)
             else:
                 self.deliver(decision)
+        self.check_holds()
+
+    def check_holds(self) -> None:
+        for worker in self.workers.values():
+            held = {position for position, learner in self.granted.items() if learner == worker.id}
+            unsettled = sum(
+                g.stop - g.start
+                for learner, _, grants in self.unsettled
+                if learner == worker.id
+                for g in grants
+            )
+            comes_back, taken = self.ledger.holds(worker.id)
+            assert taken == unsettled
+            reserved = comes_back - len(held - self.taken)  # parts of joint rounds that it has not asked for
+            assert reserved == 0 or (self.lockstep and 0 < reserved <= self.size)
 
     def deliver(self, decision: Grant | End) -> None:
         worker = self.workers[decision.learner]
@@ -560,6 +578,15 @@ class Team:
         for learner, _, _ in entries if self.lockstep else []:
             self.workers[learner].in_step = False
 
+    def do_change(self) -> None:
+        """What was published is folded before another dial holds."""
+        while self.published:
+            self.do_take()
+        for worker in self.workers.values():
+            worker.in_step = False
+        self.lockstep = not self.lockstep
+        self.tell("change", self.lockstep)
+
     def do_settle(self) -> None:
         learner, upto, grants = self.unsettled.popleft()
         for grant in grants:
@@ -581,9 +608,14 @@ class Team:
         elif self.breaks and in_loop and roll < 0.2:
             self.breaks -= 1
             self.do_break(self.chance.choice(in_loop))
+        elif self.changes and roll > 0.95:
+            self.changes -= 1
+            self.do_change()
 
     def run(self) -> None:
         for _ in range(100_000):
+            if self.stop_after is not None and len(self.events) >= self.stop_after:
+                return
             self.fault()
             possible = self.choices()
             if not possible:
@@ -594,10 +626,17 @@ class Team:
 
     def rescue(self) -> None:
         """Learners that come when all have left find what was lost, and finish."""
-        self.kills = self.breaks = self.joins = 0
+        self.kills = self.breaks = self.joins = self.changes = 0
         if len(self.done) < self.total:
             self.join(0).stride = 1
             self.run()
+
+
+def call(ledger: Ledger, event: str, *values: int) -> list[Decision]:
+    if event == "change":
+        return ledger.change(lockstep=bool(values[0]))
+    decisions: list[Decision] = getattr(ledger, event)(*values)
+    return decisions
 
 
 def positions(grant: Grant) -> list[tuple[int, int]]:
@@ -605,7 +644,9 @@ def positions(grant: Grant) -> list[tuple[int, int]]:
 
 
 @st.composite
-def teams(draw: st.DrawFn, *, faults: bool = True, lockstep: bool | None = None) -> Team:
+def teams(
+    draw: st.DrawFn, *, faults: bool = True, lockstep: bool | None = None, changes: bool = False
+) -> Team:
     lockstep = draw(st.booleans()) if lockstep is None else lockstep
     total, workers = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     last_is_known = draw(st.booleans())
@@ -623,10 +664,11 @@ def teams(draw: st.DrawFn, *, faults: bool = True, lockstep: bool | None = None)
         workers_count=workers,
         ahead=draw(st.integers(1, 4)),
         # a held learner that waits for more data before it steps would block lockstep quorums
-        stride=1 if lockstep and last_is_known else draw(st.integers(1, 3)),
+        stride=1 if (lockstep or changes) and last_is_known else draw(st.integers(1, 3)),
         kills=draw(budget),
         joins=draw(budget),
         breaks=draw(budget),
+        changes=draw(st.integers(1, 4)) if changes else 0,
         chance=random.Random(draw(st.integers(0, 2**32))),
     )
 
@@ -670,11 +712,11 @@ def test_in_lockstep_every_fold_is_the_next_joint_slice(team: Team) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(teams())
+@given(teams(changes=True))
 def test_the_same_events_give_the_same_decisions(team: Team) -> None:
     team.run()
     again = Ledger(**team.options)
-    assert [getattr(again, event)(*values) for event, values in team.events] == team.heard
+    assert [call(again, event, *values) for event, values in team.events] == team.heard
 
 
 @settings(max_examples=200, deadline=None)
@@ -689,3 +731,98 @@ def test_a_partition_without_losses_is_kept(team: Team) -> None:
         bounds[grant.learner] <= grant.start < grant.stop <= bounds[grant.learner + 1] for grant in grants
     )
     assert len(team.done) == team.total
+
+
+# -- another dial -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=400, deadline=None)
+@given(teams(changes=True))
+def test_whenever_the_dial_changes_every_position_is_settled_once(team: Team) -> None:
+    team.run()
+    team.rescue()
+    assert [done.epoch for done in team.done] == list(range(team.total))
+    assert sum(team.settled.values()) + sum(done.skipped for done in team.done) == team.total * team.size
+    assert not team.ledger._returned and not team.ledger._unfinished and not team.ledger._gone
+
+
+def test_a_change_opens_the_barrier_and_parts_of_a_round_go_to_whoever_asks() -> None:
+    ledger = ledger_of(2, size=6, lockstep=True)
+    assert spans(ledger.ask(1, 0)) == [(1, 0, 2, 4)]  # learner 0's part is 0…2
+    assert ledger.holds(0) == (2, 0)
+    assert ledger.change(lockstep=True) == []
+    assert ledger.change(lockstep=False) == [] and ledger.holds(0) == (0, 0)
+    assert spans(ledger.ask(1, 0)) == [(1, 0, 0, 2)] and spans(ledger.ask(1, 0)) == [(1, 0, 4, 6)]
+    assert ledger.ask(0, 0) == [End(0, 0, 0)]
+    assert ledger.change(lockstep=True) == []
+    assert ledger.ask(0, 1) == ledger.ask(0, 1) == []  # learner 1 is still in epoch 0
+    assert spans(ledger.change(lockstep=False)) == [(0, 1, 0, 2), (0, 1, 2, 4)]
+
+
+# -- to be gone on with ---------------------------------------------------------------------------------------
+
+
+def settle_all(team: Team) -> None:
+    """To a version boundary: nothing is taken and not folded; in lockstep whole rounds are."""
+    while team.unsettled:
+        team.do_settle()
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    teams(changes=True), st.integers(0, 120), st.booleans(), st.integers(1, 6), st.booleans(), st.booleans()
+)
+def test_a_ledger_can_be_put_down_at_any_moment_and_taken_up_by_other_learners(
+    team: Team, stop: int, boundary: bool, workers: int, lockstep: bool, same: bool
+) -> None:
+    """Every position that is not settled is handed out once, whoever had it."""
+    team.stop_after = stop
+    team.run()
+    if boundary:
+        settle_all(team)
+    standing = team.ledger.standing()
+    if same:
+        workers, lockstep = len(team.workers) or 1, team.lockstep
+    options = team.options | {"lockstep": lockstep, "learners": team.options["learners"]}
+    stride = 1 if team.options["epochs"] else team.stride
+    parts = (team.total, workers, team.ahead, stride, 0, 0, 0, team.chance)
+    after = go_on(team, Team(options, *parts, standing=standing))
+    if not options["partition"]:
+        assert after.ledger.standing() == standing
+    after.run()
+    after.rescue()
+    assert [done.epoch for done in after.done] == list(range(team.total))
+    assert sum(after.settled.values()) + sum(d.skipped for d in after.done) == team.total * team.size
+    assert not after.ledger._returned and not after.ledger._unfinished
+
+
+def go_on(team: Team, after: Team) -> Team:
+    """With what the first team has settled."""
+    unsettled = {p for _, _, grants in team.unsettled for grant in grants for p in positions(grant)}
+    after.done, after.settled, after.broken = list(team.done), team.settled.copy(), team.broken
+    after.taken = team.taken - unsettled
+    after.granted = dict.fromkeys(after.taken, -1)
+    return after
+
+
+@settings(max_examples=300, deadline=None)
+@given(teams(faults=False, lockstep=True), st.integers(0, 120))
+def test_the_same_learners_form_the_same_rounds_again(team: Team, stop: int) -> None:
+    """So that a lockstep run that was interrupted goes on with the same bits."""
+    parts = (team.total, team.workers_count, team.ahead, 1, 0, 0, 0)
+    before, through = (
+        Team(team.options, *parts, random.Random(i), stop_after=n) for i, n in enumerate((stop, None))
+    )
+    before.run(), through.run()
+    settle_all(before)
+    after = go_on(before, Team(team.options, *parts, team.chance, standing=before.ledger.standing()))
+    after.run()
+    assert [*rounds(before), *rounds(after)] == rounds(through)
+
+
+def rounds(team: Team) -> list[list[tuple[int, int, int, int]]]:
+    """The folds, with the rank of each part."""
+    ranks = {
+        (g.epoch, g.start): g.learner for decisions in team.heard for g in decisions if isinstance(g, Grant)
+    }
+    return [sorted((ranks[g.epoch, g.start], g.epoch, g.start, g.stop) for g in fold) for fold in team.folds]

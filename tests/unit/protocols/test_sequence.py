@@ -419,10 +419,17 @@ def test_members_have_started_when_every_initial_one_has_come_or_gone() -> None:
     assert members.leave(9) is None and members.started
 
 
+def gate_of(text: str, *learners: int) -> Gate:
+    members = Members(dict(enumerate(learners)))
+    for rank, learner in enumerate(learners):
+        members.join(learner, rank, 0)
+    return Gate(Sync.parse(text), members)
+
+
 def test_the_gate_opens_for_exactly_the_version_that_lockstep_needs() -> None:
-    gate = Gate(Sync.parse("delayed:2"))
+    gate = gate_of("delayed:2", 3, 4, 5)
     for learner, iteration in ((5, 4), (3, 3), (4, 0)):
-        gate.arrive(learner, 10 + learner, iteration)
+        gate.arrive(learner, 10 + learner, iteration, 0)
     assert gate.waiting() == {5: 3, 3: 2, 4: 0}
     assert gate.open(1) == [Release(4, 14, 0)]
     assert gate.open(3) == [Release(5, 15, 3), Release(3, 13, 2)]  # in the order of arrival
@@ -430,8 +437,8 @@ def test_the_gate_opens_for_exactly_the_version_that_lockstep_needs() -> None:
 
 
 def test_the_gate_is_open_for_free_learners_and_shut_for_resting_ones() -> None:
-    gate = Gate(Sync.parse("async"))
-    gate.arrive(1, 4, 0)
+    gate = gate_of("async", 1, 2, 3)
+    gate.arrive(1, 4, 0, 7)
     gate.hold(2, 5)
     assert gate.open(7) == [Release(1, 4, 7)] and gate.waiting() == {2: -1}
     gate.resume(2, 7)
@@ -443,7 +450,7 @@ def test_the_gate_is_open_for_free_learners_and_shut_for_resting_ones() -> None:
 
 
 def test_the_gate_resumes_a_learner_where_it_would_read_after_the_step_before() -> None:
-    gate = Gate(Sync.parse("delayed:1"))
+    gate = gate_of("delayed:1", 1)
     gate.hold(1, 3)
     assert gate.open(99) == []
     gate.resume(1, 6)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from syncline.dial import Sync
 from syncline.errors import UsageError
 from syncline.table.layout import Layout, lay_out
 from syncline.table.shard import Shard, total_norm
@@ -55,7 +56,7 @@ class Table:
                 template,
                 self.weights,
                 history=history,
-                lockstep=lockstep,
+                sync=Sync(one_from_each=True, lead=max(0, kept - 1)) if lockstep else Sync(splits=1),
                 clip_norm=clip_norm,
             )
             for index in range(shards)
@@ -84,11 +85,20 @@ class Table:
         rank: int = 0,
         iteration: int = 0,
         alone: bool = False,
+        damping: float = 1.0,
     ) -> None:
         key, full = (rank, iteration % 2), None not in gradients
         self.slot(gradients, key)
         for shard, part in zip(self.shards, self.slots[key][1], strict=True):
-            shard.take(part, full=full, count=count, rank=rank, iteration=iteration, alone=alone)
+            shard.take(
+                part,
+                full=full,
+                count=count,
+                rank=rank,
+                iteration=iteration,
+                alone=alone,
+                damping=damping,
+            )
 
     def fold(self, iteration: int = 0, factor: float = 1.0) -> None:
         for shard in self.shards:
@@ -165,6 +175,60 @@ def test_a_fold_is_the_mean_weighted_by_examples(
         table.fold()
         assert_close(table, before, weighted_mean(taken), decay=decay)
     assert [shard.version for shard in table.shards] == [len(folds)] * shards
+
+
+@many
+@given(
+    gradients,
+    st.lists(st.sampled_from([1.0, 0.5, 1 / 3, 0.01]), min_size=5, max_size=5),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_damping_multiplies_each_gradient_and_not_its_part_of_the_mean(
+    made: Made, dampings: list[float], shards: int, full: bool
+) -> None:
+    """M4: Σ nᵢ·wᵢ·gᵢ / Σ nᵢ, so that a fold of stale gradients is a small step."""
+    table = Table(shards, factory=partial(torch.optim.SGD, lr=1.0, weight_decay=0.5))
+    taken = [(drawn(seed, () if full else list(without)), count) for seed, without, count in made]
+    for _ in range(2):  # the second fold finds the running mean of the first
+        before = table.values()
+        for rank, (values, count) in enumerate(taken):
+            table.take(values, count, rank, alone=len(taken) == 1, damping=dampings[rank])
+        table.fold()
+        damped = [
+            ([None if value is None else value * damping for value in values], count)
+            for (values, count), damping in zip(taken, dampings, strict=False)
+        ]
+        assert_close(table, before, weighted_mean(damped), decay=0.5)
+
+
+def test_a_damped_gradient_alone_leaves_its_slot_as_it_was() -> None:
+    table = Table(1)
+    values = drawn(3)
+    table.take(values, alone=True, damping=0.25)
+    table.fold()
+    for kept, value in zip(table.layout.parameters.views(table.slots[0, 0][0].segments), values, strict=True):
+        assert value is not None and torch.equal(kept, value)
+
+
+def test_the_dial_of_a_shard_may_change_between_two_folds() -> None:
+    """Every version that lockstep learners read from here on is kept; before that, only the newest is."""
+    table = Table(2, kept=3)
+    free, delayed, hard = (Sync.parse(text) for text in ("softsync:1", "delayed:2", "hardsync"))
+    versions, present, base = [table.values()], None, 0
+    for fold, sync in enumerate([free, free, delayed, delayed, delayed, delayed, hard, delayed, free]):
+        if sync is not present:
+            present, base = sync, fold
+            for shard in table.shards:
+                shard.change(sync)
+        for rank in (1, 0):
+            table.take(drawn(fold + rank), rank=rank, iteration=fold if sync.lockstep else 0)
+        table.fold(fold if sync.lockstep else 0)
+        mean = weighted_mean([(drawn(fold + rank), 1) for rank in (0, 1)])
+        assert_close(table, versions[-1], mean)
+        versions.append(table.values())
+        for version in range(max(base, fold + 1 - sync.delay), fold + 2):
+            assert all(torch.equal(a, b) for a, b in zip(table.read(version), versions[version], strict=True))
 
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
@@ -399,7 +463,9 @@ def test_a_shard_that_owns_nothing_takes_part() -> None:
     template = OptimizerTemplate.of(SGD(model.parameters()))
     layout, _ = lay_out(model, [model.parameters()], cuttable=True, shards=3)
     weights = layout.parameters.segments(torch.zeros(layout.parameters.nbytes, dtype=torch.uint8))
-    shards = [Shard(layout, i, template, weights, lockstep=True, clip_norm=1.0) for i in range(3)]
+    shards = [
+        Shard(layout, i, template, weights, sync=Sync.parse("hardsync"), clip_norm=1.0) for i in range(3)
+    ]
     assert sorted(len(shard.part.pieces) for shard in shards) == [0, 0, 1]
     slot = private_slot(layout)
     slot.segments[0].fill_(1.0)

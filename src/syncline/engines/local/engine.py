@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
+from syncline.dial import Sync
 from syncline.engines.local.supervisor import Supervisor
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.errors import UsageError
@@ -42,13 +43,21 @@ class LocalHandle(Handle):
     def stop(self) -> None:
         self._run.command("stop")
 
+    def add_learners(self, count: int) -> None:
+        self._run.command(count)
+
+    def change(self, sync: Sync) -> None:
+        self._run.command(sync)
+
     def statistics(self) -> Statistics:
         return self._run.ask_statistics()
 
     def pids(self) -> dict[str, int]:
         """Process ids by "learner r", "shard s" and so on."""
         return {
-            f"{p.role} {p.rank}": p.pid for p in list(self._run.processes.values()) if p.state == "running"
+            f"{process.role} {process.rank}": process.pid
+            for process in self._run.processes
+            if process.state == "running"
         }
 
 

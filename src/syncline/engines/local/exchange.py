@@ -67,7 +67,7 @@ class Ring:
 
 
 class Replies:
-    """For each shard: the last ticket of one learner that it released, and the version to read."""
+    """For each shard: the last ticket of one learner that it released, and what to read."""
 
     def __init__(self, cells: CellsLike, base: int, *, shards: int) -> None:
         self._cells = cells
@@ -77,19 +77,35 @@ class Replies:
     def words(shards: int) -> int:
         return LINE * shards
 
-    def release(self, shard: int, number: int, version: int) -> None:
-        self._cells.store(self._places[shard] + 1, version)
-        self._cells.store(self._places[shard], number + 1)  # the commit word: 0 is nothing yet
+    def release(self, shard: int, number: int, version: int, dial: int = 0, keep: int = 0) -> None:
+        place = self._places[shard]
+        self._cells.store(place + 1, version)
+        self._cells.store(place + 2, dial)
+        self._cells.store(place + 3, keep)
+        self._cells.store(place, number + 1)  # the commit word: 0 is nothing yet
 
-    def released(self, number: int) -> int | None:
-        """The version, once every shard has released this ticket."""
+    def free(self, shard: int, number: int) -> None:
+        """The ticket's slot may be used again; there is nothing to read."""
+        self._cells.store(self._places[shard] + 4, number + 1)
+
+    def freed(self, number: int) -> bool:
+        """Every shard has freed or released this ticket."""
+        load = self._cells.load
+        return all(load(place + 4) > number or load(place) > number for place in self._places)
+
+    def released(self, number: int) -> tuple[int, int, int] | None:
+        """Version, dial and keep, once every shard has released this ticket; the leading shard's words count."""
+        load = self._cells.load
         for place in self._places:
-            if self._cells.load(place) <= number:
+            if load(place) <= number:
                 return None
-        versions = {self._cells.load(place + 1) for place in self._places}
-        if len(versions) != 1:
-            raise AssertionError(f"shards released ticket {number} with versions {sorted(versions)}")
-        return versions.pop()
+        first = self._places[0]
+        version = load(first + 1)
+        for place in self._places[1:]:
+            if load(place + 1) != version:
+                versions = [load(each + 1) for each in self._places]
+                raise AssertionError(f"shards released ticket {number} with versions {versions}")
+        return version, load(first + 2), load(first + 3)
 
 
 class Shares:

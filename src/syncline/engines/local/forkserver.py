@@ -115,6 +115,7 @@ def serve(fd: int) -> None:
     gc.collect()
     gc.freeze()
     _Server(socket.socket(fileno=fd)).run()
+    os._exit(0)  # there is nothing to clean up, and modules may complain on their way out
 
 
 class _Server:

@@ -5,6 +5,7 @@ Also the evaluator's process, which tests snapshots beside the learners (R6).
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -15,17 +16,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.dial import Sync
 from syncline.engines.local.cargo import pack, unpack
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.exchange import Replies
 from syncline.engines.local.memory import Bell, Region, Sleeper
 from syncline.engines.local.server import Desk, Geometry, Lane, Shelf
+from syncline.errors import UsageError
 from syncline.learn.session import Session, SessionConfig
-from syncline.ports import LearnerPort, Note, Portion, RunStopped, TableLink
+from syncline.ports import LearnerPort, Note, Portion, Reading, Reset, RunStopped, TableLink
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
 
-STOP = 0  # the word of the hub that says the run is to end
+STOP, GENERATION = 0, 1  # words of the hub: the run is to end; how often the servers were started
+DIALS, DIAL_ROOM = 64, 1024  # dials that a run may have, and bytes for each
+
+
+class Hub:
+    """What the supervisor tells all learners: that the run ends, and the dials by number."""
+
+    def __init__(self, region: Region) -> None:
+        self.words, self._bytes = region.words, region.bytes
+
+    @staticmethod
+    def nbytes() -> int:
+        return DIAL_ROOM * (1 + DIALS)
+
+    def add_dial(self, number: int, sync: Sync) -> None:
+        """Written before anybody can name it."""
+        if number >= DIALS:
+            raise UsageError(f"the dial was changed {number} times in one run; {DIALS - 1} is the most")
+        text = json.dumps(sync.record()).encode()
+        start = DIAL_ROOM * (1 + number)
+        self._bytes[start : start + DIAL_ROOM] = text.ljust(DIAL_ROOM)
+
+    def dial(self, number: int) -> Sync:
+        start = DIAL_ROOM * (1 + number)
+        return Sync(**json.loads(bytes(self._bytes[start : start + DIAL_ROOM])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +66,7 @@ class LearnerSpec:
     shard_bell: Bell  # of the leading shard
     geometry: Geometry
     yields: int
+    generation: int
     config: SessionConfig
 
 
@@ -54,37 +82,46 @@ class Task:
 class LocalLink(TableLink):
     """One table, seen from its learner."""
 
-    def __init__(self, opened: m.Opened, geometry: Geometry, sleeper: Sleeper) -> None:
+    def __init__(self, opened: m.Opened, geometry: Geometry, port: LocalLearnerPort) -> None:
         self.layout = opened.layout
         self._shelf = Shelf(opened.handle, opened.layout, kept=geometry.kept)
-        self._lane = Lane(opened.lane, opened.layout, slots=geometry.slots, inbox=geometry.inbox)
+        self._lane = Lane(opened.lane, opened.layout, slots=geometry.slots)
         self.slots = self._lane.slots
         self._replies: Replies = self._lane.replies
-        self._sleeper = sleeper
+        self._port, self._sleeper = port, port.sleeper
         flat = opened.layout.parameters
-        if self._lane.inbox is not None:
-            sources = [self._lane.inbox]
-        else:
-            sources = self._shelf.history or [self._shelf.weights]
-        self._sources = [flat.views(source) for source in sources]
+        self._inbox = flat.views(self._lane.inbox)
+        self._newest = flat.views(self._shelf.weights)
+        self._history = [flat.views(segments) for segments in self._shelf.history]
         self.buffers, self.others = self._shelf.buffers, self._shelf.others
         opened.handle.close()
         opened.lane.close()
 
-    def weights(self, version: int) -> list[Tensor]:
-        return self._sources[version % len(self._sources)]
+    def weights(self, version: int, sync: Sync) -> list[Tensor]:
+        if not sync.lockstep:
+            return self._inbox
+        return self._history[version % len(self._history)] if sync.delay else self._newest
 
     def memory(self) -> list[Tensor]:
         """The blocks that a GPU copies to and from."""
-        return (
-            [self._lane.memory] if self._lane.inbox is not None else [self._lane.memory, self._shelf.memory]
-        )
+        return [self._lane.memory, self._shelf.memory]
 
-    def wait(self, number: int) -> int:
-        while (version := self._replies.released(number)) is None:
+    def released(self, number: int) -> Reading | None:
+        found = self._replies.released(number)
+        return None if found is None else Reading._make(found)
+
+    def wait(self, number: int) -> Reading:
+        while (found := self._replies.released(number)) is None:
+            self._port.check()
             self._sleeper.wait()
         self._sleeper.busy()
-        return version
+        return Reading._make(found)
+
+    def wait_free(self, number: int) -> None:
+        while not self._replies.freed(number):
+            self._port.check()
+            self._sleeper.wait()
+        self._sleeper.busy()
 
 
 class LocalLearnerPort(LearnerPort):
@@ -94,9 +131,15 @@ class LocalLearnerPort(LearnerPort):
         self.learner, self.rank = spec.learner, spec.config.rank
         self._channel, self._spec = channel, spec
         self._desk = Desk(spec.desk)
-        self._hub = spec.hub.words
-        self._sleeper = Sleeper(spec.bell, yields=spec.yields)
+        self._hub = Hub(spec.hub)
+        self.sleeper = Sleeper(spec.bell, yields=spec.yields)
+        self._generation = spec.generation
         self._portions: dict[int, dict[int, Portion]] = {}
+
+    def check(self) -> None:
+        """Nobody waits for servers that are gone."""
+        if self._hub.words[GENERATION] != self._generation:
+            raise Reset
 
     def now(self) -> float:
         return time.monotonic()
@@ -106,8 +149,9 @@ class LocalLearnerPort(LearnerPort):
 
     def post(self, note: Note, *, ring: bool = True) -> None:
         while not self._desk.notes.push(note):
+            self.check()
             self._spec.shard_bell.ring()
-            self._sleeper.wait(0.01)
+            self.sleeper.wait(0.01)
         if ring:
             self._spec.shard_bell.ring()
 
@@ -124,14 +168,25 @@ class LocalLearnerPort(LearnerPort):
                 return mine.pop(index, None)
             if self.stopping():
                 return None
-            self._sleeper.wait()
+            self.check()
+            self.sleeper.wait()
 
     def request(self, message: Any) -> Any:
         self._channel.send(message)
         answer = self._channel.receive()
         if isinstance(answer, m.Refused):
             raise answer.error
+        if isinstance(answer, m.Stale):
+            raise Reset
         return answer
+
+    def rejoin(self, tables: int, loaders: int) -> list[m.Opened]:
+        answer: m.Rejoined = self.request(m.Rejoin(tables, loaders))
+        self._generation, desk = answer.desk
+        self._desk = Desk(desk)
+        desk.close()
+        self._portions.clear()
+        return answer.tables
 
     def tell(self, message: Any) -> None:
         self._channel.send(message)
@@ -150,10 +205,13 @@ class LocalLearnerPort(LearnerPort):
                     return  # unpinned memory works too, only slower
 
     def attach(self, opened: m.Opened) -> LocalLink:
-        return LocalLink(opened, self._spec.geometry, self._sleeper)
+        return LocalLink(opened, self._spec.geometry, self)
+
+    def dial(self, number: int) -> Sync:
+        return self._hub.dial(number)
 
     def stopping(self) -> bool:
-        return self._hub[STOP] != 0
+        return self._hub.words[STOP] != 0
 
 
 def run_learner(channel: Channel, spec: LearnerSpec) -> int:

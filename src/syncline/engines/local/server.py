@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import os
 import struct
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +22,14 @@ from torch import Tensor
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.exchange import Replies, Ring, Shares
 from syncline.engines.local.memory import Bell, Cells, Region, Sleeper
-from syncline.ports import Entry, Kind, Note, Portion, ServerPort
+from syncline.engines.local.writer import Writer
+from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort
 from syncline.table.layout import Layout
 from syncline.table.slot import Slot, slot_bytes
 from syncline.topology import messages as m
 from syncline.topology.servers import ServerRole
 
-NOTE = struct.Struct("=11qd")
+NOTE = struct.Struct("=12qd")
 ENTRY = struct.Struct("=12qd")
 PORTION = struct.Struct("=6q")
 DESK_NOTES, DESK_PORTIONS, LOG_ENTRIES = 64, 256, 1024
@@ -52,9 +55,12 @@ class Desk:
 
 
 class Lane:
-    """Between one learner and all shards of one table: replies, gradient slots, and perhaps an inbox."""
+    """Between one learner and all shards of one table: replies, gradient slots, an inbox.
 
-    def __init__(self, region: Region, layout: Layout, *, slots: int, inbox: bool) -> None:
+    What the dial in force does not use is never touched, and takes no memory.
+    """
+
+    def __init__(self, region: Region, layout: Layout, *, slots: int) -> None:
         memory = region.tensor()
         self.replies = Replies(Cells(region), 0, shards=layout.shards)
         start = self._head(layout)
@@ -63,7 +69,7 @@ class Lane:
             Slot(layout, memory[start + index * size : start + (index + 1) * size]) for index in range(slots)
         ]
         start += slots * size
-        self.inbox = layout.parameters.segments(memory[start:]) if inbox else None
+        self.inbox = layout.parameters.segments(memory[start:])
         self.memory = memory
 
     @staticmethod
@@ -71,8 +77,8 @@ class Lane:
         return -(-Replies.words(layout.shards) * 8 // 4096) * 4096
 
     @classmethod
-    def nbytes(cls, layout: Layout, *, slots: int, inbox: bool) -> int:
-        return cls._head(layout) + slots * slot_bytes(layout) + inbox * layout.parameters.nbytes
+    def nbytes(cls, layout: Layout, *, slots: int) -> int:
+        return cls._head(layout) + slots * slot_bytes(layout) + layout.parameters.nbytes
 
 
 class Shelf:
@@ -99,11 +105,10 @@ class Shelf:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What follows from the dial: how many slots, versions and inboxes there are."""
+    """What follows from the dials: how many slots and kept versions there are."""
 
     slots: int
     kept: int
-    inbox: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,7 @@ class ServerSpec:
     bells: list[Bell]  # of the shards
     geometry: Geometry
     yields: int
+    folder: str | None = None  # of checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,8 @@ class LocalServerPort(ServerPort):
         self.to_wake: set[int] = set()
         self.wake_shards = False
         self.norms_wanted: tuple[int, int] | None = None
+        self._sending = threading.Lock()  # the writer reports too
+        self._writer: Writer | None = None
 
     # -- set up by the supervisor ------------------------------------------------------------------------
 
@@ -163,16 +171,14 @@ class LocalServerPort(ServerPort):
     def join_table(self, join: m.JoinTable) -> None:
         geometry = self._spec.geometry
         layout = self._layouts[join.table]
-        self._lanes[join.table, join.learner] = Lane(
-            join.lane, layout, slots=geometry.slots, inbox=geometry.inbox
-        )
+        self._lanes[join.table, join.learner] = Lane(join.lane, layout, slots=geometry.slots)
         join.lane.close()
 
     def knows(self, entry: Entry) -> bool:
         """Everything that the entry needs has arrived from the supervisor."""
         if entry.kind == Kind.LEAVE:
             return True
-        if entry.kind in (Kind.FOLD, Kind.SNAPSHOT, Kind.FINISH):
+        if entry.kind in (Kind.FOLD, Kind.SNAPSHOT, Kind.FINISH, Kind.CHANGE, Kind.CUT):
             return entry.table in self.shelves
         return (entry.table, entry.learner) in self._lanes
 
@@ -205,10 +211,13 @@ class LocalServerPort(ServerPort):
         lane = self._lanes.get((table, learner))
         return lane.inbox if lane else None
 
-    def release(self, table: int, learner: int, number: int, version: int) -> None:
+    def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
         lane = self._lanes.get((table, learner))
         if lane is not None:
-            lane.replies.release(self.shard, number, version)
+            if reading is None:
+                lane.replies.free(self.shard, number)
+            else:
+                lane.replies.release(self.shard, number, *reading)
             self.to_wake.add(learner)
 
     def grant(self, learner: int, portion: Portion) -> None:
@@ -233,8 +242,15 @@ class LocalServerPort(ServerPort):
             bell.close()
         self._lanes = {key: lane for key, lane in self._lanes.items() if key[1] != learner}
 
+    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        if self._writer is None:
+            assert self._spec.folder is not None
+            self._writer = Writer(Path(self._spec.folder), self.report)
+        self._writer.write(number, name, tensors, notes)
+
     def report(self, message: Any) -> None:
-        self._channel.try_send((self.shard, message))
+        with self._sending:
+            self._channel.try_send((self.shard, message))
 
     # -- waking ------------------------------------------------------------------------------------------
 

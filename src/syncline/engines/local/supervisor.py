@@ -1,56 +1,41 @@
 """The supervisor: a thread of the caller's that starts a run's processes, hosts the coordinator, and ends them.
 
-It watches every channel and every process's end, passes prints through, and gathers the outcome. Decisions are the coordinator's;
-the learners' fast path does not pass here.
+It hears every process and notices every end, brings lost shards back, and gathers the outcome. Decisions are the
+coordinator's; the learners' fast path does not pass here.
 """
 
 from __future__ import annotations
 
-import codecs
-import contextlib
+import dataclasses
 import os
-import selectors
-import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from syncline.engines.local import forkserver
+from syncline.dial import Sync
 from syncline.engines.local.cargo import pack
-from syncline.engines.local.channel import Channel, Closed
-from syncline.engines.local.child import Setup
 from syncline.engines.local.exchange import Ring
-from syncline.engines.local.learner import STOP, LearnerSpec, Task
+from syncline.engines.local.learner import GENERATION, STOP, Hub, LearnerSpec, Task
 from syncline.engines.local.memory import Bell, Region
-from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometry, Lane, ServerSpec, Shelf
+from syncline.engines.local.office import Office
+from syncline.engines.local.processes import Process, Processes
+from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometry, ServerSpec
 from syncline.engines.record import Recorder, learner_error
 from syncline.engines.run import Outcome, RunSpec
 from syncline.errors import LostError, RunError
-from syncline.ports import CoordinatorPort
-from syncline.table.layout import Layout
+from syncline.protocols.patience import Patience
+from syncline.table.checkpoints import CheckpointError, Folder, find
 from syncline.topology import messages as m
 from syncline.topology.coordinator import Coordinator
+from syncline.topology.restore import restored
 
 GRACE = 5.0  # seconds that learners get to finish their step after a stop
-
-
-@dataclass(slots=True)
-class Process:
-    """One child."""
-
-    role: str  # "learner", "shard", "evaluator"
-    number: int  # learner id or shard
-    rank: int
-    pid: int
-    channel: Channel
-    bell: Bell | None = None
-    state: str = "running"
-    reaped: bool = False
+LOOK = 0.25  # seconds between looks at timers
+MOST_RESTARTS = 3  # of shards without a checkpoint in between, of a rank without a step
 
 
 @dataclass(slots=True)
@@ -58,44 +43,13 @@ class _Shared:
     """What all processes of a run share."""
 
     hub: Region
-    log: Region
     shard_bells: list[Bell]
 
 
 def geometry_of(spec: RunSpec) -> Geometry:
-    """How many slots, kept versions and inboxes the dial needs (M11)."""
-    delay = spec.sync.delay
-    return Geometry(slots=delay + 1, kept=delay + 1 if delay else 0, inbox=not spec.sync.lockstep)
-
-
-class _Port(CoordinatorPort):
-    """The coordinator's effects."""
-
-    def __init__(self, run: Supervisor) -> None:
-        self._run = run
-        self.shards = run.spec.shards
-
-    def make_table(self, table: int, layout: Layout) -> Region:
-        return self._run.region(Shelf.nbytes(layout, kept=self._run.geometry.kept))
-
-    def make_lane(self, table: int, learner: int, layout: Layout) -> Region:
-        geometry = self._run.geometry
-        return self._run.region(Lane.nbytes(layout, slots=geometry.slots, inbox=geometry.inbox))
-
-    def reply(self, learner: int, message: Any) -> None:
-        process = self._run.learners.get(learner)
-        if process is not None:
-            process.channel.try_send(message)
-
-    def tell_shards(self, message: Any) -> None:
-        for process in reversed(self._run.shards):
-            process.channel.try_send(message)
-
-    def stop_learners(self) -> None:
-        self._run.stop_learners()
-
-    def emit(self, record: Any) -> None:
-        self._run.recorder.emit(record)
+    """How many slots and kept versions the dials need (M11); two slots, so that any dial may follow."""
+    delay = spec.delay
+    return Geometry(slots=max(2, delay + 1), kept=delay + 1 if delay else 0)
 
 
 class Supervisor:
@@ -105,18 +59,20 @@ class Supervisor:
         self.spec = spec
         self.geometry = geometry_of(spec)
         self.done = threading.Event()
+        self._started = time.monotonic()
         self.recorder = Recorder(
-            now=lambda: time.monotonic() - self._started,
+            now=self._now,
             evaluate=self._evaluate,
             stop=self.stop_learners,
             layouts=lambda: {table: self._coordinator.layout(table) for table in self._coordinator.tables},
             callbacks=spec.callbacks,
+            restored=spec.restored,
         )
         self.learners: dict[int, Process] = {}  # by learner id, while running
         self.shards: list[Process] = []
-        self.processes: dict[int, Process] = {}  # by pid
+        self.generation = 0  # how often the servers were started anew
+        self.folder = Folder(Path(spec.folder)) if spec.folder else None
         self._evaluator: Process | None = None
-        self._selector = selectors.DefaultSelector()
         self._commands: list[Any] = []
         self._wake = Bell()
         self._answers: dict[int, Any] = {}
@@ -124,12 +80,18 @@ class Supervisor:
         self._asked = 0
         self._deadline: float | None = None
         self._finishing = self._stopping = False
-        self._started = time.monotonic()
+        self._ids = spec.learners  # given so far
+        self._restarts = 0
+        self._failures: dict[int, int] = {}  # rank -> replacements that died without a step
+        self._patience = Patience(spec.patience) if spec.patience else None
+        self._looked = self._cut_asked = self._started
+        self._desks: dict[int, Region] = {}
         self._coordinator: Coordinator
-        self._server: Channel
+        self._processes: Processes
         self._regions: list[Region] = []
-        decoder = codecs.getincrementaldecoder("utf-8")
-        self._decoders = {"stdout": decoder("replace"), "stderr": decoder("replace")}
+
+    def _now(self) -> float:
+        return time.monotonic() - self._started
 
     def region(self, nbytes: int) -> Region:
         """Shared memory that goes with the run."""
@@ -144,6 +106,10 @@ class Supervisor:
     def error(self) -> BaseException | None:
         return self.recorder.error
 
+    @property
+    def processes(self) -> list[Process]:
+        return list(self._processes.by_pid.values()) if "_processes" in self.__dict__ else []
+
     def _fail(self, error: BaseException) -> None:
         """The first failure is the one that is told."""
         self.recorder.error = self.recorder.error or error
@@ -157,7 +123,7 @@ class Supervisor:
                     part()
                 except BaseException as error:
                     self._fail(error)
-        self.outcome.seconds = time.monotonic() - self._started
+        self.outcome.seconds = self._now()
         self.done.set()
         with self._answered:
             self._answered.notify_all()
@@ -174,69 +140,33 @@ class Supervisor:
             number = self._asked
             self.command(m.AskStatistics(number))
             self._answered.wait_for(lambda: number in self._answers or self.done.is_set(), timeout=10)
-            return self._answers.pop(number, self.outcome.statistics)
+            return self._with_processes(self._answers.pop(number, self.outcome.statistics))
 
     # -- start -------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         spec = self.spec
-        task = pack(Task(spec.function, spec.arguments, spec.keywords))
+        self._task = pack(Task(spec.function, spec.arguments, spec.keywords))
         evaluate = pack(spec.evaluate) if spec.evaluate is not None else None
-        self._server = forkserver.connect()
-        self._out = [os.pipe(), os.pipe()]
-        self._life = os.pipe()
+        self._processes = Processes(self._heard, self._ended)
+        self._processes.watch(self._wake.fd, self._from_caller)
         self._shared = _Shared(
-            hub=self.region(8),
-            log=self.region(8 * Ring.words(LOG_ENTRIES, max(1, spec.shards - 1))),
-            shard_bells=[Bell() for _ in range(spec.shards)],
+            hub=self.region(Hub.nbytes()), shard_bells=[Bell() for _ in range(spec.shards)]
         )
-        self._watch(self._server.fileno(), self._from_forkserver)
-        self._watch(self._wake.fd, self._from_caller)
-        for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
-            self._watch(end, partial(self._print, end, stream))
+        self.hub = Hub(self._shared.hub)
         ids = {rank + 1: rank for rank in range(spec.learners)}
-        self._coordinator = Coordinator(
-            _Port(self),
-            spec.plan(),
-            ids,
-        )
-        for shard in range(spec.shards):
-            self._start_shard(shard)
+        self._coordinator = Coordinator(Office(self), spec.plan(), ids, spec.restored)
+        self._start_shards()
+        self._coordinator.begin()
         for learner, rank in ids.items():
-            self._start_learner(learner, rank, task)
-        task.close()
+            self._start_learner(learner, rank)
         if evaluate is not None:
-            self._evaluator = self._fork("evaluator", 0, 0, None, None)
+            self._evaluator = self._processes.fork("evaluator", 0, 0, None, None, 1)
             self._evaluator.channel.send(evaluate)
             evaluate.close()
 
-    def _watch(self, fd: int, action: Callable[[], object]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, action)
-
-    def _fork(self, role: str, number: int, rank: int, spec: Any, bell: Bell | None) -> Process:
-        channel, theirs = Channel.pair()
-        fds = [theirs.fileno(), self._out[0][1], self._out[1][1], self._life[0]]
-        pid = self._start_child(fds)
-        theirs.close()
-        process = Process(role, number, rank, pid, channel, bell)
-        self.processes[pid] = process
-        threads = self._threads(role)
-        environment = dict(os.environ)
-        channel.send(Setup(role, threads, list(sys.path), os.getcwd(), environment, spec))
-        self._watch(channel.fileno(), partial(self._from_process, process))
-        return process
-
-    def _start_child(self, fds: list[int]) -> int:
-        forkserver.send_fork(self._server, fds)
-        while True:
-            answer = self._server.receive()
-            if isinstance(answer, forkserver.Started):
-                return answer.pid
-            self._ended(answer)
-
-    def _threads(self, role: str) -> int:
-        if role != "learner":
-            return 1
+    def _threads(self) -> int:
+        """Of a learner."""
         if self.spec.threads is not None:
             return self.spec.threads
         spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
@@ -247,21 +177,34 @@ class Supervisor:
         waking a sleeping core costs more than either."""
         return 1000 if role == "learner" else 200
 
-    def _start_shard(self, shard: int) -> None:
-        spec = ServerSpec(
-            shard,
-            self.spec.shards,
-            self._shared.log,
-            self._shared.shard_bells,
-            self.geometry,
-            self._yields("shard"),
-        )
-        self.shards.append(self._fork("shard", shard, shard, spec, None))
+    def _start_shards(self) -> None:
+        count = self.spec.shards
+        log = self.region(8 * Ring.words(LOG_ENTRIES, max(1, count - 1)))
+        self.shards = []
+        for shard in range(count):
+            spec = ServerSpec(
+                shard,
+                count,
+                log,
+                self._shared.shard_bells,
+                self.geometry,
+                self._yields("shard"),
+                self.spec.folder,
+            )
+            self.shards.append(self._processes.fork("shard", shard, shard, spec, None, 1))
 
-    def _start_learner(self, learner: int, rank: int, task: Any) -> None:
-        desk, bell = self.region(Desk.nbytes()), Bell()
+    def introduce(self, learner: int, bell: Bell | None = None) -> Region:
+        """A desk between a learner and the shards; its bell stays the same."""
+        desk = self._desks[learner] = self.region(Desk.nbytes())
+        bell = bell or self.learners[learner].bell
+        assert bell is not None
         for shard in self.shards:
-            shard.channel.send(AddLearner(learner, desk, bell))
+            shard.channel.try_send(AddLearner(learner, desk, bell))
+        return desk
+
+    def _start_learner(self, learner: int, rank: int) -> None:
+        bell = Bell()
+        desk = self.introduce(learner, bell)
         spec = LearnerSpec(
             learner,
             self._shared.hub,
@@ -270,21 +213,27 @@ class Supervisor:
             self._shared.shard_bells[0],
             self.geometry,
             self._yields("learner"),
+            self.generation,
             self.spec.session(rank),
         )
-        process = self.learners[learner] = self._fork("learner", learner, rank, spec, bell)
-        process.channel.send(task)
-        desk.close()
+        process = self._processes.fork("learner", learner, rank, spec, bell, self._threads())
+        self.learners[learner] = process
+        process.channel.try_send(self._task)
+
+    def _new_learner(self, rank: int) -> None:
+        self._ids += 1
+        self._coordinator.join(self._ids, rank)
+        self._start_learner(self._ids, rank)
 
     # -- the loop ----------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         while not self._over():
-            for key, _ in self._selector.select(timeout=0.5):
-                key.data()
-            self._check_deadline()
-            if self.error is not None:
-                return
+            self._processes.work(LOOK)
+            now = time.monotonic()
+            if now - self._looked > LOOK:
+                self._looked = now
+                self._check_timers(now)
 
     def _over(self) -> bool:
         if self.error is not None:
@@ -293,17 +242,24 @@ class Supervisor:
             return False
         if not self._finishing:
             self._finishing = True
-            _Port(self).tell_shards(m.Finish())
-        return self.recorder.complete()
+            self._coordinator.finish()
+        return self.recorder.complete() and not self._coordinator.cutting
 
-    def _check_deadline(self) -> None:
-        if self._deadline is not None and time.monotonic() > self._deadline and self.learners:
+    def _check_timers(self, now: float) -> None:
+        if self._deadline is not None and now > self._deadline and self.learners:
             self._deadline = None
             for process in list(self.learners.values()):
-                self.recorder.event(
-                    f"killed: did not finish its step within {GRACE:.0f} s of the stop", process.rank
-                )
-                os.kill(process.pid, 9)
+                self._kill(process, f"did not finish its step within {GRACE:.0f} s of the stop")
+        if self._patience is not None and not self._finishing:
+            self.shards[0].channel.try_send(m.AskStatistics(0))
+        seconds = self.spec.cut_seconds
+        if seconds is not None and now - self._cut_asked > seconds:
+            self._cut_asked = now
+            self._coordinator.ask_cut()
+
+    def _kill(self, process: Process, why: str) -> None:
+        self.recorder.event(f"killed: {why}", process.rank, kind="killed", pid=process.pid)
+        self._processes.kill(process)
 
     def _from_caller(self) -> None:
         self._wake.quiet()
@@ -311,74 +267,47 @@ class Supervisor:
         for command in commands:
             if isinstance(command, m.AskStatistics):
                 self.shards[0].channel.try_send(command)
+            elif isinstance(command, Sync):
+                self.recorder.event(f"dial: {command} from the next version on", kind="dial")
+                self._coordinator.change(command)
+            elif isinstance(command, int):
+                self._add_learners(command)
             elif command == "kill":
                 self._fail(KeyboardInterrupt())
             else:
                 self.outcome.interrupted |= command == "interrupt"
                 self.stop_learners()
 
+    def _add_learners(self, count: int) -> None:
+        if self._stopping or self._finishing:
+            self.recorder.event(f"{count} learners not added: the run is ending", kind="refused")
+            return
+        for _ in range(count):
+            rank = 1 + max(process.rank for process in self.processes if process.role == "learner")
+            self.recorder.event("joined", rank, kind="joined")
+            self._new_learner(rank)
+
     def stop_learners(self) -> None:
         self._stopping = True
-        self._shared.hub.words[STOP] = 1
-        for process in self.learners.values():
-            if process.bell is not None:
-                process.bell.ring()
+        self.hub.words[STOP] = 1
+        self._ring_learners()
         if self._deadline is None:
             self._deadline = time.monotonic() + GRACE
 
-    def _print(self, end: int, stream: str) -> None:
-        data = os.read(end, 65536)
-        target = getattr(sys, stream)
-        target.write(self._decoders[stream].decode(data))
-        target.flush()
+    def _ring_learners(self) -> None:
+        for process in self.learners.values():
+            if process.bell is not None:
+                process.bell.ring()
 
     # -- processes ---------------------------------------------------------------------------------------
 
-    def _from_forkserver(self) -> None:
-        try:
-            self._ended(self._server.receive())
-        except Closed:
-            self._fail(LostError("the fork server was lost; the run cannot go on"))
-
-    def _ended(self, ended: forkserver.Ended) -> None:
-        process = self.processes[ended.pid]
-        process.reaped = True
-        while process.state == "running" and process.channel.ready():
-            if not self._from_process(process):
-                break
-        if process.state != "running":
-            return
-        process.state = "lost"
-        how = forkserver.describe(ended.code)
-        if process.role != "learner":
-            self._fail(LostError(f"{process.role} {process.rank} (pid {ended.pid}) ended with {how}"))
-            return
-        self.recorder.event(f"lost: its process (pid {ended.pid}) ended with {how}", process.rank)
-        self._gone(process, lost=True)
-        if not self.learners and not self.outcome.returned and not self._stopping:
-            self._fail(LostError(f"all learners are lost, the last was rank {process.rank}: {how}"))
-
-    def _gone(self, process: Process, *, lost: bool) -> None:
-        self.learners.pop(process.number, None)
-        self._coordinator.leave(process.number, lost=lost)
-
-    def _from_process(self, process: Process) -> bool:
-        """One message; False if the channel is closed."""
-        if process.channel.fileno() < 0:  # closed in the same round of the loop
-            return False
-        try:
-            message = process.channel.receive()
-        except Closed:
-            self._selector.unregister(process.channel.fileno())
-            process.channel.close()
-            return False
+    def _heard(self, process: Process, message: Any) -> None:
         if process.role == "shard":
             self._from_shard(message)
         elif process.role == "evaluator":
             self._from_evaluator(message)
         else:
             self._from_learner(process, message)
-        return True
 
     def _from_learner(self, process: Process, message: Any) -> None:
         if isinstance(message, m.Returned):
@@ -387,20 +316,166 @@ class Supervisor:
             self._gone(process, lost=False)
         elif isinstance(message, m.Raised):
             process.state = "raised"
-            self._fail(learner_error(process.rank, message.error, message.traceback))
+            self._raised(process, learner_error(process.rank, message.error, message.traceback))
         else:
             self._coordinator.from_learner(process.number, message)
+
+    def _raised(self, process: Process, error: RunError) -> None:
+        if self.spec.on_error == "raise":
+            self._fail(error)
+            return
+        self.recorder.event(f"raised: {error}", process.rank, kind="raised")
+        self._gone(process, lost=True)
+        if not self.learners and not self.outcome.returned and not self._stopping:
+            self._fail(error)
 
     def _from_shard(self, envelope: tuple[int, Any]) -> None:
         shard, message = envelope
         if isinstance(message, m.ShardRaised):
             self._fail(RunError(f"shard {shard} failed:\n{message.traceback}"))
+        elif isinstance(message, m.Statistics) and message.number == 0:
+            self._look(message)
         elif isinstance(message, m.Statistics):
             with self._answered:
                 self._answers[message.number] = message
                 self._answered.notify_all()
         else:
+            if isinstance(message, m.Cut):
+                self._restarts = 0
             self._coordinator.from_shard(message)
+
+    def _ended(self, process: Process, how: str) -> None:
+        """A process ended without a word."""
+        process.state = "lost"
+        if process.role == "shard":
+            self._shard_lost(process, how)
+        elif process.role == "learner":
+            self._learner_lost(process, how)
+        else:
+            self._fail(LostError(f"{process.role} {process.rank} (pid {process.pid}) ended with {how}"))
+
+    def _learner_lost(self, process: Process, how: str) -> None:
+        what = f"lost: its process (pid {process.pid}) ended with {how}"
+        self.recorder.event(what, process.rank, kind="lost", learner=process.number, pid=process.pid)
+        stepped = self._desks[process.number].words[0] > 0  # it has sent a note
+        self._gone(process, lost=True)
+        if self.spec.replace and not self._stopping and not self._finishing:
+            failures = self._failures[process.rank] = (
+                0 if stepped else self._failures.get(process.rank, 0) + 1
+            )
+            if failures < MOST_RESTARTS:
+                self.recorder.event("replaced", process.rank, kind="replaced")
+                self._new_learner(process.rank)
+                return
+            what = f"given up: {failures} processes in a row were lost before their first step"
+            self.recorder.event(what, process.rank, kind="given up")
+        if not self.learners and not self.outcome.returned and not self._stopping:
+            self._fail(LostError(f"all learners are lost, the last was rank {process.rank}: {how}"))
+
+    def _gone(self, process: Process, *, lost: bool) -> None:
+        self.learners.pop(process.number, None)
+        self._coordinator.leave(process.number, lost=lost)
+
+    # -- lost shards -------------------------------------------------------------------------------------
+
+    def _shard_lost(self, process: Process, how: str) -> None:
+        """All shards go back to the last checkpoint together (S7); learners wait and go on."""
+        lost = f"shard {process.rank} (pid {process.pid}) ended with {how}"
+        self.recorder.event(lost, kind="shard lost", shard=process.rank, pid=process.pid)
+        if self.folder is None:
+            self._fail(
+                LostError(
+                    f"{lost}, and there is no checkpoint to go back to: give run_dir= and checkpoint_every="
+                )
+            )
+            return
+        self._restarts += 1
+        if self._restarts > MOST_RESTARTS:
+            self._fail(LostError(f"{lost}, {self._restarts} times without a checkpoint in between; given up"))
+            return
+        started = time.monotonic()
+        self._processes.kill_and_reap(self.shards)
+        try:
+            last = restored(find(self.folder.root)) if self.folder.all() else self.spec.restored
+        except CheckpointError as error:
+            self._fail(LostError(f"{lost}, and the last checkpoint cannot be read: {error}"))
+            return
+        self.folder.prepare()  # removes what was being written
+        self._start_shards()
+        self.recorder.go_back(last)
+        anew = {} if self.learners else self._ranks_anew()
+        self._finishing = False
+        self._coordinator.recover(last, anew)
+        for learner, rank in anew.items():
+            self._start_learner(learner, rank)
+        self.recorder.event(
+            f"recovered: all shards are back at version {last.version if last else 0}",
+            kind="recovered",
+            version=last.version if last else 0,
+            seconds_taken=time.monotonic() - started,
+        )
+
+    def _ranks_anew(self) -> dict[int, int]:
+        """Nobody is left to go on: as many learners as in the beginning."""
+        first = self._ids + 1
+        self._ids += self.spec.learners
+        return {first + rank: rank for rank in range(self.spec.learners)}
+
+    def next_generation(self) -> None:
+        """Learners notice that the servers are new ones."""
+        self.generation += 1
+        self.hub.words[GENERATION] = self.generation
+        self._ring_learners()
+
+    # -- statistics and patience -------------------------------------------------------------------------
+
+    def _look(self, statistics: m.Statistics) -> None:
+        """Who should compute and has not been heard of?"""
+        if self._patience is None:
+            return
+        now = time.monotonic()
+        waiting = {rank for table in statistics.tables.values() for rank in table.waiting}
+        idle = {number for number, process in self.learners.items() if process.rank in waiting}
+        progress = {number: sum(self._desks[number].words[:2]) for number in self.learners}
+        for number in self._patience.look(now, progress, idle | self._coordinator.meeting()):
+            process = self.learners[number]
+            silent = self._patience.silence(number, now)
+            what = f"hangs: not heard of for {silent:.1f} s (pid {process.pid})"
+            self.recorder.event(what, process.rank, kind="hangs", pid=process.pid)
+            if self.spec.kill_hung:
+                self._kill(process, f"patience of {self._patience.seconds:g} s is over")
+            else:
+                self.recorder.warn(
+                    f"learner {process.rank} {what}; the others may wait for it. It is left alone: "
+                    "kill_hung=True ends such a learner, patience= sets the time"
+                )
+
+    def _with_processes(self, statistics: m.Statistics) -> m.Statistics:
+        waits: dict[int, int] = {}
+        for table in statistics.tables.values():
+            waits.update(table.waiting)
+        meeting = self._coordinator.meeting() if "_coordinator" in self.__dict__ else set()
+
+        def state(process: Process) -> str:
+            if process.state != "running" or process.role != "learner":
+                return process.state
+            if process.rank in waits:
+                version = waits[process.rank]
+                return f"waits for version {version}" if version >= 0 else "has no data"
+            return "waits for the others" if process.number in meeting else "computing"
+
+        found = [
+            m.ProcessStatistics(
+                process.role,
+                process.rank,
+                process.pid,
+                state(process),
+                statistics.steps.get(process.rank, 0) if process.role == "learner" else 0,
+                statistics.losses.get(process.rank) if process.role == "learner" else None,
+            )
+            for process in self.processes
+        ]
+        return dataclasses.replace(statistics, processes=tuple(found))
 
     # -- evaluation --------------------------------------------------------------------------------------
 
@@ -418,52 +493,16 @@ class Supervisor:
 
     def _end(self) -> None:
         """Nothing stays behind, however it ended."""
+        self.outcome.statistics = self._with_processes(self.outcome.statistics)
         with self._answered:
             self._wake.close()
-        self._selector.close()
-        if "_server" not in self.__dict__:  # not even begun
+        if "_task" in self.__dict__:
+            self._task.close()
+        if "_processes" not in self.__dict__:  # not even begun
             return
-        if self.error is not None:
-            for process in self.processes.values():
-                if process.state == "running":
-                    _kill(process.pid)
-        for process in self.processes.values():
-            if process.channel.fileno() >= 0:
-                process.channel.close()
-        self._reap_all()
-        self._drain_prints()
-        for pair in (*self._out, self._life):
-            for end in pair:
-                os.close(end)
-        self._server.close()
-        for bell in (*self._shared.shard_bells, *(p.bell for p in self.processes.values() if p.bell)):
+        self._processes.close(kill=self.error is not None)
+        for bell in self._shared.shard_bells:
             bell.close()
+        del self.hub
         for region in self._regions:
             region.release()
-
-    def _reap_all(self) -> None:
-        deadline = time.monotonic() + 5
-        alive = {pid for pid, process in self.processes.items() if not process.reaped}
-        while alive and time.monotonic() < deadline:
-            try:
-                if not self._server.ready():
-                    time.sleep(0.002)
-                    continue
-                ended = self._server.receive()
-            except Closed:
-                return
-            alive.discard(ended.pid)
-
-    def _drain_prints(self) -> None:
-        for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
-            os.set_blocking(end, False)
-            try:
-                while True:
-                    self._print(end, stream)
-            except BlockingIOError:
-                pass
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 9)

@@ -9,6 +9,7 @@ import threading
 
 import torch
 
+from syncline.dial import Sync
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.sim.clock import Random, Times
 from syncline.engines.sim.world import World
@@ -61,6 +62,16 @@ class SimHandle(Handle):
         self._begun.wait()
         if self._world is not None:
             self._world.stopping = True
+
+    def add_learners(self, count: int) -> None:
+        self._begun.wait()
+        if self._world is not None:
+            self._world.commands.extend([lambda world: world.add_learner()] * count)
+
+    def change(self, sync: Sync) -> None:
+        self._begun.wait()
+        if self._world is not None:
+            self._world.commands.append(lambda world: world.coordinator.change(sync))
 
     def statistics(self) -> m.Statistics:
         self._begun.wait()

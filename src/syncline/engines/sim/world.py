@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from syncline.dial import Sync
+from syncline.engines.files import commit, write_part
 from syncline.engines.record import Recorder, learner_error
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.sim.clock import Clock, Fiber, Times
@@ -26,10 +30,12 @@ from syncline.ports import (
     LearnerPort,
     Note,
     Portion,
+    Reading,
     RunStopped,
     ServerPort,
     TableLink,
 )
+from syncline.table.checkpoints import Folder, Written
 from syncline.table.layout import Layout
 from syncline.table.slot import Slot, private_slot
 from syncline.topology import messages as m
@@ -61,7 +67,8 @@ class SimLane:
         self.slots = [private_slot(layout) for _ in range(slots)]
         flat = layout.parameters
         self.inbox = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
-        self.released: dict[int, tuple[int, int]] = {}  # shard -> (number, version)
+        self.released: dict[int, tuple[int, Reading]] = {}  # by shard, with its ticket
+        self.freed: dict[int, int] = {}  # by shard
 
 
 class SimLearner(LearnerPort):
@@ -167,6 +174,12 @@ class SimLearner(LearnerPort):
     def attach(self, opened: m.Opened) -> SimLink:
         return SimLink(self, opened)
 
+    def rejoin(self, tables: int, loaders: int) -> list[Any]:
+        raise AssertionError("simulated servers are never started anew")
+
+    def dial(self, number: int) -> Sync:
+        return self._world.dials[number]
+
     def stopping(self) -> bool:
         return self._world.stopping
 
@@ -178,24 +191,41 @@ class SimLink(TableLink):
         self._learner, self._lane = learner, opened.lane
         self.layout, self.slots = opened.layout, opened.lane.slots
         self.buffers, self.others = opened.handle.buffers, opened.handle.others
-        self._views = opened.layout.parameters.views(opened.lane.inbox)
+        flat, memory = opened.layout.parameters, opened.handle
+        self._views = flat.views(opened.lane.inbox)
+        self._newest = flat.views(memory.weights)
+        self._history = [flat.views(segments) for segments in memory.history]
         self._table = opened.table
 
-    def weights(self, version: int) -> list[Tensor]:
-        return self._views
+    def weights(self, version: int, sync: Sync) -> list[Tensor]:
+        if not sync.lockstep:
+            return self._views
+        return self._history[version % len(self._history)] if sync.delay else self._newest
 
-    def wait(self, number: int) -> int:
-        released = self._lane.released
-        shards = self.layout.shards
-
-        def there() -> bool:
-            return len(released) == shards and all(done >= number for done, _ in released.values())
-
-        self._learner.until(there, f"ticket {number} of table {self._table}")
-        versions = {version for _, version in released.values()}
+    def released(self, number: int) -> Reading | None:
+        readings = self._lane.released
+        if len(readings) < self.layout.shards or any(done < number for done, _ in readings.values()):
+            return None
+        versions = {reading.version for _, reading in readings.values()}
         if len(versions) != 1:
             raise AssertionError(f"shards released ticket {number} with versions {sorted(versions)}")
-        return versions.pop()
+        return readings[0][1]
+
+    def wait(self, number: int) -> Reading:
+        what = f"ticket {number} of table {self._table}"
+        self._learner.until(lambda: self.released(number) is not None, what)
+        reading = self.released(number)
+        assert reading is not None
+        return reading
+
+    def wait_free(self, number: int) -> None:
+        lane, shards = self._lane, range(self.layout.shards)
+
+        def free(shard: int) -> bool:
+            last = lane.released[shard][0] if shard in lane.released else -1
+            return max(last, lane.freed.get(shard, -1)) >= number
+
+        self._learner.until(lambda: all(map(free, shards)), f"the slot of ticket {number}")
 
 
 class SimServer(ServerPort):
@@ -219,13 +249,16 @@ class SimServer(ServerPort):
         lane = self._world.lanes.get((table, learner))
         return lane.inbox if lane else None
 
-    def release(self, table: int, learner: int, number: int, version: int) -> None:
+    def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
         lane = self._world.lanes.get((table, learner))
         if lane is not None:
             times = self._world.times
 
             def arrive() -> None:
-                lane.released[self.shard] = (number, version)
+                if reading is None:
+                    lane.freed[self.shard] = number
+                else:
+                    lane.released[self.shard] = (number, reading)
                 self._world.learners[learner].wake()
 
             self._world.clock.after(times.latency + times.transfer, arrive)
@@ -241,6 +274,10 @@ class SimServer(ServerPort):
             for key in [key for key in self._world.lanes if key[1] == learner]:
                 del self._world.lanes[key]
 
+    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        assert self._world.folder is not None
+        self.report(write_part(self._world.folder, (number, name, tensors, notes)))
+
     def report(self, message: Any) -> None:
         self._world.soon(lambda: self._world.coordinator.from_shard(message))
 
@@ -252,12 +289,12 @@ class SimCoordinator(CoordinatorPort):
         self._world, self.shards = world, world.spec.shards
 
     def make_table(self, table: int, layout: Layout) -> SimTable:
-        delay = self._world.spec.sync.delay
+        delay = self._world.spec.delay
         memory = self._world.tables[table] = SimTable(layout, delay + 1 if delay else 0)
         return memory
 
     def make_lane(self, table: int, learner: int, layout: Layout) -> SimLane:
-        lane = self._world.lanes[table, learner] = SimLane(layout, self._world.spec.sync.delay + 1)
+        lane = self._world.lanes[table, learner] = SimLane(layout, max(2, self._world.spec.delay + 1))
         return lane
 
     def reply(self, learner: int, message: Any) -> None:
@@ -266,6 +303,34 @@ class SimCoordinator(CoordinatorPort):
     def tell_shards(self, message: Any) -> None:
         for role in reversed(self._world.roles):
             self._world.soon(lambda role=role: role.handle(message))  # type: ignore[misc]
+
+    def fill_table(self, handle: SimTable, layout: Layout, values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for view, value in zip(layout.parameters.views(handle.weights), values, strict=True):
+                view.copy_(value)
+
+    def read_table(self, handle: SimTable, layout: Layout) -> list[Tensor]:
+        return [view.clone() for view in layout.parameters.views(handle.weights)]
+
+    def reset_learners(self) -> None:
+        raise AssertionError("simulated servers are never started anew")
+
+    def new_desk(self, learner: int) -> Any:
+        raise AssertionError("simulated servers are never started anew")
+
+    def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Written]) -> None:
+        assert self._world.folder is not None
+        self.emit(commit(self._world.folder, number, manifest, files, self._world.spec.keep))
+
+    def abandon(self, number: int) -> None:
+        assert self._world.folder is not None
+        self._world.folder.abandon(number)
+
+    def history(self) -> list[dict[str, Any]]:
+        return self._world.recorder.history()
+
+    def add_dial(self, number: int, sync: Sync) -> None:
+        self._world.dials[number] = sync
 
     def stop_learners(self) -> None:
         self._world.stop()
@@ -283,9 +348,11 @@ class World:
         self.stopping = False
         self.tables: dict[int, SimTable] = {}
         self.lanes: dict[tuple[int, int], SimLane] = {}
+        self.dials: dict[int, Sync] = {}
         self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
         ids = {rank + 1: rank for rank in range(spec.learners)}
-        self.coordinator = Coordinator(SimCoordinator(self), spec.plan(), ids)
+        self.folder = Folder(Path(spec.folder)) if spec.folder else None
+        self.coordinator = Coordinator(SimCoordinator(self), spec.plan(), ids, spec.restored)
         self.roles = [ServerRole(SimServer(self, shard)) for shard in range(spec.shards)]
         self.recorder = Recorder(
             now=lambda: self.clock.now,
@@ -293,9 +360,12 @@ class World:
             stop=self.stop,
             layouts=lambda: {table: self.coordinator.layout(table) for table in self.coordinator.tables},
             callbacks=spec.callbacks,
+            restored=spec.restored,
         )
         self.learners = {learner: SimLearner(self, learner, rank) for learner, rank in ids.items()}
         self._left = 0
+        self._cut_asked = 0.0
+        self.commands: deque[Callable[[World], None]] = deque()  # from other threads
 
     def soon(self, action: Callable[[], None]) -> None:
         self.clock.after(self.times.latency, action)
@@ -314,7 +384,18 @@ class World:
         self._left += 1
         self.coordinator.leave(learner.learner, lost=False)
         if self._left == len(self.learners):
-            self.soon(lambda: SimCoordinator(self).tell_shards(m.Finish()))
+            self.soon(self.coordinator.finish)
+
+    def add_learner(self) -> None:
+        """One more joins, now."""
+        if self.stopping or self._left == len(self.learners):
+            self.recorder.event("a learner not added: the run is ending", kind="refused")
+            return
+        learner, rank = 1 + max(self.learners), 1 + max(each.rank for each in self.learners.values())
+        self.recorder.event("joined", rank, kind="joined")
+        self.coordinator.join(learner, rank)
+        self.learners[learner] = SimLearner(self, learner, rank)
+        self.soon(self.learners[learner].fiber.resume)
 
     def share_norms(self, shard: int, table: int, version: int, norms: Tensor) -> None:
         brought = self._norms.setdefault((table, version), {})
@@ -331,10 +412,16 @@ class World:
         self.recorder.evaluated(epoch, self.spec.evaluate(state))
 
     def run(self) -> Outcome:
+        self.coordinator.begin()
         for learner in self.learners.values():
             self.clock.at(0.0, learner.fiber.resume)
         while self.recorder.error is None and self.clock.step():
-            pass
+            while self.commands:
+                self.commands.popleft()(self)
+            seconds = self.spec.cut_seconds
+            if seconds is not None and self.clock.now - self._cut_asked > seconds:
+                self._cut_asked = self.clock.now
+                self.coordinator.ask_cut()
         if self.recorder.error is not None:
             raise self.recorder.error
         if not self.recorder.complete():

@@ -1,0 +1,90 @@
+"""The coordinator's port on this machine: shared memory, control channels, the folder of checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from syncline.dial import Sync
+from syncline.engines.files import commit
+from syncline.engines.local.memory import Region
+from syncline.engines.local.server import Lane, Shelf
+from syncline.ports import CoordinatorPort
+from syncline.table.checkpoints import Written
+from syncline.table.layout import Layout
+
+if TYPE_CHECKING:
+    from syncline.engines.local.supervisor import Supervisor
+
+
+class Office(CoordinatorPort):
+    """The coordinator's effects, carried out by the supervisor."""
+
+    def __init__(self, run: Supervisor) -> None:
+        self._run = run
+        self.shards = run.spec.shards
+
+    # -- memory ------------------------------------------------------------------------------------------
+
+    def make_table(self, table: int, layout: Layout) -> Region:
+        return self._run.region(Shelf.nbytes(layout, kept=self._run.geometry.kept))
+
+    def fill_table(self, handle: Region, layout: Layout, values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for view, value in zip(self._views(handle, layout), values, strict=True):
+                view.copy_(value)
+
+    def read_table(self, handle: Region, layout: Layout) -> list[Tensor]:
+        return [view.clone() for view in self._views(handle, layout)]
+
+    def _views(self, handle: Region, layout: Layout) -> list[Tensor]:
+        """A mapping of its own: the run's could not be closed while tensors look at it."""
+        region = Region(handle.nbytes, os.dup(handle.fd))
+        return layout.parameters.views(Shelf(region, layout, kept=self._run.geometry.kept).weights)
+
+    def make_lane(self, table: int, learner: int, layout: Layout) -> Region:
+        return self._run.region(Lane.nbytes(layout, slots=self._run.geometry.slots))
+
+    # -- words -------------------------------------------------------------------------------------------
+
+    def reply(self, learner: int, message: Any) -> None:
+        process = self._run.learners.get(learner)
+        if process is not None:
+            process.channel.try_send(message)
+
+    def tell_shards(self, message: Any) -> None:
+        for process in reversed(self._run.shards):
+            if process.channel.fileno() >= 0:
+                process.channel.try_send(message)
+
+    def add_dial(self, number: int, sync: Sync) -> None:
+        self._run.hub.add_dial(number, sync)
+
+    def reset_learners(self) -> None:
+        self._run.next_generation()
+
+    def new_desk(self, learner: int) -> tuple[int, Region]:
+        return self._run.generation, self._run.introduce(learner)
+
+    def stop_learners(self) -> None:
+        self._run.stop_learners()
+
+    def emit(self, record: Any) -> None:
+        self._run.recorder.emit(record)
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Written]) -> None:
+        assert self._run.folder is not None
+        self.emit(commit(self._run.folder, number, manifest, files, self._run.spec.keep))
+
+    def abandon(self, number: int) -> None:
+        assert self._run.folder is not None
+        self._run.folder.abandon(number)
+
+    def history(self) -> list[dict[str, Any]]:
+        return self._run.recorder.history()

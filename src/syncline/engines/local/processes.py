@@ -1,0 +1,189 @@
+"""The processes of one run: forked, watched, heard, reaped.
+
+Everything happens on the supervisor's thread, through one selector. Not responsible for what a process is for.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import selectors
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from syncline.engines.local import forkserver
+from syncline.engines.local.channel import Channel, Closed
+from syncline.engines.local.child import Setup
+from syncline.engines.local.memory import Bell
+from syncline.errors import LostError
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """One child."""
+
+    role: str  # "learner", "shard", "evaluator"
+    number: int  # learner id or shard
+    rank: int
+    pid: int
+    channel: Channel
+    bell: Bell | None = None
+    state: str = "running"  # then "returned", "raised", "lost", "killed"
+    reaped: bool = False
+
+
+class Processes:
+    """All children of a run, those that ended included."""
+
+    def __init__(self, heard: Callable[[Process, Any], None], ended: Callable[[Process, str], None]) -> None:
+        self._heard, self._ended = heard, ended
+        self.by_pid: dict[int, Process] = {}
+        self._deferred: list[forkserver.Ended] = []  # that came while somebody waited for something else
+        self._selector = selectors.DefaultSelector()
+        self._server = forkserver.connect()
+        self._out = [os.pipe(), os.pipe()]
+        self._life = os.pipe()
+        decoder = codecs.getincrementaldecoder("utf-8")
+        self._decoders = {"stdout": decoder("replace"), "stderr": decoder("replace")}
+        self.watch(self._server.fileno(), self._from_forkserver)
+        for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
+            self.watch(end, partial(self._print, end, stream))
+
+    def watch(self, fd: int, action: Callable[[], object]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, action)
+
+    def work(self, seconds: float) -> None:
+        """Wait for something to happen, and handle all that has."""
+        for key, _ in self._selector.select(timeout=0 if self._deferred else seconds):
+            key.data()
+        deferred, self._deferred = self._deferred, []
+        for ended in deferred:
+            self._end_of(ended)
+
+    # -- starting ----------------------------------------------------------------------------------------
+
+    def fork(self, role: str, number: int, rank: int, spec: Any, bell: Bell | None, threads: int) -> Process:
+        channel, theirs = Channel.pair()
+        forkserver.send_fork(self._server, [theirs.fileno(), self._out[0][1], self._out[1][1], self._life[0]])
+        pid = self._await_start()
+        theirs.close()
+        process = self.by_pid[pid] = Process(role, number, rank, pid, channel, bell)
+        channel.try_send(Setup(role, threads, list(sys.path), os.getcwd(), dict(os.environ), spec))
+        self.watch(channel.fileno(), partial(self._hear, process))
+        return process
+
+    def _await_start(self) -> int:
+        while True:
+            answer = self._server.receive()
+            if isinstance(answer, forkserver.Started):
+                return answer.pid
+            self._deferred.append(answer)
+
+    # -- hearing -----------------------------------------------------------------------------------------
+
+    def _hear(self, process: Process) -> bool:
+        """One message; False if the channel is closed."""
+        if process.channel.fileno() < 0:  # closed in the same round of the loop
+            return False
+        try:
+            message = process.channel.receive()
+        except Closed:
+            self.dismiss(process)
+            return False
+        self._heard(process, message)
+        return True
+
+    def dismiss(self, process: Process) -> None:
+        """Nothing more is heard of it."""
+        if process.channel.fileno() >= 0:
+            self._selector.unregister(process.channel.fileno())
+            process.channel.close()
+
+    def _print(self, end: int, stream: str) -> None:
+        data = os.read(end, 65536)
+        target = getattr(sys, stream)
+        target.write(self._decoders[stream].decode(data))
+        target.flush()
+
+    # -- ending ------------------------------------------------------------------------------------------
+
+    def _from_forkserver(self) -> None:
+        try:
+            answer = self._server.receive()
+        except Closed as error:
+            raise LostError("the fork server was lost; the run cannot go on") from error
+        self._end_of(answer)
+
+    def _end_of(self, ended: forkserver.Ended) -> None:
+        process = self.by_pid[ended.pid]
+        process.reaped = True
+        while process.state == "running" and process.channel.ready():
+            if not self._hear(process):
+                break
+        self.dismiss(process)
+        if process.state == "running":
+            self._ended(process, forkserver.describe(ended.code))
+
+    def kill(self, process: Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if not process.reaped:
+                os.kill(process.pid, 9)
+
+    def kill_and_reap(self, processes: list[Process]) -> None:
+        """End these for good; what else ends meanwhile is handled later."""
+        for process in processes:
+            process.state = "killed" if process.state == "running" else process.state
+            self.kill(process)
+            self.dismiss(process)
+        while not all(process.reaped for process in processes):
+            answer = self._server.receive()
+            if isinstance(answer, forkserver.Ended) and self.by_pid[answer.pid] in processes:
+                self.by_pid[answer.pid].reaped = True
+            else:
+                self._deferred.append(answer)
+
+    def close(self, *, kill: bool) -> None:
+        """Nothing stays behind."""
+        self._selector.close()
+        for process in self.by_pid.values():
+            if kill and process.state == "running":
+                self.kill(process)
+            if process.channel.fileno() >= 0:
+                process.channel.close()
+        self._reap_all()
+        self._drain_prints()
+        for pair in (*self._out, self._life):
+            for end in pair:
+                os.close(end)
+        self._server.close()
+        for process in self.by_pid.values():
+            if process.bell is not None:
+                process.bell.close()
+
+    def _reap_all(self) -> None:
+        deadline = time.monotonic() + 5
+        reaped = {ended.pid for ended in self._deferred}
+        alive = {pid for pid, process in self.by_pid.items() if not process.reaped} - reaped
+        while alive and time.monotonic() < deadline:
+            try:
+                if not self._server.ready():
+                    time.sleep(0.002)
+                    continue
+                ended = self._server.receive()
+            except Closed:
+                return
+            alive.discard(ended.pid)
+
+    def _drain_prints(self) -> None:
+        for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
+            os.set_blocking(end, False)
+            try:
+                while True:
+                    self._print(end, stream)
+            except BlockingIOError:
+                pass

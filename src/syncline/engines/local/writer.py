@@ -1,0 +1,35 @@
+"""A shard's writer: a thread that puts the files of checkpoints on the disk while the shard folds on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from syncline.engines.files import Job, write_part
+from syncline.table.checkpoints import Folder
+from syncline.topology.messages import Saved
+
+
+class Writer:
+    """Files in the order they were given; each is reported when it is on the disk."""
+
+    def __init__(self, folder: Path, report: Callable[[Saved], None]) -> None:
+        self._folder, self._report = Folder(folder), report
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="syncline-writer", daemon=True).start()
+
+    def write(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        self._jobs.put((number, name, tensors, notes))
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # behind the folds, where the system allows it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        while True:
+            self._report(write_part(self._folder, self._jobs.get()))

@@ -1,0 +1,200 @@
+"""What a checkpoint holds of a run, and back: the manifest, and the state that a run goes on from.
+
+Tensors lie in one file per table and shard and one for the learners; everything else in the manifest. Not
+responsible for how files are written or found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.protocols.ledger import Standing
+from syncline.protocols.sequence import Account
+from syncline.table.checkpoints import Checkpoint, CheckpointError, layout_json, layout_of, whole
+from syncline.table.layout import Layout
+from syncline.topology import messages as m
+
+LEARNERS = "learners.safetensors"
+
+
+def table_file(table: int, shard: int) -> str:
+    return f"table{table}-shard{shard}.safetensors"
+
+
+def learner_tensors(
+    random: Mapping[int, bytes], buffers: Mapping[tuple[int, int], Sequence[Tensor]]
+) -> dict[str, Tensor]:
+    """Random states by rank, buffers by (table, rank), as named tensors."""
+    tensors = {
+        f"random/{rank}": torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        for rank, state in random.items()
+    }
+    for (table, rank), values in buffers.items():
+        tensors.update({f"buffer/{table}/{rank}/{index}": value for index, value in enumerate(values)})
+    return tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableState:
+    """One table to go on from."""
+
+    layout: Layout
+    optimizer: str
+    values: list[Tensor]  # by entry
+    state: dict[int, dict[str, Any]]
+    account: Account = field(default_factory=Account)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderState:
+    """One loader to go on from."""
+
+    size: int
+    policy: str
+    parts: int
+    standing: Standing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """A run to go on from."""
+
+    name: str  # of the checkpoint, for messages
+    seed: int
+    tables: dict[int, TableState] = field(default_factory=dict)
+    loaders: dict[int, LoaderState] = field(default_factory=dict)
+    learners: dict[int, m.Personal] = field(default_factory=dict)
+    counts: m.Counts = field(default_factory=m.Counts)
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def version(self) -> int:
+        return self.tables[0].account.version if self.tables else 0
+
+    @property
+    def epoch(self) -> int:
+        """Epochs of the first loader that are done."""
+        return self.loaders[0].standing.done if 0 in self.loaders else 0
+
+
+def manifest(
+    cut: m.Cut,
+    *,
+    seed: int,
+    sync: str,
+    learners: int,
+    tables: Mapping[int, tuple[Layout, str]],
+    loaders: Mapping[int, tuple[m.OpenLoader, int]],
+    history: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Everything of a checkpoint that is no tensor, for JSON."""
+    return {
+        "seed": seed,
+        "sync": sync,
+        "learners": learners,
+        "tables": [
+            {
+                "table": table,
+                "layout": layout_json(layout),
+                "optimizer": optimizer,
+                "account": dataclasses.asdict(cut.accounts[table]),
+            }
+            for table, (layout, optimizer) in tables.items()
+        ],
+        "loaders": [
+            {
+                "loader": loader,
+                "size": opened.size,
+                "policy": opened.policy,
+                "parts": parts,
+                "standing": dataclasses.asdict(cut.standings[loader]),
+            }
+            for loader, (opened, parts) in loaders.items()
+        ],
+        "counts": dataclasses.asdict(cut.counts),
+        "history": list(history),
+    }
+
+
+def restored(checkpoint: Checkpoint) -> Restored:
+    """Read a checkpoint as a whole."""
+    found = checkpoint.manifest
+    try:
+        counts = {key: _by_number(value) for key, value in found["counts"].items()}
+        return Restored(
+            name=str(checkpoint.path),
+            seed=found["seed"],
+            tables={record["table"]: _table(checkpoint, record) for record in found["tables"]},
+            loaders={record["loader"]: _loader(record) for record in found["loaders"]},
+            learners=_learners(checkpoint.tensors(LEARNERS), counts["steps"]),
+            counts=m.Counts(**counts),
+            history=found["history"],
+        )
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} lacks {error}: it was written by another version of Syncline"
+        ) from error
+
+
+def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
+    layout = layout_of(record["layout"])
+    parts = []
+    for shard in range(layout.shards):
+        name = table_file(record["table"], shard)
+        parts.append((checkpoint.tensors(name), checkpoint.notes(name)))
+    values, state = whole(layout, parts)
+    account = record["account"]
+    return TableState(
+        layout=layout,
+        optimizer=record["optimizer"],
+        values=values,
+        state=state,
+        account=Account(**{**account, "histogram": _by_number(account["histogram"] or {})}),
+    )
+
+
+def _loader(record: Mapping[str, Any]) -> LoaderState:
+    standing = record["standing"]
+    fresh = {
+        epoch: {owner: (low, high) for owner, (low, high) in _by_number(owners).items()}
+        for epoch, owners in _by_number(standing["fresh"]).items()
+    }
+    spans = [(epoch, start, stop) for epoch, start, stop in standing["returned"]]
+    skipped = _by_number(standing["skipped"])
+    return LoaderState(
+        size=record["size"],
+        policy=record["policy"],
+        parts=record["parts"],
+        standing=Standing(**{**standing, "fresh": fresh, "returned": spans, "skipped": skipped}),
+    )
+
+
+def _learners(tensors: Mapping[str, Tensor], steps: Mapping[int, int]) -> dict[int, m.Personal]:
+    random: dict[int, bytes] = {}
+    buffers: dict[int, dict[int, dict[int, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        kind, *numbers = name.split("/")
+        if kind == "random":
+            random[int(numbers[0])] = bytes(tensor.numpy())
+        else:
+            table, rank, index = map(int, numbers)
+            buffers.setdefault(rank, {}).setdefault(table, {})[index] = tensor
+    return {
+        rank: m.Personal(
+            steps.get(rank, 0),
+            random.get(rank, b""),
+            {table: [found[i] for i in sorted(found)] for table, found in buffers.get(rank, {}).items()},
+        )
+        for rank in sorted({*steps, *random, *buffers})
+    }
+
+
+def _by_number(mapping: Mapping[Any, Any]) -> dict[int, Any]:
+    """JSON has only strings for keys."""
+    return {int(key): value for key, value in mapping.items()}
