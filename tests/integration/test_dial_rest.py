@@ -597,6 +597,7 @@ def test_a_turn_to_what_cannot_work_is_refused_and_the_run_goes_on() -> None:
         ("backup:3", "needs b < learners"),
         ("softsync:4", "needs n <= learners"),
         ("downpour:push=2,fetch=2", "needs local_lr"),
+        ("delayed:1", "this run was started to keep 1"),
         ("hardsnyc", "did you mean"),
     ):
         with pytest.raises(sl.UsageError, match=message):
