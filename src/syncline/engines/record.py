@@ -13,7 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
-from syncline.engines.run import Callback, EpochRecord, Event, Outcome
+from syncline.engines.run import (
+    Began,
+    Callback,
+    EpochRecord,
+    Event,
+    Listener,
+    Logged,
+    Outcome,
+    Snapshot,
+)
 from syncline.errors import LearnerError, RunError
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
@@ -32,6 +41,7 @@ class Recorder:
         stop: Callable[[], None],
         layouts: Callable[[], dict[int, Layout]],
         callbacks: tuple[Callback, ...],
+        listeners: tuple[Listener, ...] = (),
         restored: Restored | None = None,
     ) -> None:
         self.outcome = Outcome()
@@ -39,12 +49,25 @@ class Recorder:
         self.outcome.history = [EpochRecord(**_by_rank(record)) for record in self._past]
         self.error: BaseException | None = None
         self._now, self._evaluate, self._stop, self._layouts = now, evaluate, stop, layouts
-        self._callbacks = callbacks
+        self._callbacks, self._listeners = callbacks, listeners
         self._assembly = Assembly()
         self._open: dict[int, EpochRecord] = {}  # epochs whose evaluation is not there yet
         self._sent: set[int] = set()
+        self._states: dict[int, dict[str, Tensor]] = {}  # what is being evaluated, for listeners
         self._void: list[int] = []  # epochs whose evaluation is on its way and no longer wanted
         self._finished = self._complete = False
+        self._deaf = False  # a listener failed, and that was said
+        self._tell(Began(now))
+
+    def _tell(self, record: Any) -> None:
+        """Listeners are no part of the run: it goes on whatever they do."""
+        for listener in self._listeners:
+            try:
+                listener(record)
+            except Exception:
+                if not self._deaf:
+                    self._deaf = True
+                    self.warn(f"a listener failed, the run goes on:\n{traceback.format_exc()}")
 
     def emit(self, record: Any) -> None:
         """What the coordinator passes on."""
@@ -65,12 +88,15 @@ class Recorder:
         elif isinstance(record, tuple):
             rank, log = record
             self.outcome.logs.append((rank, self._now(), log.metrics))
+            self._tell(Logged(*self.outcome.logs[-1]))
 
     def event(self, what: str, rank: int | None = None, *, kind: str = "", **details: Any) -> None:
         event = Event(seconds=self._now(), what=what, rank=rank, kind=kind, details=details)
         self.outcome.events.append(event)
+        self._tell(event)
 
     def warn(self, text: str) -> None:
+        self._tell(Event(seconds=self._now(), what=text, kind="warning"))
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _left(self, left: m.Left) -> None:
@@ -78,6 +104,8 @@ class Recorder:
         for event in reversed(self.outcome.events):
             if event.details.get("learner") == left.learner:
                 event.details.update(handed_out_again=left.back, in_unfolded_gradients=left.pending)
+                what = f"{left.back} examples are handed out again, {left.pending} were in unfolded gradients"
+                self._tell(Event(seconds=self._now(), what=what, rank=left.rank, kind="left"))
                 return
 
     def _checkpointed(self, done: m.Checkpointed) -> None:
@@ -103,6 +131,7 @@ class Recorder:
         self._void += [epoch for epoch in self._open if epoch in self._sent]
         self._open.clear()
         self._sent.clear()
+        self._states.clear()
         self._assembly = Assembly()
         self._finished = self._complete = False
 
@@ -139,7 +168,10 @@ class Recorder:
         for epoch in sorted(self._open.keys() - self._sent):
             if self._assembly.complete(f"epoch:{epoch}", layouts):
                 self._sent.add(epoch)
-                self._evaluate(epoch, self._assembly.take(f"epoch:{epoch}", layouts)[0][1])
+                state = self._assembly.take(f"epoch:{epoch}", layouts)[0][1]
+                if self._listeners:
+                    self._states[epoch] = state
+                self._evaluate(epoch, state)
 
     def evaluated(self, epoch: int, metrics: dict[str, float]) -> None:
         if epoch in self._void:  # of a version that was lost
@@ -149,11 +181,14 @@ class Recorder:
         record = self._open.pop(epoch)
         record.metrics.update(metrics)
         self._close(record)
+        if epoch in self._states:
+            self._tell(Snapshot(record, self._states.pop(epoch)))
 
     def _close(self, record: EpochRecord) -> None:
         self.outcome.history = [each for each in self.outcome.history if each.epoch != record.epoch]
         self.outcome.history.append(record)
         self.outcome.history.sort(key=lambda each: each.epoch)
+        self._tell(record)
         for callback in self._callbacks:
             try:
                 if callback(record):

@@ -21,6 +21,7 @@ from syncline.topology.restore import Restored
 
 Evaluate = Callable[[dict[str, Tensor]], dict[str, float]]
 Callback = Callable[["EpochRecord"], bool | None]
+Listener = Callable[[Any], None]  # gets Began, EpochRecord, Snapshot, Event and Logged, as they come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ class RunSpec:
     restored: Restored | None = None  # where the run goes on
     evaluate: Evaluate | None = None
     callbacks: tuple[Callback, ...] = ()
+    listeners: tuple[Listener, ...] = ()
 
     @property
     def delay(self) -> int:
@@ -115,6 +117,30 @@ class Event:
     rank: int | None = None
     kind: str = ""  # "lost", "raised", "killed", "joined", "replaced", "hangs", "checkpoint", "recovered" …
     details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A run begins; `now` is its clock, in seconds since then."""
+
+    now: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The weights that an epoch's metrics are of."""
+
+    record: EpochRecord
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """What a learner gave to `session.log`."""
+
+    rank: int
+    seconds: float
+    metrics: dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -66,6 +66,7 @@ class Supervisor:
             stop=self.stop_learners,
             layouts=lambda: {table: self._coordinator.layout(table) for table in self._coordinator.tables},
             callbacks=spec.callbacks,
+            listeners=spec.listeners,
             restored=spec.restored,
         )
         self.learners: dict[int, Process] = {}  # by learner id, while running

@@ -360,6 +360,7 @@ class World:
             stop=self.stop,
             layouts=lambda: {table: self.coordinator.layout(table) for table in self.coordinator.tables},
             callbacks=spec.callbacks,
+            listeners=spec.listeners,
             restored=spec.restored,
         )
         self.learners = {learner: SimLearner(self, learner, rank) for learner, rank in ids.items()}
