@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from syncline.learn.session import (
 )
 from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
 from syncline.protocols.clocks import Staleness
+from syncline.report.recording import record_run
 from syncline.topology.messages import Statistics
 from syncline.topology.parse import auto_shards, parse_topology
 
@@ -78,14 +79,33 @@ class Run:
         made: torch.optim.Optimizer | None = None,
     ) -> None:
         self._spec, self._model, self._made = spec, model, made
+        self.recording = record_run(spec, engine, model)  # None without a run folder
+        if self.recording is not None:
+            spec = replace(spec, listeners=(*spec.listeners, self.recording.heard))
         self._handle: Handle = engine.start(spec)
+        if self.recording is not None:
+            self.recording.follow(self._handle)
 
     def wait(self, timeout: float | None = None) -> Result:
         """The result; raises what went wrong."""
-        return _result(self._handle.wait(timeout), model=self._model)
+        try:
+            outcome = self._handle.wait(timeout)
+        except TimeoutError:
+            raise
+        except BaseException:
+            self._recorded()
+            raise
+        self._recorded()
+        return _result(outcome, model=self._model)
+
+    def _recorded(self) -> None:
+        if self.recording is not None:
+            self.recording.finish()
 
     def stop(self) -> None:
         """End soon: learners finish their step."""
+        if self.recording is not None:
+            self.recording.stopped = True
         self._handle.stop()
 
     def add_learners(self, count: int = 1) -> None:

@@ -13,6 +13,7 @@ from syncline.table.checkpoints import Folder, find
 from syncline.topology.restore import restored
 
 PATIENCE = 60.0  # seconds
+EVENTS = "events.jsonl"  # in a run folder: a run is in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Checkpoints:
                 Path(self.resume).resolve() / "checkpoints",
                 Path(self.resume).resolve(),
             )
-            if Folder(root).all() and not same:
+            if (Folder(root).all() or (root.parent / EVENTS).exists()) and not same:
                 raise UsageError(
                     f"{self.run_dir} holds a run already: go on with it by resume={str(self.run_dir)!r}, "
                     "or give another run_dir"

@@ -1,0 +1,17 @@
+"""The run folder: what a run leaves on the disk, and how it is read again.
+
+    lines.py      events.jsonl, written line by line, read while it grows
+    record.py     a run as its lines tell it: what displays, reports and comparisons render
+    recording.py  follows a run and writes its folder
+    weights.py    model.safetensors and best.safetensors
+    svg.py        plots; page.py: report.html; tensorboard.py: the same curves for TensorBoard
+
+docs/run_folder.md describes the files. Not responsible for checkpoints (table/checkpoints.py).
+"""
+
+from __future__ import annotations
+
+from syncline.report.record import RunRecord, read_run
+from syncline.report.recording import Recording
+
+__all__ = ["Recording", "RunRecord", "read_run"]

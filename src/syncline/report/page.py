@@ -1,0 +1,220 @@
+"""report.html: a run on one page that needs nothing else, no network and no scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+from syncline.report import svg
+from syncline.report.record import Line, RunRecord, learners_of
+
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;color:#1f2937;max-width:1100px;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .6rem}p{margin:.2rem 0}.faint{color:#6b7280}
+.numbers{display:flex;flex-wrap:wrap;gap:.8rem;margin:1.2rem 0}
+.numbers div{border:1px solid #e5e7eb;border-radius:8px;padding:.5rem .9rem}
+.numbers b{display:block;font-size:1.25rem}.numbers span{color:#6b7280;font-size:.85rem}
+.plots{display:flex;flex-wrap:wrap;gap:.5rem}.plots svg{max-width:100%;height:auto}
+table{border-collapse:collapse}td,th{padding:.25rem .8rem .25rem 0;text-align:left;border-bottom:1px solid #e5e7eb;
+vertical-align:top}td.n,th.n{text-align:right}code{background:#f3f4f6;padding:.1rem .3rem;border-radius:4px}
+"""
+
+
+def page(record: RunRecord) -> str:
+    """The whole page; it is well-formed XML too."""
+    title = f"{record.name} · Syncline"
+    body = [
+        f"<h1>{escape(record.name)}</h1>",
+        f"<p class='faint'>{escape(_subtitle(record))}</p>",
+        _numbers(record),
+        f"<div class='plots'>{''.join(plots(record))}</div>",
+        "<h2>Epochs</h2>",
+        _epochs(record),
+        "<h2>Learners</h2>",
+        _learners(record),
+        "<h2>Faults and other events</h2>",
+        _events(record),
+        "<h2>Options</h2>",
+        _options(record),
+    ]
+    head = f"<meta charset='utf-8'/><title>{escape(title)}</title><style>{STYLE}</style>"
+    return f"<!DOCTYPE html>\n<html lang='en'><head>{head}</head><body>{''.join(body)}</body></html>\n"
+
+
+def plots(record: RunRecord) -> list[str]:
+    """Loss and metrics over epochs and over time, staleness, rates."""
+    losses = [name for name in ("loss", "test loss") if name == "loss" or name in record.metrics]
+    others = [name for name in record.metrics if name != "test loss"]
+    drawn = []
+    wanted: dict[str, list[str]] = {
+        "Loss": losses,
+        **{f"Test {each.removeprefix('test ')}": [each] for each in others},
+    }
+    for name, names in wanted.items():
+        series = {each: record.metric(each) for each in names}
+        by_epoch = [
+            svg.Series(_called(each), [(e, v) for e, _, v in points]) for each, points in series.items()
+        ]
+        by_time = [
+            svg.Series(_called(each), [(s, v) for _, s, v in points]) for each, points in series.items()
+        ]
+        y = name.split()[-1].lower()
+        drawn.append(svg.lines(f"{name} over epochs", by_epoch, x="epochs", y=y))
+        drawn.append(svg.lines(f"{name} over time", by_time, x="seconds", y=y, marks=fault_marks(record)))
+    return [*drawn, staleness_plot(record), rates_plot(record)]
+
+
+def _called(name: str) -> str:
+    return "training loss" if name == "loss" else name
+
+
+def fault_marks(record: RunRecord) -> list[svg.Mark]:
+    return [svg.Mark(each["seconds"], _event_words(each)) for each in record.faults]
+
+
+def staleness_plot(record: RunRecord) -> str:
+    found = record.histogram
+    total = sum(found.values()) or 1
+    values = [
+        (str(sigma), 100 * found.get(sigma, 0) / total, f"σ = {sigma}: {found.get(sigma, 0)} gradients")
+        for sigma in range(max(found, default=0) + 1)
+    ]
+    return svg.bars("Staleness of gradients", values[:60], x="σ, versions behind", y="% of gradients")
+
+
+def rates_plot(record: RunRecord) -> str:
+    """Gradients a second of each learner, between samples a second or more apart."""
+    thin = spaced(record.samples, 1.0 if record.seconds < 120 else record.seconds / 120)
+    series: dict[int, list[svg.Point]] = {}
+    for before, after in pairwise(thin):
+        steps = {each["rank"]: each.get("steps") or 0 for each in learners_of(before)}
+        span = after["seconds"] - before["seconds"]
+        for each in learners_of(after):
+            done = (each.get("steps") or 0) - steps.get(each["rank"], 0)
+            if span > 0 and done >= 0:
+                series.setdefault(each["rank"], []).append((after["seconds"], done / span))
+    drawn = [svg.Series(f"learner {rank}", series[rank]) for rank in sorted(series)[: len(svg.COLOURS)]]
+    marks = fault_marks(record)
+    return svg.lines("Rate of each learner", drawn, x="seconds", y="gradients/s", marks=marks, zero=True)
+
+
+def spaced(samples: Sequence[Line], seconds: float) -> list[Line]:
+    """Samples that are at least so far apart."""
+    kept: list[Line] = []
+    for each in samples:
+        if (
+            not kept
+            or each["seconds"] - kept[-1]["seconds"] >= seconds
+            or each["seconds"] < kept[-1]["seconds"]
+        ):
+            kept.append(each)
+    return kept
+
+
+# -- words and tables ------------------------------------------------------------------------------------------
+
+
+def _subtitle(record: RunRecord) -> str:
+    options = record.options
+    model = f"{options.get('model') or options.get('function')}"
+    parameters = f" of {options['parameters']:,} parameters" if options.get("parameters") else ""
+    what = f"{model}{parameters}, {options.get('sync')}, {options.get('learners')} learners × batch {options.get('batch_size')}"
+    when = datetime.fromtimestamp(record.starts[0].get("time") or 0, UTC) if record.starts else None
+    state = "ended without a word" if record.state == "gone" else record.state
+    error = f": {record.end['error']}" if record.end and record.end.get("error") else ""
+    return f"{what} · {options.get('machine')} · {when:%Y-%m-%d %H:%M} UTC · {state}{error}"
+
+
+def _numbers(record: RunRecord) -> str:
+    last, staleness = record.last, record.staleness
+    shown: list[tuple[str, str]] = []
+    for name in record.metrics:
+        values = [value for _, _, value in record.metric(name)]
+        if values:
+            shown.append((measure(name, values[-1]), name))
+    shown += [
+        (f"{len(record.epochs)}", "epochs"),
+        (f"{last.get('version', 0):,}", "updates"),
+        (f"{last.get('gradients', 0):,}", "gradients folded"),
+        (f"{last.get('dropped', 0):,}", "gradients dropped"),
+        (f"{staleness.get('mean') or 0:.2f}", "mean staleness"),
+        (f"{staleness.get('max') or 0}", "largest staleness"),
+        (f"{record.throughput:,.0f}", "examples/s"),
+        (f"{record.seconds:,.1f} s", "in all"),
+    ]
+    cells = (f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in shown)
+    return f"<div class='numbers'>{''.join(cells)}</div>"
+
+
+def measure(name: str, value: float) -> str:
+    """A metric for people: accuracy in per cent."""
+    return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4g}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+    kind = " class='n'" if numbers else ""
+    top = "".join(f"<th{kind}>{escape(cell)}</th>" for cell in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _epochs(record: RunRecord) -> str:
+    if not record.epochs:
+        return "<p class='faint'>None was completed.</p>"
+    names = [name.removeprefix("test ") for name in record.metrics]
+    rows = []
+    for each in record.epochs:
+        loss = each.get("loss")
+        values = [each.get("metrics", {}).get(name) for name in names]
+        cells = [measure(n, v) if v is not None else "–" for n, v in zip(names, values, strict=True)]
+        training = f"{loss:.4g}" if loss is not None else "not finite"
+        rows.append(
+            [str(each["epoch"] + 1), str(each.get("version")), f"{each['seconds']:.1f}", training, *cells]
+        )
+    return _table(["epoch", "version", "seconds", "training loss", *record.metrics], rows)
+
+
+def _learners(record: RunRecord) -> str:
+    rates = record.learner_rates(window=float("inf"))
+    rows = []
+    for each in learners_of(record.last):
+        loss = each.get("loss")
+        rows.append(
+            [
+                str(each["rank"]),
+                str(each.get("state")),
+                str(each.get("steps")),
+                f"{rates.get(each['rank'], 0.0):.1f}",
+                f"{loss:.4g}" if loss is not None else "–",
+            ]
+        )
+    return _table(["learner", "at the end", "gradients", "gradients/s", "last loss"], rows)
+
+
+def _event_words(event: Line) -> str:
+    who = f"learner {event['rank']} " if event.get("rank") is not None else ""
+    return f"{who}{str(event.get('what', '')).strip().splitlines()[0] if event.get('what') else event.get('event')}"
+
+
+def _events(record: RunRecord) -> str:
+    shown = record.faults + [each for each in record.events if each not in record.faults]
+    if not shown:
+        return "<p class='faint'>None.</p>"
+    rows = [[f"{e['seconds']:.2f}", str(e.get("event") or ""), _event_words(e)] for e in shown[:200]]
+    more = f"<p class='faint'>and {len(shown) - 200} more in events.jsonl</p>" if len(shown) > 200 else ""
+    return _table(["seconds", "kind", "what"], rows, numbers=False) + more
+
+
+def _options(record: RunRecord) -> str:
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{key} {item}" for key, item in value.items())
+        return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    rows = [[key, text(value)] for key, value in record.options.items() if value is not None]
+    return _table(["option", "value"], rows, numbers=False)

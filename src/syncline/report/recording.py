@@ -1,0 +1,361 @@
+"""Follows a run and writes its folder, on a thread of its own: the run never waits for a disk.
+
+What cannot be written is said once, and the run goes on. Not responsible for refusing folders (engines/options.py).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import queue
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from syncline.engines.run import (
+    Began,
+    Engine,
+    EpochRecord,
+    Event,
+    Handle,
+    Logged,
+    Outcome,
+    RunSpec,
+    Snapshot,
+)
+from syncline.errors import RunError
+from syncline.learn.training import Training
+from syncline.report import weights
+from syncline.report.lines import EVENTS, LineWriter, plain, read_lines, write_whole
+from syncline.report.page import page
+from syncline.report.record import Line, RunRecord, better, judged
+from syncline.report.tensorboard import Board, installed
+from syncline.table.checkpoints import CheckpointError
+from syncline.topology.messages import Statistics
+
+OFTEN, SELDOM = 0.25, 1.0  # seconds between two statistics
+SOON = 20.0  # seconds of a run with OFTEN
+LONGEST = 30.0  # seconds that the end of a run waits for its folder
+REPORT = "report.html"
+
+
+class Recording:
+    """The folder of one run while it is written; `record` is what it holds, for displays."""
+
+    def __init__(self, folder: Path, spec: RunSpec, engine: Engine, model: nn.Module | None) -> None:
+        self.folder, self._model = folder, model
+        self.record = RunRecord(folder)
+        self.problem = ""  # why something could not be written
+        self.stopped = False  # somebody asked the run to end
+        self._now: Callable[[], float] = lambda: 0.0
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._best = weights.best_so_far(folder) if spec.restored else None
+        self._board: Board | None = None
+        self._before = spec.restored.counts.examples.get(0, 0) if spec.restored else 0  # examples
+        self._first: tuple[int, float] | None = None  # examples and seconds when the first were folded
+        self._read_past()
+        self._lines = LineWriter(folder / EVENTS)
+        options = describe(spec, engine, model)
+        self._whole("run.json", json.dumps(plain(options), indent=2) + "\n")
+        self._add("start", **self._beginning(spec, options))
+
+    def _read_past(self) -> None:
+        """A run that goes on appends."""
+        if (self.folder / EVENTS).exists():
+            for line in read_lines(self.folder / EVENTS):
+                self.record.feed(line)
+
+    def _beginning(self, spec: RunSpec, options: Line) -> Line:
+        restored = spec.restored
+        resumed = {"version": restored.version, "epoch": restored.epoch} if restored else None
+        return {
+            "run": options,
+            "resumed": resumed,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "seconds": 0.0,
+        }
+
+    # -- what the run says (on its own thread) ------------------------------------------------------------
+
+    def heard(self, record: Any) -> None:
+        """A listener of the run."""
+        if isinstance(record, Began):
+            self._now = record.now
+        else:
+            self._inbox.put(record)
+
+    def follow(self, handle: Handle) -> None:
+        """Write until the run has ended."""
+        self._thread = threading.Thread(
+            target=self._main, args=(handle,), name="syncline-recording", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """The run has ended: wait until its folder is complete."""
+        self._inbox.put(None)
+        if self._thread is not None:
+            self._thread.join(LONGEST)
+
+    def keep(self, name: str, text: str) -> None:
+        """Another file of the folder, in whole or not at all."""
+        self._whole(name, text)
+
+    # -- the thread --------------------------------------------------------------------------------------
+
+    def _main(self, handle: Handle) -> None:
+        self._open_board()
+        outcome: Outcome | None = None
+        failure: BaseException | None = None
+        sampled = 0.0
+        while outcome is None and failure is None:
+            now = time.monotonic()
+            period = OFTEN if self.record.seconds < SOON else SELDOM
+            try:
+                self._take(self._inbox.get(timeout=max(0.0, sampled + period - now)))
+            except queue.Empty:
+                sampled = now
+                self._sample(handle)
+            try:
+                outcome = handle.wait(0)
+            except TimeoutError:
+                pass
+            except BaseException as raised:
+                failure = raised
+        self._end(outcome, failure)
+
+    def _open_board(self) -> None:
+        try:
+            self._board = Board(self.folder) if installed() else None
+        except Exception as error:  # an installation may be broken in ways that are not ours
+            self._failed(f"TensorBoard: {error}")
+
+    def _take(self, record: Any) -> None:
+        if isinstance(record, EpochRecord):
+            self._add(
+                "epoch",
+                seconds=record.seconds,
+                epoch=record.epoch,
+                version=record.version,
+                examples=record.examples,
+                loss=record.loss,
+                losses=record.losses,
+                metrics=record.metrics,
+            )
+        elif isinstance(record, Event):
+            self._add(
+                "event",
+                seconds=record.seconds,
+                event=record.kind,
+                what=record.what,
+                rank=record.rank,
+                details=record.details,
+            )
+        elif isinstance(record, Logged):
+            self._add("log", seconds=record.seconds, rank=record.rank, metrics=record.metrics)
+        elif isinstance(record, Snapshot):
+            self._keep_best(record)
+
+    def _sample(self, handle: Handle) -> None:
+        try:
+            statistics = handle.statistics()
+        except Exception:  # a simulated run is looked at while it goes on, or has not begun
+            return
+        if found := of_statistics(statistics):
+            seconds = self._now()
+            if self._first is None and found["examples"] > self._before:
+                self._first = found["examples"], seconds
+            self._add("statistics", seconds=seconds, **found)
+
+    def _keep_best(self, snapshot: Snapshot) -> None:
+        found = judged(snapshot.record.metrics)
+        if found is None:
+            return
+        metric, value = found
+        if not better(metric, value, self._best[1] if self._best and self._best[0] == metric else None):
+            return
+        notes = {
+            "metric": metric,
+            "value": value,
+            "epoch": snapshot.record.epoch,
+            "version": snapshot.record.version,
+        }
+        if self._save(weights.BEST, snapshot.state, notes):
+            self._best = found
+            self._add("best", seconds=self._now(), **notes)
+
+    def _end(self, outcome: Outcome | None, error: BaseException | None) -> None:
+        try:
+            while not self._inbox.empty():
+                self._take(self._inbox.get())
+            if outcome is not None:
+                self._add("end", **self._ending(outcome))
+                for table, (version, state) in outcome.tables.items():
+                    name = weights.MODEL if table == 0 else f"model.{table}.safetensors"
+                    self._save(name, state, {"version": version}, table)
+            else:
+                self._add("end", seconds=self._now(), how="failed", error=_short(error))
+            self._whole(REPORT, page(self.record))
+        except Exception as raised:  # the run's result must not depend on its report
+            self._failed(f"{type(raised).__name__}: {raised}")
+        finally:
+            self._lines.close()
+            if self._board is not None:
+                self._board.close()
+
+    def _ending(self, outcome: Outcome) -> Line:
+        found = of_statistics(outcome.statistics) or {}
+        return {
+            "seconds": outcome.seconds,
+            "how": "stopped" if outcome.interrupted or self.stopped else "finished",
+            "throughput": self._throughput(found.get("examples", 0), outcome.seconds),
+            **found,
+        }
+
+    def _throughput(self, examples: int, seconds: float) -> float:
+        """Examples a second since the first update: starting processes is no training."""
+        first, since = self._first or (self._before, 0.0)
+        return (examples - first) / (seconds - since) if seconds > since else 0.0
+
+    # -- writing: nothing of it may hurt the run -----------------------------------------------------------
+
+    def _add(self, kind: str, **content: Any) -> None:
+        line = plain({"kind": kind, "time": time.time(), **content})
+        self.record.feed(line)
+        try:
+            self._lines.write(line)
+            if self._board is not None:
+                self._board.feed(line)
+        except OSError as error:
+            self._failed(f"{self.folder / EVENTS}: {error.strerror}")
+
+    def _whole(self, name: str, text: str) -> None:
+        try:
+            write_whole(self.folder / name, text)
+        except OSError as error:
+            self._failed(f"{self.folder / name}: {error.strerror}")
+
+    def _save(self, name: str, state: dict[str, torch.Tensor], notes: Line, table: int = 0) -> bool:
+        try:
+            model = self._model if table == 0 else None
+            weights.save(self.folder / name, weights.whole_state(model, state), notes)
+        except CheckpointError as error:
+            self._failed(str(error))
+            return False
+        return True
+
+    def _failed(self, words: str) -> None:
+        """Said once; the run goes on."""
+        if self.problem:
+            return
+        self.problem = words
+        try:
+            text = f"the run folder is not complete: {words}. The run goes on; this is said once."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        except RuntimeWarning:  # warnings are errors here, and this thread has to go on
+            pass
+
+
+def record_run(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Recording | None:
+    """A recording for a run that has a folder."""
+    return Recording(Path(spec.folder).parent, spec, engine, model) if spec.folder else None
+
+
+# -- records to lines ------------------------------------------------------------------------------------------
+
+
+def of_statistics(statistics: Statistics) -> Line | None:
+    """The first table and the learners."""
+    table = statistics.tables.get(0)
+    if table is None:
+        return None
+    staleness = table.staleness
+    missing = list(table.missing)
+    return {
+        "version": table.version,
+        "gradients": table.gradients,
+        "dropped": table.dropped,
+        "examples": table.examples,
+        "staleness": {"mean": staleness.mean, "max": staleness.max, "histogram": dict(staleness.histogram)},
+        "missing": missing,
+        "learners": _learners(statistics),
+    }
+
+
+def _learners(statistics: Statistics) -> list[Line]:
+    """One for each rank: the last process that had it."""
+    found: dict[int, Line] = {}
+    for each in statistics.processes:
+        if each.role == "learner":
+            found[each.rank] = {
+                "rank": each.rank,
+                "state": each.state,
+                "steps": each.steps,
+                "loss": each.loss,
+            }
+    if not found:  # simulated learners are no processes
+        for rank, steps in statistics.steps.items():
+            loss = statistics.losses.get(rank)
+            found[rank] = {"rank": rank, "state": "simulated", "steps": steps, "loss": loss}
+    return [found[rank] for rank in sorted(found)]
+
+
+def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
+    """The options of a run, for run.json and the start line."""
+    plan = next((each for each in spec.arguments if isinstance(each, Training)), None)
+    return {
+        "sync": str(spec.course),
+        "engine": type(engine).__name__.lower(),
+        "learners": spec.learners,
+        "shards": spec.shards,
+        "batch_size": spec.batch_size,
+        "epochs": spec.epochs,
+        "steps": spec.limit,
+        "seed": spec.seed,
+        "threads": spec.threads,
+        "devices": sorted(set(spec.devices)),
+        "clip_norm": spec.clip_norm,
+        "warmstart": spec.warm,
+        "on_error": spec.on_error,
+        "replace": spec.replace,
+        "patience": spec.patience,
+        "kill_hung": spec.kill_hung,
+        "checkpoint_every": spec.cut_every or spec.cut_seconds,
+        "policy": plan.policy if plan else None,
+        "function": getattr(spec.function, "__qualname__", str(spec.function)),
+        "model": type(model).__name__ if model is not None else None,
+        "parameters": sum(p.numel() for p in model.parameters()) if model is not None else None,
+        "examples": _length(plan.data) if plan else None,
+        "machine": f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}",
+        "versions": {
+            "syncline": importlib.metadata.version("syncline"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def _short(error: BaseException | None) -> str:
+    """What was raised; of a learner's traceback the last line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if len(lines) == 1:
+        return lines[0] if isinstance(error, RunError) else f"{type(error).__name__}: {lines[0]}"
+    return f"{lines[0]} {lines[-1]}"
