@@ -14,7 +14,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -230,18 +230,17 @@ def sizes(limits: dict[str, float]) -> list[dict[str, Any]]:
     return rows
 
 
-def jax_rows() -> list[dict[str, Any]]:
+def jax_rows() -> Iterator[dict[str, Any]]:
     """JAX's locally connected convolution and its gradients, same shapes and dtype."""
     import jax
     import jax.numpy as jnp
 
-    rows = []
     for name, geometry in SIZES.items():
         key = jax.random.PRNGKey(0)
-        images = jax.random.normal(
-            key, (IMAGES, geometry.height, geometry.width, geometry.channels), jnp.bfloat16
-        )
+        size = (IMAGES, geometry.height, geometry.width, geometry.channels)
+        images = jax.random.normal(key, size, jnp.bfloat16)
         weight = jax.random.normal(key, (*geometry.grid, geometry.fan_in, geometry.rows), jnp.bfloat16)
+        delta = jax.random.normal(key, (IMAGES, *geometry.grid, geometry.rows), jnp.bfloat16)
 
         def apply(x: Any, w: Any, geometry: Geometry = geometry) -> Any:
             strides, window = (geometry.step,) * 2, (geometry.field,) * 2
@@ -250,16 +249,14 @@ def jax_rows() -> list[dict[str, Any]]:
                 x, w, strides, "VALID", filter_shape=window, dimension_numbers=layout
             )
 
-        delta = jax.random.normal(key, (IMAGES, *geometry.grid, geometry.rows), jnp.bfloat16)
         calls = {
-            "W x": jax.jit(apply),
-            "Wᵀ δ": jax.jit(lambda x, w, d, f=apply: jax.vjp(lambda x: f(x, w), x)[1](d)[0]),
+            "W x": jax.jit(lambda x, w, d, f=apply: f(x, w)),
             "δ xᵀ": jax.jit(lambda x, w, d, f=apply: jax.vjp(lambda w: f(x, w), w)[1](d)[0]),
+            "Wᵀ δ": jax.jit(lambda x, w, d, f=apply: jax.vjp(lambda x: f(x, w), x)[1](d)[0]),
         }
         for product, call in calls.items():
-            given = (images, weight) if product == "W x" else (images, weight, delta)
-            rows.append({"weights": name, "product": product, "jax ms": jax_milliseconds(call, given)})
-    return rows
+            took = jax_milliseconds(call, (images, weight, delta))
+            yield {"weights": name, "product": product, "jax ms": took}
 
 
 def jax_milliseconds(call: Callable[..., Any], given: tuple[Any, ...]) -> float:
@@ -274,15 +271,21 @@ def jax_milliseconds(call: Callable[..., Any], given: tuple[Any, ...]) -> float:
     return statistics.median(times)
 
 
-def jax_in_a_process() -> list[dict[str, Any]]:
-    """JAX takes the GPU's memory at its start, so it gets a process to itself."""
+def jax_in_a_process(seconds: float = 120) -> list[dict[str, Any]]:
+    """JAX takes the GPU's memory at its start, so it gets a process to itself, and so much time."""
     command = [sys.executable, "-m", "benchmarks.bench_block_local", "--parts", "jax-here"]
-    done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, timeout=300)
-    if done.returncode != 0:
-        print(f"jax is left out: {done.stderr.strip().splitlines()[-1:]}")
-        return []
-    rows: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
-    return rows
+    process = subprocess.Popen(
+        command, cwd=machine.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, errors = process.communicate()
+        print(f"jax was stopped after {seconds:.0f} s; what it had measured stays")
+    if process.returncode > 0:
+        print(f"jax failed: {errors.strip().splitlines()[-1:]}")
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def release() -> None:
@@ -323,7 +326,8 @@ def main() -> None:
     parser.add_argument("--commit", help="where the tree is a copy without its repository")
     chosen = parser.parse_args()
     if chosen.parts == "jax-here":
-        print(json.dumps(jax_rows()))
+        for row in jax_rows():
+            print(json.dumps(row), flush=True)
         return
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU")

@@ -70,12 +70,12 @@ def prepare(training: Tensor, *held_out: Tensor) -> tuple[Tensor, ...]:
 
 
 def responses(network: nn.Sequential, images: Tensor) -> dict[str, Tensor]:
-    """(count, neurons) of every layer, on the CPU; pixels are layer 0."""
+    """(count, neurons) of every layer, on the network's device; pixels are a layer too."""
     device = network[0].filter.weight.device
     found: dict[str, list[Tensor]] = {}
     for batch in images.split(BATCH):
         for name, values in layers(network, batch.to(device)):
-            found.setdefault(name, []).append(values.flatten(1).float().cpu())
+            found.setdefault(name, []).append(values.flatten(1).float())
     return {name: torch.cat(values) for name, values in found.items()}
 
 
@@ -110,6 +110,7 @@ def judge(network: nn.Sequential, faces: Tensor, others: Tensor) -> dict[str, di
 
 def train(network: nn.Sequential, images: Tensor, epochs: int, rate: float) -> list[dict[str, Any]]:
     start, records = time.perf_counter(), []
+    images = images.to(network[0].filter.weight.device)
     for record in Greedy(network, epochs=epochs, rate=rate).run(images):
         records.append(asdict(record) | {"seconds": round(time.perf_counter() - start, 1)})
         print(f"stack {record.stack + 1} epoch {record.epoch + 1}: loss {record.loss:.1f}", flush=True)
@@ -133,7 +134,7 @@ def draw(network: nn.Sequential, faces: Tensor, others: Tensor, shown: Tensor, f
         best = best_stimulus(
             lambda x, at=neuron: network(x).flatten(1)[:, at], (1, 32, 32), steps=300, device=device
         )
-        strongest = values[:, neuron].argsort(descending=True)[:10]
+        strongest = values[:, neuron].argsort(descending=True)[:10].cpu()
         rows.append((neuron, best.image.cpu()[0], shown[strongest, 0]))
     stimuli_picture(rows, file)
 
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("--others", type=Path, required=True)
     parser.add_argument("--most", type=int, default=50_000, help="images of CIFAR-10 to train on")
     parser.add_argument("--epochs", type=int, default=10, help="of every stack")
-    parser.add_argument("--rate", type=float, default=0.003)
+    parser.add_argument("--rate", type=float, default=0.001)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pictures", type=Path)

@@ -6,7 +6,7 @@ Not responsible for checking arguments: `block_local` does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from syncline.errors import UsageError
+from syncline.errors import RunError, UsageError
 from syncline.kernels.block_local_triton import forward_kernel, input_gradient_kernel, weight_gradient_kernel
 from syncline.kernels.geometry import Geometry
 from syncline.kernels.rounding import seeds
@@ -37,6 +38,31 @@ class Tiles:
     warps: int = 8
     stages: int = 3
     copied: int = 0  # by the copy engine of Hopper and later: 1 weights are read so, 2 written so too
+
+
+_shrunk: dict[tuple[object, ...], Tiles] = {}  # what a launch came down to on this GPU
+
+
+def _fit(key: tuple[object, ...], tiles: Tiles, launch: Callable[[Tiles], object]) -> None:
+    """Launch with these tiles, or with the largest smaller ones that this GPU's shared memory and registers hold."""
+    cut = _shrunk.get((*key, tiles), tiles)
+    while True:
+        try:
+            launch(cut)
+        except OutOfResources:
+            cut = _smaller(cut)
+        else:
+            _shrunk[(*key, tiles)] = cut
+            return
+
+
+def _smaller(tiles: Tiles) -> Tiles:
+    """First fewer stages, then fewer columns; the rest decides what is computed where, and stays."""
+    if tiles.stages > 1:
+        return replace(tiles, stages=tiles.stages - 1)
+    if tiles.columns > 16:
+        return replace(tiles, columns=tiles.columns // 2)
+    raise RunError(f"no tiles of {tiles} fit into this GPU: use blocks of fewer neurons or smaller batches")
 
 
 def _power(value: int) -> int:
@@ -120,7 +146,8 @@ def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, update
     """For δ xᵀ and its update: tiles of a few rows, several programs to a multiprocessor."""
     images = _images(count, dtype == torch.bfloat16)
     if dtype != torch.bfloat16:
-        return Tiles(rows=(32, 0), images=images, columns=64, warps=4, stages=2)
+        kept = count <= sum(images)
+        return Tiles(rows=(32, 0), images=images, columns=64, warps=4, stages=2 if kept else 1)
     odd = geometry.rows % 64 != 0
     most = 2 if updates and odd else 1 if updates else 0
     copied = _copied(geometry, dtype, most=most)
@@ -140,11 +167,15 @@ def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, update
         8 if updates and pairs == 1 else 2
     ) * PROGRAMS  # small programs pay where no second pair is to be kept
     split = max(1, min(geometry.fan_in // (8 * tiles.columns), round(wanted / programs), 4))
-    return replace(tiles, split=split)
+    kept = count <= sum(
+        images
+    )  # else deltas are fetched again for every tile, which leaves no room for stages
+    return replace(tiles, split=split, stages=tiles.stages if kept else 1)
 
 
 def _images(count: int, narrow: bool) -> tuple[int, int]:
-    return _two_tiles(count, 128 if narrow else 64, 16)
+    """Not below 32 for bfloat16: products of warp groups with 16 images came out wrong (Triton 3.6)."""
+    return _two_tiles(count, 128, 32) if narrow else _two_tiles(count, 64, 16)
 
 
 def _stages(bytes_each: int, wanted: int) -> int:
@@ -207,20 +238,25 @@ def forward(
         out = torch.zeros(maps, dtype=torch.float32, device=images.device)
     else:
         out = torch.empty(maps, dtype=dtype, device=images.device)
-    forward_kernel[_grid(geometry, count, tiles)](
-        images.contiguous(),
-        weight,
-        *_descriptors(weight, tiles),
-        weight if scale is None else scale,
-        out,
-        **_shape(geometry, count),
-        SCALED=scale is not None,
-        COPIED=tiles.copied,
-        RA=tiles.rows[0],
-        RB=tiles.rows[1],
-        num_stages=tiles.stages,
-        **_cut(tiles, precision),
-    )
+    images = images.contiguous()
+
+    def launch(cut: Tiles) -> None:
+        forward_kernel[_grid(geometry, count, cut)](
+            images,
+            weight,
+            *_descriptors(weight, cut),
+            weight if scale is None else scale,
+            out,
+            **_shape(geometry, count),
+            SCALED=scale is not None,
+            COPIED=cut.copied,
+            RA=cut.rows[0],
+            RB=cut.rows[1],
+            num_stages=cut.stages,
+            **_cut(cut, precision),
+        )
+
+    _fit(("forward", geometry, count, weight.dtype), tiles, launch)
     return out.to(dtype)
 
 
@@ -238,26 +274,28 @@ def input_gradient(
     out = torch.zeros(geometry.images_shape(count), dtype=torch.float32, device=delta.device)
     if scale is not None:
         delta = delta * geometry.to_maps(scale).unsqueeze(3)
+    delta = delta.to(weight.dtype).contiguous()
     field, step = geometry.field, geometry.step
     span = geometry.channels * field * min(field, step)
     bands = geometry.grid[0] + triton.cdiv(field, step) - 1
-    grid = (
-        geometry.grid[1] * bands * triton.cdiv(span, tiles.columns),
-        triton.cdiv(count, sum(tiles.images)),
-    )
-    input_gradient_kernel[grid](
-        delta.to(weight.dtype).contiguous(),
-        weight,
-        out,
-        **_shape(geometry, count),
-        RT=tiles.rows[0],
-        NA=tiles.images[0],
-        NB=tiles.images[1],
-        BK=tiles.columns,
-        PRECISION=precision,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+
+    def launch(cut: Tiles) -> None:
+        chunks = triton.cdiv(span, cut.columns)
+        input_gradient_kernel[(geometry.grid[1] * bands * chunks, triton.cdiv(count, sum(cut.images)))](
+            delta,
+            weight,
+            out,
+            **_shape(geometry, count),
+            RT=cut.rows[0],
+            NA=cut.images[0],
+            NB=cut.images[1],
+            BK=cut.columns,
+            PRECISION=precision,
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
+
+    _fit(("input", geometry, count, weight.dtype), tiles, launch)
     return out
 
 
@@ -319,30 +357,32 @@ def _launch_gradient(
         device=images.device,
     )
     grid = (geometry.blocks * tiles.split * triton.cdiv(geometry.rows, sum(tiles.rows)),)
-    weight_gradient_kernel[grid](
-        delta.contiguous(),
-        images.contiguous(),
-        delta2.contiguous(),
-        images2.contiguous(),
-        weight,
-        momentum,
-        *_descriptors(weight, tiles),
-        *_descriptors(momentum, tiles),
-        squares if scale is None else scale,
-        squares if radial is None else radial,
-        squares,
-        rate,
-        decay,
-        *seeds(seed),
-        **_shape(geometry, count),
-        SCALED=scale is not None,
-        TWO=len(pairs) == 2,
-        UPDATE=update,
-        STOCHASTIC=update and weight.dtype == torch.bfloat16,
-        COPIED=tiles.copied,
-        RA=tiles.rows[0],
-        RB=tiles.rows[1],
-        STAGES=tiles.stages,
-        **_cut(tiles, precision),
-    )
+    given = [tensor.contiguous() for tensor in (delta, images, delta2, images2)]
+
+    def launch(cut: Tiles) -> None:
+        weight_gradient_kernel[grid](
+            *given,
+            weight,
+            momentum,
+            *_descriptors(weight, cut),
+            *_descriptors(momentum, cut),
+            squares if scale is None else scale,
+            squares if radial is None else radial,
+            squares,
+            rate,
+            decay,
+            *seeds(seed),
+            **_shape(geometry, count),
+            SCALED=scale is not None,
+            TWO=len(pairs) == 2,
+            UPDATE=update,
+            STOCHASTIC=update and weight.dtype == torch.bfloat16,
+            COPIED=cut.copied,
+            RA=cut.rows[0],
+            RB=cut.rows[1],
+            STAGES=cut.stages,
+            **_cut(cut, precision),
+        )
+
+    _fit(("weight", geometry, count, weight.dtype, len(pairs), update), tiles, launch)
     return squares[0] if tiles.split == 1 else squares.sum(0)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import UsageError
+from syncline.kernels import l2_pool
 from syncline.kernels.block_local import FAST_DTYPES, forward, input_gradient, update_
 from syncline.kernels.block_local_ops import batch_first, batch_last
 from syncline.nn.stack import Stack
@@ -34,9 +35,9 @@ class _Pass:
     """What the way up leaves for the way down."""
 
     images: Tensor  # (C, H, W, N), in the weights' dtype
-    responses: Tensor  # (depth, nH·bh, nW·bw, N), float32, a leaf of autograd's graph of pooling and norm
-    pooled: Tensor  # (N, ...)
-    output: Tensor  # (N, ...)
+    responses: Tensor  # (depth, nH·bh, nW·bw, N), float32, as all that follows
+    pooled: Tensor  # (depth, H', W', N), a leaf of autograd's graph of the norm where there is an output
+    output: Tensor | None = None  # (N, depth, H'', W'')
 
 
 class FusedStack:
@@ -47,6 +48,10 @@ class FusedStack:
     """
 
     def __init__(self, stack: Stack, *, sparsity: float = 0.1, gain_rate: float = 0.1, seed: int = 0) -> None:
+        if stack.pool.stride != 1:
+            raise UsageError(
+                f"a fused stack pools with stride 1, this one with {stack.pool.stride}: use TiedAutoencoder"
+            )
         dtype = stack.filter.weight.dtype
         if dtype not in FAST_DTYPES:
             raise UsageError(
@@ -66,21 +71,29 @@ class FusedStack:
         with torch.no_grad():
             self.scale = self.stack.filter.scale().float()
 
-    def up(self, images: Tensor) -> _Pass:
-        """W x, pooled and normalised; with autograd's graph from the responses on."""
+    def up(self, images: Tensor, *, normalised: bool = True) -> _Pass:
+        """W x, pooled; `normalised` too for a stack above, with autograd's graph from the pooled maps on."""
         images = images.to(self.weight.dtype)
         responses = forward(images, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)
-        responses.requires_grad_()
-        with torch.enable_grad():
-            pooled = self.stack.pool(batch_first(responses))
-            output = self.stack.norm(pooled)
-        return _Pass(images=images, responses=responses, pooled=pooled, output=output)
+        made = _Pass(images=images, responses=responses, pooled=self._pool(responses))
+        if normalised:
+            with torch.enable_grad():
+                made.output = self.stack.norm(batch_first(made.pooled.requires_grad_()))
+        return made
+
+    def _pool(self, responses: Tensor) -> Tensor:
+        pool = self.stack.pool
+        return l2_pool.forward(responses, pool.window, pad=self._pad, eps=pool.eps)
+
+    @property
+    def _pad(self) -> int:
+        return self.stack.pool.window // 2 if self.stack.pool.padding == "same" else 0
 
     @torch.no_grad()
     def output(self, images: Tensor) -> Tensor:
         """What the stack above sees, with the norms at hand; (C, H, W, N) in and out."""
         responses = forward(images, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)
-        return batch_last(self.stack.norm(self.stack.pool(batch_first(responses))))
+        return batch_last(self.stack.norm(batch_first(self._pool(responses))))
 
     @torch.no_grad()
     def fit_gain(self, images: Tensor) -> None:
@@ -91,7 +104,7 @@ class FusedStack:
 
     def update(self, images: Tensor, *, rate: float, decay: float) -> Step:
         """One step of this stack alone, on images (C, H, W, N)."""
-        step, _ = self.down(self.up(images), rate=rate, decay=decay)
+        step, _ = self.down(self.up(images, normalised=False), rate=rate, decay=decay)
         return step
 
     @torch.no_grad()
@@ -109,29 +122,29 @@ class FusedStack:
         Returns the objective's values and, `by_images`, the gradient by the images, float32 (C, H, W, N).
         """
         count = made.images.shape[-1]
-        y, x = made.responses.detach(), made.images
+        y, x = made.responses, made.images
         penalty, by_responses = self._above(made, upstream)
         scale = self.geometry.to_maps(self.scale).unsqueeze(3)  # (depth, nH·bh, nW·bw, 1)
-        decoded = input_gradient((y * scale).to(self.weight.dtype), self.weight, self.geometry)
+        decoded = input_gradient(self._narrow(y, scale), self.weight, self.geometry)
         rest = self.gain * decoded - x
-        reconstruction = rest.square().sum() / count
+        reconstruction = _dot(rest, rest) / count
         loss = reconstruction + self.sparsity * penalty
-        new_gain = self.gain - self.gain_rate * (rest * decoded).sum() / decoded.square().sum()
+        new_gain = self.gain - self.gain_rate * _dot(rest, decoded) / _dot(decoded, decoded)
         del decoded
         narrow_rest = rest.to(self.weight.dtype)
         seen = forward(narrow_rest, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)  # W r
         factor = 2 * self.gain / count
         delta = by_responses.addcmul_(seen, factor)
-        back = y * factor
-        radial = self.geometry.to_rows((delta * y).addcmul_(back, seen).sum(3))
+        # Σ (δ·y + 2a/N y·(W r)), the two pairs' parts along the filters
+        radial = self.geometry.to_rows((seen.mul_(factor).add_(delta)).mul_(y).sum(3))
         gradient = None
         if by_images:
-            scaled = (delta * scale).to(self.weight.dtype)
-            gradient = input_gradient(scaled, self.weight, self.geometry).sub_(rest, alpha=2 / count)
+            gradient = input_gradient(self._narrow(delta, scale), self.weight, self.geometry)
+            gradient.sub_(rest, alpha=2 / count)
         squares = update_(
             self.weight,
             self.momentum,
-            [(delta.to(self.weight.dtype), x), (back.to(self.weight.dtype), narrow_rest)],
+            [(delta.to(self.weight.dtype), x), (self._narrow(y, factor), narrow_rest)],
             self.geometry,
             rate=rate,
             decay=decay,
@@ -143,17 +156,25 @@ class FusedStack:
         self.steps += 1
         return Step(loss, reconstruction, penalty), gradient
 
+    def _narrow(self, maps: Tensor, factor: Tensor) -> Tensor:
+        """maps · factor in the weights' dtype, in one pass."""
+        return torch.mul(maps, factor, out=torch.empty_like(maps, dtype=self.weight.dtype))
+
     def _above(self, made: _Pass, upstream: Tensor | None) -> tuple[Tensor, Tensor]:
         """The penalty, and the gradient by the responses of sparsity · penalty and of what lies above."""
-        count = made.images.shape[-1]
-        weights = torch.full_like(made.pooled, self.sparsity / count)
-        if upstream is None:
-            (by_responses,) = torch.autograd.grad([made.pooled], [made.responses], [weights])
+        count, pooled = made.images.shape[-1], made.pooled.detach()
+        if upstream is None or made.output is None:
+            by_pooled = torch.full((), self.sparsity / count, device=pooled.device)
         else:
-            (by_responses,) = torch.autograd.grad(
-                [made.pooled, made.output], [made.responses], [weights, upstream]
-            )
-        return made.pooled.detach().sum() / count, by_responses
+            (by_pooled,) = torch.autograd.grad([made.output], [made.pooled], [upstream])
+            by_pooled += self.sparsity / count
+        window = self.stack.pool.window
+        by_responses = l2_pool.backward(by_pooled, pooled, made.responses, window, pad=self._pad)
+        return pooled.sum() / count, by_responses
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a.view(-1), b.view(-1))
 
 
 def joint_update(
@@ -162,9 +183,11 @@ def joint_update(
     """One update of all stacks at once, as the paper times it (Fig. 5): up through all of them with the objective of
     each, then down from the top, the gradients of upper objectives passing through the lower stacks."""
     passes: list[_Pass] = []
-    for stack in stacks:
-        passes.append(stack.up(images))
-        images = batch_last(passes[-1].output.detach())
+    for index, stack in enumerate(stacks):
+        made = stack.up(images, normalised=index + 1 < len(stacks))
+        if made.output is not None:
+            images = batch_last(made.output.detach())
+        passes.append(made)
     upstream: Tensor | None = None
     steps: list[Step] = []
     for index in reversed(range(len(stacks))):

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from syncline.errors import UsageError
+from syncline.errors import RunError, UsageError
 from syncline.kernels import block_local as reference
+from syncline.kernels import l2_pool
 from syncline.kernels.geometry import Geometry
 
 
@@ -124,3 +125,34 @@ def test_two_tiles_cover_with_little_waste(
     kernels: ModuleType, size: int, most: int, tiles: tuple[int, int]
 ) -> None:
     assert kernels._two_tiles(size, most, 16) == tiles
+
+
+@pytest.mark.parametrize("window, pad", [(5, 2), (5, 0), (3, 1)])
+def test_pooling_and_its_gradient(window: int, pad: int) -> None:
+    pooling = importlib.import_module("syncline.kernels.l2_pool_triton")
+    torch.manual_seed(0)
+    maps = torch.randn(2, 7, 6, 3)
+    pooled = l2_pool.forward(maps, window, pad=pad, eps=0.01)
+    close(pooling.forward(maps, window, pad=pad, eps=0.01), pooled)
+    gradient = torch.randn_like(pooled)
+    expected = l2_pool.backward(gradient, pooled, maps, window, pad=pad)
+    close(pooling.backward(gradient, pooled, maps, window, pad=pad), expected)
+
+
+def test_tiles_that_do_not_fit_shrink_until_they_do(kernels: ModuleType) -> None:
+    errors = importlib.import_module("triton.runtime.errors")
+    tried = []
+
+    def launch(tiles: Any) -> None:
+        tried.append((tiles.stages, tiles.columns))
+        if tiles.columns > 32:
+            raise errors.OutOfResources(300_000, 232_448, "shared memory")
+
+    tiles = kernels.Tiles(rows=(64, 0), images=(32, 0), columns=64, stages=3)
+    kernels._fit(("test",), tiles, launch)
+    assert tried == [(3, 64), (2, 64), (1, 64), (1, 32)]
+    kernels._fit(("test",), tiles, launch)
+    assert tried[4:] == [(1, 32)]
+    least = kernels.Tiles(rows=(64, 0), images=(32, 0), columns=16, stages=1)
+    with pytest.raises(RunError, match="fewer neurons or smaller batches"):
+        kernels._smaller(least)
