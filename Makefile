@@ -1,3 +1,4 @@
+# make train   sets everything up (the first time) and trains the built-in job; ARGS="--sync async" turns the dial
 # make test    lint, types and all tests, on a clean clone too (makes .venv first)
 # make bench   the throughput table against the benchmark's peers
 PYTHON ?= python3
@@ -6,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP  := $(VENV)/.setup-done
 
-.PHONY: setup test lint types format bench clean
+.PHONY: setup train test lint types format bench clean
 
 setup: $(STAMP)
 
@@ -17,6 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation --editable '.[dev,bench]'
 	@touch $@
+
+train: setup
+	@$(BIN)/syncline train $(ARGS)
 
 test: lint types
 	$(BIN)/pytest

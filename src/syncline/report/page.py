@@ -46,7 +46,7 @@ def page(record: RunRecord) -> str:
 
 def plots(record: RunRecord) -> list[str]:
     """Loss and metrics over epochs and over time, staleness, rates."""
-    losses = [name for name in ("loss", "test loss") if name == "loss" or name in record.metrics]
+    losses: list[str] = [name for name in ("loss", "test loss") if name == "loss" or name in record.metrics]
     others = [name for name in record.metrics if name != "test loss"]
     drawn = []
     wanted: dict[str, list[str]] = {

@@ -40,7 +40,7 @@ class Ended:
 # -- the caller's side -------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_server: tuple[int, socket.socket, subprocess.Popen[bytes]] | None = None
+_server: tuple[int, socket.socket, subprocess.Popen[bytes] | _Forked] | None = None
 
 
 def connect() -> Channel:
@@ -57,6 +57,55 @@ def connect() -> Channel:
             raise RunError("the fork server ended unexpectedly; run again") from error
         theirs.close()
         return mine
+
+
+class _Forked:
+    """A server forked from this very process, as `subprocess` shows one that it started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self._code: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        ready = select.select([self._pidfd], [], [], timeout)[0]
+        code = self.poll() if ready else None
+        if code is None:
+            raise subprocess.TimeoutExpired("the fork server", timeout or 0.0)
+        return code
+
+    def poll(self) -> int | None:
+        if self._code is None and os.waitpid(self.pid, os.WNOHANG)[0] == self.pid:
+            self._code = 0
+            os.close(self._pidfd)
+        return self._code
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def start_here() -> None:
+    """Make this process's own fork the server: for callers that have just begun, with one thread and no GPU in use.
+
+    Everything is imported once instead of twice, which halves the time to the first update.
+    """
+    global _server
+    with _lock:
+        if _server is not None or threading.active_count() > 1:
+            return
+        _warm_up()
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                mine.close()
+                os.setsid()  # the terminal's Ctrl-C is the caller's to handle
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                serve(theirs.detach())
+            finally:
+                os._exit(1)
+        theirs.close()
+        _server = (os.getpid(), mine, _Forked(pid))
 
 
 def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:

@@ -1,0 +1,200 @@
+"""The commands, their options and their help."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from syncline.cli.comparing import comparison, write_plot
+from syncline.cli.display import panel
+from syncline.cli.messages import told, warn_shortly
+from syncline.cli.training import Wish, run_job
+from syncline.cli.words import event_line, how, summary
+from syncline.dial import LATER, PRESETS
+from syncline.errors import UsageError
+from syncline.report.record import EVENTS, read_run
+
+app = typer.Typer(
+    name="syncline",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Train PyTorch models on many workers, [bold]with synchrony as a dial[/]: lockstep, softly synchronised, or free.
+
+    Begin with [bold]syncline train[/]: it trains a small network on handwritten digits with four learners, and shows how stale
+    their gradients are. Then turn the dial: [bold]syncline train --sync hardsync[/].
+    """,
+    epilog="A job is a TOML file, docs/job_file.md; what a run leaves is in docs/run_folder.md.",
+)
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+Name = Annotated[str | None, typer.Option(metavar="NAME")]
+
+
+def main() -> None:
+    """The entry point of `syncline` and `python -m syncline`."""
+    warn_shortly()
+    app(prog_name="syncline")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"syncline {importlib.metadata.version('syncline')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    job: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[JOB.toml]", help="A job file; without one, the built-in job: digits, softsync."
+        ),
+    ] = None,
+    sync: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIAL", help="The dial: hardsync, softsync:2, async, … See [bold]syncline presets[/]."
+        ),
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option(metavar="WHERE", help="Where gradients are folded: servers, servers:2.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="local (processes) or sim (virtual time, one process).")
+    ] = None,
+    learners: Annotated[int | None, typer.Option(metavar="λ", help="How many compute gradients.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="μ", help="Examples in a learner's batch.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(metavar="N", help="Passes over the data.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu, cuda, or several: cuda:0,cuda:1.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Of the start, the order and the noise.")
+    ] = None,
+    run_dir: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="The run folder; runs/<date-time>-<name> if not given."),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="Go on with a run from its last checkpoint; its own job if none is given."
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Anything else of the job: --set optimizer.lr=0.1"),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Train a model, and watch it.
+
+    On a terminal you see progress, staleness and one line per learner; elsewhere one line per epoch and event. All of it is kept in the
+    run folder, with the model and a report to open in a browser. [bold]Ctrl-C[/] ends the run with what was trained, and says how to go on.
+
+    [bold]syncline train[/]                                    the built-in job
+    [bold]syncline train --sync async --learners 8[/]          turn the dial
+    [bold]syncline train job.toml --set optimizer.lr=0.1[/]    an own job, changed
+    [bold]syncline train --resume runs/…[/]                    go on
+    """
+    flags = {
+        "sync": sync,
+        "topology": topology,
+        "engine": engine,
+        "learners": learners,
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "device": _devices(device),
+        "seed": seed,
+    }
+    with told(debug):
+        wish = Wish(job=job, flags=flags, sets=set_ or [], run_dir=run_dir, resume=resume)
+        code = run_job(wish, Console())
+    raise typer.Exit(code)
+
+
+def _devices(text: str | None) -> str | list[str] | None:
+    return text.split(",") if text and "," in text else text
+
+
+@app.command()
+def presets() -> None:
+    """Explain the dial: every preset, what an update takes, who waits, which paper it is from."""
+    console = Console()
+    table = Table(header_style="bold", show_edge=False, pad_edge=False, box=box.SIMPLE_HEAD)
+    table.add_column("preset", no_wrap=True)
+    table.add_column("what happens; what an update takes; the rate factor")
+    table.add_column("from")
+    for preset in PRESETS:
+        words = f"{preset.meaning}\n[grey50]takes {preset.quorum}; rate × {preset.rate}[/]"
+        table.add_row(f"[bold]{preset.syntax}[/]", words, preset.paper)
+    console.print(table)
+    console.print(
+        "\nλ learners with batches of μ examples. From lockstep to free: hardsync, delayed:k, backup:b, softsync:1, softsync:n, ssp:s, "
+        "async, downpour. The rate factor multiplies the learning rate of each update.\n"
+        "A dial may change on the way: [bold]--sync 'hardsync until 1 then softsync:1'[/]. "
+        f"Understood, not built yet: {', '.join(LATER)}.",
+        highlight=False,
+    )
+
+
+@app.command()
+def show(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run folder; the newest in runs/ if none.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Print a run, finished or running: how far, how good, how stale, who did what."""
+    with told(debug):
+        record = read_run(run if run is not None else _newest())
+        console = Console()
+        console.print(panel(record))
+        console.print(how(record), style="bold", highlight=False, soft_wrap=True)
+        for name, value in summary(record):
+            console.print(f"  {name:<16}{value}", highlight=False, soft_wrap=True, markup=False)
+        for event in record.faults:
+            console.print(f"  fault at {event_line(event)}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _newest() -> Path:
+    found = sorted(Path("runs").glob(f"*/{EVENTS}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise UsageError("there is no run in runs/; name a run folder, or make one: syncline train")
+    return found[-1].parent
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN…", help="Run folders, finished or running.")],
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw loss and test metrics of all runs.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Put several runs side by side, with a plot if wanted."""
+    with told(debug):
+        records = [read_run(run) for run in runs]
+        Console().print(comparison(records))
+        if plot is not None:
+            write_plot(records, plot)
+            print(f"plot: {plot}")

@@ -1,0 +1,183 @@
+"""A run as a panel: how far, how good, how stale, and one line per learner. Live, or once for `show`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from syncline.cli.words import duration, event_line, headline, last_and_best
+from syncline.report.record import Line, RunRecord, learners_of
+
+MOST_BARS, BAR = 6, 24  # rows and widest bar of the histogram
+MOST_LEARNERS, MOST_EVENTS = 16, 4
+COLOURS = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "gone": "red"}
+
+
+def panel(record: RunRecord, *, note: str = "") -> Panel:
+    """All of it."""
+    state = record.state
+    parts: list[RenderableType] = [_progress(record), _numbers(record), Text(""), _middle(record)]
+    if record.events and (events := _events(record)):
+        parts += [Text(""), events]
+    if note:
+        parts += [Text(""), Text(note, style="yellow")]
+    return Panel(
+        Group(*parts),
+        title=Text.assemble((record.name, "bold"), " · ", headline(record)),
+        subtitle=Text(
+            "ended without a word" if state == "gone" else state, style=COLOURS.get(state, "white")
+        ),
+        title_align="left",
+        subtitle_align="right",
+        box=box.ROUNDED,
+        border_style="grey50",
+        padding=(0, 1),
+    )
+
+
+def _progress(record: RunRecord) -> Table:
+    done = record.progress
+    epochs = record.options.get("epochs")
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(ratio=1)
+    for _ in range(4):
+        grid.add_column(justify="right", no_wrap=True)
+    pulsing = done is None and record.state == "running"
+    bar = ProgressBar(total=1.0, completed=done or 0.0, pulse=pulsing, animation_time=time.monotonic())
+    grid.add_row(
+        bar,
+        f"{100 * done:.0f} %" if done is not None else "",
+        f"epoch {min(len(record.epochs) + 1, epochs) if epochs else len(record.epochs) + 1}"
+        + (f"/{epochs}" if epochs else ""),
+        duration(record.seconds),
+        _remaining(record, done),
+    )
+    return grid
+
+
+def _remaining(record: RunRecord, done: float | None) -> str:
+    """From the rate since the first sample: the start is no measure of the rest."""
+    if record.state != "running":
+        return ""
+    samples = record.samples
+    if done is None or len(samples) < 3 or not record.rate("version", window=10.0):
+        return "ETA –"
+    steps, version = record.options.get("steps"), record.last.get("version") or 0
+    if steps:
+        return f"ETA {duration((steps - version) / record.rate('version', window=10.0))}"
+    total = (record.options.get("epochs") or 0) * (record.options.get("examples") or 0)
+    rate = record.rate("examples", window=10.0)
+    return f"ETA {duration(max(0.0, total - record.examples) / rate)}" if total and rate else "ETA –"
+
+
+def _numbers(record: RunRecord) -> Text:
+    text = Text()
+    losses = [each["loss"] for each in learners_of(record.last) if isinstance(each.get("loss"), float)]
+    epochs = record.metric("loss")
+    shown = epochs[-1][2] if epochs else sum(losses) / len(losses) if losses else None
+    pairs = [("loss", f"{shown:.4f}" if shown is not None else "–")]
+    pairs += [(name, last_and_best(record, name)) for name in reversed(record.metrics)]
+    pairs.append(("version", f"{record.last.get('version') or 0:,}"))
+    if record.state == "running":
+        pairs.append(("updates/s", f"{record.rate('version'):,.0f}"))
+        pairs.append(("examples/s", f"{record.rate('examples'):,.0f}"))
+    else:
+        pairs.append(("examples/s", f"{record.throughput:,.0f}"))
+    for name, value in pairs:
+        text.append(f"{name} ", style="grey50")
+        text.append(f"{value}   ", style="bold")
+    return text
+
+
+def _middle(record: RunRecord) -> Table:
+    grid = Table.grid(padding=(0, 4))
+    grid.add_row(_learners(record), _staleness(record))
+    return grid
+
+
+def _staleness(record: RunRecord) -> RenderableType:
+    found, staleness = record.histogram, record.staleness
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(justify="right", style="grey50")
+    grid.add_column()
+    grid.add_column(justify="right")
+    total, top = sum(found.values()), max(found.values(), default=1)
+    last = max(found, default=0)
+    first = min(found, default=0) if last - min(found, default=0) >= MOST_BARS else 0
+    rows = [(str(sigma), found.get(sigma, 0)) for sigma in range(first, min(last, first + MOST_BARS - 1) + 1)]
+    if last > first + MOST_BARS - 1:
+        rest = sum(count for sigma, count in found.items() if sigma >= first + MOST_BARS - 1)
+        rows[-1] = (f"{first + MOST_BARS - 1}+", rest)
+        top = max(top, rest)
+    for label, count in rows if total else []:
+        width = round(BAR * 8 * count / top)
+        bar = "█" * (width // 8) + ("▏▎▍▌▋▊▉"[width % 8 - 1] if width % 8 else "")
+        grid.add_row(label, Text(bar or " ", style="cyan"), f"{100 * count / total:.0f} %")
+    mean = f"mean {staleness.get('mean') or 0:.2f}, max {staleness.get('max') or 0}" if total else "–"
+    return Group(Text.assemble(("staleness σ  ", "grey50"), (mean, "bold")), grid)
+
+
+def _learners(record: RunRecord) -> RenderableType:
+    rows, rates = learners_of(record.last), record.learner_rates()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="grey50")
+    for name, justify in (
+        ("learner", "right"),
+        ("rate", "right"),
+        ("lag", "right"),
+        ("loss", "right"),
+        ("", "left"),
+    ):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    furthest = max((each.get("steps") or 0 for each in rows), default=0)
+    for each in rows[:MOST_LEARNERS]:
+        words, style = _doing(each, record.last.get("missing"))
+        alive = style != "red"
+        rate = rates.get(each["rank"], 0.0) if record.state == "running" else _mean_rate(record, each["rank"])
+        table.add_row(
+            str(each["rank"]),
+            f"{rate:.1f}/s" if alive else "–",
+            str(furthest - (each.get("steps") or 0)) if alive else "–",
+            f"{each['loss']:.4f}" if isinstance(each.get("loss"), int | float) else "–",
+            Text(words, style=style),
+        )
+    if len(rows) > MOST_LEARNERS:
+        states = Counter(_doing(each, [])[0].split(" version")[0] for each in rows[MOST_LEARNERS:])
+        more = ", ".join(f"{count} {words}" for words, count in states.items())
+        return Group(table, Text(f"and {len(rows) - MOST_LEARNERS} more: {more}", style="grey50"))
+    return table
+
+
+def _mean_rate(record: RunRecord, rank: int) -> float:
+    return record.learner_rates(window=float("inf")).get(rank, 0.0)
+
+
+def _doing(learner: Line, missing: object) -> tuple[str, str]:
+    """In words and colour; who waits in lockstep waits for those whose gradients are missing."""
+    state = str(learner.get("state") or "?")
+    if state in ("lost", "raised"):
+        return state, "red"
+    if state.startswith("waits for version") and isinstance(missing, list):
+        others = [rank for rank in missing if rank != learner["rank"]]
+        if others:
+            return f"waits for learner {', '.join(map(str, others[:6]))}", "yellow"
+    return state, "yellow" if state.startswith(
+        ("waits", "has no")
+    ) else "green" if state == "computing" else "white"
+
+
+def _events(record: RunRecord) -> Text | None:
+    shown = [each for each in record.events if each.get("event") not in ("left", "warning")][-MOST_EVENTS:]
+    if not shown:
+        return None
+    text = Text(overflow="ellipsis", no_wrap=True)
+    for number, each in enumerate(shown):
+        fault = each in record.faults
+        text.append(("\n" if number else "") + event_line(each), style="red" if fault else "grey50")
+    return text

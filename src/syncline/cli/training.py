@@ -1,0 +1,241 @@
+"""A job from its file to its end: overrides, the run folder's name, the display, Ctrl-C, the last words."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from syncline.cli.display import panel
+from syncline.cli.messages import INTERRUPTED
+from syncline.cli.words import epoch_line, event_line, headline, how, next_steps, summary
+from syncline.engines.local import forkserver
+from syncline.errors import UsageError
+from syncline.jobs import Job, JobError
+from syncline.jobs.toml import dumps, override, parse_override
+from syncline.report.record import RunRecord
+from syncline.report.weights import MODEL
+from syncline.train import Run, train
+
+JOB = "job.toml"
+LOOK = 0.1  # seconds between two looks at the record
+REFRESH = 4  # a second, of the live display
+QUIET = ("left", "warning")  # events without a line of their own: others say it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the command line says about a run."""
+
+    job: Path | None
+    flags: Mapping[str, Any]  # key of the job -> value, None where not given
+    sets: Sequence[str] = ()
+    run_dir: str | None = None
+    resume: str | None = None
+
+
+def run_job(wish: Wish, console: Console) -> int:
+    """Run it to its end; the exit code comes back."""
+    job = load(wish)
+    if job.engine.name == "local":
+        forkserver.start_here()  # before anything makes a thread
+    run: Run = train(**job.build(), wait=False)
+    assert run.recording is not None
+    run.recording.keep(JOB, _as_it_ran(job))
+    interrupted = _watch(run, console)
+    record = run.recording.record
+    run.wait()
+    _last_words(record, wish, console, interrupted)
+    return INTERRUPTED if interrupted else 0
+
+
+# -- the job -------------------------------------------------------------------------------------------------
+
+
+def load(wish: Wish) -> Job:
+    """The job with everything that the command line changes; errors name the option that was written."""
+    file = wish.job
+    if file is None and wish.resume is not None:
+        file = run_folder_of(wish.resume) / JOB
+        if not file.is_file():
+            raise UsageError(
+                f"{wish.resume}: there is no {JOB} to go on with; name the job: syncline train JOB.toml --resume …"
+            )
+    shown: dict[str, str] = {}  # overrides as jobs see them, as the user wrote them
+    overrides = []
+    for key, value in wish.flags.items():
+        if value is not None:
+            text = f"{key}={value}" if not isinstance(value, str) else f"{key}={_quoted(value)}"
+            shown[f"--set {text}:"] = f"--{key.replace('_', '-')} {value}:"
+            overrides.append(text)
+    if wish.flags.get("epochs") is not None:
+        overrides.append("steps=")
+    overrides += [*wish.sets, *_folder(wish, file)]
+    try:
+        return Job.load(file, overrides) if file is not None else Job.builtin(overrides)
+    except JobError as error:
+        raise JobError([_as_written(problem, shown) for problem in error.problems]) from None
+
+
+def _as_written(problem: str, shown: Mapping[str, str]) -> str:
+    for text, words in shown.items():
+        if problem.startswith(text):
+            key = words.split()[0].removeprefix("--").replace("-", "_")
+            return words + problem.removeprefix(text).replace(f" {key}:", "", 1)
+    return problem
+
+
+def _quoted(value: str) -> str:
+    """As a text of TOML, where it would be read as something else."""
+    return dumps({"v": value}).partition("=")[2].strip()
+
+
+def _folder(wish: Wish, file: Path | None) -> list[str]:
+    """Overrides for the run folder: the one that was named, the one that goes on, the job's own, or a new one."""
+    if wish.resume is not None:
+        where = f"run_dir={_quoted(wish.run_dir)}" if wish.run_dir else "run_dir="
+        return [f"resume={_quoted(wish.resume)}", where]
+    if wish.run_dir is not None:
+        return [f"run_dir={_quoted(wish.run_dir)}"]
+    if _names_folder(wish, file):
+        return []
+    return [f"run_dir={_quoted(str(new_folder(file.stem if file else 'digits')))}"]
+
+
+def _names_folder(wish: Wish, file: Path | None) -> bool:
+    """The job says where by itself; a file that cannot be read is somebody else's problem."""
+    table: dict[str, Any] = {}
+    with suppress(OSError, ValueError, RecursionError):
+        table = tomllib.loads(file.read_bytes().decode("utf-8-sig")) if file else {}
+    for text in wish.sets:
+        with suppress(UsageError):
+            override(table, *parse_override(text))
+    return "run_dir" in table or "resume" in table
+
+
+def new_folder(name: str) -> Path:
+    """runs/<date-time>-<name>, one that is not there."""
+    plain = re.sub(r"[^\w.-]+", "-", name) or "run"
+    first = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{plain}"
+    path, number = first, 2
+    while path.exists():
+        path, number = first.with_name(f"{first.name}-{number}"), number + 1
+    return path
+
+
+def run_folder_of(resume: str) -> Path:
+    """The run folder of a run or of one of its checkpoints."""
+    path = Path(resume)
+    return next((each.parent for each in (path, *path.parents) if each.name == "checkpoints"), path)
+
+
+def _as_it_ran(job: Job) -> str:
+    """Without `resume`: the file describes the run as a whole."""
+    table = {key: value for key, value in job.table().items() if key != "resume"}
+    if job.run_dir is None and job.resume is not None:
+        table["run_dir"] = str(run_folder_of(job.resume))
+    return dumps(table)
+
+
+# -- watching --------------------------------------------------------------------------------------------------
+
+
+def _watch(run: Run, console: Console) -> bool:
+    """Show the run until it ends; True where Ctrl-C ended it."""
+    assert run.recording is not None
+    record = run.recording.record
+    interrupted = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, before)  # the second one does not wait for learners
+        run.stop()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        if console.is_terminal:
+            _live(run, record, console, lambda: "stopping: learners finish their step" if interrupted else "")
+        else:
+            _plain(run, record, console)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return interrupted
+
+
+def _ended(run: Run) -> bool:
+    try:
+        run.wait(LOOK)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _live(run: Run, record: RunRecord, console: Console, note: Callable[[], str]) -> None:
+    with Live(console=console, auto_refresh=False, get_renderable=lambda: panel(record, note=note())) as live:
+        shown = 0.0
+        while not _ended(run):
+            if time.monotonic() - shown > 1 / REFRESH:
+                shown = time.monotonic()
+                live.refresh()
+        live.refresh()
+
+
+def _plain(run: Run, record: RunRecord, console: Console) -> None:
+    """One line per epoch and event."""
+    _line(console, f"{record.path}: {headline(record)}")
+    printed, events = {each["epoch"] for each in record.epochs}, len(record.events)
+    ended = False
+    while not ended:
+        ended = _ended(run)
+        for each in list(record.epochs):
+            if each["epoch"] not in printed:
+                printed.add(each["epoch"])
+                _line(console, epoch_line(record, each))
+        fresh, events = record.events[events:], len(record.events)
+        for each in fresh:
+            if each.get("event") not in QUIET:
+                _line(console, event_line(each))
+
+
+def _line(console: Console, text: str) -> None:
+    """Uncut, whatever the width."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+# -- the end ---------------------------------------------------------------------------------------------------
+
+
+def _last_words(record: RunRecord, wish: Wish, console: Console, interrupted: bool) -> None:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="grey50", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in summary(record):
+        grid.add_row(f"  {name}", value)
+    files = [name for name in ("report.html", MODEL) if (record.path / name).exists()]
+    grid.add_row("  run folder", f"{record.path}" + (f" ({', '.join(files)})" if files else ""))
+    console.print(how(record), style="bold", highlight=False, soft_wrap=True)
+    console.print(grid)
+    if interrupted:
+        _line(console, f"go on with:  syncline train --resume {shlex.quote(str(record.path))}")
+        return
+    steps = Table.grid(padding=(0, 2))
+    steps.add_column(no_wrap=True)
+    steps.add_column(style="grey50", overflow="fold")
+    for command, words in next_steps(record, str(wish.job) if wish.job else None):
+        steps.add_row(f"  {command}", words)
+    console.print("try next", style="bold")
+    console.print(steps)

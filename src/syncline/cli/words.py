@@ -1,0 +1,113 @@
+"""A run in words: the lines of plain output, the summary at its end, what to try next."""
+
+from __future__ import annotations
+
+from syncline.report.page import measure
+from syncline.report.record import Line, RunRecord
+
+
+def headline(record: RunRecord) -> str:
+    """What runs, under which dial."""
+    options = record.options
+    model = str(options.get("model") or options.get("function") or "?")
+    if options.get("parameters"):
+        model += f" ({options['parameters']:,} parameters)"
+    batch = f" × batch {options['batch_size']}" if options.get("batch_size") else ""
+    parts = [model, str(options.get("sync")), f"{options.get('learners')} learners{batch}"]
+    parts += [f"{options['epochs']} epochs"] if options.get("epochs") else []
+    parts += [f"{options['steps']} updates"] if options.get("steps") else []
+    parts += ["simulated"] if options.get("engine") == "sim" else []
+    return " · ".join(parts)
+
+
+def epoch_line(record: RunRecord, epoch: Line) -> str:
+    """One line of plain output."""
+    total = f"/{record.options['epochs']}" if record.options.get("epochs") else ""
+    loss = epoch.get("loss")
+    parts = [f"epoch {epoch['epoch'] + 1}{total}", f"version {epoch.get('version')}"]
+    parts.append(f"loss {loss:.4f}" if loss is not None else "loss not finite")
+    for name, value in (epoch.get("metrics") or {}).items():
+        parts.append(f"test {name} {measure(name, value) if value is not None else 'not finite'}")
+    if (mean := record.staleness.get("mean")) is not None:
+        parts.append(f"staleness {mean:.2f}")
+    return "  ".join([*parts, f"{epoch['seconds']:.1f} s"])
+
+
+def event_line(event: Line) -> str:
+    """One line: when, who, what."""
+    who = f"learner {event['rank']}: " if event.get("rank") is not None else ""
+    lines = str(event.get("what") or event.get("event") or "").strip().splitlines() or [""]
+    what = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}"
+    return f"{event['seconds']:.1f} s  {who}{what}"
+
+
+def duration(seconds: float) -> str:
+    """1.4 s, 2:05 or 1:02:05."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def last_and_best(record: RunRecord, name: str) -> str:
+    """A test metric: its last value, and the best if that is another."""
+    points = record.metric(name)
+    if not points:
+        return "–"
+    pick = max if name.endswith("accuracy") else min
+    best = pick(points, key=lambda point: point[2])
+    shown = measure(name, points[-1][2])
+    if best[2] == points[-1][2]:
+        return shown
+    return f"{shown} (best {measure(name, best[2])} after epoch {best[0]:.0f})"
+
+
+def summary(record: RunRecord) -> list[tuple[str, str]]:
+    """The end of a run as rows of two."""
+    last, staleness = record.last, record.staleness
+    rows = [(name, last_and_best(record, name)) for name in reversed(record.metrics)]
+    if points := record.metric("loss"):
+        rows.append(("training loss", f"{points[-1][2]:.4g}"))
+    gradients, dropped = last.get("gradients") or 0, last.get("dropped") or 0
+    folded = f"mean {staleness.get('mean') or 0:.2f}, max {staleness.get('max') or 0}, over {gradients:,} gradients"
+    rows.append(("staleness", f"{folded}, {dropped:,} dropped" if dropped else folded))
+    unit = "examples per virtual second" if record.options.get("engine") == "sim" else "examples/s"
+    rows.append(("throughput", f"{record.throughput:,.0f} {unit}, {last.get('version') or 0:,} updates"))
+    if record.faults:
+        rows.append(("faults", f"{len(record.faults)}: {event_line(record.faults[-1])}"))
+    return rows
+
+
+def how(record: RunRecord) -> str:
+    """How it stands: finished after …, running since …"""
+    count = len(record.epochs)
+    done = f"{count} epoch{'s' if count != 1 else ''} in {duration(record.seconds)}"
+    if record.state == "failed":
+        return f"failed after {done}: {(record.end or {}).get('error', '')}"
+    return f"ended without a word after {done}" if record.state == "gone" else f"{record.state}: {done}"
+
+
+def next_steps(record: RunRecord, job: str | None) -> list[tuple[str, str]]:
+    """Commands to try, with what they do."""
+    command = f"syncline train {job}" if job else "syncline train"
+    sync, learners = str(record.options.get("sync")), int(record.options.get("learners") or 2)
+    others = [
+        ("hardsync", f"{command} --sync hardsync", "the same in lockstep: no staleness, everybody waits"),
+        (
+            "softsync",
+            f"{command} --sync softsync:1",
+            "the same softly synchronised: nobody waits for another",
+        ),
+        (
+            "async",
+            f"{command} --sync async --learners {learners * 2}",
+            "free, and twice the learners: more staleness",
+        ),
+    ]
+    steps = [(text, words) for name, text, words in others if not sync.startswith(name)][:2]
+    return [
+        *steps,
+        (f"syncline compare {record.path} RUN", "side by side with another run"),
+        ("syncline presets", "the whole dial"),
+    ]
