@@ -442,6 +442,7 @@ class Team:
         self.check_holds()
 
     def check_holds(self) -> None:
+        reserved = 0  # parts of joint rounds that their learners have not asked for
         for worker in self.workers.values():
             held = {position for position, learner in self.granted.items() if learner == worker.id}
             unsettled = sum(
@@ -452,8 +453,10 @@ class Team:
             )
             comes_back, taken = self.ledger.holds(worker.id)
             assert taken == unsettled
-            reserved = comes_back - len(held - self.taken)  # parts of joint rounds that it has not asked for
-            assert reserved == 0 or (self.lockstep and 0 < reserved <= self.size)
+            assert comes_back >= len(held - self.taken)
+            reserved += comes_back - len(held - self.taken)
+        assert reserved == 0 or self.lockstep
+        assert reserved <= self.total * self.size - len(self.granted)  # of what nobody has
 
     def deliver(self, decision: Grant | End) -> None:
         worker = self.workers[decision.learner]
