@@ -102,6 +102,11 @@ class Run:
         if self.recording is not None:
             self.recording.finish()
 
+    @property
+    def done(self) -> bool:
+        """The run has ended, well or not."""
+        return self._handle.done
+
     def stop(self) -> None:
         """End soon: learners finish their step."""
         if self.recording is not None:

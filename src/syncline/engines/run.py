@@ -169,6 +169,11 @@ class Handle(ABC):
     def wait(self, timeout: float | None = None) -> Outcome:
         """Block until the run has ended; raises what went wrong. Ctrl-C stops the run and returns what there is."""
 
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """It has ended."""
+
     @abstractmethod
     def stop(self) -> None:
         """End the run soon; learners finish the step they are in."""

@@ -183,10 +183,10 @@ class Loader:
         """A further epoch begins, for all at once: rest before asking, so that nobody waits meanwhile."""
         self._session.rest(self.number, self._index)
         self._ask(self._index + AHEAD + self._ahead)
-        self._session.port.ring()
         return self._seen(self._rest_until())
 
     def _rest_until(self) -> Portion | None:
+        self._session.port.post(Note(Kind.BLOCKED, loader=self.number, upto=self._index))
         portion = self._session.port.portion(self.number, self._index, block=True)
         if portion is not None:
             self._session.rested()

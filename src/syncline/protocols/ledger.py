@@ -95,6 +95,7 @@ class _Learner:
     reserved: deque[Span] = field(default_factory=deque)  # its parts of lockstep rounds that others began
     open: deque[tuple[int, Span]] = field(default_factory=deque)  # granted, not taken: can come back
     taken: deque[tuple[int, Span]] = field(default_factory=deque)  # not settled
+    blocked: bool = False  # it does nothing until its ask is answered
     wanted: int = 0  # the epoch it waits for at the barrier, if it does
     queued: int = 0  # asks for that epoch
 
@@ -196,6 +197,13 @@ class Ledger:
             self._settle(self._gone[learner], upto)
             if not self._gone[learner]:
                 del self._gone[learner]
+        return self._advance()
+
+    def block(self, learner: int, upto: int) -> list[Decision]:
+        """It does nothing until its answer of index `upto` is there; without this it may still compute."""
+        member = self._learners.get(learner)
+        if member is not None and member.index <= upto:
+            member.blocked = True
         return self._advance()
 
     def close(self, learner: int, upto: int) -> list[Decision]:
@@ -381,6 +389,7 @@ class Ledger:
         self._out.append(End(member.id, self._count(member), member.epoch))
 
     def _count(self, member: _Learner) -> int:
+        member.blocked = False
         member.index += 1
         return member.index - 1
 
@@ -506,15 +515,17 @@ class Ledger:
         return out
 
     def _release_held(self) -> None:
-        """End those for whom nothing can come back, the last to ask first.
+        """End those for whom nothing can come back, and only who is blocked: the others may still be needed.
 
-        The held do not all hold one another: an earlier one waits for what later ones have open, never the
-        other way round, so that one learner stays as long as it may be needed.
+        Of several that are blocked, who has consumed something goes first and publishes it; the others stay, and
+        get it if that fails.
         """
-        while self._held and not any(
-            self._may_return(member) for member in self._learners.values() if member.id not in self._held
+        while (blocked := [member for member in self._held.values() if member.blocked]) and not any(
+            self._may_return(member)
+            for member in self._learners.values()
+            if not (member.blocked and member.id in self._held)
         ):
-            self._end(next(reversed(self._held.values())))
+            self._end(next((member for member in reversed(blocked) if self._may_return(member)), blocked[-1]))
 
     def _may_return(self, member: _Learner) -> bool:
         if member.open or member.reserved:

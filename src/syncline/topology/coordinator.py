@@ -277,8 +277,10 @@ class Coordinator:
     def _opened(self, number: int, table: _Table, learner: int) -> m.Opened:
         rank = self.live[learner]
         lane = self._port.make_lane(number, learner, table.layout)
-        self._port.tell_shards(m.JoinTable(number, learner, rank, lane))
-        return m.Opened(number, table.layout, table.handle, lane, self._restored.learners.get(rank))
+        personal = self._restored.learners.get(rank)
+        buffers = personal.buffers.get(number) if personal else None
+        self._port.tell_shards(m.JoinTable(number, learner, rank, lane, buffers))
+        return m.Opened(number, table.layout, table.handle, lane, personal)
 
     # -- loaders -----------------------------------------------------------------------------------------
 

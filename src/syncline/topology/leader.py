@@ -95,6 +95,8 @@ class Leader:
 
     def join_table(self, join: m.JoinTable) -> None:
         self._ranks[join.learner] = join.rank
+        if join.buffers is not None:
+            self._buffers[join.table, join.learner] = join.buffers
         self._decided(join.table, self._sequences[join.table].join(join.learner, join.rank, 0))
 
     def make_loader(self, make: m.MakeLoader) -> None:
@@ -154,6 +156,8 @@ class Leader:
             self._close(learner, note)
         elif kind == Kind.REST:
             self._rest(learner, note)
+        elif kind == Kind.BLOCKED:
+            self._fed(note.loader, self._ledgers[note.loader].block(learner, note.upto))
         elif kind == Kind.FAREWELL:
             self._keep_states(learner, note)
         elif kind == Kind.FETCH:

@@ -186,6 +186,7 @@ class JoinTable:
     learner: int
     rank: int
     lane: Any
+    buffers: list[Tensor] | None = None  # of a run that goes on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,9 @@ def ledger_of(team: int, **options: Any) -> Ledger:
     return ledger
 
 
+NEVER = 1 << 30  # an index that no answer has yet
+
+
 def spans(decisions: Iterable[Decision]) -> list[tuple[int, int, int, int]]:
     return [(d.learner, d.epoch, d.start, d.stop) for d in decisions if isinstance(d, Grant)]
 
@@ -28,7 +31,7 @@ def spans(decisions: Iterable[Decision]) -> list[tuple[int, int, int, int]]:
 def finish(ledger: Ledger, learner: int, epoch: int = 0) -> list[Decision]:
     """One learner alone: ask, take and settle until its epoch ends or it has to wait."""
     seen: list[Decision] = []
-    while decisions := ledger.ask(learner, epoch):
+    while decisions := ledger.ask(learner, epoch) or ledger.block(learner, NEVER):
         seen += decisions
         if any(isinstance(d, End) for d in decisions):
             break
@@ -165,7 +168,9 @@ def test_the_last_epoch_waits_for_what_others_have_and_takes_it_over() -> None:
     ledger.taken(0, 1)
     assert ledger.ask(0, 0) == []  # held
     assert ledger.leave(1) == [Grant(0, 1, 0, 0, 2)]
-    assert ledger.ask(0, 0) == [End(0, 2, 0)]  # its own open grant does not hold it
+    assert ledger.ask(0, 0) == []  # asked ahead: it may still compute
+    assert ledger.block(0, 1) == []  # its answer of that index is on its way
+    assert ledger.block(0, 2) == [End(0, 2, 0)]  # its own open grant does not hold it
     assert ledger.settled(0, 2) == [EpochDone(0)]
 
 
@@ -173,21 +178,35 @@ def test_the_held_end_when_nothing_can_come_back() -> None:
     ledger = ledger_of(3, size=2, epochs=1)
     ledger.ask(2, 0)
     assert ledger.ask(0, 0) == ledger.ask(1, 0) == []
+    assert ledger.block(0, 0) == ledger.block(1, 0) == []
     assert ledger.taken(2, 1) == [End(1, 0, 0), End(0, 0, 0)]
 
 
-def test_two_that_are_held_do_not_hold_each_other_and_the_first_stays() -> None:
+def test_two_that_are_blocked_do_not_hold_each_other_and_one_stays() -> None:
     ledger = ledger_of(2, size=4, epochs=1)
     ledger.ask(0, 0), ledger.ask(1, 0)
-    assert ledger.ask(0, 0) == []
-    assert ledger.ask(1, 0) == [End(1, 1, 0)]
+    assert ledger.ask(0, 0) == ledger.ask(1, 0) == []
+    assert ledger.block(0, 1) == []  # learner 1 still computes
+    assert ledger.block(1, 1) == [End(1, 1, 0)]  # both have consumed something and wait for more
     assert ledger.leave(1) == [Grant(0, 1, 0, 2, 4)]
+
+
+def test_the_last_open_batch_of_a_dying_learner_finds_another() -> None:
+    """Both asked ahead; who has nothing left stays while the other computes, whoever asked first."""
+    ledger = ledger_of(2, size=4, epochs=1)
+    ledger.ask(1, 0), ledger.ask(0, 0)
+    ledger.ask(0, 0), ledger.ask(1, 0)
+    ledger.taken(1, 1)
+    assert ledger.block(1, 1) == []
+    assert ledger.leave(0) == [Grant(1, 1, 0, 2, 4)]
+    assert ledger.settled(1, 2) == [EpochDone(0)]
 
 
 def test_an_end_voids_all_outstanding_asks() -> None:
     ledger = ledger_of(2, size=2, epochs=1)
     ledger.ask(1, 0)
     assert [ledger.ask(0, 0) for _ in range(3)] == [[], [], []]
+    assert ledger.block(0, 0) == []
     assert ledger.taken(1, 1) == [End(0, 0, 0)]
 
 
@@ -195,7 +214,7 @@ def test_who_joins_after_the_last_epoch_or_asks_beyond_it_gets_an_end() -> None:
     ledger = ledger_of(1, size=2, epochs=1)
     finish(ledger, 0)
     ledger.join(5, 0)
-    assert ledger.ask(5, 0) == [End(5, 0, 0)]
+    assert (ledger.ask(5, 0), ledger.block(5, 0)) == ([], [End(5, 0, 0)])
     assert ledger.ask(5, 1) == [End(5, 1, 1)]
     assert ledger.ask(5, 1) == []
 
@@ -389,6 +408,7 @@ class Worker:
     next_index: int = 0
     upto: int = 0
     consumed: list[Grant] = field(default_factory=list)  # since its last step
+    blocked: int = -1  # the index that it said it is blocked at
     in_step: bool = False
     at_end: bool = False  # of the last epoch, for all that the ledger knows
 
@@ -516,6 +536,8 @@ class Team:
                 possible.append(("ask", worker))
             if worker.inbox:
                 possible.append(("read", worker))
+            elif worker.asked and worker.blocked != worker.next_index:
+                possible.append(("block", worker))
         if self.published and (not self.lockstep or self.quorum()):
             possible.append(("take", None))
         if self.unsettled:
@@ -532,6 +554,10 @@ class Team:
     def do_ask(self, worker: Worker) -> None:
         worker.asked += 1
         self.tell("ask", worker.id, worker.epoch)
+
+    def do_block(self, worker: Worker) -> None:
+        worker.blocked = worker.next_index
+        self.tell("block", worker.id, worker.next_index)
 
     def do_read(self, worker: Worker) -> None:
         decision = worker.inbox.popleft()

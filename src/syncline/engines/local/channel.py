@@ -34,6 +34,8 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Any) -> None:
+        if self._socket.fileno() < 0:
+            raise Closed
         parcel = message if isinstance(message, Parcel) else pack(message)
         body = pickle.dumps((parcel.pickled, parcel.sizes, parcel.inline, parcel.bulk))
         try:

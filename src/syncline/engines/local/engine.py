@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 
 from syncline.dial import Sync
 from syncline.engines.local.supervisor import Supervisor
@@ -15,8 +16,8 @@ from syncline.topology.messages import Statistics
 class LocalHandle(Handle):
     """A run on this machine's processes."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        self._run = Supervisor(spec)
+    def __init__(self, spec: RunSpec, crashes: Mapping[str, int] | None = None) -> None:
+        self._run = Supervisor(spec, crashes)
         self._thread = threading.Thread(target=self._run.main, name="syncline-supervisor", daemon=True)
         self._thread.start()
 
@@ -40,6 +41,10 @@ class LocalHandle(Handle):
             raise self._run.error
         return self._run.outcome
 
+    @property
+    def done(self) -> bool:
+        return self._run.done.is_set()
+
     def stop(self) -> None:
         self._run.command("stop")
 
@@ -62,11 +67,17 @@ class LocalHandle(Handle):
 
 
 class Local(Engine):
-    """Processes and shared memory on this machine; needs no daemon."""
+    """Processes and shared memory on this machine; needs no daemon.
+
+    `crashes` is for tests: {"learner 1": n} makes that process die in its n-th write to the exchange.
+    """
+
+    def __init__(self, *, crashes: Mapping[str, int] | None = None) -> None:
+        self._crashes = crashes
 
     def start(self, spec: RunSpec) -> LocalHandle:
         if not sys.platform.startswith("linux"):
             raise UsageError(
                 f'engine="local" needs Linux (memfd, pidfd), this is {sys.platform}; use engine="sim"'
             )
-        return LocalHandle(spec)
+        return LocalHandle(spec, self._crashes)

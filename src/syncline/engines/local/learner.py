@@ -20,7 +20,7 @@ from syncline.dial import Sync
 from syncline.engines.local.cargo import pack, unpack
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.exchange import Replies
-from syncline.engines.local.memory import Bell, Region, Sleeper
+from syncline.engines.local.memory import Bell, Region, Sleeper, crash_at
 from syncline.engines.local.server import Desk, Geometry, Lane, Shelf
 from syncline.errors import UsageError
 from syncline.learn.session import Session, SessionConfig
@@ -68,6 +68,7 @@ class LearnerSpec:
     yields: int
     generation: int
     config: SessionConfig
+    crash: int | None = None  # for tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,8 @@ class LocalLearnerPort(LearnerPort):
 def run_learner(channel: Channel, spec: LearnerSpec) -> int:
     """Call the user's function; say how it ended."""
     try:
+        if spec.crash is not None:
+            crash_at(spec.crash)
         task: Task = channel.receive()
         session = Session(LocalLearnerPort(channel, spec), spec.config)
         session.seed()

@@ -10,6 +10,7 @@ import mmap
 import os
 import platform
 import select
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -168,3 +169,28 @@ class Cells:
     def read(self, cell: int, nbytes: int) -> bytes:
         start = (self._offset + cell) * 8
         return bytes(self._bytes[start : start + nbytes])
+
+
+def crash_at(operation: int) -> None:
+    """For tests: this process dies in its n-th write to shared words or records, a record half written."""
+    left = operation
+    store, write = Cells.store, Cells.write
+
+    def count() -> bool:
+        nonlocal left
+        left -= 1
+        return left == 0
+
+    def crashing_store(cells: Cells, cell: int, value: int) -> None:
+        if count():
+            os.kill(os.getpid(), signal.SIGKILL)
+        store(cells, cell, value)
+
+    def crashing_write(cells: Cells, cell: int, packed: bytes) -> None:
+        if count():
+            write(cells, cell, packed[: len(packed) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(cells, cell, packed)
+
+    Cells.store = crashing_store  # type: ignore[method-assign,assignment]
+    Cells.write = crashing_write  # type: ignore[method-assign,assignment]

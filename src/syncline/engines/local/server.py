@@ -21,7 +21,7 @@ from torch import Tensor
 
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.exchange import Replies, Ring, Shares
-from syncline.engines.local.memory import Bell, Cells, Region, Sleeper
+from syncline.engines.local.memory import Bell, Cells, Region, Sleeper, crash_at
 from syncline.engines.local.writer import Writer
 from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort
 from syncline.table.layout import Layout
@@ -122,6 +122,7 @@ class ServerSpec:
     geometry: Geometry
     yields: int
     folder: str | None = None  # of checkpoints
+    crash: int | None = None  # for tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,8 @@ class LocalServerPort(ServerPort):
         """The supervisor has introduced the table and the loader that the note speaks of."""
         if note.loader >= 0 and (note.loader, learner) not in self.readers:
             return False
-        return note.kind in (Kind.ASK, Kind.USED, Kind.CLOSE) or (note.table, learner) in self._lanes
+        feed = (Kind.ASK, Kind.USED, Kind.CLOSE, Kind.BLOCKED)
+        return note.kind in feed or (note.table, learner) in self._lanes
 
     # -- effects -----------------------------------------------------------------------------------------
 
@@ -362,6 +364,8 @@ class _Loop:
 def run_server(channel: Channel, spec: ServerSpec) -> None:
     """Serve until the supervisor closes the channel."""
     gc.disable()  # the loop makes no cycles; a collection in a fold would keep everybody waiting
+    if spec.crash is not None:
+        crash_at(spec.crash)
     loop = _Loop(channel, spec)
     try:
         loop.run()

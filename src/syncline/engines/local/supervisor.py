@@ -10,6 +10,7 @@ import dataclasses
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,9 @@ def geometry_of(spec: RunSpec) -> Geometry:
 class Supervisor:
     """One run, from its first process to its last; `main` runs on a thread of the caller's."""
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, crashes: Mapping[str, int] | None = None) -> None:
         self.spec = spec
+        self._crashes = dict(crashes or {})  # for tests: process name -> the operation it dies in, once
         self.geometry = geometry_of(spec)
         self.done = threading.Event()
         self._started = time.monotonic()
@@ -79,6 +81,7 @@ class Supervisor:
         self._answers: dict[int, Any] = {}
         self._answered = threading.Condition()  # reentrant
         self._asked = 0
+        self._asking: list[m.AskStatistics] = []  # not answered yet
         self._deadline: float | None = None
         self._finishing = self._stopping = False
         self._ids = spec.learners  # given so far
@@ -191,6 +194,7 @@ class Supervisor:
                 self.geometry,
                 self._yields("shard"),
                 self.spec.folder,
+                self._crashes.pop(f"shard {shard}", None),
             )
             self.shards.append(self._processes.fork("shard", shard, shard, spec, None, 1))
 
@@ -216,6 +220,7 @@ class Supervisor:
             self._yields("learner"),
             self.generation,
             self.spec.session(rank),
+            self._crashes.pop(f"learner {rank}", None),
         )
         process = self._processes.fork("learner", learner, rank, spec, bell, self._threads())
         self.learners[learner] = process
@@ -267,6 +272,7 @@ class Supervisor:
         commands, self._commands = self._commands, []
         for command in commands:
             if isinstance(command, m.AskStatistics):
+                self._asking.append(command)
                 self.shards[0].channel.try_send(command)
             elif isinstance(command, Sync):
                 self.recorder.event(f"dial: {command} from the next version on", kind="dial")
@@ -337,6 +343,7 @@ class Supervisor:
         elif isinstance(message, m.Statistics) and message.number == 0:
             self._look(message)
         elif isinstance(message, m.Statistics):
+            self._asking = [asked for asked in self._asking if asked.number != message.number]
             with self._answered:
                 self._answers[message.number] = message
                 self._answered.notify_all()
@@ -407,6 +414,8 @@ class Supervisor:
         anew = {} if self.learners else self._ranks_anew()
         self._finishing = False
         self._coordinator.recover(last, anew)
+        for asked in self._asking:  # the old ones did not answer
+            self.shards[0].channel.try_send(asked)
         for learner, rank in anew.items():
             self._start_learner(learner, rank)
         self.recorder.event(

@@ -58,6 +58,10 @@ class SimHandle(Handle):
         assert self._outcome is not None
         return self._outcome
 
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
     def stop(self) -> None:
         self._begun.wait()
         if self._world is not None:

@@ -1,0 +1,150 @@
+"""Faults as a script: who is killed, paused or added, and when.
+
+One line or `;` per fault: `kill learner 2 at version 30`, `add 2 at version 50`, `pause shard 1 for 2 s at 4 s`,
+`change to softsync:1 at version 60`, `stop at 10 s`. Moments are versions of the first table (`step` is another
+word for it) or seconds since the script began. Works on runs of real processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import dataclass
+
+from syncline.errors import UsageError
+from syncline.topology.messages import ProcessStatistics, Statistics
+from syncline.train import Run
+
+POLL = 0.002  # seconds between looks
+
+_LINE = re.compile(
+    r"(?:(?P<action>kill|pause)\s+(?P<role>learner|shard)\s+(?P<rank>\d+)(?:\s+for\s+(?P<length>[\d.]+)\s*s)?"
+    r"|add\s+(?P<count>\d+)(?:\s+learners?)?"
+    r"|change\s+to\s+(?P<dial>\S+)"
+    r"|(?P<stop>stop))"
+    r"\s+at\s+(?:(?:version|step)\s+(?P<version>\d+)|(?P<seconds>[\d.]+)\s*s)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One line of a script."""
+
+    text: str
+    action: str  # "kill", "pause", "add", "change", "stop"
+    role: str = ""
+    rank: int = 0
+    length: float = 0.0  # seconds of a pause
+    count: int = 0
+    dial: str = ""
+    version: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, line: str) -> Fault:
+        match = _LINE.fullmatch(line.strip())
+        if match is None or (match["action"] == "pause") != (match["length"] is not None):
+            raise UsageError(
+                f"no fault: {line.strip()!r}; write for example 'kill learner 2 at version 30', 'add 2 at version 50', "
+                "'pause shard 1 for 2 s at 4 s', 'change to softsync:1 at version 60', 'stop at 10 s'"
+            )
+        action = match["action"] or ("add" if match["count"] else "change" if match["dial"] else "stop")
+        return cls(
+            text=line.strip(),
+            action=action,
+            role=match["role"] or "",
+            rank=int(match["rank"] or 0),
+            length=float(match["length"] or 0),
+            count=int(match["count"] or 0),
+            dial=match["dial"] or "",
+            version=int(match["version"]) if match["version"] else None,
+            seconds=float(match["seconds"]) if match["seconds"] else None,
+        )
+
+    def due(self, version: int, seconds: float) -> bool:
+        return version >= self.version if self.version is not None else seconds >= (self.seconds or 0.0)
+
+
+class Faults:
+    """A script of faults, played on a run by a thread of its own."""
+
+    def __init__(self, script: str) -> None:
+        lines = [line for line in re.split(r"[;\n]", script) if line.strip()]
+        self.faults = [Fault.parse(line) for line in lines]
+        self.played: list[tuple[Fault, int]] = []  # with the version they were played at
+        self.missed: list[Fault] = []  # whose process was not there, or whose moment did not come
+        self._killed: set[int] = set()  # pids
+        self._thread: threading.Thread | None = None
+
+    def play(self, run: Run) -> Faults:
+        """Begin; returns at once. Ends with the run."""
+        if not run.statistics().processes:
+            raise UsageError("faults are played on runs of real processes: use engine='local'")
+        self._thread = threading.Thread(target=self._play, args=(run,), name="syncline-faults", daemon=True)
+        self._thread.start()
+        return self
+
+    def join(self) -> None:
+        """All faults are played, or the run is over."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _play(self, run: Run) -> None:
+        left, started = list(self.faults), time.monotonic()
+        while left and not run.done:
+            statistics = run.statistics()
+            table = statistics.tables.get(0)
+            version = table.version if table else -1
+            now = time.monotonic() - started
+            for fault in [fault for fault in left if fault.due(version, now)]:
+                if self._carry_out(run, fault, statistics):  # else its process is being replaced, perhaps
+                    left.remove(fault)
+                    self.played.append((fault, version))
+            time.sleep(POLL)
+        self.missed += left
+
+    def _carry_out(self, run: Run, fault: Fault, statistics: Statistics) -> bool:
+        if fault.action == "add":
+            run.add_learners(fault.count)
+        elif fault.action == "change":
+            run.change(fault.dial)
+        elif fault.action == "stop":
+            run.stop()
+        else:
+            process = _find(statistics, fault)
+            if process is None or process.pid in self._killed or not _signal(process.pid, fault):
+                return False
+            if fault.action == "kill":
+                self._killed.add(process.pid)
+        return True
+
+
+def _find(statistics: Statistics, fault: Fault) -> ProcessStatistics | None:
+    """The newest process of that role and rank that still runs."""
+    over = ("returned", "raised", "lost", "killed")
+    for process in reversed(statistics.processes):
+        if (process.role, process.rank) == (fault.role, fault.rank) and process.state not in over:
+            return process
+    return None
+
+
+def _signal(pid: int, fault: Fault) -> bool:
+    try:
+        os.kill(pid, signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+    except ProcessLookupError:
+        return False
+    if fault.action == "pause":
+        timer = threading.Timer(fault.length, _resume, args=(pid,))
+        timer.daemon = True
+        timer.start()
+    return True
+
+
+def _resume(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,157 @@
+"""Lost shards (S7): all go back to the last checkpoint together, learners wait and go on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import Dataset, TensorDataset
+
+import syncline as sl
+from syncline.errors import LostError
+from syncline.testing import Faults
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+PRESETS = [
+    "hardsync",
+    "softsync:1",
+    "async",
+    "ssp:2",
+    "backup:1",
+    "delayed:2",
+    "downpour",
+    "downpour:push=3,fetch=4,local_lr=0.1",
+    "hardsync until 1 then softsync:1",
+]
+SIZE = 960
+
+
+def points() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SIZE, 4, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def unhurried(model: nn.Module, batch: Any) -> Tensor:
+    time.sleep(0.001)
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def start(**options: Any) -> sl.Run:
+    settings = {
+        "objective": unhurried,
+        "optimizer": partial(SGD, lr=0.1, momentum=0.9),
+        "learners": 3,
+        "topology": "servers:2",
+        "batch_size": 8,
+        "epochs": 2,
+        "threads": 1,
+    }
+    torch.manual_seed(0)
+    return sl.train(nn.Linear(4, 2), options.pop("data", points()), wait=False, **{**settings, **options})
+
+
+def kinds(result: sl.Result) -> list[str]:
+    return [event.kind for event in result.events if event.kind != "checkpoint"]
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize("sync", PRESETS)
+def test_a_lost_shard_comes_back_and_nothing_is_lost_but_time(sync: str, shard: int, tmp_path: Path) -> None:
+    run = start(sync=sync, run_dir=tmp_path, checkpoint_every=5)
+    Faults(f"kill shard {shard} at version 25").play(run)
+    result = run.wait(timeout=60)
+    assert kinds(result) == ["shard lost", "recovered"]
+    table = result.statistics.tables[0]
+    assert table.examples == 2 * SIZE or (result.dropped > 0 and table.examples < 2 * SIZE)
+    assert [record.epoch for record in result.history] == [0, 1]
+    assert result.staleness.gradients == result.gradients and table.pending == 0
+
+
+def test_lockstep_gives_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """The data that was lost is dealt out again in the same rounds."""
+    calm = start(sync="hardsync").wait(timeout=60)
+    for shard, version in ((0, 20), (1, 33)):
+        run = start(sync="hardsync", run_dir=tmp_path / str(shard), checkpoint_every=7)
+        Faults(f"kill shard {shard} at version {version}").play(run)
+        result = run.wait(timeout=60)
+        assert kinds(result) == ["shard lost", "recovered"]
+        for name, value in result.state_dict().items():
+            assert torch.equal(value, calm.state_dict()[name])
+
+
+def test_before_the_first_checkpoint_all_begins_again(tmp_path: Path) -> None:
+    run = start(sync="hardsync", run_dir=tmp_path, checkpoint_every=1000)
+    Faults("kill shard 1 at version 12").play(run)
+    result = run.wait(timeout=60)
+    (recovered,) = [event for event in result.events if event.kind == "recovered"]
+    assert recovered.details["version"] == 0
+    calm = start(sync="hardsync").wait(timeout=60)
+    assert all(torch.equal(v, calm.state_dict()[k]) for k, v in result.state_dict().items())
+
+
+class Read(Dataset[Any]):
+    """Not in memory: read ahead by a thread."""
+
+    def __init__(self) -> None:
+        self.x, self.y = points().tensors
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index]
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "async"])
+def test_what_was_read_ahead_is_void(sync: str, tmp_path: Path) -> None:
+    run = start(sync=sync, data=Read(), run_dir=tmp_path, checkpoint_every=5)
+    Faults("kill shard 0 at version 15; kill shard 1 at version 40").play(run)
+    result = run.wait(timeout=60)
+    assert kinds(result).count("recovered") == 2
+    assert result.statistics.tables[0].examples == 2 * SIZE
+
+
+def test_schedules_go_back_with_the_epoch(tmp_path: Path) -> None:
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    options: dict[str, Any] = {"sync": "hardsync", "epochs": 3, "schedule": schedule}
+    calm = start(**options).wait(timeout=60)
+    run = start(**options, run_dir=tmp_path, checkpoint_every=35)
+    Faults("kill shard 0 at version 50").play(run)  # in the second epoch, back to the first
+    result = run.wait(timeout=60)
+    (recovered,) = [event for event in result.events if event.kind == "recovered"]
+    assert recovered.details["version"] in (0, 35)
+    assert all(torch.equal(v, calm.state_dict()[k]) for k, v in result.state_dict().items())
+
+
+def test_learners_that_join_or_die_meanwhile(tmp_path: Path) -> None:
+    run = start(sync="hardsync", run_dir=tmp_path, checkpoint_every=5, replace=True, epochs=3)
+    script = "kill shard 1 at version 12; kill learner 1 at version 13; add 1 at version 13; kill shard 0 at version 40"
+    Faults(script).play(run)
+    result = run.wait(timeout=60)
+    assert kinds(result).count("recovered") == 2 and "joined" in kinds(result)
+    assert result.statistics.tables[0].examples == 3 * SIZE
+
+
+def test_without_checkpoints_the_run_ends_and_says_what_to_do() -> None:
+    run = start(sync="async")
+    Faults("kill shard 1 at version 10").play(run)
+    with pytest.raises(LostError, match=r"shard 1 .* SIGKILL, .*give run_dir= and checkpoint_every="):
+        run.wait(timeout=60)
+
+
+def test_losses_without_a_checkpoint_in_between_are_bounded(tmp_path: Path) -> None:
+    run = start(sync="async", run_dir=tmp_path, checkpoint_every=100000, epochs=50)
+    Faults("; ".join(["kill shard 1 at version 5"] * 4)).play(run)
+    with pytest.raises(LostError, match="4 times without a checkpoint in between; given up"):
+        run.wait(timeout=60)
