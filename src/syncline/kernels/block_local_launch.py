@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
@@ -174,8 +175,16 @@ def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, update
 
 
 def _images(count: int, narrow: bool) -> tuple[int, int]:
-    """Not below 32 for bfloat16: products of warp groups with 16 images came out wrong (Triton 3.6)."""
     return _two_tiles(count, 128, 32) if narrow else _two_tiles(count, 64, 16)
+
+
+def _whole(maps: Tensor) -> Tensor:
+    """(..., N) in one piece, N padded with zeros to a multiple of 16 bytes.
+
+    Lines that start anywhere cannot be fetched 16 bytes at a time, and in bfloat16 came out wrong (Triton 3.6).
+    """
+    rest = -maps.shape[-1] * maps.element_size() % 16 // maps.element_size()
+    return F.pad(maps, (0, rest)) if rest else maps.contiguous()
 
 
 def _stages(bytes_each: int, wanted: int) -> int:
@@ -231,6 +240,7 @@ def forward(
     tiles: Tiles | None = None,
     precision: str = "tf32",
 ) -> Tensor:
+    given, images = images.shape[-1], _whole(images)
     count = images.shape[-1]
     tiles = tiles or forward_tiles(geometry, count, weight.dtype)
     maps = geometry.maps_shape(count)
@@ -238,7 +248,6 @@ def forward(
         out = torch.zeros(maps, dtype=torch.float32, device=images.device)
     else:
         out = torch.empty(maps, dtype=dtype, device=images.device)
-    images = images.contiguous()
 
     def launch(cut: Tiles) -> None:
         forward_kernel[_grid(geometry, count, cut)](
@@ -257,7 +266,7 @@ def forward(
         )
 
     _fit(("forward", geometry, count, weight.dtype), tiles, launch)
-    return out.to(dtype)
+    return out[..., :given].to(dtype).contiguous()
 
 
 def input_gradient(
@@ -269,12 +278,12 @@ def input_gradient(
     tiles: Tiles | None = None,
     precision: str = "tf32",
 ) -> Tensor:
+    if scale is not None:
+        delta = delta * geometry.to_maps(scale).unsqueeze(3)
+    given, delta = delta.shape[-1], _whole(delta.to(weight.dtype))
     count = delta.shape[-1]
     tiles = tiles or input_tiles(geometry, count, weight.dtype)
     out = torch.zeros(geometry.images_shape(count), dtype=torch.float32, device=delta.device)
-    if scale is not None:
-        delta = delta * geometry.to_maps(scale).unsqueeze(3)
-    delta = delta.to(weight.dtype).contiguous()
     field, step = geometry.field, geometry.step
     span = geometry.channels * field * min(field, step)
     bands = geometry.grid[0] + triton.cdiv(field, step) - 1
@@ -296,7 +305,7 @@ def input_gradient(
         )
 
     _fit(("input", geometry, count, weight.dtype), tiles, launch)
-    return out
+    return out[..., :given].contiguous()
 
 
 def weight_gradient(
@@ -348,6 +357,7 @@ def _launch_gradient(
     *,
     update: bool,
 ) -> Tensor:
+    pairs = [(_whole(delta), _whole(images)) for delta, images in pairs]
     count = pairs[0][0].shape[-1]
     tiles = tiles or gradient_tiles(geometry, count, pairs[0][1].dtype, updates=update, pairs=len(pairs))
     (delta, images), (delta2, images2) = pairs[0], pairs[-1]
@@ -357,11 +367,13 @@ def _launch_gradient(
         device=images.device,
     )
     grid = (geometry.blocks * tiles.split * triton.cdiv(geometry.rows, sum(tiles.rows)),)
-    given = [tensor.contiguous() for tensor in (delta, images, delta2, images2)]
 
     def launch(cut: Tiles) -> None:
         weight_gradient_kernel[grid](
-            *given,
+            delta,
+            images,
+            delta2,
+            images2,
             weight,
             momentum,
             *_descriptors(weight, cut),
