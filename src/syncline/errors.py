@@ -7,6 +7,7 @@
     │   └── NotYetError                understood, but not built yet
     └── RunError (RuntimeError)        something went wrong during a run
         ├── LearnerError               a learner's code raised: .rank, .traceback
+        ├── CheckpointError            a checkpoint cannot be written, found or read (table.checkpoints)
         └── LostError                  a process died and the run cannot go on without it
 
 Not responsible for wording: whoever raises says what is wrong, where, and what to do instead.
