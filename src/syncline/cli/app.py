@@ -64,7 +64,7 @@ def train(
     job: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[JOB.toml]", help="A job file; without one, the built-in job: digits, softsync."
+            metavar="JOB.toml", help="A job file; without one, the built-in job: digits, softsync."
         ),
     ] = None,
     sync: Annotated[
@@ -160,7 +160,7 @@ def presets() -> None:
 @app.command()
 def show(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run folder; the newest in runs/ if none.")
+        Path | None, typer.Argument(metavar="RUN", help="A run folder; the newest in runs/ if none.")
     ] = None,
     debug: Debug = False,
 ) -> None:

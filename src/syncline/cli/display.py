@@ -6,6 +6,7 @@ import time
 from collections import Counter
 
 from rich import box
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -96,10 +97,10 @@ def _numbers(record: RunRecord) -> Text:
     return text
 
 
-def _middle(record: RunRecord) -> Table:
-    grid = Table.grid(padding=(0, 4))
-    grid.add_row(_learners(record), _staleness(record))
-    return grid
+def _middle(record: RunRecord) -> Columns:
+    return Columns(
+        [_learners(record), _staleness(record)], padding=(0, 4)
+    )  # below each other where it is narrow
 
 
 def _staleness(record: RunRecord) -> RenderableType:

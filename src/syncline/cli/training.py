@@ -21,7 +21,7 @@ from rich.table import Table
 
 from syncline.cli.display import panel
 from syncline.cli.messages import INTERRUPTED
-from syncline.cli.words import epoch_line, event_line, headline, how, next_steps, summary
+from syncline.cli.words import epoch_line, event_line, headline, how, near, next_steps, summary
 from syncline.engines.local import forkserver
 from syncline.errors import UsageError
 from syncline.jobs import Job, JobError
@@ -196,7 +196,7 @@ def _live(run: Run, record: RunRecord, console: Console, note: Callable[[], str]
 
 def _plain(run: Run, record: RunRecord, console: Console) -> None:
     """One line per epoch and event."""
-    _line(console, f"{record.path}: {headline(record)}")
+    _line(console, f"{near(record.path)}: {headline(record)}")
     printed, events = {each["epoch"] for each in record.epochs}, len(record.events)
     ended = False
     while not ended:
@@ -226,11 +226,11 @@ def _last_words(record: RunRecord, wish: Wish, console: Console, interrupted: bo
     for name, value in summary(record):
         grid.add_row(f"  {name}", value)
     files = [name for name in ("report.html", MODEL) if (record.path / name).exists()]
-    grid.add_row("  run folder", f"{record.path}" + (f" ({', '.join(files)})" if files else ""))
+    grid.add_row("  run folder", near(record.path) + (f" ({', '.join(files)})" if files else ""))
     console.print(how(record), style="bold", highlight=False, soft_wrap=True)
     console.print(grid)
     if interrupted:
-        _line(console, f"go on with:  syncline train --resume {shlex.quote(str(record.path))}")
+        _line(console, f"go on with:  syncline train --resume {shlex.quote(near(record.path))}")
         return
     steps = Table.grid(padding=(0, 2))
     steps.add_column(no_wrap=True)

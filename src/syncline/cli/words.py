@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from syncline.report.page import measure
 from syncline.report.record import Line, RunRecord
+
+
+def near(path: Path) -> str:
+    """A path as one would type it here."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)
 
 
 def headline(record: RunRecord) -> str:
@@ -108,6 +118,6 @@ def next_steps(record: RunRecord, job: str | None) -> list[tuple[str, str]]:
     steps = [(text, words) for name, text, words in others if not sync.startswith(name)][:2]
     return [
         *steps,
-        (f"syncline compare {record.path} RUN", "side by side with another run"),
+        (f"syncline compare {near(record.path)} RUN", "side by side with another run"),
         ("syncline presets", "the whole dial"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -11,6 +12,7 @@ from typing import Any
 from syncline.report import svg
 from syncline.report.record import Line, RunRecord, learners_of
 
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # no part of any page
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#1f2937;max-width:1100px;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .6rem}p{margin:.2rem 0}.faint{color:#6b7280}
@@ -41,7 +43,8 @@ def page(record: RunRecord) -> str:
         _options(record),
     ]
     head = f"<meta charset='utf-8'/><title>{escape(title)}</title><style>{STYLE}</style>"
-    return f"<!DOCTYPE html>\n<html lang='en'><head>{head}</head><body>{''.join(body)}</body></html>\n"
+    text = f"<!DOCTYPE html>\n<html lang='en'><head>{head}</head><body>{''.join(body)}</body></html>\n"
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def plots(record: RunRecord) -> list[str]:

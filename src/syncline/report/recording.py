@@ -300,6 +300,7 @@ def _learners(statistics: Statistics) -> list[Line]:
         if each.role == "learner":
             found[each.rank] = {
                 "rank": each.rank,
+                "pid": each.pid,
                 "state": each.state,
                 "steps": each.steps,
                 "loss": each.loss,

@@ -1,0 +1,187 @@
+"""The commands in this process: exit codes, messages, what they print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from syncline.cli.app import app
+from syncline.dial import PRESETS
+from tests.unit.report.lines_of_a_run import end, epoch, start, statistics, whole
+
+JOB = """
+learners = 2
+batch_size = 8
+epochs = 1
+model = {name = "mlp", sizes = [64, 10]}
+data = "digits"
+loss = "cross_entropy"
+optimizer = {name = "sgd", lr = 0.1}
+engine = "sim"
+"""
+
+
+def syncline(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def written(folder: Path, lines: list[dict[str, Any]]) -> str:
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_help_is_good_reading() -> None:
+    top = syncline("--help").output
+    assert all(command in top for command in ("train", "presets", "show", "compare"))
+    options = syncline("train", "--help").output
+    for name in (
+        "sync",
+        "topology",
+        "engine",
+        "learners",
+        "batch-size",
+        "epochs",
+        "device",
+        "seed",
+        "run-dir",
+    ):
+        assert f"--{name}" in options
+    assert all(f"--{name}" in options for name in ("resume", "set", "debug"))
+    assert syncline("--version").output.startswith("syncline ")
+
+
+def test_presets_come_from_the_dial() -> None:
+    output = syncline("presets").output
+    for preset in PRESETS:
+        assert preset.syntax in output and preset.paper in output
+
+
+def test_a_job_runs_to_its_end(tmp_path: Path) -> None:
+    Path("job.toml").write_text(JOB)
+    result = syncline("train", "job.toml", "--set", "evaluate.split=test", "--seed", "3", "--run-dir", "out")
+    assert result.exit_code == 0, result.output
+    assert "epoch 1/1" in result.output and "test accuracy" in result.output and "try next" in result.output
+    job = (tmp_path / "out" / "job.toml").read_text()
+    assert "seed = 3" in job and 'run_dir = "out"' in job
+    assert syncline("show", "out").exit_code == 0
+
+
+def test_without_a_name_a_run_gets_a_folder_under_runs() -> None:
+    Path("my job.toml").write_text(JOB)
+    result = syncline("train", "my job.toml")
+    assert result.exit_code == 0, result.output
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.endswith("-my-job") and (folder / "report.html").exists()
+    assert folder.name in syncline("show").output, "the newest one"
+
+
+def test_a_finished_run_goes_on_with_its_own_job() -> None:
+    Path("job.toml").write_text(JOB)
+    assert syncline("train", "job.toml", "--run-dir", "out").exit_code == 0
+    result = syncline("train", "--resume", "out", "--epochs", "2")
+    assert result.exit_code == 0, result.output
+    assert "epoch 2/2" in result.output and "epoch 1/2" not in result.output
+    assert "resume" not in Path("out/job.toml").read_text()
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no file": (["missing.toml"], "missing.toml: cannot be read: No such file"),
+    "unknown key": (
+        ["job.toml", "--set", "lerners=3"],
+        "--set lerners=3: lerners: unknown key, did you mean 'learners'",
+    ),
+    "bad dial": (["job.toml", "--sync", "softsnyc:1"], "--sync softsnyc:1: no preset is called 'softsnyc'"),
+    "bad number": (["job.toml", "--learners", "0"], "--learners 0: expected a whole number of at least 1"),
+    "bad engine": (["job.toml", "--engine", "slim"], "--engine slim: "),
+    "bad device": (["job.toml", "--device", "gpu7"], "--device gpu7: "),
+    "bad topology": (["job.toml", "--topology", "ring"], "--topology ring: "),
+    "no callable": (["job.toml", "--set", "model=nowhere:Net"], "nowhere"),
+    "no pair": (["job.toml", "--set", "learners"], "is no key=value"),
+    "not TOML": (["broken.toml"], "broken.toml:1: not TOML"),
+    "no run": (["--resume", "nowhere"], "nowhere: there is no job.toml to go on with"),
+    "no checkpoint": (["job.toml", "--resume", "nowhere"], "no checkpoint at"),
+    "a file as folder": (["job.toml", "--run-dir", "job.toml/x"], "cannot use job.toml/x"),
+    "a run as folder": (["job.toml", "--run-dir", "old"], "old holds a run already"),
+}
+
+
+ONCE_BEGUN = ("no checkpoint at", "cannot use job.toml/x")  # failures of the disk, not of the command
+
+
+@pytest.mark.parametrize("arguments, words", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_message(arguments: list[str], words: str) -> None:
+    Path("job.toml").write_text(JOB)
+    Path("broken.toml").write_text("= 3")
+    written(Path("old"), whole())
+    result = syncline("train", *arguments)
+    expected = 1 if words in ONCE_BEGUN else 2
+    assert result.exit_code == expected, result.output
+    assert words in result.stderr and "Traceback" not in result.output
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not Path("runs").exists(), "nothing was begun"
+
+
+def test_a_learner_that_raises_is_a_failure_in_one_line() -> None:
+    Path("wrong.py").write_text(
+        "def objective(model, batch):\n    if model.training and batch[0].shape[0] > 2:\n        raise ValueError('no luck')\n    return model(batch[0]).sum()\n"
+    )
+    Path("job.toml").write_text(JOB.replace('loss = "cross_entropy"', 'objective = "wrong:objective"'))
+    result = syncline("train", "job.toml", "--run-dir", "out")
+    assert result.exit_code == 1
+    assert result.stderr.strip().endswith("raised ValueError: no luck; --debug shows where")
+    assert "Traceback" not in result.output
+    assert "failed" in syncline("show", "out").output
+    debugged = syncline("train", "job.toml", "--run-dir", "other", "--debug")
+    assert debugged.exit_code == 1 and "no luck" in str(debugged.exception)
+
+
+def test_show_of_running_finished_and_damaged_runs(tmp_path: Path) -> None:
+    running = written(tmp_path / "running", [start(), epoch(0, accuracy=0.5), statistics(1.0, version=10)])
+    output = syncline("show", running).output
+    assert "running" in output and "50.00 %" in output and "computing" in output
+    output = syncline("show", written(tmp_path / "done", whole())).output
+    assert "finished" in output and "81.25 % (best 87.50 % after epoch 3)" in output
+    assert "learner 1: lost: its process (pid 7) ended with SIGKILL" in output
+    gone = written(tmp_path / "gone", [start(pid=2**22 - 1), statistics(1.0, version=10)])
+    assert "ended without a word" in syncline("show", gone).output
+    with (Path(gone) / "events.jsonl").open("ab") as file:
+        file.write(b'\x00\xff garbage\n{"kind":"end","learners":3,"staleness":[]}\n{"kind":"ep')
+    assert syncline("show", gone).exit_code == 0
+    for bad in ("nowhere", str(tmp_path)):
+        result = syncline("show", bad)
+        assert result.exit_code == 2 and "no run folder" in result.stderr
+
+
+def test_compare_side_by_side_with_a_plot(tmp_path: Path) -> None:
+    one, two = (
+        written(tmp_path / "one", whole()),
+        written(tmp_path / "two", [start(), epoch(0, accuracy=0.9), end()]),
+    )
+    result = syncline("compare", one, two, "--plot", "plot.svg")
+    assert result.exit_code == 0, result.output
+    row = next(line for line in result.output.splitlines() if line.strip().startswith("test accuracy"))
+    assert "81.25 % (best 87.50 % after epoch 3)" in row and "90.00 %" in row
+    plot = ElementTree.parse("plot.svg").getroot()
+    titles = [each.text for each in plot.iter("{http://www.w3.org/2000/svg}title")]
+    assert "Training loss over epochs" in titles and "Test accuracy over time" in titles
+    assert syncline("compare", one, two, "--plot", "plot.png").exit_code == 2
+    assert syncline("compare", one, two, "--plot", "missing/plot.svg").exit_code == 1
+    assert syncline("compare", one, "nowhere").exit_code == 2
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "syncline", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("syncline ")
