@@ -4,12 +4,21 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncline.kernels import block_local as products
-from syncline.kernels.block_local_ops import batch_last, block_local
+from syncline.kernels import l2_pool
+from syncline.kernels.block_local_ops import batch_first, batch_last, block_local
 from syncline.kernels.geometry import Geometry
-from syncline.nn import FusedStack, StackShape, TiedAutoencoder, build_stacks, joint_update
+from syncline.nn import (
+    FusedStack,
+    L2Pool2d,
+    LocalContrastNorm2d,
+    StackShape,
+    TiedAutoencoder,
+    build_stacks,
+    joint_update,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,6 +31,8 @@ GEOMETRIES = [
     (Geometry(channels=5, height=23, width=19, field=7, step=3, block=(3, 1, 5)), 33),
     (Geometry(channels=1, height=9, width=11, field=4, step=5, block=(1, 1, 1)), 1),
     (Geometry(channels=2, height=12, width=12, field=5, step=2, block=(5, 5, 20)), 130),
+    (Geometry(channels=2, height=12, width=12, field=4, step=2, block=(4, 4, 8)), 130),
+    (Geometry(channels=3, height=19, width=19, field=7, step=6, block=(4, 4, 18)), 96),
     (Geometry(channels=4, height=16, width=16, field=16, step=1, block=(2, 2, 16)), 300),
 ]
 shapes = pytest.mark.parametrize("geometry, count", GEOMETRIES, ids=lambda value: str(value).replace(" ", ""))
@@ -90,6 +101,33 @@ def test_autograd_and_compile() -> None:
     assert error(plain, double) < 1e-3 and error(compiled, double) < 1e-3
 
 
+@pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.parametrize("last", [False, True])
+def test_gradients_of_pooling_and_contrast(padding: str, last: bool) -> None:
+    layer = nn.Sequential(L2Pool2d(5, padding=padding), LocalContrastNorm2d(5, padding=padding))
+    torch.manual_seed(0)
+    maps = torch.randn(24, 4, 28, 26, device="cuda")
+    shown = batch_first(batch_last(maps)) if last else maps
+    shown.requires_grad_()
+    wide = maps.cpu().double().requires_grad_()
+    weights = torch.randn_like(layer(maps))
+    (found,) = torch.autograd.grad((layer(shown) * weights).sum(), [shown])
+    (expected,) = torch.autograd.grad((layer(wide) * weights.cpu().double()).sum(), [wide])
+    assert error(found.cpu(), expected) < 1e-4
+
+
+@pytest.mark.parametrize("pad", [0, 2])
+def test_pooling_kernels_agree_with_double(pad: int) -> None:
+    torch.manual_seed(0)
+    maps = torch.randn(3, 12, 40, 96, device="cuda")
+    pooled = l2_pool.forward(maps, 5, pad=pad, eps=1e-4)
+    expected = l2_pool.forward(maps.double(), 5, pad=pad, eps=1e-4)
+    assert error(pooled, expected) < 1e-5
+    gradient = torch.randn_like(pooled)
+    found = l2_pool.backward(gradient, pooled, maps, 5, pad=pad)
+    assert error(found, l2_pool.backward(gradient.double(), expected, maps.double(), 5, pad=pad)) < 1e-5
+
+
 def test_fused_and_joint_updates_agree_with_autograd() -> None:
     torch.manual_seed(0)
     stacks = [StackShape(field=8, step=4, block=(4, 4, 4)), StackShape(field=6, step=2, block=(2, 2, 8))]
@@ -104,8 +142,8 @@ def test_fused_and_joint_updates_agree_with_autograd() -> None:
         (below.loss + above.loss).backward()
         optimizer.step()
         steps = joint_update(fused, batch_last(images), rate=1e-4, decay=0.9)
-        assert float(steps[0].loss) == pytest.approx(float(below.loss), rel=2e-3)
-        assert float(steps[1].loss) == pytest.approx(float(above.loss), rel=2e-3)
+        assert float(steps[0].loss) == pytest.approx(below.loss.item(), rel=2e-3)
+        assert float(steps[1].loss) == pytest.approx(above.loss.item(), rel=2e-3)
     for mine, stack in zip(fused, network, strict=True):
         assert error(mine.weight, stack.filter.weight.detach()) < 2e-3
 

@@ -115,7 +115,7 @@ def forward_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
     narrow = dtype == torch.bfloat16
     large, small = _two_tiles(geometry.rows, 256 if narrow else 128, 16)
     rows = (large, max(small, 64) if small and large >= 128 else small)  # 64 rows fill a warp group's product
-    images, columns = _images(count, narrow), 64 if narrow else 32
+    images, columns = _images(count, geometry, dtype), 64 if narrow else 32
     stage = (sum(rows) + sum(images)) * columns * dtype.itemsize
     split = max(1, min(geometry.fan_in // (8 * columns), PROGRAMS // geometry.blocks))
     return Tiles(
@@ -133,7 +133,7 @@ def input_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
     """For Wᵀ δ: many columns, the rows a few at a time."""
     narrow = dtype == torch.bfloat16
     rows = 64 if narrow and geometry.rows % 64 == 0 else 32
-    images = _images(count, narrow)
+    images = _images(count, geometry, dtype)
     columns = max(
         16, min(128, _power(geometry.channels * geometry.field * min(geometry.field, geometry.step)))
     )
@@ -145,7 +145,7 @@ def input_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
 
 def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, updates: bool, pairs: int) -> Tiles:
     """For δ xᵀ and its update: tiles of a few rows, several programs to a multiprocessor."""
-    images = _images(count, dtype == torch.bfloat16)
+    images = _images(count, geometry, dtype)
     if dtype != torch.bfloat16:
         kept = count <= sum(images)
         return Tiles(rows=(32, 0), images=images, columns=64, warps=4, stages=2 if kept else 1)
@@ -174,14 +174,26 @@ def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, update
     return replace(tiles, split=split, stages=tiles.stages if kept else 1)
 
 
-def _images(count: int, narrow: bool) -> tuple[int, int]:
-    return _two_tiles(count, 128, 32) if narrow else _two_tiles(count, 64, 16)
+def _images(count: int, geometry: Geometry, dtype: torch.dtype) -> tuple[int, int]:
+    """Tiles of images: two where 16 bytes of weights can be fetched at a time, else one.
+
+    Products that share a tile of weights fetched in smaller pieces came out wrong (Triton 3.6, warp groups).
+    """
+    most, least = (128, 32) if dtype == torch.bfloat16 else (64, 16)
+    large, small = _two_tiles(count, most, least)
+    if _aligned(geometry, dtype):
+        return large, small
+    return min(most, max(least, _power(count))), 0
+
+
+def _aligned(geometry: Geometry, dtype: torch.dtype) -> bool:
+    return geometry.fan_in * dtype.itemsize % 16 == 0
 
 
 def _whole(maps: Tensor) -> Tensor:
     """(..., N) in one piece, N padded with zeros to a multiple of 16 bytes.
 
-    Lines that start anywhere cannot be fetched 16 bytes at a time, and in bfloat16 came out wrong (Triton 3.6).
+    Lines that start anywhere could not be fetched 16 bytes at a time.
     """
     rest = -maps.shape[-1] * maps.element_size() % 16 // maps.element_size()
     return F.pad(maps, (0, rest)) if rest else maps.contiguous()
@@ -193,8 +205,7 @@ def _stages(bytes_each: int, wanted: int) -> int:
 
 def _copied(geometry: Geometry, dtype: torch.dtype, *, most: int) -> int:
     """The copy engine wants Hopper or later, and rows of weights that start at multiples of 16 bytes."""
-    aligned = geometry.fan_in * dtype.itemsize % 16 == 0
-    return most if aligned and _capability() >= 9 else 0
+    return most if _aligned(geometry, dtype) and _capability() >= 9 else 0
 
 
 @cache

@@ -47,13 +47,8 @@ class L2Pool2d(nn.Module):
         self.padding: Padding = padding
 
     def forward(self, maps: Tensor) -> Tensor:
-        if maps.stride(0) == 1 and maps.shape[0] > 1:  # batch last in memory: pooled as such, with no copy
-            return self._pool(maps.transpose(0, 1)).transpose(0, 1)
-        return self._pool(maps)
-
-    def _pool(self, maps: Tensor) -> Tensor:
         pad = self.window // 2 if self.padding == "same" else 0
-        means = F.avg_pool2d(maps * maps, self.window, self.stride, pad)
+        means = F.avg_pool2d((maps * maps).contiguous(), self.window, self.stride, pad)
         return (means * self.window**2 + self.eps).sqrt()
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
