@@ -124,15 +124,17 @@ def top_neurons(network: nn.Sequential, faces: Tensor, others: Tensor, count: in
     return accuracy.argsort(descending=True)[:count].tolist()
 
 
-def draw(network: nn.Sequential, faces: Tensor, others: Tensor, shown: Tensor, file: Path) -> None:
+def draw(
+    network: nn.Sequential, faces: Tensor, others: Tensor, shown: Tensor, file: Path, count: int, steps: int
+) -> None:
     """Fig. 7 for the top neurons: their best stimulus, and the held-out images that drive them most."""
-    chosen = top_neurons(network, faces, others, 6)
+    chosen = top_neurons(network, faces, others, count)
     device = network[0].filter.weight.device
     values = responses(network, torch.cat([faces, others]))[f"stack {len(network)} norm"]
     rows = []
     for neuron in chosen:
         best = best_stimulus(
-            lambda x, at=neuron: network(x).flatten(1)[:, at], (1, 32, 32), steps=300, device=device
+            lambda x, at=neuron: network(x).flatten(1)[:, at], (1, 32, 32), steps=steps, device=device
         )
         strongest = values[:, neuron].argsort(descending=True)[:10].cpu()
         rows.append((neuron, best.image.cpu()[0], shown[strongest, 0]))
@@ -160,6 +162,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--neurons", type=int, default=6, help="in the picture")
+    parser.add_argument("--steps", type=int, default=300, help="of the search for a best stimulus")
     parser.add_argument("--commit")
     chosen = parser.parse_args()
     raw = load(chosen.faces, chosen.others, chosen.most)
@@ -186,7 +190,8 @@ def main() -> None:
     if chosen.json:
         chosen.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if chosen.pictures:
-        draw(network, faces, others, torch.cat(raw[1:]), chosen.pictures / "cots_stimuli.png")
+        file = chosen.pictures / "cots_stimuli.png"
+        draw(network, faces, others, torch.cat(raw[1:]), file, chosen.neurons, chosen.steps)
 
 
 def show(result: dict[str, Any]) -> None:

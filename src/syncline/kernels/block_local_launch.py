@@ -115,6 +115,8 @@ def forward_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
     narrow = dtype == torch.bfloat16
     large, small = _two_tiles(geometry.rows, 256 if narrow else 128, 16)
     rows = (large, max(small, 64) if small and large >= 128 else small)  # 64 rows fill a warp group's product
+    if not _streams(geometry, dtype):
+        rows = (min(large, 128), 0)
     images, columns = _images(count, geometry, dtype), 64 if narrow else 32
     stage = (sum(rows) + sum(images)) * columns * dtype.itemsize
     split = max(1, min(geometry.fan_in // (8 * columns), PROGRAMS // geometry.blocks))
@@ -175,19 +177,20 @@ def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, update
 
 
 def _images(count: int, geometry: Geometry, dtype: torch.dtype) -> tuple[int, int]:
-    """Tiles of images: two where 16 bytes of weights can be fetched at a time, else one.
-
-    Products that share a tile of weights fetched in smaller pieces came out wrong (Triton 3.6, warp groups).
-    """
+    """Tiles of images: two for fields that stream, else one."""
     most, least = (128, 32) if dtype == torch.bfloat16 else (64, 16)
-    large, small = _two_tiles(count, most, least)
-    if _aligned(geometry, dtype):
-        return large, small
+    if _streams(geometry, dtype):
+        return _two_tiles(count, most, least)
     return min(most, max(least, _power(count))), 0
 
 
-def _aligned(geometry: Geometry, dtype: torch.dtype) -> bool:
-    return geometry.fan_in * dtype.itemsize % 16 == 0
+def _streams(geometry: Geometry, dtype: torch.dtype) -> bool:
+    """Fields of several tiles of columns, whose rows of weights start at multiples of 16 bytes.
+
+    Other fields get plain tiles, one each way and no copy engine: with them, two products that share a tile came
+    out wrong and the copy engine failed (Triton 3.6 on an H200). They are small, so little is lost.
+    """
+    return geometry.fan_in >= 256 and geometry.fan_in * dtype.itemsize % 16 == 0
 
 
 def _whole(maps: Tensor) -> Tensor:
@@ -204,8 +207,8 @@ def _stages(bytes_each: int, wanted: int) -> int:
 
 
 def _copied(geometry: Geometry, dtype: torch.dtype, *, most: int) -> int:
-    """The copy engine wants Hopper or later, and rows of weights that start at multiples of 16 bytes."""
-    return most if _aligned(geometry, dtype) and _capability() >= 9 else 0
+    """The copy engine wants Hopper or later, and fields that stream."""
+    return most if _streams(geometry, dtype) and _capability() >= 9 else 0
 
 
 @cache
