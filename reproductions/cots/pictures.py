@@ -16,20 +16,17 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 
-def stimuli_picture(rows: Sequence[tuple[int, Tensor, Tensor]], file: Path) -> None:
-    """A row per neuron: its number, its best stimulus (H, W), the images that drive it most (count, H, W)."""
-    across = 1 + len(rows[0][2])
-    figure, axes = plt.subplots(len(rows), across, figsize=(across, len(rows)), squeeze=False)
-    for line, (neuron, stimulus, images) in zip(axes, rows, strict=True):
-        reach = float(stimulus.abs().max())
-        line[0].imshow(stimulus, cmap="gray", vmin=-reach, vmax=reach)
-        line[0].set_ylabel(str(neuron), fontsize=7)
-        for axis, image in zip(line[1:], images, strict=True):
-            axis.imshow(image, cmap="gray", vmin=0, vmax=1)
-        for axis in line:
+def stimuli_picture(stimuli: Sequence[tuple[str, Tensor, Tensor]], file: Path) -> None:
+    """A column per neuron: its name, its best stimulus as the net sees it, whitened, and as pixels, both (H, W)."""
+    figure, axes = plt.subplots(2, len(stimuli), figsize=(1.4 * len(stimuli), 3.1), squeeze=False)
+    for column, (name, *images) in zip(axes.T, stimuli, strict=True):
+        for axis, image in zip(column, images, strict=True):
+            reach = float(image.abs().max())
+            axis.imshow(image, cmap="gray", vmin=-reach, vmax=reach)
             axis.set_xticks([]), axis.set_yticks([])
-    axes[0][0].set_title("best\nstimulus", fontsize=7)
-    axes[0][1].set_title("held-out images that drive it most", fontsize=7, loc="left")
+        column[0].set_title(name, fontsize=7)
+    for axis, name in zip(axes[:, 0], ("whitened", "as pixels"), strict=True):
+        axis.set_ylabel(name, fontsize=7)
     figure.subplots_adjust(wspace=0.05, hspace=0.05)
     figure.savefig(file, dpi=110, bbox_inches="tight")
     plt.close(figure)

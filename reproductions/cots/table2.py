@@ -26,6 +26,7 @@ from benchmarks import machine
 from reproductions.cots.pictures import stimuli_picture
 from syncline.nn import (
     Greedy,
+    Selectivity,
     Stack,
     StackShape,
     Whitening,
@@ -63,23 +64,22 @@ def load(faces: Path, others: Path, most: int) -> tuple[Tensor, Tensor, Tensor]:
     return training, portraits[half:], gray(rest["x_test"])
 
 
-def prepare(training: Tensor, *held_out: Tensor) -> tuple[Tensor, ...]:
+def prepare(whiten: Whitening, images: Tensor) -> Tensor:
     """Contrast normalised, whitened as the training images are, normalised again."""
-    whiten = Whitening.fit(contrast_normalise(training), epsilon=0.05)
-    return tuple(contrast_normalise(whiten(contrast_normalise(images))) for images in (training, *held_out))
+    return contrast_normalise(whiten(contrast_normalise(images)))
 
 
 def responses(network: nn.Sequential, images: Tensor) -> dict[str, Tensor]:
     """(count, neurons) of every layer, on the network's device; pixels are a layer too."""
     device = network[0].filter.weight.device
     found: dict[str, list[Tensor]] = {}
-    for batch in images.split(BATCH):
-        for name, values in layers(network, batch.to(device)):
-            found.setdefault(name, []).append(values.flatten(1).float())
+    with torch.no_grad():
+        for batch in images.split(BATCH):
+            for name, values in layers(network, batch.to(device)):
+                found.setdefault(name, []).append(values.flatten(1).float())
     return {name: torch.cat(values) for name, values in found.items()}
 
 
-@torch.no_grad()
 def layers(network: nn.Sequential, values: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "pixels", values
     for number, stack in enumerate(network, 1):
@@ -88,13 +88,15 @@ def layers(network: nn.Sequential, values: Tensor) -> Iterator[tuple[str, Tensor
             yield f"stack {number} {name}", values
 
 
-def judge(network: nn.Sequential, faces: Tensor, others: Tensor) -> dict[str, dict[str, float]]:
-    """Per layer: the best neuron, its accuracy on all held-out images, and the estimate free of choosing."""
+def judge(
+    network: nn.Sequential, faces: Tensor, others: Tensor
+) -> tuple[dict[str, Selectivity], dict[str, dict[str, float]]]:
+    """Per layer: every neuron's accuracy, and of the best one also the estimate free of choosing."""
     positive, negative = responses(network, faces), responses(network, others)
-    result = {}
+    found, result = {}, {}
     for name in positive:
         mine, theirs = positive[name], negative[name]
-        whole = selectivity(mine, theirs)
+        whole = found[name] = selectivity(mine, theirs)
         choice = selectivity(mine[::2], theirs[::2])
         chosen = int(choice.accuracy.argmax())
         threshold = choice.threshold[chosen]
@@ -105,7 +107,7 @@ def judge(network: nn.Sequential, faces: Tensor, others: Tensor) -> dict[str, di
             "accuracy": float(whole.accuracy.max()),
             "chosen on one half, judged on the other": float(right) / (len(mine[1::2]) + len(theirs[1::2])),
         }
-    return result
+    return found, result
 
 
 def train(network: nn.Sequential, images: Tensor, epochs: int, rate: float) -> list[dict[str, Any]]:
@@ -117,28 +119,29 @@ def train(network: nn.Sequential, images: Tensor, epochs: int, rate: float) -> l
     return records
 
 
-def top_neurons(network: nn.Sequential, faces: Tensor, others: Tensor, count: int) -> list[int]:
-    """The neurons of the last layer that tell faces best, at different places of the map."""
-    last = f"stack {len(network)} norm"
-    accuracy = selectivity(responses(network, faces)[last], responses(network, others)[last]).accuracy
-    return accuracy.argsort(descending=True)[:count].tolist()
-
-
 def draw(
-    network: nn.Sequential, faces: Tensor, others: Tensor, shown: Tensor, file: Path, count: int, steps: int
+    network: nn.Sequential,
+    found: dict[str, Selectivity],
+    whiten: Whitening,
+    file: Path,
+    count: int,
+    steps: int,
 ) -> None:
-    """Fig. 7 for the top neurons: their best stimulus, and the held-out images that drive them most."""
-    chosen = top_neurons(network, faces, others, count)
-    device = network[0].filter.weight.device
-    values = responses(network, torch.cat([faces, others]))[f"stack {len(network)} norm"]
-    rows = []
-    for neuron in chosen:
-        best = best_stimulus(
-            lambda x, at=neuron: network(x).flatten(1)[:, at], (1, 32, 32), steps=steps, device=device
-        )
-        strongest = values[:, neuron].argsort(descending=True)[:10].cpu()
-        rows.append((neuron, best.image.cpu()[0], shown[strongest, 0]))
-    stimuli_picture(rows, file)
+    """Fig. 7: best stimuli of the neurons that tell faces best, `count` of the last layer and of the best one."""
+    device, shown = network[0].filter.weight.device, []
+    best_layer = max(found, key=lambda name: float(found[name].accuracy.max()))
+    for layer in dict.fromkeys((best_layer, list(found)[-1])):
+        for neuron in found[layer].accuracy.argsort(descending=True)[:count].tolist():
+            best = best_stimulus(
+                lambda x, layer=layer, at=neuron: dict(layers(network, x))[layer].flatten(1)[:, at],
+                (1, 32, 32),
+                steps=steps,
+                device=device,
+            )
+            name = f"{layer} {neuron}\n{100 * float(found[layer].accuracy[neuron]):.1f} %"
+            image = best.image.cpu()
+            shown.append((name, image[0], whiten.undo(image.unsqueeze(0))[0, 0]))
+    stimuli_picture(shown, file)
 
 
 def make(device: str) -> nn.Sequential:
@@ -162,16 +165,17 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pictures", type=Path)
-    parser.add_argument("--neurons", type=int, default=6, help="in the picture")
+    parser.add_argument("--neurons", type=int, default=3, help="of a layer in the picture")
     parser.add_argument("--steps", type=int, default=300, help="of the search for a best stimulus")
     parser.add_argument("--commit")
     chosen = parser.parse_args()
     raw = load(chosen.faces, chosen.others, chosen.most)
-    training, faces, others = prepare(*raw)
+    whiten = Whitening.fit(contrast_normalise(raw[0]), epsilon=0.05)
+    training, faces, others = (prepare(whiten, images) for images in raw)
     network = make(chosen.device)
-    untrained = judge(network, faces, others)
+    _, untrained = judge(network, faces, others)
     records = train(network, training, chosen.epochs, chosen.rate)
-    trained = judge(network, faces, others)
+    found, trained = judge(network, faces, others)
     result = {
         "machine": machine.describe() | ({"commit": chosen.commit} if chosen.commit else {}),
         "weights": parameters(network),
@@ -191,7 +195,7 @@ def main() -> None:
         chosen.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if chosen.pictures:
         file = chosen.pictures / "cots_stimuli.png"
-        draw(network, faces, others, torch.cat(raw[1:]), file, chosen.neurons, chosen.steps)
+        draw(network, found, whiten, file, chosen.neurons, chosen.steps)
 
 
 def show(result: dict[str, Any]) -> None:

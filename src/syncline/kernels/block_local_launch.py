@@ -148,7 +148,7 @@ def input_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
 def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, updates: bool, pairs: int) -> Tiles:
     """For δ xᵀ and its update: tiles of a few rows, several programs to a multiprocessor."""
     images = _images(count, geometry, dtype)
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 or not _streams(geometry, dtype):
         kept = count <= sum(images)
         return Tiles(rows=(32, 0), images=images, columns=64, warps=4, stages=2 if kept else 1)
     odd = geometry.rows % 64 != 0

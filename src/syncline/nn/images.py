@@ -45,6 +45,20 @@ class Whitening:
         return cls(mean, (vectors * damped.unsqueeze(-2)) @ vectors.mH)
 
     def __call__(self, images: Tensor) -> Tensor:
+        self._check_size(images)
+        return self._filtered(images.float() - self.mean, self.filters)
+
+    def undo(self, images: Tensor) -> Tensor:
+        """Whitened images as pixels again, to look at them."""
+        self._check_size(images)
+        return self._filtered(images.float(), torch.linalg.inv(self.filters)) + self.mean
+
+    @staticmethod
+    def _filtered(images: Tensor, filters: Tensor) -> Tensor:
+        waves = torch.einsum("hwcd,ndhw->nchw", filters, torch.fft.rfft2(images, norm="ortho"))
+        return torch.fft.irfft2(waves, s=images.shape[2:], norm="ortho")
+
+    def _check_size(self, images: Tensor) -> None:
         _check(images)
         channels, (high, half) = self.mean.shape[0], self.filters.shape[:2]
         if images.shape[1] != channels or images.shape[2] != high or images.shape[3] // 2 + 1 != half:
@@ -52,9 +66,6 @@ class Whitening:
                 f"fitted on images of {channels} x {high} x {2 * half - 2} or {2 * half - 1}, "
                 f"got {' x '.join(map(str, images.shape[1:]))}"
             )
-        waves = torch.fft.rfft2(images.float() - self.mean, norm="ortho")
-        filtered = torch.einsum("hwcd,ndhw->nchw", self.filters, waves)
-        return torch.fft.irfft2(filtered, s=images.shape[2:], norm="ortho")
 
 
 def _check(images: Tensor) -> None:

@@ -45,6 +45,12 @@ def test_the_filter_carries_over_to_other_images() -> None:
     assert whiten(images[2000:]).std().item() == pytest.approx(whiten(images[:2000]).std().item(), rel=0.05)
 
 
+def test_undo_gives_the_pixels_back() -> None:
+    images = natural(50, 2, 8, 9)
+    whiten = Whitening.fit(images)
+    torch.testing.assert_close(whiten.undo(whiten(images)), images, atol=1e-3, rtol=1e-3)
+
+
 def test_wrong_images_are_refused() -> None:
     whiten = Whitening.fit(natural(10, 1, 8, 8))
     with pytest.raises(UsageError, match="fitted on images of 1 x 8 x 8 or 9, got 2 x 8 x 8"):
