@@ -84,7 +84,8 @@ def _numbers(record: RunRecord) -> Text:
     epochs = record.metric("loss")
     shown = epochs[-1][2] if epochs else sum(losses) / len(losses) if losses else None
     pairs = [("loss", f"{shown:.4f}" if shown is not None else "–")]
-    pairs += [(name, last_and_best(record, name)) for name in reversed(record.metrics)]
+    names = list(reversed(record.metrics))
+    pairs += [(name, last_and_best(record, name, short=name != names[0])) for name in names]
     pairs.append(("version", f"{record.last.get('version') or 0:,}"))
     if record.state == "running":
         pairs.append(("updates/s", f"{record.rate('version'):,.0f}"))

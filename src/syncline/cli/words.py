@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def last_and_best(record: RunRecord, name: str) -> str:
+def last_and_best(record: RunRecord, name: str, *, short: bool = False) -> str:
     """A test metric: its last value, and the best if that is another."""
     points = record.metric(name)
     if not points:
@@ -68,7 +68,7 @@ def last_and_best(record: RunRecord, name: str) -> str:
     pick = max if name.endswith("accuracy") else min
     best = pick(points, key=lambda point: point[2])
     shown = measure(name, points[-1][2])
-    if best[2] == points[-1][2]:
+    if short or best[2] == points[-1][2]:
         return shown
     return f"{shown} (best {measure(name, best[2])} after epoch {best[0]:.0f})"
 

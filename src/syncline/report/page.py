@@ -89,19 +89,19 @@ def staleness_plot(record: RunRecord) -> str:
 
 
 def rates_plot(record: RunRecord) -> str:
-    """Gradients a second of each learner, between samples a second or more apart."""
-    thin = spaced(record.samples, 1.0 if record.seconds < 120 else record.seconds / 120)
+    """Gradients a second of each learner, between samples half a second or more apart."""
+    thin = spaced(record.samples, max(0.5, record.seconds / 120))
     series: dict[int, list[svg.Point]] = {}
     for before, after in pairwise(thin):
         steps = {each["rank"]: each.get("steps") or 0 for each in learners_of(before)}
         span = after["seconds"] - before["seconds"]
         for each in learners_of(after):
             done = (each.get("steps") or 0) - steps.get(each["rank"], 0)
-            if span > 0 and done >= 0:
+            if span > 0 and done >= 0 and each.get("state") not in ("lost", "raised"):
                 series.setdefault(each["rank"], []).append((after["seconds"], done / span))
     drawn = [svg.Series(f"learner {rank}", series[rank]) for rank in sorted(series)[: len(svg.COLOURS)]]
     marks = fault_marks(record)
-    return svg.lines("Rate of each learner", drawn, x="seconds", y="gradients/s", marks=marks, zero=True)
+    return svg.lines("Rates of learners", drawn, x="seconds", y="gradients/s", marks=marks, zero=True)
 
 
 def spaced(samples: Sequence[Line], seconds: float) -> list[Line]:

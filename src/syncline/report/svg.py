@@ -179,8 +179,8 @@ def _legend(series: Sequence[Series], title: str) -> list[str]:
     """Beside the title where there is room, else in the upper right; a single line is named by the title."""
     if len(series) < 2:
         return []
-    wide = [26 + 6.6 * len(each.name) for each in series]
-    if LEFT + 7.6 * len(title) + 12 + sum(wide) <= WIDTH:
+    wide = [24 + 6.2 * len(each.name) for each in series]
+    if LEFT + 7.0 * len(title) + sum(wide) <= WIDTH:
         lefts = [WIDTH - RIGHT - sum(wide[number:]) + 8 for number in range(len(series))]
         places, back = [(left, 18.0) for left in lefts], []
     else:

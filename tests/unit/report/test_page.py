@@ -52,7 +52,7 @@ def test_the_plots() -> None:
         "Test accuracy over epochs",
         "Test accuracy over time",
         "Staleness of gradients",
-        "Rate of each learner",
+        "Rates of learners",
     ]
     bars = [rect.find(f"{SVG}title").text for rect in tree.iter(f"{SVG}rect") if len(rect)]  # type: ignore[union-attr]
     assert bars == ["σ = 0: 10 gradients", "σ = 1: 25 gradients", "σ = 2: 5 gradients"]
