@@ -23,7 +23,7 @@ from syncline.cli.display import panel
 from syncline.cli.messages import INTERRUPTED
 from syncline.cli.words import epoch_line, event_line, headline, how, near, next_steps, summary
 from syncline.engines.local import forkserver
-from syncline.errors import UsageError
+from syncline.errors import SynclineError, UsageError
 from syncline.jobs import Job, JobError
 from syncline.jobs.toml import dumps, override, parse_override
 from syncline.report.record import RunRecord
@@ -55,8 +55,12 @@ def run_job(wish: Wish, console: Console) -> int:
     run: Run = train(**job.build(), wait=False)
     assert run.recording is not None
     run.recording.keep(JOB, _as_it_ran(job))
-    interrupted = _watch(run, console)
     record = run.recording.record
+    try:
+        interrupted = _watch(run, console)
+    except SynclineError:
+        _line(console, f"failed; what was recorded is in {near(record.path)}")
+        raise
     run.wait()
     _last_words(record, wish, console, interrupted)
     return INTERRUPTED if interrupted else 0
