@@ -25,6 +25,7 @@ from syncline.kernels.rounding import seeds
 
 MOST_ELEMENTS = 2**31 - 1
 PROGRAMS = 900  # about seven for each multiprocessor of a large GPU: the last ones to finish cost little
+PLAIN = 32  # rows of a product that single warps compute
 SHARED_MEMORY = 220_000  # bytes of a multiprocessor that tiles may take
 
 
@@ -116,7 +117,7 @@ def forward_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
     large, small = _two_tiles(geometry.rows, 256 if narrow else 128, 16)
     rows = (large, max(small, 64) if small and large >= 128 else small)  # 64 rows fill a warp group's product
     if not _streams(geometry, dtype):
-        rows = (min(large, 128), 0)
+        rows = (min(large, PLAIN), 0)
     images, columns = _images(count, geometry, dtype), 64 if narrow else 32
     stage = (sum(rows) + sum(images)) * columns * dtype.itemsize
     split = max(1, min(geometry.fan_in // (8 * columns), PROGRAMS // geometry.blocks))
@@ -139,6 +140,8 @@ def input_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
     columns = max(
         16, min(128, _power(geometry.channels * geometry.field * min(geometry.field, geometry.step)))
     )
+    if not _streams(geometry, dtype):
+        columns = min(columns, PLAIN)
     stage = rows * (columns + sum(images)) * dtype.itemsize
     return Tiles(
         rows=(rows, 0), images=images, columns=columns, warps=4, stages=_stages(stage, 4 if rows == 64 else 5)
@@ -150,7 +153,7 @@ def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, update
     images = _images(count, geometry, dtype)
     if dtype != torch.bfloat16 or not _streams(geometry, dtype):
         kept = count <= sum(images)
-        return Tiles(rows=(32, 0), images=images, columns=64, warps=4, stages=2 if kept else 1)
+        return Tiles(rows=(PLAIN, 0), images=images, columns=64, warps=4, stages=2 if kept else 1)
     odd = geometry.rows % 64 != 0
     most = 2 if updates and odd else 1 if updates else 0
     copied = _copied(geometry, dtype, most=most)
@@ -166,13 +169,10 @@ def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, update
         warps = 8 if rows == 128 else 4
         tiles = Tiles(rows=(rows, 0), images=images, columns=64, warps=warps, stages=3, copied=copied)
     programs = geometry.blocks * -(-geometry.rows // sum(tiles.rows))
-    wanted = (
-        8 if updates and pairs == 1 else 2
-    ) * PROGRAMS  # small programs pay where no second pair is to be kept
+    # small programs pay where no second pair is to be kept
+    wanted = (8 if updates and pairs == 1 else 2) * PROGRAMS
     split = max(1, min(geometry.fan_in // (8 * tiles.columns), round(wanted / programs), 4))
-    kept = count <= sum(
-        images
-    )  # else deltas are fetched again for every tile, which leaves no room for stages
+    kept = count <= sum(images)  # else deltas are fetched for every tile anew, and leave no room for stages
     return replace(tiles, split=split, stages=tiles.stages if kept else 1)
 
 
@@ -187,8 +187,8 @@ def _images(count: int, geometry: Geometry, dtype: torch.dtype) -> tuple[int, in
 def _streams(geometry: Geometry, dtype: torch.dtype) -> bool:
     """Fields of several tiles of columns, whose rows of weights start at multiples of 16 bytes.
 
-    Other fields get plain tiles, one each way and no copy engine: with them, two products that share a tile came
-    out wrong and the copy engine failed (Triton 3.6 on an H200). They are small, so little is lost.
+    Other fields get plain tiles, too small for a warp group's products, and no copy engine: with those, products
+    that share a tile came out wrong and copies failed (Triton 3.6 on an H200). They are small: little is lost.
     """
     return geometry.fan_in >= 256 and geometry.fan_in * dtype.itemsize % 16 == 0
 

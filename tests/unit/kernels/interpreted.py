@@ -72,7 +72,7 @@ def compare(kernels: ModuleType, geometry: Geometry, count: int, dtype: torch.dt
             assert dtype != torch.bfloat16 or (found != expected).float().mean() < 0.01  # the same bits round
 
 
-@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_shapes_and_tiles(kernels: ModuleType, data: st.DataObject) -> None:
     whole = st.integers
@@ -110,6 +110,17 @@ def test_the_chosen_tiles_serve(kernels: ModuleType) -> None:
     close(found, reference.input_gradient(maps, weight, geometry))
     found = kernels.weight_gradient(maps, images, geometry, dtype=torch.float32, precision="widen")
     close(found, reference.weight_gradient(maps, images, geometry))
+
+
+@pytest.mark.parametrize("field, channels", [(4, 2), (5, 2), (7, 3)])
+def test_small_and_unaligned_fields_get_plain_tiles(kernels: ModuleType, field: int, channels: int) -> None:
+    geometry = Geometry(channels=channels, height=20, width=20, field=field, step=3, block=(4, 4, 18))
+    for dtype in (torch.float32, torch.bfloat16):
+        ways = {"updates": True, "pairs": 2}
+        forward, back = kernels.forward_tiles(geometry, 96, dtype), kernels.input_tiles(geometry, 96, dtype)
+        update = kernels.gradient_tiles(geometry, 96, dtype, **ways)
+        assert forward.rows == (32, 0) and back.columns <= 32 and update.rows == (32, 0)
+        assert all(tiles.images[1] == 0 and tiles.copied == 0 for tiles in (forward, back, update))
 
 
 def test_too_many_elements_are_refused_with_a_way_out(kernels: ModuleType) -> None:
