@@ -73,7 +73,7 @@ class FusedStack:
 
     def up(self, images: Tensor, *, normalised: bool = True) -> _Pass:
         """W x, pooled; `normalised` too for a stack above, with autograd's graph from the pooled maps on."""
-        images = images.to(self.weight.dtype)
+        images = images.to(self.weight.dtype).contiguous()
         responses = forward(images, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)
         made = _Pass(images=images, responses=responses, pooled=self._pool(responses))
         if normalised:
