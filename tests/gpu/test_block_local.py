@@ -86,6 +86,7 @@ def test_updates_agree_with_the_reference(
         assert error(found, wanted) < TOLERANCE[dtype]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
 def test_autograd_and_compile() -> None:
     geometry = GEOMETRIES[0][0]
     images, maps, weight, _ = inputs(geometry, 8, torch.float32)
