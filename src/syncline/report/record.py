@@ -114,7 +114,7 @@ class RunRecord:
     @property
     def last(self) -> Line:
         """The newest statistics; the end's where there is one."""
-        if self.end is not None and "version" in self.end:
+        if self.end is not None and isinstance(self.end.get("version"), int):
             return self.end
         return self.samples[-1] if self.samples else {}
 
