@@ -134,7 +134,7 @@ def draw(
 ) -> None:
     """Fig. 7: best stimuli of the neurons that tell faces best, `count` of the last layer and of the best one."""
     device, shown = network[0].filter.weight.device, []
-    best_layer = max(found, key=lambda name: float(found[name].accuracy.max()))
+    best_layer = max(list(found)[1:], key=lambda name: float(found[name].accuracy.max()))  # but the pixels
     for layer in dict.fromkeys((best_layer, list(found)[-1])):
         for neuron in found[layer].accuracy.argsort(descending=True)[:count].tolist():
             best = best_stimulus(
