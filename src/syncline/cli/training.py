@@ -236,10 +236,7 @@ def _last_words(record: RunRecord, wish: Wish, console: Console, interrupted: bo
     if interrupted:
         _line(console, f"go on with:  syncline train --resume {shlex.quote(near(record.path))}")
         return
-    steps = Table.grid(padding=(0, 2))
-    steps.add_column(no_wrap=True)
-    steps.add_column(style="grey50", overflow="fold")
-    for command, words in next_steps(record, str(wish.job) if wish.job else None):
-        steps.add_row(f"  {command}", words)
     console.print("try next", style="bold")
-    console.print(steps)
+    for command, words in next_steps(record, str(wish.job) if wish.job else None):
+        _line(console, f"  {command}")  # uncut: it is there to be copied
+        console.print(f"      {words}", style="grey50", highlight=False, soft_wrap=True)
