@@ -64,7 +64,9 @@ def lines(
     parts = [*_grid(across, up), *_labels(x, y), *_marks(marks, across)]
     for number, each in enumerate(drawn):
         parts += _line(each, across, up, COLOURS[number % len(COLOURS)])
-    return _frame(title, [*parts, *_legend(drawn, title)])
+    ends = [up(each.points[-1][1]) for each in drawn]
+    low = sum(ends) / len(ends) < (TOP + HEIGHT - BOTTOM) / 2  # they end high: the legend goes below them
+    return _frame(title, [*parts, *_legend(drawn, title, low)])
 
 
 def bars(title: str, values: Sequence[tuple[str, float, str]], *, x: str, y: str) -> str:
@@ -175,8 +177,8 @@ def _line(series: Series, across: Axis, up: Axis, colour: str) -> list[str]:
     return parts
 
 
-def _legend(series: Sequence[Series], title: str) -> list[str]:
-    """Beside the title where there is room, else in the upper right; a single line is named by the title."""
+def _legend(series: Sequence[Series], title: str, low: bool) -> list[str]:
+    """Beside the title where there is room, else on the right where no line ends; a single line is named by the title."""
     if len(series) < 2:
         return []
     wide = [24 + 6.2 * len(each.name) for each in series]
@@ -185,9 +187,10 @@ def _legend(series: Sequence[Series], title: str) -> list[str]:
         places, back = [(left, 18.0) for left in lefts], []
     else:
         left = max(LEFT + 8.0, WIDTH - RIGHT - max(wide))
-        places = [(left, TOP + 14.0 + 16 * number) for number in range(len(series))]
+        top = HEIGHT - BOTTOM - 16.0 * len(series) - 10 if low else TOP + 2.0
+        places = [(left, top + 12 + 16 * number) for number in range(len(series))]
         size = f"width='{WIDTH - RIGHT - left + 6:.0f}' height='{16 * len(series) + 6}'"
-        back = [f"<rect x='{left - 6:.0f}' y='{TOP + 2}' {size} fill='white' fill-opacity='0.85'/>"]
+        back = [f"<rect x='{left - 6:.0f}' y='{top:.0f}' {size} fill='white' fill-opacity='0.85'/>"]
     for number, (each, (left, y)) in enumerate(zip(series, places, strict=True)):
         colour = COLOURS[number % len(COLOURS)]
         back.append(f"<rect x='{left:.0f}' y='{y - 6:.0f}' width='12' height='4' fill='{colour}'/>")
