@@ -258,7 +258,7 @@ class CoordinatorPort(ABC):
 
     @abstractmethod
     def fill_table(self, handle: Any, layout: Layout, values: Sequence[Tensor]) -> None:
-        """Overwrite a table's weights, one value per parameter."""
+        """Overwrite a table's weights, one value per parameter; what shards told each other of it is void."""
 
     @abstractmethod
     def read_table(self, handle: Any, layout: Layout) -> list[Tensor]:
@@ -288,8 +288,8 @@ class CoordinatorPort(ABC):
         """Introduce a learner to the new servers."""
 
     @abstractmethod
-    def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Any]) -> None:
-        """All files of a checkpoint are written: make it one, and emit `Checkpointed`."""
+    def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Any]) -> bool:
+        """All files of a checkpoint are written: make it one, and emit `Checkpointed`; False if that failed."""
 
     @abstractmethod
     def abandon(self, number: int) -> None:

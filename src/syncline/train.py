@@ -37,6 +37,7 @@ from syncline.report.recording import record_run
 from syncline.topology.messages import Statistics
 from syncline.topology.parse import auto_shards, parse_topology
 
+MOST_DIALS = 64  # in one run
 ENGINES: dict[str, type[Engine]] = {"local": Local, "sim": Sim}
 Dial = str | Sync | Mapping[int, str | Sync] | Course
 
@@ -79,6 +80,7 @@ class Run:
         made: torch.optim.Optimizer | None = None,
     ) -> None:
         self._spec, self._model, self._made = spec, model, made
+        self._changes = 0
         self.recording = record_run(spec, engine, model)  # None without a run folder
         if self.recording is not None:
             spec = replace(spec, listeners=(*spec.listeners, self.recording.heard))
@@ -96,7 +98,8 @@ class Run:
             self._recorded()
             raise
         self._recorded()
-        return _result(outcome, model=self._model)
+        before = self._spec.restored.counts.examples.get(0, 0) if self._spec.restored else 0
+        return _result(outcome, model=self._model, before=before)
 
     def _recorded(self) -> None:
         if self.recording is not None:
@@ -121,6 +124,9 @@ class Run:
     def change(self, sync: str | Sync) -> None:
         """Another dial, from the next version on."""
         dial = as_sync(sync)
+        self._changes += 1
+        if self._changes + len(self._spec.course.dials) > MOST_DIALS:
+            raise DialError(f"a run may have {MOST_DIALS} dials, this one has had them; start another run")
         dial.check(self._spec.learners, self._spec.batch_size)
         if dial.delay > self._spec.delay:
             raise DialError(
@@ -399,7 +405,7 @@ def _engine(engine: str | Engine) -> Engine:
     return ENGINES[engine]()
 
 
-def _result(outcome: Outcome, *, model: nn.Module | None) -> Result:
+def _result(outcome: Outcome, *, model: nn.Module | None, before: int) -> Result:
     table = outcome.statistics.tables.get(0)
     if model is not None and 0 in outcome.tables:
         model = copy.deepcopy(model).cpu()
@@ -410,7 +416,7 @@ def _result(outcome: Outcome, *, model: nn.Module | None) -> Result:
         gradients=table.gradients if table else 0,
         dropped=table.dropped if table else 0,
         staleness=outcome.staleness,
-        throughput=table.examples / outcome.seconds if table and outcome.seconds else 0.0,
+        throughput=(table.examples - before) / outcome.seconds if table and outcome.seconds else 0.0,
         seconds=outcome.seconds,
         history=outcome.history,
         logs=outcome.logs,

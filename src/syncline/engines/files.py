@@ -20,7 +20,7 @@ def write_part(folder: Folder, job: Job) -> Saved:
     try:
         written = write_tensors(folder.join(number) / name, tensors, {NOTES: json.dumps(notes)})
         return Saved(number, name, written)
-    except CheckpointError as error:
+    except Exception as error:  # whatever it is, the run must hear of it, and goes on
         return Saved(number, name, None, str(error))
 
 
@@ -30,6 +30,7 @@ def commit(
     """Make the written files a checkpoint; the oldest beyond `keep` go."""
     try:
         path = folder.commit(number, manifest, files)
+        folder.forget_after(number)
         folder.prune(keep)
         return Checkpointed(number, str(path))
     except CheckpointError as error:

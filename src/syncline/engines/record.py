@@ -122,15 +122,19 @@ class Recorder:
 
     def history(self) -> list[dict[str, Any]]:
         """The records so far, for a checkpoint."""
-        return [dataclasses.asdict(record) for record in self.outcome.history]
+        known = {record.epoch: record for record in (*self._open.values(), *self.outcome.history)}
+        return [dataclasses.asdict(known[epoch]) for epoch in sorted(known)]
 
     def go_back(self, restored: Restored | None) -> None:
         """The run goes on from a checkpoint: what came after it is forgotten."""
         epochs = restored.epoch if restored else 0
         self.outcome.history = [record for record in self.outcome.history if record.epoch < epochs]
-        self._void += [epoch for epoch in self._open if epoch in self._sent]
-        self._open.clear()
-        self._sent.clear()
+        self._void += [epoch for epoch in self._open if epoch in self._sent and epoch >= epochs]
+        self._open = {epoch: record for epoch, record in self._open.items() if epoch < epochs}
+        self._sent &= set(self._open)
+        for epoch in self._open.keys() - self._sent:  # its snapshot is lost
+            self.outcome.history.append(self._open.pop(epoch))
+        self.outcome.history.sort(key=lambda each: each.epoch)
         self._states.clear()
         self._assembly = Assembly()
         self._finished = self._complete = False

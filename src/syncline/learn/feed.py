@@ -177,6 +177,9 @@ class Loader:
         if portion is None and block:
             self._session.rest(self.number, self._index)
             portion = self._rest_until()
+        elif portion is not None and self._session.resting:  # since another loader's end
+            self._session.rest(self.number, self._index)
+            self._session.rested()
         return self._seen(portion)
 
     def _first(self) -> Portion | None:
@@ -203,8 +206,11 @@ class Loader:
     def _leave(self) -> None:
         """The epoch is over for this learner, by its end or by leaving the loop."""
         self._session.push()
+        generation = self.generation
         if not self._ended and not self._session.ending:
             self._session.insist(self._break)
+            if generation != self.generation:  # the epoch that new servers gave is not this one
+                return
         elif self._ended:
             self._session.ended(self.number, self._index)
         self._ended = False
@@ -247,6 +253,7 @@ class Loader:
                 more, generation = True, self.generation
             while more and waiting <= self._ahead and not self._session.ending:
                 portion = self._next(block=waiting == 0)
+                generation = self.generation
                 if portion is None:
                     break
                 more = not portion.end

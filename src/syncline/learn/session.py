@@ -64,6 +64,7 @@ class Session:
         self._used: dict[int, int] = {}  # loader -> portions used
         self._fresh: list[int] = []  # loaders used since the last step
         self._rests: list[tuple[SharedOptimizer, int]] = []
+        self._rest_loader = -1  # whose data it waits for, where it rests
         self._idle: tuple[int, int] | None = None  # the loader that ended, and its next portion
         self.loss = float("nan")
         self.sync = config.sync  # as of the last read of any table
@@ -105,7 +106,8 @@ class Session:
         while True:
             try:
                 opened = self.port.rejoin(len(self._tables), len(self._loaders))
-                self._rests, self._idle, self._fresh, self._used = [], None, [], {}
+                self._rests, self._fresh, self._used = [], [], {}
+                self._idle = (self._idle[0], 0) if self._idle is not None else None
                 self._count = 0
                 for table, answer in zip(self._tables, opened, strict=True):
                     table.rejoin(self.port.attach(answer))
@@ -145,7 +147,7 @@ class Session:
 
     def _open_table(self, inner: torch.optim.Optimizer, layout: Layout, tensors: Tensors) -> SharedOptimizer:
         number = len(self._tables)
-        answer = self.port.request(m.Open(number, layout))
+        answer = self._request(m.Open(number, layout))
         if isinstance(answer, m.Initialise):
             values = self.port.first_values(answer.handle, layout)
             _copy_all(values[0], [parameter.detach() for parameter in tensors.parameters])
@@ -231,7 +233,7 @@ class Session:
         opening = m.OpenLoader(number, len(data), batch_size, policy, epochs)  # type: ignore[arg-type]
 
         def opened() -> Loader:
-            parts = self.port.request(opening)
+            parts = self._request(opening)
             return Loader(
                 self,
                 number,
@@ -247,6 +249,15 @@ class Session:
         self._loaders.append(loader)
         return loader
 
+    def _ask(self, message: Any) -> Any:
+        """A question to which the answer comes when the others are there."""
+        return self.insist(lambda: self._request(message))
+
+    def _request(self, message: Any) -> Any:
+        if self._idle is not None:  # others must not wait for a gradient while this learner waits for them
+            self.rest(*self._idle)
+        return self.port.request(message)
+
     # -- metrics -----------------------------------------------------------------------------------------
 
     def log(self, **metrics: float) -> None:
@@ -256,10 +267,8 @@ class Session:
     def mean(self, value: float | Tensor) -> Any:
         """The mean of a number or tensor over all live learners; every learner must call it."""
         self._means += 1
-        if self._idle is not None:  # others must not wait for a gradient while this learner waits for them
-            self.rest(*self._idle)
         held = value.detach().cpu() if isinstance(value, Tensor) else value
-        result = self.port.request(m.MeanOf(self._means, held))
+        result = self._ask(m.MeanOf(self._means, held))
         return result.to(value.device) if isinstance(value, Tensor) else result
 
     def push(self) -> None:
@@ -301,6 +310,8 @@ class Session:
     def take_usage(self) -> tuple[int, int, int]:
         """(examples, loader, portions used) of the gradient that is published now."""
         count, self._count = self._count, 0
+        if self._rests:
+            self._rests, self._idle = [], None
         if not self._fresh:
             return count or 1, -1, 0
         *further, last = self._fresh
@@ -321,10 +332,15 @@ class Session:
 
     def rest(self, loader: int, index: int) -> None:
         """Nothing to compute: nobody need wait for this learner, be it under a dial that it does not know yet."""
-        if not self._rests:
+        if not self._rests or self._rest_loader != loader:
+            self._rests, self._rest_loader = [], loader
             for table in self._tables:
                 self._rests.append((table, table.rest(loader, index)))
         self.port.ring()
+
+    @property
+    def resting(self) -> bool:
+        return bool(self._rests)
 
     def rested(self) -> None:
         """There is data again: read what the others have by now."""

@@ -25,6 +25,11 @@ class Rendezvous:
         self._brought.setdefault(key, {})[member] = thing
         return self._complete(key)
 
+    def withdraw(self, member: int) -> None:
+        """What it brought does not count; it will bring it again."""
+        for brought in self._brought.values():
+            brought.pop(member, None)
+
     def leave(self, member: int) -> list[tuple[Any, dict[int, Any]]]:
         """The meetings that its leaving completes."""
         self._members.discard(member)

@@ -152,8 +152,12 @@ class Sequence:
         """It wanted to rest, but its data is there already: it reads what it would read after a step."""
         if learner not in self.members:
             return []
+        member = self.members.live[learner]
+        if member.resting:  # since the end of other data
+            self.members.rouse(member)
+            member.next_iteration = max(member.next_iteration, self.version)
         self._gate.hold(learner, number)
-        self._gate.resume(learner, self.members.live[learner].next_iteration)
+        self._gate.resume(learner, member.next_iteration)
         return list(self._gate.open(self.version))
 
     def resume(self, learner: int) -> list[Decision]:
@@ -194,6 +198,10 @@ class Sequence:
         while tickets := self._folding.rest(self.version):
             decisions += self._fold(tickets)
         return decisions
+
+    def cold(self, learner: int) -> bool:
+        """It waits for the end of the warm start."""
+        return learner in self._cold
 
     def missing(self) -> list[int]:
         """Ranks that the next update, or somebody too far ahead, waits for."""

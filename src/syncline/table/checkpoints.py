@@ -211,6 +211,13 @@ class Folder:
                 self._discard(path)
         return surplus
 
+    def forget_after(self, number: int) -> None:
+        """Remove those of a run that was left for an earlier checkpoint of its own."""
+        with _named(f"cannot remove later checkpoints in {self.root}"):
+            for path in self.all():
+                if _parse(path)[0] > number:
+                    self._discard(path)
+
     def all(self) -> list[Path]:
         """Committed ones, oldest first."""
         with _named(f"cannot list the checkpoints in {self.root}"):

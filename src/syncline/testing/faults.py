@@ -110,7 +110,10 @@ class Faults:
         if fault.action == "add":
             run.add_learners(fault.count)
         elif fault.action == "change":
-            run.change(fault.dial)
+            try:
+                run.change(fault.dial)
+            except UsageError:
+                return False
         elif fault.action == "stop":
             run.stop()
         else:

@@ -80,6 +80,7 @@ class Coordinator:
         self._loads: dict[tuple[int, int, int], int] = {}
         self._cuts = Cuts()
         self._finish_later = False
+        self._stopping = self._exact = False  # waits for a last checkpoint; has it
         self.reached = False
 
     def _expect(self, learners: Mapping[int, int]) -> None:
@@ -101,6 +102,10 @@ class Coordinator:
     def cutting(self) -> bool:
         """A checkpoint is being written."""
         return self._cuts.open
+
+    def stale(self, learner: int) -> bool:
+        """It has not noticed that the servers are new ones."""
+        return learner in self._stale
 
     def meeting(self) -> set[int]:
         """Learners that wait for others outside the sequence."""
@@ -133,12 +138,21 @@ class Coordinator:
         chosen = [number for number, (_, epoch) in enumerate(self._dials) if epoch is None]
         return chosen[-1] if chosen else self._plan.course.at(self._restored.epoch)
 
+    def stop(self) -> None:
+        """End soon. In lockstep first a checkpoint of a whole round: what learners that leave still fold is less than one."""
+        lockstep = any(sync.lockstep for sync, _ in self._dials)
+        if self._plan.cuts and lockstep and self.tables and not self._stopping:
+            self._stopping = True
+            self.ask_cut()
+        elif not self._stopping:
+            self._port.stop_learners()
+
     def finish(self) -> None:
         """All learners have left."""
         if self._cuts.open:
             self._finish_later = True
         else:
-            self._port.tell_shards(m.Finish())
+            self._port.tell_shards(m.Finish(cut=not self._exact))
 
     # -- learners ----------------------------------------------------------------------------------------
 
@@ -146,13 +160,18 @@ class Coordinator:
         """A new one starts; it will open tables and loaders when it is there."""
         self.live[learner] = rank
 
+    def begin_anew(self, learners: Mapping[int, int]) -> None:
+        """Nobody is left: these open tables and loaders together, as in the beginning."""
+        self.live.update(learners)
+        self._expect(learners)
+
     def from_learner(self, learner: int, message: Any) -> None:
         """A learner's request, in words of `topology.messages`."""
         if isinstance(message, m.Log):
             self._port.emit((self.live.get(learner), message))
             return
         self._asked[learner] = message
-        if learner in self._stale and not isinstance(message, m.Rejoin | m.MeanOf):
+        if learner in self._stale and not isinstance(message, m.Rejoin):
             self._reply(learner, m.Stale())
             return
         handlers: dict[type, Callable[[int, Any], None]] = {
@@ -175,12 +194,13 @@ class Coordinator:
 
     def leave(self, learner: int, *, lost: bool) -> None:
         """It returned, raised or died."""
-        if self.live.pop(learner, None) is None:
+        rank = self.live.pop(learner, None)
+        if rank is None:
             return
         self._asked.pop(learner, None)
         self._rejoining.pop(learner, None)
         self._stale.discard(learner)
-        self._port.tell_shards(m.Leave(learner, lost))
+        self._port.tell_shards(m.Leave(learner, rank, lost))
         for key, brought in (*self._meet.leave(learner), *self._openings.leave(learner)):
             self._met(key, brought)
         for number, table in self._tables.items():
@@ -363,7 +383,7 @@ class Coordinator:
         self._parts.clear()
         self._loads.clear()
         self._cuts = Cuts()
-        self._finish_later = self.reached = False
+        self._finish_later = self._stopping = self._exact = self.reached = False
         for number, (sync, epoch) in enumerate(self._dials):
             self._port.tell_shards(m.Dial(number, sync, -1 if epoch is None else epoch))
         self._tell_standing()
@@ -380,7 +400,8 @@ class Coordinator:
             self._make_loader(opened)
         self._port.reset_learners()
         for learner, message in list(self._asked.items()):
-            if learner in self._stale and not isinstance(message, m.Rejoin | m.MeanOf):
+            if learner in self._stale and not isinstance(message, m.Rejoin):
+                self._meet.withdraw(learner)
                 self._reply(learner, m.Stale())
         self._try_rejoin()
 
@@ -460,6 +481,9 @@ class Coordinator:
         self._port.tell_shards(m.AskCut())
 
     def _cut(self, message: m.Cut | m.Saved) -> None:
+        if self._stopping and not self._exact and isinstance(message, m.Cut):
+            self._exact = True
+            self._port.stop_learners()
         self._cuts.add(message)
         done = self._cuts.complete()
         if done is None:
@@ -467,14 +491,13 @@ class Coordinator:
         if done.problem:
             self._port.abandon(done.cut.number)
             self._port.emit(m.Checkpointed(done.cut.number, "", done.problem))
-        else:
-            self._port.commit(done.cut.number, self._manifest(done.cut), done.files)
+        elif self._port.commit(done.cut.number, self._manifest(done.cut), done.files):
             for number in done.cut.accounts:
                 self._tables[number].start = None
         self._port.tell_shards(m.CutDone())
         if self._finish_later:
             self._finish_later = False
-            self._port.tell_shards(m.Finish())
+            self._port.tell_shards(m.Finish(cut=not self._exact))
 
     def _manifest(self, cut: m.Cut) -> dict[str, Any]:
         return manifest(

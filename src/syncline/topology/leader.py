@@ -53,6 +53,7 @@ class Leader:
         self._warned = False
         self._cadence: Cadence | None = None
         self._cut_due = False
+        self._late: dict[int, list[int]] = defaultdict(list)  # loaders that wait for the warm start's end
         self._random: dict[int, bytes] = {}  # states by rank
         self._steps_before: dict[int, int] = {}  # by rank, of a run that goes on
         self._course: dict[int, int] = {}  # epoch -> number of the dial that begins with it
@@ -113,18 +114,24 @@ class Leader:
             self._evaluated.add(make.loader)
 
     def join_loader(self, join: m.JoinLoader) -> None:
-        ledger = self._ledgers[join.loader]
         for learner, rank in join.learners.items():
             self._ranks[learner] = rank
-            self._fed(join.loader, ledger.join(learner, rank))
-            self._port.grant(learner, Portion(join.loader, OUTSIDE, ledger.epoch(learner), 0, 0))
+            if 0 in self._sequences and self._sequences[0].cold(learner):
+                self._late[learner].append(join.loader)  # nobody counts on it before it is there
+            else:
+                self._welcome(join.loader, learner)
 
-    def leave(self, learner: int, *, lost: bool) -> None:
+    def _welcome(self, loader: int, learner: int) -> None:
+        ledger = self._ledgers[loader]
+        self._fed(loader, ledger.join(learner, self._ranks[learner]))
+        self._port.grant(learner, Portion(loader, OUTSIDE, ledger.epoch(learner), 0, 0))
+
+    def leave(self, learner: int, rank: int, *, lost: bool) -> None:
         self._resting.pop(learner, None)
+        self._late.pop(learner, None)
         self._gone.add(learner)
         held = [ledger.holds(learner) for ledger in self._ledgers.values()]
         if lost:
-            rank = self._ranks.get(learner, -1)
             self._port.report(m.Left(learner, rank, sum(a for a, _ in held), sum(b for _, b in held)))
         if lost:
             self._lose_buffers(learner)
@@ -134,10 +141,10 @@ class Leader:
             self._fed(loader, ledger.leave(learner))
         self._log(Entry(Kind.LEAVE, learner=learner))
 
-    def finish(self) -> None:
+    def finish(self, *, cut: bool) -> None:
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.finish())
-        if self._cadence is not None and self._sequences and self._cadence.begin():
+        if cut and self._cadence is not None and self._sequences and self._cadence.begin():
             self._cut()
         for table, sequence in self._sequences.items():
             self._log(Entry(Kind.FINISH, table, version=sequence.version))
@@ -193,6 +200,7 @@ class Leader:
         self._keep_states(learner, note)
         sequence = self._sequences[note.table]
         if self._granted[note.loader, learner] > note.upto:  # the portion was on its way already
+            self._resting.pop(learner, None)
             self._decided(note.table, sequence.reread(learner, note.number))
         else:
             self._resting[learner] = note.loader
@@ -255,6 +263,9 @@ class Leader:
             self._log(Entry(Kind.CHANGE, place, iteration=decision.dial))
 
     def _release(self, table: int, release: Release) -> None:
+        if self._late and table == 0:
+            for loader in self._late.pop(release.learner, ()):
+                self._welcome(loader, release.learner)
         self._log(
             Entry(
                 RELEASE,

@@ -213,6 +213,7 @@ class JoinLoader:
 @dataclass(frozen=True, slots=True)
 class Leave:
     learner: int
+    rank: int
     lost: bool = False
 
 
@@ -246,7 +247,9 @@ class CutDone:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """All learners have left: fold what is there and report."""
+    """All learners have left: fold what is there and report; with `cut` after a last checkpoint."""
+
+    cut: bool = True
 
 
 @dataclass(frozen=True, slots=True)

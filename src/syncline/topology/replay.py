@@ -12,6 +12,7 @@ from torch import Tensor
 
 from syncline.dial import Sync
 from syncline.ports import Entry, Kind, Reading, ServerPort
+from syncline.table.checkpoints import CheckpointError
 from syncline.table.shard import Shard, total_norm
 from syncline.table.slot import SlotPart
 from syncline.table.template import Options
@@ -128,14 +129,21 @@ class Replay:
         elif kind in (Kind.SNAPSHOT, Kind.FINISH):
             self._snapshot(entry)
         elif kind == Kind.CUT:
-            tensors, notes = self._shards[entry.table].cut()
-            name = table_file(entry.table, self._port.shard)
-            self._port.save(entry.number, name, tensors, notes)
+            self._cut(entry)
         elif kind == Kind.CHANGE:
             self._dial[entry.table] = entry.iteration
             self._shards[entry.table].change(self.dials[entry.iteration])
         elif kind == Kind.LEAVE:
             self._forget(entry.learner)
+
+    def _cut(self, entry: Entry) -> None:
+        name = table_file(entry.table, self._port.shard)
+        try:
+            tensors, notes = self._shards[entry.table].cut()
+        except CheckpointError as error:  # optimizer state that is neither tensor nor plain
+            self._port.report(m.Saved(entry.number, name, None, str(error)))
+        else:
+            self._port.save(entry.number, name, tensors, notes)
 
     def _part(self, entry: Entry) -> SlotPart:
         key = (entry.table, entry.learner, entry.slot)

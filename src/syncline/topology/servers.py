@@ -66,7 +66,7 @@ class ServerRole:
         elif kind is m.JoinLoader:
             self._leader.join_loader(event)
         elif kind is m.Leave:
-            self._leader.leave(event.learner, lost=event.lost)
+            self._leader.leave(event.learner, event.rank, lost=event.lost)
         elif kind is m.Resume:
             self._leader.resume(event)
         elif kind is m.AskCut:
@@ -76,5 +76,5 @@ class ServerRole:
         elif kind is m.AskStatistics:
             self._port.report(self._leader.statistics(event.number))
         elif kind is m.Finish:
-            self._leader.finish()
+            self._leader.finish(cut=event.cut)
             self._port.report(m.Finished(self._leader.statistics(-1)))

@@ -124,6 +124,11 @@ class Shares:
     def words(sizes: Sequence[int]) -> int:
         return LINE * len(sizes) + sum(2 * (-(-size // LINE) * LINE) for size in sizes)
 
+    def clear(self) -> None:
+        """The rounds begin again; legal while no shard is there."""
+        for counter in self._counters:
+            self._cells.store(counter, 0)
+
     def tell(self, shard: int, number: int, values: Sequence[float]) -> None:
         place = self._places[shard] + (number % 2) * (-(-self._sizes[shard] // LINE) * LINE)
         self._cells.write(place, struct.pack(f"{len(values)}d", *values))

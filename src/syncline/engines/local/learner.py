@@ -5,11 +5,13 @@ Also the evaluator's process, which tests snapshots beside the learners (R6).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,16 +114,19 @@ class LocalLink(TableLink):
         return None if found is None else Reading._make(found)
 
     def wait(self, number: int) -> Reading:
-        while (found := self._replies.released(number)) is None:
-            self._port.check()
-            self._sleeper.wait()
+        if (found := self._replies.released(number)) is None:
+            with self._port.waiting():
+                while (found := self._replies.released(number)) is None:
+                    self._port.check()
+                    self._sleeper.wait()
         self._sleeper.busy()
         return Reading._make(found)
 
     def wait_free(self, number: int) -> None:
-        while not self._replies.freed(number):
-            self._port.check()
-            self._sleeper.wait()
+        with self._port.waiting():
+            while not self._replies.freed(number):
+                self._port.check()
+                self._sleeper.wait()
         self._sleeper.busy()
 
 
@@ -136,6 +141,16 @@ class LocalLearnerPort(LearnerPort):
         self.sleeper = Sleeper(spec.bell, yields=spec.yields)
         self._generation = spec.generation
         self._portions: dict[int, dict[int, Portion]] = {}
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """It waits for others meanwhile: it does not hang."""
+        desk = self._desk
+        desk.wait(True)
+        try:
+            yield
+        finally:
+            desk.wait(False)
 
     def check(self) -> None:
         """Nobody waits for servers that are gone."""
@@ -160,6 +175,12 @@ class LocalLearnerPort(LearnerPort):
         self._spec.shard_bell.ring()
 
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
+        if not block:
+            return self._portion(loader, index, block=False)
+        with self.waiting():
+            return self._portion(loader, index, block=True)
+
+    def _portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
         mine = self._portions.setdefault(loader, {})
         while True:
             while (record := self._desk.portions.pop()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from syncline.dial import Sync
 from syncline.engines.files import commit
+from syncline.engines.local.cargo import pack
 from syncline.engines.local.memory import Region
 from syncline.engines.local.server import Lane, Shelf
 from syncline.ports import CoordinatorPort
@@ -34,20 +36,22 @@ class Office(CoordinatorPort):
         return self._run.region(Shelf.nbytes(layout, kept=self._run.geometry.kept))
 
     def fill_table(self, handle: Region, layout: Layout, values: Sequence[Tensor]) -> None:
+        shelf = self._shelf(handle, layout)
+        shelf.norms.clear()
         with torch.no_grad():
-            for view, value in zip(self._views(handle, layout), values, strict=True):
+            for view, value in zip(layout.parameters.views(shelf.weights), values, strict=True):
                 view.copy_(value)
 
     def read_table(self, handle: Region, layout: Layout) -> list[Tensor]:
-        return [view.clone() for view in self._views(handle, layout)]
+        return [view.clone() for view in layout.parameters.views(self._shelf(handle, layout).weights)]
 
-    def _views(self, handle: Region, layout: Layout) -> list[Tensor]:
+    def _shelf(self, handle: Region, layout: Layout) -> Shelf:
         """A mapping of its own: the run's could not be closed while tensors look at it."""
         region = Region(handle.nbytes, os.dup(handle.fd))
-        return layout.parameters.views(Shelf(region, layout, kept=self._run.geometry.kept).weights)
+        return Shelf(region, layout, kept=self._run.geometry.kept)
 
     def make_lane(self, table: int, learner: int, layout: Layout) -> Region:
-        return self._run.region(Lane.nbytes(layout, slots=self._run.geometry.slots))
+        return self._run.region(Lane.nbytes(layout, slots=self._run.geometry.slots), learner)
 
     # -- words -------------------------------------------------------------------------------------------
 
@@ -57,9 +61,10 @@ class Office(CoordinatorPort):
             process.channel.try_send(message)
 
     def tell_shards(self, message: Any) -> None:
+        parcel = pack(message)  # once: a table's state is as large as the model
         for process in reversed(self._run.shards):
-            if process.channel.fileno() >= 0:
-                process.channel.try_send(message)
+            process.channel.try_send(parcel)
+        parcel.close()
 
     def add_dial(self, number: int, sync: Sync) -> None:
         self._run.hub.add_dial(number, sync)
@@ -78,9 +83,13 @@ class Office(CoordinatorPort):
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
-    def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Written]) -> None:
+    def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Written]) -> bool:
         assert self._run.folder is not None
-        self.emit(commit(self._run.folder, number, manifest, files, self._run.spec.keep))
+        done = commit(self._run.folder, number, manifest, files, self._run.spec.keep)
+        self.emit(done)
+        if not done.problem:
+            self._run.checkpointed(Path(done.path))
+        return not done.problem
 
     def abandon(self, number: int) -> None:
         assert self._run.folder is not None

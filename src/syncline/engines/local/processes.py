@@ -61,9 +61,8 @@ class Processes:
         """Wait for something to happen, and handle all that has."""
         for key, _ in self._selector.select(timeout=0 if self._deferred else seconds):
             key.data()
-        deferred, self._deferred = self._deferred, []
-        for ended in deferred:
-            self._end_of(ended)
+        while self._deferred:  # handling one may reap others that lie here
+            self._end_of(self._deferred.pop(0))
 
     # -- starting ----------------------------------------------------------------------------------------
 
@@ -140,6 +139,9 @@ class Processes:
             process.state = "killed" if process.state == "running" else process.state
             self.kill(process)
             self.dismiss(process)
+        for ended in [ended for ended in self._deferred if self.by_pid[ended.pid] in processes]:
+            self._deferred.remove(ended)
+            self.by_pid[ended.pid].reaped = True
         while not all(process.reaped for process in processes):
             answer = self._server.receive()
             if isinstance(answer, forkserver.Ended) and self.by_pid[answer.pid] in processes:

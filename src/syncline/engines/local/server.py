@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from syncline.engines.local.channel import Channel, Closed
-from syncline.engines.local.exchange import Replies, Ring, Shares
+from syncline.engines.local.exchange import LINE, Replies, Ring, Shares
 from syncline.engines.local.memory import Bell, Cells, Region, Sleeper, crash_at
 from syncline.engines.local.writer import Writer
 from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort
@@ -33,6 +33,7 @@ NOTE = struct.Struct("=12qd")
 ENTRY = struct.Struct("=12qd")
 PORTION = struct.Struct("=6q")
 DESK_NOTES, DESK_PORTIONS, LOG_ENTRIES = 64, 256, 1024
+WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)  # a word of a desk
 LISTEN_EVERY = 0.002  # seconds of work between looks at the supervisor's channel
 
 
@@ -43,15 +44,26 @@ class Desk:
     region: Region
     notes: Ring = field(init=False)
     portions: Ring = field(init=False)
+    _words: memoryview = field(init=False)
 
     def __post_init__(self) -> None:
         cells = Cells(self.region)
         self.notes = Ring(cells, 0, capacity=DESK_NOTES, form=NOTE)
         self.portions = Ring(cells, Ring.words(DESK_NOTES), capacity=DESK_PORTIONS, form=PORTION)
+        self._words = self.region.words
 
     @staticmethod
     def nbytes() -> int:
-        return 8 * (Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS))
+        return 8 * (Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS) + LINE)
+
+    def wait(self, waiting: bool) -> None:
+        """The learner says that it waits for others, so that nobody takes it for hanging."""
+        self._words[WAITS] = waiting
+
+    @staticmethod
+    def heard(region: Region) -> tuple[int, bool]:
+        """From outside: how many notes it has sent, and whether it waits."""
+        return region.words[0], bool(region.words[WAITS])
 
 
 class Lane:
@@ -285,6 +297,9 @@ class _Loop:
         self._reader = spec.shard - 1
         self._heard = 0.0  # when the supervisor was last listened to
 
+    def report(self, message: Any) -> None:
+        self._port.report(message)
+
     def run(self) -> None:
         while True:
             worked = self._read_notes() if self._leads else self._read_log()
@@ -372,5 +387,5 @@ def run_server(channel: Channel, spec: ServerSpec) -> None:
     except Closed:
         return
     except Exception:
-        channel.try_send((spec.shard, m.ShardRaised(spec.shard, None, traceback.format_exc())))
+        loop.report(m.ShardRaised(spec.shard, None, traceback.format_exc()))
         raise

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,9 @@ from syncline.topology.coordinator import Coordinator
 from syncline.topology.restore import restored
 
 GRACE = 5.0  # seconds that learners get to finish their step after a stop
+LAST_CUT = 1.0  # seconds that a stop waits for a checkpoint to begin
 LOOK = 0.25  # seconds between looks at timers
+SHARED, SERVERS = 0, -1  # owners of memory that are no learners
 MOST_RESTARTS = 3  # of shards without a checkpoint in between, of a rank without a step
 
 
@@ -65,7 +68,7 @@ class Supervisor:
         self.recorder = Recorder(
             now=self._now,
             evaluate=self._evaluate,
-            stop=self.stop_learners,
+            stop=self._stop,
             layouts=lambda: {table: self._coordinator.layout(table) for table in self._coordinator.tables},
             callbacks=spec.callbacks,
             listeners=spec.listeners,
@@ -76,6 +79,7 @@ class Supervisor:
         self.generation = 0  # how often the servers were started anew
         self.folder = Folder(Path(spec.folder)) if spec.folder else None
         self._evaluator: Process | None = None
+        self._to_evaluate: deque[tuple[int, dict[str, Tensor]]] = deque()  # the first is with the evaluator
         self._commands: list[Any] = []
         self._wake = Bell()
         self._answers: dict[int, Any] = {}
@@ -92,15 +96,21 @@ class Supervisor:
         self._desks: dict[int, Region] = {}
         self._coordinator: Coordinator
         self._processes: Processes
-        self._regions: list[Region] = []
+        self._regions: dict[int, list[Region]] = defaultdict(list)  # by learner; SHARED, and SERVERS' own
+        self._last: Path | None = None  # this run's last checkpoint
 
     def _now(self) -> float:
         return time.monotonic() - self._started
 
-    def region(self, nbytes: int) -> Region:
-        """Shared memory that goes with the run."""
-        self._regions.append(Region(nbytes))
-        return self._regions[-1]
+    def region(self, nbytes: int, owner: int = SHARED) -> Region:
+        """Shared memory that goes with the run, or with its owner."""
+        self._regions[owner].append(Region(nbytes))
+        return self._regions[owner][-1]
+
+    def _release(self, owner: int) -> None:
+        """Whoever got it has mapped it; here it is needed no more."""
+        for region in self._regions.pop(owner, ()):
+            region.release()
 
     @property
     def outcome(self) -> Outcome:
@@ -183,7 +193,8 @@ class Supervisor:
 
     def _start_shards(self) -> None:
         count = self.spec.shards
-        log = self.region(8 * Ring.words(LOG_ENTRIES, max(1, count - 1)))
+        self._release(SERVERS)
+        log = self.region(8 * Ring.words(LOG_ENTRIES, max(1, count - 1)), SERVERS)
         self.shards = []
         for shard in range(count):
             spec = ServerSpec(
@@ -200,7 +211,8 @@ class Supervisor:
 
     def introduce(self, learner: int, bell: Bell | None = None) -> Region:
         """A desk between a learner and the shards; its bell stays the same."""
-        desk = self._desks[learner] = self.region(Desk.nbytes())
+        self._release(learner)  # what it had with servers that are gone
+        desk = self._desks[learner] = self.region(Desk.nbytes(), learner)
         bell = bell or self.learners[learner].bell
         assert bell is not None
         for shard in self.shards:
@@ -252,12 +264,14 @@ class Supervisor:
         return self.recorder.complete() and not self._coordinator.cutting
 
     def _check_timers(self, now: float) -> None:
-        if self._deadline is not None and now > self._deadline and self.learners:
+        if self._deadline is not None and now > self._deadline and not self._stopping:
+            self.stop_learners()  # the checkpoint takes too long
+        elif self._deadline is not None and now > self._deadline and self.learners:
             self._deadline = None
             for process in list(self.learners.values()):
                 self._kill(process, f"did not finish its step within {GRACE:.0f} s of the stop")
         if self._patience is not None and not self._finishing:
-            self.shards[0].channel.try_send(m.AskStatistics(0))
+            self._look(now, self._patience)
         seconds = self.spec.cut_seconds
         if seconds is not None and now - self._cut_asked > seconds:
             self._cut_asked = now
@@ -269,7 +283,8 @@ class Supervisor:
 
     def _from_caller(self) -> None:
         self._wake.quiet()
-        commands, self._commands = self._commands, []
+        with self._answered:
+            commands, self._commands = self._commands, []
         for command in commands:
             if isinstance(command, m.AskStatistics):
                 self._asking.append(command)
@@ -283,10 +298,10 @@ class Supervisor:
                 self._fail(KeyboardInterrupt())
             else:
                 self.outcome.interrupted |= command == "interrupt"
-                self.stop_learners()
+                self._stop()
 
     def _add_learners(self, count: int) -> None:
-        if self._stopping or self._finishing:
+        if self._stopping or self._finishing or self._deadline is not None:
             self.recorder.event(f"{count} learners not added: the run is ending", kind="refused")
             return
         for _ in range(count):
@@ -294,7 +309,14 @@ class Supervisor:
             self.recorder.event("joined", rank, kind="joined")
             self._new_learner(rank)
 
+    def _stop(self) -> None:
+        """After a last checkpoint, where that is soon there."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + LAST_CUT
+        self._coordinator.stop()
+
     def stop_learners(self) -> None:
+        self._deadline = None if not self._stopping else self._deadline
         self._stopping = True
         self.hub.words[STOP] = 1
         self._ring_learners()
@@ -340,16 +362,12 @@ class Supervisor:
         shard, message = envelope
         if isinstance(message, m.ShardRaised):
             self._fail(RunError(f"shard {shard} failed:\n{message.traceback}"))
-        elif isinstance(message, m.Statistics) and message.number == 0:
-            self._look(message)
         elif isinstance(message, m.Statistics):
             self._asking = [asked for asked in self._asking if asked.number != message.number]
             with self._answered:
                 self._answers[message.number] = message
                 self._answered.notify_all()
         else:
-            if isinstance(message, m.Cut):
-                self._restarts = 0
             self._coordinator.from_shard(message)
 
     def _ended(self, process: Process, how: str) -> None:
@@ -382,7 +400,14 @@ class Supervisor:
 
     def _gone(self, process: Process, *, lost: bool) -> None:
         self.learners.pop(process.number, None)
+        unaware = self._coordinator.stale(process.number)
         self._coordinator.leave(process.number, lost=lost)
+        self._release(process.number)
+        repeat = not lost or (bool(self.outcome.returned) and not self.spec.replace)
+        if unaware and repeat and not self.learners and not self._stopping:
+            self._begin_anew()
+        if process.bell is not None:
+            process.bell.close()
 
     # -- lost shards -------------------------------------------------------------------------------------
 
@@ -404,7 +429,7 @@ class Supervisor:
         started = time.monotonic()
         self._processes.kill_and_reap(self.shards)
         try:
-            last = restored(find(self.folder.root)) if self.folder.all() else self.spec.restored
+            last = restored(find(self._last)) if self._last else self.spec.restored
         except CheckpointError as error:
             self._fail(LostError(f"{lost}, and the last checkpoint cannot be read: {error}"))
             return
@@ -425,6 +450,17 @@ class Supervisor:
             seconds_taken=time.monotonic() - started,
         )
 
+    def checkpointed(self, path: Path) -> None:
+        self._last, self._restarts = path, 0
+
+    def _begin_anew(self) -> None:
+        """The last learner returned without having noticed that its updates were lost: they are made again."""
+        self.recorder.event("learners begin anew: nobody was left to repeat what was lost", kind="begun anew")
+        anew = self._ranks_anew()
+        self._coordinator.begin_anew(anew)
+        for learner, rank in anew.items():
+            self._start_learner(learner, rank)
+
     def _ranks_anew(self) -> dict[int, int]:
         """Nobody is left to go on: as many learners as in the beginning."""
         first = self._ids + 1
@@ -439,21 +475,16 @@ class Supervisor:
 
     # -- statistics and patience -------------------------------------------------------------------------
 
-    def _look(self, statistics: m.Statistics) -> None:
+    def _look(self, now: float, patience: Patience) -> None:
         """Who should compute and has not been heard of?"""
-        if self._patience is None:
-            return
-        now = time.monotonic()
-        waiting = {rank for table in statistics.tables.values() for rank in table.waiting}
-        idle = {number for number, process in self.learners.items() if process.rank in waiting}
-        progress = {number: sum(self._desks[number].words[:2]) for number in self.learners}
-        for number in self._patience.look(now, progress, idle | self._coordinator.meeting()):
+        heard = {number: Desk.heard(self._desks[number]) for number in self.learners}
+        idle = {number for number, (_, waits) in heard.items() if waits} | self._coordinator.meeting()
+        for number in patience.look(now, {number: count for number, (count, _) in heard.items()}, idle):
             process = self.learners[number]
-            silent = self._patience.silence(number, now)
-            what = f"hangs: not heard of for {silent:.1f} s (pid {process.pid})"
+            what = f"hangs: not heard of for {patience.silence(number, now):.1f} s (pid {process.pid})"
             self.recorder.event(what, process.rank, kind="hangs", pid=process.pid)
             if self.spec.kill_hung:
-                self._kill(process, f"patience of {self._patience.seconds:g} s is over")
+                self._kill(process, f"patience of {patience.seconds:g} s is over")
             else:
                 self.recorder.warn(
                     f"learner {process.rank} {what}; the others may wait for it. It is left alone: "
@@ -490,13 +521,22 @@ class Supervisor:
     # -- evaluation --------------------------------------------------------------------------------------
 
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
+        self._to_evaluate.append((epoch, state))
+        if len(self._to_evaluate) == 1:
+            self._evaluate_next()
+
+    def _evaluate_next(self) -> None:
+        """One at a time: a slow test must not fill its channel."""
         assert self._evaluator is not None
-        self._evaluator.channel.try_send((epoch, state))
+        if self._to_evaluate:
+            self._evaluator.channel.try_send(self._to_evaluate[0])
 
     def _from_evaluator(self, message: Any) -> None:
         if isinstance(message, m.Raised):
             self._fail(RunError(f"evaluation failed:\n{message.traceback}"))
         else:
+            self._to_evaluate.popleft()
+            self._evaluate_next()
             self.recorder.evaluated(*message)
 
     # -- end ---------------------------------------------------------------------------------------------
@@ -514,5 +554,5 @@ class Supervisor:
         for bell in self._shared.shard_bells:
             bell.close()
         del self.hub
-        for region in self._regions:
-            region.release()
+        for owner in list(self._regions):
+            self._release(owner)

@@ -65,7 +65,7 @@ class SimHandle(Handle):
     def stop(self) -> None:
         self._begun.wait()
         if self._world is not None:
-            self._world.stopping = True
+            self._world.commands.append(lambda world: world.coordinator.stop())
 
     def add_learners(self, count: int) -> None:
         self._begun.wait()

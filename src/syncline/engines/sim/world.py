@@ -318,9 +318,11 @@ class SimCoordinator(CoordinatorPort):
     def new_desk(self, learner: int) -> Any:
         raise AssertionError("simulated servers are never started anew")
 
-    def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Written]) -> None:
+    def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Written]) -> bool:
         assert self._world.folder is not None
-        self.emit(commit(self._world.folder, number, manifest, files, self._world.spec.keep))
+        done = commit(self._world.folder, number, manifest, files, self._world.spec.keep)
+        self.emit(done)
+        return not done.problem
 
     def abandon(self, number: int) -> None:
         assert self._world.folder is not None
@@ -357,7 +359,7 @@ class World:
         self.recorder = Recorder(
             now=lambda: self.clock.now,
             evaluate=self._evaluate,
-            stop=self.stop,
+            stop=self.coordinator.stop,
             layouts=lambda: {table: self.coordinator.layout(table) for table in self.coordinator.tables},
             callbacks=spec.callbacks,
             listeners=spec.listeners,
