@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Dataset, TensorDataset
@@ -59,6 +60,12 @@ def train(**options: Any) -> sl.Result:
     return sl.train(model, data, **{**settings, **options})
 
 
+def unhurried(model: nn.Module, batch: Any) -> Tensor:
+    """The same loss, slowly: a stop comes before the end."""
+    time.sleep(0.01)
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 def same(one: sl.Result, other: sl.Result) -> bool:
     a, b = one.state_dict(), other.state_dict()
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -75,6 +82,8 @@ def test_from_any_checkpoint_to_the_same_bits(engine: str, optimizer: Any, tmp_p
     stopped = train(
         engine=engine,
         optimizer=optimizer,
+        loss=None,
+        objective=unhurried,
         run_dir=tmp_path / "a",
         checkpoint_every=3,
         keep_checkpoints=99,
@@ -107,7 +116,8 @@ def test_the_local_engine_goes_on_with_a_simulated_run_to_the_same_bits(tmp_path
 def test_with_another_number_of_learners_or_shards(
     sync: str, learners: int, shards: int, tmp_path: Path
 ) -> None:
-    part = train(sync=sync, run_dir=tmp_path, checkpoint_every=5, callbacks=[lambda r: r.epoch == 1])
+    stop = {"callbacks": [lambda record: record.epoch == 1], "loss": None, "objective": unhurried}
+    part = train(sync=sync, run_dir=tmp_path, checkpoint_every=5, **stop)
     before = part.statistics.tables[0].examples
     result = train(sync=sync, resume=tmp_path, learners=learners, topology=f"servers:{shards}")
     assert [record.epoch for record in result.history] == [0, 1, 2, 3]
