@@ -500,10 +500,12 @@ class Supervisor:
         def state(process: Process) -> str:
             if process.state != "running" or process.role != "learner":
                 return process.state
-            if process.rank in waits:
-                version = waits[process.rank]
-                return f"waits for version {version}" if version >= 0 else "has no data"
-            return "waits for the others" if process.number in meeting else "computing"
+            if process.number in meeting:
+                return "waits for the others"
+            version = waits.get(process.rank)
+            if version is None:
+                return "computing"
+            return f"waits for version {version}" if version >= 0 else "has no data"
 
         found = [
             m.ProcessStatistics(
