@@ -68,6 +68,8 @@ def check(result: sl.Result, kinds: list[str]) -> bool:
     else:
         assert table.examples == SIZE * EPOCHS
     found = [event.kind for event in result.events if event.kind != "checkpoint"]
+    if found[-1:] == ["begun anew"]:  # it died when the learners had already made their last step
+        found = found[:-1]
     assert found in (kinds, [])
     return bool(found)
 
