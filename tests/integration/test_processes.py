@@ -233,7 +233,7 @@ def test_kill_9_of_the_parent_ends_all_its_processes(tmp_path: Path) -> None:
     children = until(lambda: len(found := descendants(process.pid)) >= 6 and found, "all processes")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    until(lambda: not any(map(alive, children)), "all processes to end after kill -9 of the parent", 5.0)
+    until(lambda: not any(map(alive, children)), "all processes to end after kill -9 of the parent", 2.0)
     process.stdout.close()
 
 

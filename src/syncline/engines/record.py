@@ -45,8 +45,8 @@ class Recorder:
         restored: Restored | None = None,
     ) -> None:
         self.outcome = Outcome()
-        self._past = restored.history if restored else []
-        self.outcome.history = [EpochRecord(**_by_rank(record)) for record in self._past]
+        past = restored.history if restored else []
+        self.outcome.history = [EpochRecord(**_by_rank(record)) for record in past]
         self.error: BaseException | None = None
         self._now, self._evaluate, self._stop, self._layouts = now, evaluate, stop, layouts
         self._callbacks, self._listeners = callbacks, listeners

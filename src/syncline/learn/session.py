@@ -59,7 +59,6 @@ class Session:
         self._owned: dict[int, str] = {}
         self._loaders: list[Loader] = []
         self._same: dict[tuple[Any, ...], Loader] = {}
-        self._means = 0
         self._count = 0
         self._used: dict[int, int] = {}  # loader -> portions used
         self._fresh: list[int] = []  # loaders used since the last step
@@ -266,9 +265,8 @@ class Session:
 
     def mean(self, value: float | Tensor) -> Any:
         """The mean of a number or tensor over all live learners; every learner must call it."""
-        self._means += 1
         held = value.detach().cpu() if isinstance(value, Tensor) else value
-        result = self._ask(m.MeanOf(self._means, held))
+        result = self._ask(m.MeanOf(held))
         return result.to(value.device) if isinstance(value, Tensor) else result
 
     def push(self) -> None:

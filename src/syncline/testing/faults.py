@@ -103,6 +103,8 @@ class Faults:
                 if self._carry_out(run, fault, statistics):  # else its process is being replaced, perhaps
                     left.remove(fault)
                     self.played.append((fault, version))
+                    if fault.action == "kill":
+                        break  # the next one after another look: the run may have gone back
             time.sleep(POLL)
         self.missed += left
 
@@ -118,11 +120,18 @@ class Faults:
             run.stop()
         else:
             process = _find(statistics, fault)
-            if process is None or process.pid in self._killed or not _signal(process.pid, fault):
+            if process is None or process.pid in self._killed or self._unnoticed(fault, statistics):
+                return False
+            if not _signal(process.pid, fault):
                 return False
             if fault.action == "kill":
                 self._killed.add(process.pid)
         return True
+
+    def _unnoticed(self, fault: Fault, statistics: Statistics) -> bool:
+        """A shard was killed and the run does not know yet: another one now would be the same loss."""
+        shards = [process for process in statistics.processes if process.role == "shard"]
+        return fault.role == "shard" and any(p.pid in self._killed and p.state == "running" for p in shards)
 
 
 def _find(statistics: Statistics, fault: Fault) -> ProcessStatistics | None:

@@ -52,7 +52,6 @@ class OpenLoader:
 class MeanOf:
     """`session.mean`: answered by the mean over live learners."""
 
-    index: int
     value: Any
 
 

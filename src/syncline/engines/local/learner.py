@@ -115,10 +115,14 @@ class LocalLink(TableLink):
 
     def wait(self, number: int) -> Reading:
         if (found := self._replies.released(number)) is None:
-            with self._port.waiting():
+            desk = self._port.desk  # not `waiting()`: this is on every step's path
+            desk.wait(True)
+            try:
                 while (found := self._replies.released(number)) is None:
                     self._port.check()
                     self._sleeper.wait()
+            finally:
+                desk.wait(False)
         self._sleeper.busy()
         return Reading._make(found)
 
@@ -136,7 +140,7 @@ class LocalLearnerPort(LearnerPort):
     def __init__(self, channel: Channel, spec: LearnerSpec) -> None:
         self.learner, self.rank = spec.learner, spec.config.rank
         self._channel, self._spec = channel, spec
-        self._desk = Desk(spec.desk)
+        self.desk = Desk(spec.desk)
         self._hub = Hub(spec.hub)
         self.sleeper = Sleeper(spec.bell, yields=spec.yields)
         self._generation = spec.generation
@@ -145,7 +149,7 @@ class LocalLearnerPort(LearnerPort):
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """It waits for others meanwhile: it does not hang."""
-        desk = self._desk
+        desk = self.desk
         desk.wait(True)
         try:
             yield
@@ -164,7 +168,7 @@ class LocalLearnerPort(LearnerPort):
         pass
 
     def post(self, note: Note, *, ring: bool = True) -> None:
-        while not self._desk.notes.push(note):
+        while not self.desk.notes.push(note):
             self.check()
             self._spec.shard_bell.ring()
             self.sleeper.wait(0.01)
@@ -183,7 +187,7 @@ class LocalLearnerPort(LearnerPort):
     def _portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
         mine = self._portions.setdefault(loader, {})
         while True:
-            while (record := self._desk.portions.pop()) is not None:
+            while (record := self.desk.portions.pop()) is not None:
                 portion = Portion._make(record)  # type: ignore[arg-type]
                 self._portions.setdefault(portion.loader, {})[portion.number] = portion
             if index in mine or not block:
@@ -205,7 +209,7 @@ class LocalLearnerPort(LearnerPort):
     def rejoin(self, tables: int, loaders: int) -> list[m.Opened]:
         answer: m.Rejoined = self.request(m.Rejoin(tables, loaders))
         self._generation, desk = answer.desk
-        self._desk = Desk(desk)
+        self.desk = Desk(desk)
         desk.close()
         self._portions.clear()
         return answer.tables

@@ -101,10 +101,6 @@ class Sleeper:
         self._poll.register(fd, select.POLLIN)
         self._others.add(fd)
 
-    def unwatch(self, fd: int) -> None:
-        self._poll.unregister(fd)
-        self._others.discard(fd)
-
     def busy(self) -> None:
         """Something happened: the next wait yields first again."""
         self._tries = 0

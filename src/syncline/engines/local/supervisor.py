@@ -30,6 +30,7 @@ from syncline.engines.record import Recorder, learner_error
 from syncline.engines.run import Outcome, RunSpec
 from syncline.errors import LostError, RunError
 from syncline.protocols.patience import Patience
+from syncline.protocols.restarts import Restarts
 from syncline.table.checkpoints import CheckpointError, Folder, find
 from syncline.topology import messages as m
 from syncline.topology.coordinator import Coordinator
@@ -39,7 +40,6 @@ GRACE = 5.0  # seconds that learners get to finish their step after a stop
 LAST_CUT = 1.0  # seconds that a stop waits for a checkpoint to begin
 LOOK = 0.25  # seconds between looks at timers
 SHARED, SERVERS = 0, -1  # owners of memory that are no learners
-MOST_RESTARTS = 3  # of shards without a checkpoint in between, of a rank without a step
 
 
 @dataclass(slots=True)
@@ -89,8 +89,7 @@ class Supervisor:
         self._deadline: float | None = None
         self._finishing = self._stopping = False
         self._ids = spec.learners  # given so far
-        self._restarts = 0
-        self._failures: dict[int, int] = {}  # rank -> replacements that died without a step
+        self._restarts = Restarts()
         self._patience = Patience(spec.patience) if spec.patience else None
         self._looked = self._cut_asked = self._started
         self._desks: dict[int, Region] = {}
@@ -386,13 +385,11 @@ class Supervisor:
         stepped = self._desks[process.number].words[0] > 0  # it has sent a note
         self._gone(process, lost=True)
         if self.spec.replace and not self._stopping and not self._finishing:
-            failures = self._failures[process.rank] = (
-                0 if stepped else self._failures.get(process.rank, 0) + 1
-            )
-            if failures < MOST_RESTARTS:
+            if self._restarts.learner_lost(process.rank, stepped=stepped):
                 self.recorder.event("replaced", process.rank, kind="replaced")
                 self._new_learner(process.rank)
                 return
+            failures = self._restarts.learners[process.rank]
             what = f"given up: {failures} processes in a row were lost before their first step"
             self.recorder.event(what, process.rank, kind="given up")
         if not self.learners and not self.outcome.returned and not self._stopping:
@@ -422,9 +419,9 @@ class Supervisor:
                 )
             )
             return
-        self._restarts += 1
-        if self._restarts > MOST_RESTARTS:
-            self._fail(LostError(f"{lost}, {self._restarts} times without a checkpoint in between; given up"))
+        if not self._restarts.shard_lost():
+            times = self._restarts.shards
+            self._fail(LostError(f"{lost}, {times} times without a checkpoint in between; given up"))
             return
         started = time.monotonic()
         self._processes.kill_and_reap(self.shards)
@@ -451,7 +448,8 @@ class Supervisor:
         )
 
     def checkpointed(self, path: Path) -> None:
-        self._last, self._restarts = path, 0
+        self._last = path
+        self._restarts.checkpointed()
 
     def _begin_anew(self) -> None:
         """The last learner returned without having noticed that its updates were lost: they are made again."""
