@@ -1,0 +1,78 @@
+"""The simulated coordinator's port: its effects as events of virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from syncline.dial import Sync
+from syncline.engines.files import commit
+from syncline.engines.sim.memory import SimLane, SimTable
+from syncline.ports import CoordinatorPort
+from syncline.table.checkpoints import Written
+from syncline.table.layout import Layout
+
+if TYPE_CHECKING:
+    from syncline.engines.sim.world import World
+
+
+class SimCoordinator(CoordinatorPort):
+    """The simulated coordinator's effects."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self.shards = world, world.spec.shards
+
+    def make_table(self, table: int, layout: Layout) -> SimTable:
+        delay = self._world.spec.delay
+        memory = self._world.tables[table] = SimTable(layout, delay + 1 if delay else 0)
+        return memory
+
+    def make_lane(self, table: int, learner: int, layout: Layout) -> SimLane:
+        lane = self._world.lanes[table, learner] = SimLane(layout, max(2, self._world.spec.delay + 1))
+        return lane
+
+    def reply(self, learner: int, message: Any) -> None:
+        self._world.soon(lambda: self._world.learners[learner].answer(message))
+
+    def tell_shards(self, message: Any) -> None:
+        for role in reversed(self._world.roles):
+            self._world.soon(lambda role=role: role.handle(message))  # type: ignore[misc]
+
+    def fill_table(self, handle: SimTable, layout: Layout, values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for view, value in zip(layout.parameters.views(handle.weights), values, strict=True):
+                view.copy_(value)
+
+    def read_table(self, handle: SimTable, layout: Layout) -> list[Tensor]:
+        return [view.clone() for view in layout.parameters.views(handle.weights)]
+
+    def reset_learners(self) -> None:
+        raise AssertionError("simulated servers are never started anew")
+
+    def new_desk(self, learner: int) -> Any:
+        raise AssertionError("simulated servers are never started anew")
+
+    def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Written]) -> bool:
+        assert self._world.folder is not None
+        done = commit(self._world.folder, number, manifest, files, self._world.spec.keep)
+        self.emit(done)
+        return not done.problem
+
+    def abandon(self, number: int) -> None:
+        assert self._world.folder is not None
+        self._world.folder.abandon(number)
+
+    def history(self) -> list[dict[str, Any]]:
+        return self._world.recorder.history()
+
+    def add_dial(self, number: int, sync: Sync) -> None:
+        self._world.dials[number] = sync
+
+    def stop_learners(self) -> None:
+        self._world.stop()
+
+    def emit(self, record: Any) -> None:
+        self._world.recorder.emit(record)

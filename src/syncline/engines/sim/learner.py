@@ -1,0 +1,201 @@
+"""A simulated learner: its session's port, and the fiber that the user's loop runs on."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from syncline.dial import Sync
+from syncline.engines.record import learner_error
+from syncline.engines.sim.clock import Fiber
+from syncline.engines.sim.memory import SimTable
+from syncline.learn.session import Session
+from syncline.ports import Kind, LearnerPort, Note, Portion, Reading, RunStopped, TableLink
+from syncline.table.layout import Layout
+from syncline.topology import messages as m
+
+if TYPE_CHECKING:
+    from syncline.engines.sim.world import World
+
+
+class SimLearner(LearnerPort):
+    """One simulated learner: the session's port, and the thread it runs on."""
+
+    def __init__(self, world: World, learner: int, rank: int) -> None:
+        self._world, self.learner, self.rank = world, learner, rank
+        self.fiber = Fiber(self._main)
+        self._arrival = 0.0  # of its last note: notes do not overtake each other
+        self._portions: dict[tuple[int, int], Portion] = {}
+        self._answers: list[Any] = []
+        self.waits_for: str | None = None
+
+    def _main(self) -> None:
+        world, spec = self._world, self._world.spec
+        try:
+            session = Session(self, spec.session(self.rank))
+            session.seed()
+            arguments, keywords = copy_arguments((spec.arguments, spec.keywords))
+            try:
+                value = spec.function(session, *arguments, **keywords)
+            except RunStopped:
+                value = None
+            finally:
+                session.close()
+            self.send(lambda: world.returned(self, value))
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error))
+            world.fail(learner_error(self.rank, error, text))
+
+    # -- waiting -----------------------------------------------------------------------------------------
+
+    def until(self, ready: Callable[[], bool], what: str) -> None:
+        """Give way until it is so."""
+        while not ready():
+            self.waits_for = what
+            self.fiber.block()
+        self.waits_for = None
+
+    def wake(self) -> None:
+        if self.waits_for is not None and not self.fiber.done:
+            self.fiber.resume()
+
+    def send(self, action: Callable[[], None], seconds: float | None = None) -> None:
+        clock = self._world.clock
+        self._arrival = max(
+            self._arrival, clock.now + (self._world.times.latency if seconds is None else seconds)
+        )
+        clock.at(self._arrival, action)
+
+    # -- the port ----------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._world.clock.now
+
+    def spend(self, examples: int) -> None:
+        clock = self._world.clock
+        end = clock.now + self._world.times.compute
+        clock.at(end, self.wake)
+        self.until(lambda: clock.now >= end, "its own computation")
+
+    def post(self, note: Note, *, ring: bool = True) -> None:
+        times = self._world.times
+        bulk = times.transfer if note.kind in (Kind.GRADIENT, Kind.PUT) else 0.0
+        self.send(lambda: self._world.roles[0].note(self.learner, note), times.latency + bulk)
+
+    def ring(self) -> None:
+        pass
+
+    def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
+        key = (loader, index)
+        if block:
+            self.until(lambda: key in self._portions or self.stopping(), f"data of loader {loader}")
+        return self._portions.pop(key, None)
+
+    def give(self, portion: Portion) -> None:
+        self._portions[portion.loader, portion.number] = portion
+        self.wake()
+
+    def request(self, message: Any) -> Any:
+        self.send(lambda: self._world.coordinator.from_learner(self.learner, message))
+        self.until(lambda: bool(self._answers), f"an answer to {type(message).__name__}")
+        answer = self._answers.pop()
+        if isinstance(answer, m.Refused):
+            raise answer.error
+        return answer
+
+    def answer(self, message: Any) -> None:
+        self._answers.append(message)
+        self.wake()
+
+    def tell(self, message: Any) -> None:
+        self.send(lambda: self._world.coordinator.from_learner(self.learner, message))
+
+    def first_values(
+        self, handle: SimTable, layout: Layout
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        return layout.parameters.views(handle.weights), handle.buffers, handle.others
+
+    def pin(self, link: TableLink) -> None:
+        pass
+
+    def attach(self, opened: m.Opened) -> SimLink:
+        return SimLink(self, opened)
+
+    def rejoin(self, tables: int, loaders: int) -> list[Any]:
+        raise AssertionError("simulated servers are never started anew")
+
+    def dial(self, number: int) -> Sync:
+        return self._world.dials[number]
+
+    def stopping(self) -> bool:
+        return self._world.stopping
+
+
+class SimLink(TableLink):
+    """A simulated learner's end of one table."""
+
+    def __init__(self, learner: SimLearner, opened: m.Opened) -> None:
+        self._learner, self._lane = learner, opened.lane
+        self.layout, self.slots = opened.layout, opened.lane.slots
+        self.buffers, self.others = opened.handle.buffers, opened.handle.others
+        flat, memory = opened.layout.parameters, opened.handle
+        self._views = flat.views(opened.lane.inbox)
+        self._newest = flat.views(memory.weights)
+        self._history = [flat.views(segments) for segments in memory.history]
+        self._table = opened.table
+
+    def weights(self, version: int, sync: Sync) -> list[Tensor]:
+        if not sync.lockstep:
+            return self._views
+        return self._history[version % len(self._history)] if sync.delay else self._newest
+
+    def released(self, number: int) -> Reading | None:
+        readings = self._lane.released
+        if len(readings) < self.layout.shards or any(done < number for done, _ in readings.values()):
+            return None
+        versions = {reading.version for _, reading in readings.values()}
+        if len(versions) != 1:
+            raise AssertionError(f"shards released ticket {number} with versions {sorted(versions)}")
+        return readings[0][1]
+
+    def wait(self, number: int) -> Reading:
+        what = f"ticket {number} of table {self._table}"
+        self._learner.until(lambda: self.released(number) is not None, what)
+        reading = self.released(number)
+        assert reading is not None
+        return reading
+
+    def wait_free(self, number: int) -> None:
+        lane, shards = self._lane, range(self.layout.shards)
+
+        def free(shard: int) -> bool:
+            last = lane.released[shard][0] if shard in lane.released else -1
+            return max(last, lane.freed.get(shard, -1)) >= number
+
+        self._learner.until(lambda: all(map(free, shards)), f"the slot of ticket {number}")
+
+
+def copy_arguments(arguments: Any) -> Any:
+    """What a process would get: its own copy of everything but the data sets, which are only read."""
+    shared: dict[int, Any] = {}
+    _find_data(arguments, shared)
+    return copy.deepcopy(arguments, memo=dict(shared))
+
+
+def _find_data(value: Any, found: dict[int, Any]) -> None:
+    if isinstance(value, Dataset):
+        found[id(value)] = value
+    elif isinstance(value, dict):
+        for each in value.values():
+            _find_data(each, found)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _find_data(each, found)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            _find_data(getattr(value, name), found)
