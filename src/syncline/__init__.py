@@ -3,14 +3,15 @@
 from syncline.dial import Sync
 from syncline.engines.local.engine import Local
 from syncline.engines.run import EpochRecord
+from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.engine import Sim
 from syncline.errors import LearnerError, RunError, SynclineError, UsageError
 from syncline.learn.feed import epoch_order
 from syncline.learn.session import Session
-from syncline.protocols.clocks import Staleness
 from syncline.train import Result, Run, launch, train
 
 __all__ = [
+    "Cluster",
     "EpochRecord",
     "LearnerError",
     "Local",
@@ -19,7 +20,6 @@ __all__ = [
     "RunError",
     "Session",
     "Sim",
-    "Staleness",
     "Sync",
     "SynclineError",
     "UsageError",

@@ -8,72 +8,23 @@ word for it) or seconds since the script began. Works on runs of real processes.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
-from dataclasses import dataclass
 
+from syncline.engines.script import Fault, parse_script
 from syncline.errors import UsageError
 from syncline.topology.messages import ProcessStatistics, Statistics
 from syncline.train import Run
 
 POLL = 0.002  # seconds between looks
 
-_LINE = re.compile(
-    r"(?:(?P<action>kill|pause)\s+(?P<role>learner|shard)\s+(?P<rank>\d+)(?:\s+for\s+(?P<length>[\d.]+)\s*s)?"
-    r"|add\s+(?P<count>\d+)(?:\s+learners?)?"
-    r"|change\s+to\s+(?P<dial>\S+)"
-    r"|(?P<stop>stop))"
-    r"\s+at\s+(?:(?:version|step)\s+(?P<version>\d+)|(?P<seconds>[\d.]+)\s*s)"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One line of a script."""
-
-    text: str
-    action: str  # "kill", "pause", "add", "change", "stop"
-    role: str = ""
-    rank: int = 0
-    length: float = 0.0  # seconds of a pause
-    count: int = 0
-    dial: str = ""
-    version: int | None = None
-    seconds: float | None = None
-
-    @classmethod
-    def parse(cls, line: str) -> Fault:
-        match = _LINE.fullmatch(line.strip())
-        if match is None or (match["action"] == "pause") != (match["length"] is not None):
-            raise UsageError(
-                f"no fault: {line.strip()!r}; write for example 'kill learner 2 at version 30', 'add 2 at version 50', "
-                "'pause shard 1 for 2 s at 4 s', 'change to softsync:1 at version 60', 'stop at 10 s'"
-            )
-        action = match["action"] or ("add" if match["count"] else "change" if match["dial"] else "stop")
-        return cls(
-            text=line.strip(),
-            action=action,
-            role=match["role"] or "",
-            rank=int(match["rank"] or 0),
-            length=float(match["length"] or 0),
-            count=int(match["count"] or 0),
-            dial=match["dial"] or "",
-            version=int(match["version"]) if match["version"] else None,
-            seconds=float(match["seconds"]) if match["seconds"] else None,
-        )
-
-    def due(self, version: int, seconds: float) -> bool:
-        return version >= self.version if self.version is not None else seconds >= (self.seconds or 0.0)
-
 
 class Faults:
     """A script of faults, played on a run by a thread of its own."""
 
     def __init__(self, script: str) -> None:
-        lines = [line for line in re.split(r"[;\n]", script) if line.strip()]
-        self.faults = [Fault.parse(line) for line in lines]
+        self.faults = parse_script(script)
         self.played: list[tuple[Fault, int]] = []  # with the version they were played at
         self.missed: list[Fault] = []  # whose process was not there, or whose moment did not come
         self._killed: set[int] = set()  # pids

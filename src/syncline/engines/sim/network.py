@@ -1,0 +1,88 @@
+"""The network of a cluster: when data that is sent arrives. Pure; time is passed in and never goes back.
+
+Every machine has one card, which carries one transfer at a time each way; what does not fit waits. Inside a machine
+data moves at the memory's speed. Messages without bulk data only take the latency. What one machine sends to
+another arrives in the order it was sent.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from syncline.engines.sim.cluster import Cluster
+
+
+class Way:
+    """One direction of a card: when it is taken. Spans that touch are one."""
+
+    def __init__(self) -> None:
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+
+    def book(self, now: float, ready: float, seconds: float) -> float:
+        """The start of the first free time of that length, not before `ready`; it is taken then."""
+        self._forget(now)
+        starts, ends = self._starts, self._ends
+        place = bisect_right(ends, ready)  # the first span that ends later
+        start = ready
+        while place < len(starts) and starts[place] < start + seconds:
+            start = ends[place]
+            place += 1
+        self._insert(place, start, start + seconds)
+        return start
+
+    def _insert(self, place: int, start: float, end: float) -> None:
+        starts, ends = self._starts, self._ends
+        before = place > 0 and ends[place - 1] == start
+        after = place < len(starts) and starts[place] == end
+        if before and after:
+            ends[place - 1] = ends[place]
+            del starts[place], ends[place]
+        elif before:
+            ends[place - 1] = end
+        elif after:
+            starts[place] = start
+        else:
+            starts.insert(place, start)
+            ends.insert(place, end)
+
+    def _forget(self, now: float) -> None:
+        past = bisect_right(self._ends, now)
+        if past:
+            del self._starts[:past], self._ends[:past]
+
+
+class Network:
+    """All cards of a cluster, made as they are used."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._card, self._memory = cluster.card, cluster.memory
+        self._out: dict[int, Way] = {}
+        self._in: dict[int, Way] = {}
+        self._last: dict[tuple[int, int], float] = {}  # (source, target) -> the last arrival
+        self.moved = 0  # bytes between machines
+        self.copied = 0  # bytes inside machines
+
+    def send(self, now: float, source: int, target: int, nbytes: int = 0) -> float:
+        """When what leaves the source now (or as soon as its card is free) has arrived."""
+        arrival = self._arrival(now, source, target, nbytes)
+        pair = (source, target)
+        arrival = max(arrival, self._last.get(pair, 0.0))
+        self._last[pair] = arrival
+        return arrival
+
+    def _arrival(self, now: float, source: int, target: int, nbytes: int) -> float:
+        if source == target:
+            self.copied += nbytes
+            link = self._memory
+            return now + link.latency + ((link.setup + link.seconds(nbytes)) if nbytes else 0.0)
+        link = self._card
+        if not nbytes:
+            return now + link.latency
+        self.moved += nbytes
+        seconds = link.seconds(nbytes)
+        if not seconds:
+            return now + link.latency + link.setup
+        out = self._out.setdefault(source, Way()).book(now, now + link.setup, seconds)
+        into = self._in.setdefault(target, Way()).book(now, out + link.latency, seconds)
+        return into + seconds
