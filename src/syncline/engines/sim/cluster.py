@@ -236,7 +236,7 @@ class Cluster:
         known = {item.name for item in fields(cls)}
         if unknown := sorted(record.keys() - known):
             raise UsageError(f"no cluster: unknown fields {unknown}; known are {sorted(known)}")
-        made = {
+        made: dict[str, Any] = {
             name: _PARTS[name](**value) if name in _PARTS else tuple(value) if name == "speeds" else value
             for name, value in record.items()
         }
