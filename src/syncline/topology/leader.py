@@ -60,6 +60,7 @@ class Leader:
         self._todo: deque[tuple[int, Any]] = deque()
         self._later: deque[tuple[Callable[[int, Ticket], None], int, Ticket]] = deque()
         self._working = False
+        self.watch: Callable[[int, Any], None] | None = None  # told of every decision before it is carried out
         replay.buffers = self._mean_buffers
 
     # -- the coordinator's events ------------------------------------------------------------------------
@@ -242,6 +243,8 @@ class Leader:
 
     def _carry_out(self, place: int, decision: Decision | LedgerDecision) -> None:
         """`place` is the table, or the loader of a ledger's decision."""
+        if self.watch is not None:
+            self.watch(place, decision)
         if isinstance(decision, Take):
             self._take(place, decision)
         elif isinstance(decision, Fold):

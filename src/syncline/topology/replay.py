@@ -57,6 +57,7 @@ class Replay:
         self._dial: dict[int, int] = {}  # table -> number of the dial in force
         self.options_changed = False  # since somebody last looked
         self.buffers: Callable[[int], list[Tensor] | None] = lambda table: None
+        self.watch: Callable[[Entry], None] | None = None  # told of every entry that was carried out
 
     # -- tables and learners -----------------------------------------------------------------------------
 
@@ -107,6 +108,8 @@ class Replay:
         shard = self._shards[entry.table]
         shard.clip(total_norm(shard.layout, event.norms))
         self._apply(entry, shard)
+        if self.watch is not None:
+            self.watch(entry)
         while self._queue and self._norms_of is None:
             self._do(self._queue.popleft())
 
@@ -135,6 +138,8 @@ class Replay:
             self._shards[entry.table].change(self.dials[entry.iteration])
         elif kind == Kind.LEAVE:
             self._forget(entry.learner)
+        if self.watch is not None and self._norms_of is None:
+            self.watch(entry)
 
     def _cut(self, entry: Entry) -> None:
         name = table_file(entry.table, self._port.shard)

@@ -6,9 +6,12 @@ replays one log of decisions; the leading shard also makes it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from syncline.ports import Entry, Note, ServerPort
+from syncline.table.shard import Shard
+from syncline.table.template import Options
 from syncline.topology import messages as m
 from syncline.topology.leader import Leader
 from syncline.topology.replay import Replay
@@ -21,6 +24,20 @@ class ServerRole:
         self._port = port
         self._replay = Replay(port)
         self._leader = Leader(port, self._replay) if port.shard == 0 else None
+
+    def watch(self, decided: Callable[[int, Any], None], carried_out: Callable[[Entry], None]) -> None:
+        """Somebody looks on: at every decision of the leading shard, and at every entry that was carried out."""
+        self._replay.watch = carried_out
+        if self._leader is not None:
+            self._leader.watch = decided
+
+    def shard(self, table: int) -> Shard:
+        """This server's part of a table."""
+        return self._replay.shard(table)
+
+    def options(self, table: int, learner: int, number: int) -> Options:
+        """The group options that came with a gradient."""
+        return self._replay.options(table, learner, number)
 
     def note(self, learner: int, note: Note) -> None:
         """A learner's note (leading shard only)."""

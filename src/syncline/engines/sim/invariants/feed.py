@@ -1,0 +1,116 @@
+"""An account of one loader of its own: where every position of every epoch is (M7).
+
+Every position is free, out with one learner, in one gradient, or settled, and settled once. Knows nothing of how the
+ledger decides; a decision that cannot be is a `Broken`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from syncline.protocols.ledger import Standing
+
+Span = tuple[int, int, int]  # epoch, start, stop
+FREE, OUT, SETTLED = 0, 1, 2
+WORDS = {FREE: "free", OUT: "out", SETTLED: "settled"}
+
+
+class Broken(Exception):
+    """Something that always holds does not."""
+
+
+class FeedAccount:
+    """Positions of one loader."""
+
+    def __init__(self, size: int, epochs: int | None, standing: Standing | None) -> None:
+        self.size, self.epochs = size, epochs
+        self.done = standing.done if standing else 0
+        self._states: dict[int, bytearray] = {}
+        self._out: dict[int, dict[int, Span]] = {}  # learner -> index -> granted, in no gradient
+        self.given: dict[int, int] = {}  # learner -> grants and ends so far
+        self._broken = bool(standing and standing.broken)  # somebody left a loop early: leftovers may be skipped
+        if standing is not None:
+            self._restore(standing)
+
+    def _restore(self, standing: Standing) -> None:
+        for epoch, owners in standing.fresh.items():
+            state = self._states[epoch] = bytearray([SETTLED]) * self.size
+            for start, stop in owners.values():
+                state[start:stop] = bytes(stop - start)
+        for epoch, start, stop in standing.returned:
+            self._states[epoch][start:stop] = bytes(stop - start)
+
+    def _set(self, spans: Iterable[Span], before: int, after: int, what: str) -> None:
+        for epoch, start, stop in spans:
+            if epoch < self.done:
+                raise Broken(f"{what}: positions {start}…{stop - 1} of epoch {epoch}, which is done")
+            state = self._states.setdefault(epoch, bytearray(self.size))
+            if not 0 <= start < stop <= self.size:
+                raise Broken(f"{what}: positions {start}…{stop - 1} of {self.size}")
+            wrong = [at for at in range(start, stop) if state[at] != before]
+            if wrong:
+                raise Broken(
+                    f"{what}: position {wrong[0]} of epoch {epoch} is {WORDS[state[wrong[0]]]}, not {WORDS[before]}"
+                )
+            state[start:stop] = bytes([after]) * (stop - start)
+
+    def granted(self, learner: int, index: int, span: Span) -> None:
+        """Handed out: nobody else may have it, and it may not be in an update already."""
+        self._counted(learner, index)
+        self._set([span], FREE, OUT, f"handed out to learner {learner}")
+        self._out.setdefault(learner, {})[index] = span
+
+    def ended(self, learner: int, index: int) -> None:
+        self._counted(learner, index)
+
+    def _counted(self, learner: int, index: int) -> None:
+        if index != self.given.get(learner, 0):
+            raise Broken(
+                f"learner {learner} gets answer {index}, after {self.given.get(learner, 0)} of them: one is missing or twice"
+            )
+        self.given[learner] = index + 1
+
+    def used(self, learner: int, upto: int) -> list[Span]:
+        """What goes into the gradient that it publishes."""
+        out = self._out.get(learner, {})
+        return [out.pop(index) for index in sorted(out) if index < upto]
+
+    def settled(self, spans: Iterable[Span], what: str) -> None:
+        self._set(spans, OUT, SETTLED, what)
+
+    def back(self, spans: Iterable[Span], what: str) -> None:
+        self._set(spans, OUT, FREE, what)
+
+    def closed(self, learner: int, upto: int) -> None:
+        """It left its loop: what it has not read comes back."""
+        self._broken = True
+        out = self._out.get(learner, {})
+        self.back([out.pop(index) for index in sorted(out) if index >= upto], f"left by learner {learner}")
+
+    def left(self, learner: int) -> None:
+        """All that it has not published comes back."""
+        self.back(self._out.pop(learner, {}).values(), f"lost with learner {learner}")
+        self.given.pop(learner, None)
+
+    def epoch_done(self, epoch: int, skipped: int) -> None:
+        if epoch != self.done:
+            raise Broken(f"epoch {epoch} is said to be done, the next to be done is {self.done}")
+        state = self._states.pop(epoch, bytearray(self.size))
+        free, out = state.count(FREE), state.count(OUT)
+        if out or free != skipped:
+            raise Broken(
+                f"epoch {epoch} is said to be done with {skipped} examples skipped: {free} were never in an update, "
+                f"{out} are in gradients that are not folded"
+            )
+        if skipped and not self._broken:
+            raise Broken(f"epoch {epoch} skips {skipped} examples, and nobody left its loop")
+        self.done += 1
+
+    def complete(self) -> None:
+        """The end of a run that was not stopped."""
+        if self.epochs is not None and self.done < self.epochs:
+            state = self._states.get(self.done, bytearray(self.size))
+            raise Broken(
+                f"the run is over, but only {self.done} of {self.epochs} epochs are done; of epoch {self.done} "
+                f"{state.count(FREE)} examples were never in an update, {state.count(OUT)} are out"
+            )
