@@ -7,6 +7,7 @@
     │   └── NotYetError                understood, but not built yet
     └── RunError (RuntimeError)        something went wrong during a run
         ├── LearnerError               a learner's code raised: .rank, .traceback
+        ├── InvariantError             something that always holds does not (checked simulated runs)
         ├── CheckpointError            a checkpoint cannot be written, found or read (table.checkpoints)
         └── LostError                  a process died and the run cannot go on without it
 
@@ -54,3 +55,7 @@ class LearnerError(RunError):
 
 class LostError(RunError):
     """All learners, a shard or another process that the run needs is gone."""
+
+
+class InvariantError(RunError):
+    """Something that always holds does not: a bug of the protocols, found by a checked simulated run."""

@@ -60,7 +60,9 @@ class Leader:
         self._todo: deque[tuple[int, Any]] = deque()
         self._later: deque[tuple[Callable[[int, Ticket], None], int, Ticket]] = deque()
         self._working = False
-        self.watch: Callable[[int, Any], None] | None = None  # told of every decision before it is carried out
+        self.watch: Callable[[int, Any], None] | None = (
+            None  # told of every decision before it is carried out
+        )
         replay.buffers = self._mean_buffers
 
     # -- the coordinator's events ------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from syncline.topology import messages as m
 class SimHandle(Handle):
     """A simulated run on a thread of its own."""
 
-    def __init__(self, spec: RunSpec, times: Times) -> None:
+    def __init__(self, spec: RunSpec, times: Times, check: bool) -> None:
         self._world: World | None = None
-        self._spec, self._times = spec, times
+        self._spec, self._times, self._check = spec, times, check
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
         self._begun = threading.Event()
@@ -33,7 +33,7 @@ class SimHandle(Handle):
         threads, outside = torch.get_num_threads(), Random()
         torch.set_num_threads(self._spec.threads or 1)
         try:
-            self._world = World(self._spec, self._times)
+            self._world = World(self._spec, self._times, check=self._check)
             self._begun.set()
             self._outcome = self._world.run()
         except BaseException as error:
@@ -85,13 +85,19 @@ class SimHandle(Handle):
 
 
 class Sim(Engine):
-    """Virtual time in one process: equal learners, fixed times, the same bits every time."""
+    """Virtual time in one process: equal learners, fixed times, the same bits every time.
 
-    def __init__(self, *, compute: float = 1.0, transfer: float = 0.01, latency: float = 0.001) -> None:
+    `check`: what always holds is checked after every event; what is broken raises an `InvariantError`.
+    """
+
+    def __init__(
+        self, *, compute: float = 1.0, transfer: float = 0.01, latency: float = 0.001, check: bool = False
+    ) -> None:
         for name, value in (("compute", compute), ("transfer", transfer), ("latency", latency)):
             if value < 0:
                 raise UsageError(f"Sim: {name} must not be negative, got {value}")
         self._times = Times(compute=compute, transfer=transfer, latency=latency)
+        self._check = check
 
     def start(self, spec: RunSpec) -> SimHandle:
-        return SimHandle(spec, self._times)
+        return SimHandle(spec, self._times, self._check)

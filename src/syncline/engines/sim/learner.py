@@ -14,6 +14,7 @@ from syncline.dial import Sync
 from syncline.engines.record import learner_error
 from syncline.engines.sim.clock import Fiber
 from syncline.engines.sim.memory import SimTable
+from syncline.errors import InvariantError
 from syncline.learn.session import Session
 from syncline.ports import Kind, LearnerPort, Note, Portion, Reading, RunStopped, TableLink
 from syncline.table.layout import Layout
@@ -47,6 +48,8 @@ class SimLearner(LearnerPort):
             finally:
                 session.close()
             self.send(lambda: world.returned(self, value))
+        except InvariantError as error:
+            world.fail(error)
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
             world.fail(learner_error(self.rank, error, text))
@@ -84,6 +87,8 @@ class SimLearner(LearnerPort):
 
     def post(self, note: Note, *, ring: bool = True) -> None:
         times = self._world.times
+        if self._world.watch is not None:
+            self._world.watch.posted(self.learner, note)
         bulk = times.transfer if note.kind in (Kind.GRADIENT, Kind.PUT) else 0.0
         self.send(lambda: self._world.roles[0].note(self.learner, note), times.latency + bulk)
 
@@ -111,6 +116,10 @@ class SimLearner(LearnerPort):
     def answer(self, message: Any) -> None:
         self._answers.append(message)
         self.wake()
+
+    def reads(self, table: int, version: int, weights: list[Tensor]) -> None:
+        if self._world.watch is not None:
+            self._world.watch.read(self.learner, table, version, weights)
 
     def tell(self, message: Any) -> None:
         self.send(lambda: self._world.coordinator.from_learner(self.learner, message))
@@ -150,9 +159,11 @@ class SimLink(TableLink):
         self._table = opened.table
 
     def weights(self, version: int, sync: Sync) -> list[Tensor]:
-        if not sync.lockstep:
-            return self._views
-        return self._history[version % len(self._history)] if sync.delay else self._newest
+        found = self._views
+        if sync.lockstep:
+            found = self._history[version % len(self._history)] if sync.delay else self._newest
+        self._learner.reads(self._table, version, found)
+        return found
 
     def released(self, number: int) -> Reading | None:
         readings = self._lane.released

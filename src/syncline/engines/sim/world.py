@@ -17,6 +17,7 @@ from syncline.engines.record import Recorder
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.sim.clock import Clock, Times
 from syncline.engines.sim.coordinator import SimCoordinator
+from syncline.engines.sim.invariants.watch import Watch, WatchedRole
 from syncline.engines.sim.learner import SimLearner
 from syncline.engines.sim.memory import SimLane, SimTable
 from syncline.engines.sim.server import SimServer
@@ -30,8 +31,9 @@ from syncline.topology.servers import ServerRole
 class World:
     """One simulated run."""
 
-    def __init__(self, spec: RunSpec, times: Times) -> None:
+    def __init__(self, spec: RunSpec, times: Times, *, check: bool = False) -> None:
         self.spec, self.times = spec, times
+        self.watch = Watch(self) if check else None
         self.clock = Clock()
         self.stopping = False
         self.tables: dict[int, SimTable] = {}
@@ -41,7 +43,7 @@ class World:
         ids = {rank + 1: rank for rank in range(spec.learners)}
         self.folder = Folder(Path(spec.folder)) if spec.folder else None
         self.coordinator = Coordinator(SimCoordinator(self), spec.plan(), ids, spec.restored)
-        self.roles = [ServerRole(SimServer(self, shard)) for shard in range(spec.shards)]
+        self.roles = self._servers()
         self.recorder = Recorder(
             now=lambda: self.clock.now,
             evaluate=self._evaluate,
@@ -56,6 +58,12 @@ class World:
         self._cut_asked = 0.0
         self.commands: deque[Callable[[World], None]] = deque()  # from other threads
 
+    def _servers(self) -> list[ServerRole]:
+        ports = [SimServer(self, shard) for shard in range(self.spec.shards)]
+        if self.watch is None:
+            return [ServerRole(port) for port in ports]
+        return [WatchedRole(port, self.watch) for port in ports]
+
     def soon(self, action: Callable[[], None]) -> None:
         self.clock.after(self.times.latency, action)
 
@@ -65,6 +73,8 @@ class World:
     def stop(self) -> None:
         if not self.stopping:
             self.stopping = True
+            if self.watch is not None:
+                self.watch.stopped()
             for learner in self.learners.values():
                 self.soon(learner.wake)
 
@@ -100,11 +110,17 @@ class World:
         assert self.spec.evaluate is not None
         self.recorder.evaluated(epoch, self.spec.evaluate(state))
 
+    def waiting(self) -> dict[int, str | None]:
+        """Rank to what it waits for."""
+        return {learner.rank: learner.waits_for for learner in self.learners.values()}
+
     def run(self) -> Outcome:
         self.coordinator.begin()
         for learner in self.learners.values():
             self.clock.at(0.0, learner.fiber.resume)
         while self.recorder.error is None and self.clock.step():
+            if self.watch is not None:
+                self.watch.after()
             while self.commands:
                 self.commands.popleft()(self)
             seconds = self.spec.cut_seconds
@@ -114,9 +130,10 @@ class World:
         if self.recorder.error is not None:
             raise self.recorder.error
         if not self.recorder.complete():
-            waiting = {learner.rank: learner.waits_for for learner in self.learners.values()}
             raise LostError(
-                f"the simulated run stands still at {self.clock.now:g} s; who waits for what: {waiting}"
+                f"the simulated run stands still at {self.clock.now:g} s; who waits for what: {self.waiting()}"
             )
+        if self.watch is not None:
+            self.watch.over()
         self.recorder.outcome.seconds = self.clock.now
         return self.recorder.outcome

@@ -28,7 +28,9 @@ class FeedAccount:
         self._states: dict[int, bytearray] = {}
         self._out: dict[int, dict[int, Span]] = {}  # learner -> index -> granted, in no gradient
         self.given: dict[int, int] = {}  # learner -> grants and ends so far
-        self._broken = bool(standing and standing.broken)  # somebody left a loop early: leftovers may be skipped
+        self._broken = bool(
+            standing and standing.broken
+        )  # somebody left a loop early: leftovers may be skipped
         if standing is not None:
             self._restore(standing)
 

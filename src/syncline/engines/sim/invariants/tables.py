@@ -43,7 +43,14 @@ class TableAccount:
     """Gradients and versions of one table."""
 
     def __init__(
-        self, number: int, sync: Sync, *, initial: set[int], learners: int, limit: int | None, account: Account
+        self,
+        number: int,
+        sync: Sync,
+        *,
+        initial: set[int],
+        learners: int,
+        limit: int | None,
+        account: Account,
     ) -> None:
         self.number, self.sync = number, sync
         self.version = self.base = account.version
@@ -54,7 +61,9 @@ class TableAccount:
         self.pending: list[Key] = []  # taken, in their order
         self.folded, self.dropped = account.gradients, account.dropped
         self.finishing = False
-        self._short: str | None = None  # an update of too few gradients: right only before a change of the dial
+        self._short: str | None = (
+            None  # an update of too few gradients: right only before a change of the dial
+        )
 
     # -- learners ----------------------------------------------------------------------------------------
 
@@ -107,17 +116,21 @@ class TableAccount:
         if member.resting is not None and member.resting < ticket.number:
             member.resting = None
         if self.sync.late == "drop" and ticket.stamp < self.version:
-            raise Broken(f"a gradient of version {ticket.stamp} is taken at version {self.version}: it is late")
+            raise Broken(
+                f"a gradient of version {ticket.stamp} is taken at version {self.version}: it is late"
+            )
         self.pending.append((ticket.learner, ticket.number))
 
     def drop(self, decision: Drop) -> Gradient:
         self._not_short()
         ticket = decision.ticket
-        gradient = self._of(ticket, "published", "dropped")
+        self._of(ticket, "published", "dropped")
         late = self.sync.late == "drop" and ticket.stamp < self.version
         beyond = self.limit is not None and self.version + self.sync.delay >= self.limit
         if not late and not beyond:
-            raise Broken(f"a gradient of version {ticket.stamp} is dropped at version {self.version}: it is not late")
+            raise Broken(
+                f"a gradient of version {ticket.stamp} is dropped at version {self.version}: it is not late"
+            )
         self.dropped += 1
         return self.gradients.pop((ticket.learner, ticket.number))
 
@@ -126,7 +139,9 @@ class TableAccount:
         if fold.version != self.version + 1:
             raise Broken(f"version {fold.version} follows version {self.version}")
         if self.expected:
-            raise Broken(f"version {fold.version} is made before learners {sorted(self.expected)} have started")
+            raise Broken(
+                f"version {fold.version} is made before learners {sorted(self.expected)} have started"
+            )
         keys = [(ticket.learner, ticket.number) for ticket in fold.tickets]
         if not keys or len(set(keys)) < len(keys):
             raise Broken(f"version {fold.version} is made of tickets {keys}")
@@ -166,7 +181,9 @@ class TableAccount:
                 f"it is min({self.version - self.base}, {sync.delay}) there"
             )
         if sync.late == "drop" and sigma:
-            raise Broken(f"σ = {sigma} in version {self.version + 1} under {sync}, which folds fresh gradients only")
+            raise Broken(
+                f"σ = {sigma} in version {self.version + 1} under {sync}, which folds fresh gradients only"
+            )
 
     def _check_quorum(self, fold: Fold) -> None:
         """Too few are right at the end of the run, and where the dial changes next."""
@@ -175,7 +192,9 @@ class TableAccount:
         if self.sync.lockstep:
             missing = self.active() - {ticket.learner for ticket in fold.tickets}
             if missing:
-                self._short = f"version {fold.version} is made without learners {sorted(missing)}, which compute"
+                self._short = (
+                    f"version {fold.version} is made without learners {sorted(missing)}, which compute"
+                )
             if len({ticket.iteration for ticket in fold.tickets}) > 1:
                 raise Broken(f"version {fold.version} is made of several iterations: {fold.tickets}")
         elif len(fold.tickets) < self.quorum():
@@ -189,7 +208,9 @@ class TableAccount:
         """Nothing that was taken is left."""
         self._short = None
         if self.pending:
-            raise Broken(f"the dial changes to {sync} while {len(self.pending)} gradients wait for their fold")
+            raise Broken(
+                f"the dial changes to {sync} while {len(self.pending)} gradients wait for their fold"
+            )
         self.sync, self.base = sync, self.version
         for member in self.members.values():
             member.clock, member.rested = 0, False
@@ -243,13 +264,19 @@ class TableAccount:
                 f"learner {release.learner} goes on at version {release.version} before the fold of its gradient"
             )
         if self.quorum() <= len(self.pending) and not self._full:
-            raise Broken(f"learner {release.learner} goes on before its gradient is folded, which completed a quorum")
+            raise Broken(
+                f"learner {release.learner} goes on before its gradient is folded, which completed a quorum"
+            )
 
     def _check_slack(self, release: Release, member: Member) -> None:
         """By the account's own clocks; who has rested since the dial began counts from where the others were."""
         if self.sync.slack is None or member.rested or release.same:
             return
-        others = [each.clock for learner, each in self.members.items() if learner in self.active() and not each.rested]
+        others = [
+            each.clock
+            for learner, each in self.members.items()
+            if learner in self.active() and not each.rested
+        ]
         if others and member.clock > min(others) + self.sync.slack:
             raise Broken(
                 f"learner {release.learner} starts step {member.clock} under {self.sync}, the slowest has made {min(others)}"
@@ -285,7 +312,9 @@ class TableAccount:
         """The end of the run: nothing that was taken is left."""
         if self.pending:
             raise Broken(f"the run is over, and {len(self.pending)} gradients were taken and never folded")
-        if waiting := [key for key, g in self.gradients.items() if g.fate == "published" and key[0] in self.members]:
+        if waiting := [
+            key for key, g in self.gradients.items() if g.fate == "published" and key[0] in self.members
+        ]:
             raise Broken(f"the run is over, and tickets {waiting} were neither taken nor dropped")
 
     def words(self) -> str:
@@ -294,6 +323,4 @@ class TableAccount:
             f"{learner}: version {m.last}, clock {m.clock}" + (" (rests)" if m.resting is not None else "")
             for learner, m in sorted(self.members.items())
         )
-        return (
-            f"table {self.number} at version {self.version} under {self.sync}; taken {self.pending}; members {members}"
-        )
+        return f"table {self.number} at version {self.version} under {self.sync}; taken {self.pending}; members {members}"

@@ -7,7 +7,7 @@ of them. Folds are recomputed for plain SGD; under other optimizers the shards' 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,17 +33,21 @@ class Values:
         self, layout: Layout, template: OptimizerTemplate, weights: Sequence[Tensor], version: int, clip: bool
     ) -> None:
         self.layout = layout
-        self._plain = not clip and _is_plain(template)
+        self.plain = not clip and _is_plain(template)
         self._newest = self.version = version
         self._weights = {version: [segment.clone() for segment in weights]}
-        self._made: dict[int, set[int]] = {version: set(range(layout.shards))}  # version -> shards that have it
+        self._made: dict[int, set[int]] = {
+            version: set(range(layout.shards))
+        }  # version -> shards that have it
         self._gradients: dict[Key, list[Tensor]] = {}
         self._log: list[deque[Entry]] = [deque() for _ in range(layout.shards)]  # to come, of each shard
         self._put = False  # weights were overwritten: the next update is not what it was computed to be
 
-    def published(self, learner: int, number: int, gradients: Sequence[Tensor], present: Sequence[bool]) -> None:
+    def published(
+        self, learner: int, number: int, gradients: Sequence[Tensor], present: Sequence[bool]
+    ) -> None:
         """A copy of what lies in the slot."""
-        if self._plain:
+        if self.plain:
             flat = self.layout.parameters
             copies = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
             for view, value, has in zip(flat.views(copies), gradients, present, strict=True):
@@ -54,12 +58,12 @@ class Values:
     def forget(self, learner: int, number: int) -> None:
         self._gradients.pop((learner, number), None)
 
-    def folded(self, fold: Fold, options: Options) -> None:
+    def folded(self, fold: Fold, options: Callable[[], Options]) -> None:
         """What the next version must be."""
         before = self._weights[self._newest]
         after = [segment.clone() for segment in before]
-        if self._plain and not self._put:
-            rate = float(options[0]["lr"]) * fold.factor
+        if self.plain and not self._put:
+            rate = float(options()[0]["lr"]) * fold.factor
             for index, mean in enumerate(self._mean(fold.tickets)):
                 after[index] -= rate * mean
         for ticket in fold.tickets:
@@ -74,7 +78,8 @@ class Values:
         found = [self._gradients[ticket.learner, ticket.number] for ticket in tickets]
         return [
             sum(  # type: ignore[misc]
-                ticket.count * ticket.weight * segments[index] for ticket, segments in zip(tickets, found, strict=True)
+                ticket.count * ticket.weight * segments[index]
+                for ticket, segments in zip(tickets, found, strict=True)
             )
             / total
             for index in range(len(found[0]))
@@ -101,9 +106,15 @@ class Values:
             raise Broken(f"shard {index} is at version {shard.version}, the log at {version}")
         expected = shard.part.segments(self._weights[version])
         for mine, theirs in zip(expected, shard.weights, strict=True):
-            if self._plain and not self._put and not torch.allclose(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE):
+            if (
+                self.plain
+                and not self._put
+                and not torch.allclose(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+            ):
                 off = float((mine - theirs).abs().max())
-                raise Broken(f"shard {index} made version {version} {off:g} away from the mean of its gradients")
+                raise Broken(
+                    f"shard {index} made version {version} {off:g} away from the mean of its gradients"
+                )
             mine.copy_(theirs)
         self._made[version].add(index)
         if len(self._made[version]) == self.layout.shards:
@@ -115,11 +126,15 @@ class Values:
             return
         missing = set(range(self.layout.shards)) - self._made[version]
         if missing:
-            raise Broken(f"learner {learner} reads version {version}, which shards {sorted(missing)} have not made")
+            raise Broken(
+                f"learner {learner} reads version {version}, which shards {sorted(missing)} have not made"
+            )
         known = self.layout.parameters.views(self._weights[version])
         for index, (mine, theirs) in enumerate(zip(known, weights, strict=True)):
             if not torch.equal(mine, theirs):
-                raise Broken(f"learner {learner} reads parameter {index} of version {version}, and gets other weights")
+                raise Broken(
+                    f"learner {learner} reads parameter {index} of version {version}, and gets other weights"
+                )
 
     def over(self) -> None:
         for index, log in enumerate(self._log):
