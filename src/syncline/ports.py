@@ -74,7 +74,7 @@ class Note(NamedTuple):
     loader: int = -1
     upto: int = 0  # batches of that loader used so far; for ASK the epoch
     flags: int = 0  # SILENT, STATES
-    loss: float = float("nan")
+    loss: float = float("nan")  # or something that `float` reads later, where no ring of words carries it
 
 
 class Entry(NamedTuple):
@@ -220,8 +220,8 @@ class ServerPort(ABC):
     def slot(self, table: int, learner: int, index: int) -> Slot: ...
 
     @abstractmethod
-    def inbox(self, table: int, learner: int) -> list[Tensor] | None:
-        """Where this learner's copy of a version goes; None where it reads the table itself."""
+    def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
+        """Where this learner's copy of a version goes; None where there is nothing to copy."""
 
     @abstractmethod
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:

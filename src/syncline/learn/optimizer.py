@@ -6,7 +6,7 @@ runs on the shards. Parameters change only inside `step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -191,11 +191,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         return False
 
     def _copy(self, into: list[Tensor], gradients: list[Tensor]) -> None:
-        for gradient in gradients:
-            if gradient.is_sparse:
-                raise LayoutError(
-                    "a parameter has a sparse gradient, which does not travel; make its layer with sparse=False"
-                )
+        refuse_sparse_gradients(gradients)
         if gradients[0].requires_grad:  # backward(create_graph=True)
             gradients = [gradient.detach() for gradient in gradients]
         torch._foreach_copy_(into, gradients, non_blocking=self._on_gpu)
@@ -377,3 +373,11 @@ class SharedOptimizer(torch.optim.Optimizer):
     def release_hooks(self) -> None:
         """Nothing is held after the learner's function."""
         self._link = None  # type: ignore[assignment]
+
+
+def refuse_sparse_gradients(gradients: Iterable[Tensor]) -> None:
+    for gradient in gradients:
+        if gradient.is_sparse:
+            raise LayoutError(
+                "a parameter has a sparse gradient, which does not travel; make its layer with sparse=False"
+            )

@@ -72,10 +72,7 @@ class Session:
 
     def seed(self) -> None:
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
-        seed = self.config.seed + self.rank
-        torch.manual_seed(seed)
-        np.random.seed(seed % (1 << 32))
-        random.seed(seed)
+        seed_random(self.config.seed + self.rank)
 
     def mark_random(self) -> None:
         """A gradient is published: what torch draws from here on belongs to the next."""
@@ -138,7 +135,7 @@ class Session:
             model,
             [group["params"] for group in inner.param_groups],
             cuttable=cuttable,
-            shards=self._shards_for(inner),
+            shards=shards_for(inner, self.config.shards, fixed=self.config.fixed_shards),
         )
         table = self.insist(lambda: self._open_table(inner, layout, tensors))
         self._tables.append(table)
@@ -149,26 +146,20 @@ class Session:
         answer = self._request(m.Open(number, layout))
         if isinstance(answer, m.Initialise):
             values = self.port.first_values(answer.handle, layout)
-            _copy_all(values[0], [parameter.detach() for parameter in tensors.parameters])
-            _copy_all(values[1], tensors.buffers)
-            _copy_all(values[2], tensors.others)
+            copy_all(values[0], [parameter.detach() for parameter in tensors.parameters])
+            copy_all(values[1], tensors.buffers)
+            copy_all(values[2], tensors.others)
             answer = self.port.request(m.Initialised(number, OptimizerTemplate.of(inner)))
         link = self.port.attach(answer)
-        _copy_all(tensors.buffers, link.buffers)
-        _copy_all(tensors.others, link.others)
+        copy_all(tensors.buffers, link.buffers)
+        copy_all(tensors.others, link.others)
         personal: m.Personal | None = answer.personal
         if personal is not None:
-            _copy_all(tensors.buffers, personal.buffers.get(number, tensors.buffers))
+            copy_all(tensors.buffers, personal.buffers.get(number, tensors.buffers))
             self._kept_random = personal.random
         return SharedOptimizer(
             self, number, inner, link, tensors, personal.steps if personal is not None else 0
         )
-
-    def _shards_for(self, inner: torch.optim.Optimizer) -> int:
-        if self.config.fixed_shards:
-            return self.config.shards
-        size = sum(p.numel() * p.element_size() for group in inner.param_groups for p in group["params"])
-        return max(1, min(self.config.shards, size // SHARD_BYTES))
 
     def _refuse_shared(self, inner: torch.optim.Optimizer, model: nn.Module) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -347,6 +338,13 @@ class Session:
         self._rests = []
 
 
+def seed_random(seed: int) -> None:
+    """All generators that a learner's code may draw from."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % (1 << 32))
+    random.seed(seed)
+
+
 def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
     """Run the user's factory on the model's parameters, or on the model where it asks for `model`."""
     if next(iter(model.parameters()), None) is None:
@@ -371,6 +369,14 @@ def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
         )
     refuse_unsupported(inner)
     return inner
+
+
+def shards_for(optimizer: torch.optim.Optimizer, shards: int, *, fixed: bool) -> int:
+    """Of a table: all there are where the user named their number, else only as many as are worth it."""
+    if fixed:
+        return shards
+    size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
+    return max(1, min(shards, size // SHARD_BYTES))
 
 
 def refuse_weighted(sync: Sync, optimizer: torch.optim.Optimizer) -> None:
@@ -410,7 +416,7 @@ def check_policy(policy: str) -> None:
         raise UsageError(f"policy {policy!r} is none of {', '.join(POLICIES)}")
 
 
-def _copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)

@@ -58,20 +58,20 @@ def run_training(session: Session, plan: Training) -> None:
     model.train()
     optimizer = session.optimizer(model, plan.optimizer)
     loader = session.loader(plan.data, batch_size=plan.batch_size, policy=plan.policy, collate=plan.collate)
-    schedule = _Schedule(plan.schedule(optimizer) if plan.schedule else None, optimizer)
+    schedule = Schedule(plan.schedule(optimizer) if plan.schedule else None, optimizer)
     while not session.ending and (plan.epochs is None or loader.epoch < plan.epochs):
         schedule.go_to(loader.epoch)
         for batch in loader:
             schedule.go_to(loader.epoch)
             optimizer.zero_grad()
             value = plan.objective(model, batch)
-            _check_scalar(value)
+            check_scalar(value)
             value.backward()
             session.loss = value.item()
             optimizer.step()
 
 
-class _Schedule:
+class Schedule:
     """An LR scheduler that is where the epoch is, for learners that join late or go back to a checkpoint."""
 
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -99,7 +99,7 @@ class _Schedule:
         self._epoch = epoch
 
 
-def _check_scalar(value: Any) -> None:
+def check_scalar(value: Any) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
         what = (
             f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

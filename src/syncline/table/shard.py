@@ -2,14 +2,14 @@
 
 Gradients are taken in the order of the sequence. In lockstep they are kept where they lie and folded
 together, in rank order; otherwise each is added to a running mean when it is taken, which frees its slot. A fold of one gradient runs
-the optimizer straight on the slot. Not responsible for deciding when to fold.
+the optimizer straight on the slot. Promised gradients are kept as promises until the fold. Not responsible for deciding when to fold.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,16 @@ from torch import Tensor
 from syncline.dial import Sync
 from syncline.table.checkpoints import piece_tensors
 from syncline.table.layout import Layout
+from syncline.table.promised import Maker, PromisedPart, Taken
 from syncline.table.slot import SlotPart
 from syncline.table.template import OptimizerTemplate, Options, PieceState, cut_state, piece_states
+
+
+class Values(Protocol):
+    """A shard's part of a gradient."""
+
+    segments: list[Tensor]
+    views: list[Tensor]  # one per piece
 
 
 class Mean:
@@ -32,7 +40,7 @@ class Mean:
         self.present: tuple[bool, ...] = (False,) * len(views)
         self.total = 0
 
-    def start(self, gradient: SlotPart, present: tuple[bool, ...], count: int, damping: float = 1.0) -> None:
+    def start(self, gradient: Values, present: tuple[bool, ...], count: int, damping: float = 1.0) -> None:
         if self.segments is not gradient.segments:
             for mean, value in zip(self.segments, gradient.segments, strict=True):
                 mean.copy_(value)
@@ -40,7 +48,7 @@ class Mean:
             torch._foreach_mul_(self.segments, damping)
         self.present, self.total = present, count
 
-    def add(self, gradient: SlotPart, present: tuple[bool, ...], count: int, damping: float = 1.0) -> None:
+    def add(self, gradient: Values, present: tuple[bool, ...], count: int, damping: float = 1.0) -> None:
         """`damping` multiplies this gradient; the mean is still by the count of examples."""
         if count == 0:
             return
@@ -64,9 +72,7 @@ class Mean:
                 torch.mul(value, weight, out=mean)
         self.present = tuple(a or b for a, b in zip(self.present, present, strict=True))
 
-    def _add_damped(
-        self, gradient: SlotPart, present: tuple[bool, ...], weight: float, damping: float
-    ) -> None:
+    def _add_damped(self, gradient: Values, present: tuple[bool, ...], weight: float, damping: float) -> None:
         for mean, value, had, has in zip(self.views, gradient.views, self.present, present, strict=True):
             if had and has:
                 mean.mul_(1.0 - weight).add_(value, alpha=weight * damping)
@@ -101,6 +107,8 @@ class Shard:
         self._step = bare_step(self.optimizer)
         self.clip_norm = clip_norm
         self._taken: list[tuple[SlotPart, tuple[bool, ...], int, int, int]] = []
+        self._promised: list[Taken] = []
+        self._maker: Maker | None = None
         self._all = (True,) * len(self.part.pieces)
         self._mean: Mean | None = None
         self._grad_views: list[Tensor] | None = None
@@ -112,7 +120,7 @@ class Shard:
 
     def change(self, sync: Sync) -> None:
         """Another dial; nothing that was taken waits for its fold."""
-        assert not self._taken and (self._mean is None or self._mean.total == 0)
+        assert not self._taken and not self._promised and (self._mean is None or self._mean.total == 0)
         self._lockstep = sync.lockstep
         self._kept = self.history if sync.delay else []
         for segments in self._kept:
@@ -122,7 +130,7 @@ class Shard:
 
     def take(
         self,
-        gradient: SlotPart,
+        gradient: SlotPart | PromisedPart,
         *,
         full: bool,
         count: int,
@@ -132,6 +140,10 @@ class Shard:
         damping: float = 1.0,
     ) -> None:
         """Into the sequence. `alone`: the next fold is of this gradient only."""
+        if isinstance(gradient, PromisedPart):
+            self._maker = gradient.maker
+            self._promised.append(gradient.take(count, damping, rank, iteration))
+            return
         present = self._all if full else gradient.present()
         if self._lockstep or (alone and damping == 1.0):
             self._taken.append((gradient, present, count, rank, iteration))
@@ -151,7 +163,9 @@ class Shard:
     def gather(self, iteration: int) -> None:
         """Set every parameter's gradient to the mean of what the fold takes."""
         self._apply_puts()
-        if self._taken:
+        if self._promised:
+            views, present = self._gather_promised(iteration)
+        elif self._taken:
             views, present = self._gather_taken(iteration)
         else:
             mean = self._running_mean()
@@ -177,6 +191,14 @@ class Shard:
         for gradient, present, count, _, _ in weighted[1:]:
             mean.add(gradient, present, count)
         return mean.views, mean.present
+
+    def _gather_promised(self, iteration: int) -> tuple[list[Tensor], tuple[bool, ...]]:
+        assert self._maker is not None
+        chosen = self._promised
+        if self._lockstep:
+            chosen = sorted((t for t in chosen if t.iteration == iteration), key=lambda taken: taken.rank)
+        self._promised = [t for t in self._promised if self._lockstep and t.iteration != iteration]
+        return self._maker.fold(self.part, [t for t in chosen if t.examples > 0] or chosen[:1])
 
     def norms(self) -> Tensor:
         """Norm of every piece's gradient (0 where there is none)."""

@@ -51,13 +51,7 @@ class Slot:
         return SlotPart(self, part, self._layout)
 
     def write_options(self, options: list[dict[str, Any]]) -> None:
-        text = json.dumps(options, default=_refuse).encode()
-        if len(text) > OPTIONS_ROOM - 8:
-            raise UsageError(
-                f"the options of {len(options)} parameter groups take {len(text)} bytes, more than the "
-                f"{OPTIONS_ROOM - 8} that travel with a gradient; use fewer groups or smaller options"
-            )
-        _put(self._options, text)
+        _put(self._options, options_text(options))
 
     def read_options(self) -> list[dict[str, Any]]:
         return json.loads(_get(self._options))
@@ -83,6 +77,17 @@ class SlotPart:
         """For each of the shard's pieces: is there a gradient?"""
         mask = self.slot.mask.tolist()
         return tuple(bool(mask[entry]) for entry in self._entries)
+
+
+def options_text(options: list[dict[str, Any]]) -> bytes:
+    """Group options as they travel."""
+    text = json.dumps(options, default=_refuse).encode()
+    if len(text) > OPTIONS_ROOM - 8:
+        raise UsageError(
+            f"the options of {len(options)} parameter groups take {len(text)} bytes, more than the "
+            f"{OPTIONS_ROOM - 8} that travel with a gradient; use fewer groups or smaller options"
+        )
+    return text
 
 
 def private_slot(layout: Layout) -> Slot:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, SupportsFloat, cast
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class Leader:
         self._steps: dict[int, int] = defaultdict(int)
         self._last_loss: dict[int, float] = {}
         self._losses: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # rank -> [sum, count]
+        self._unread: list[tuple[int, SupportsFloat, int]] = []  # (rank, loss, examples)
         self._examples: dict[int, int] = defaultdict(int)
         self._warned = False
         self._cadence: Cadence | None = None
@@ -344,13 +345,25 @@ class Leader:
     def _account(self, table: int, ticket: Ticket) -> None:
         """A folded gradient: examples and loss are counted, its batches are done."""
         self._examples[table] += ticket.count
-        loss = self._open[table, ticket.learner, ticket.number][0].loss
-        if loss == loss:
-            self._last_loss[ticket.rank] = loss
-            account = self._losses[ticket.rank]
-            account[0] += loss * ticket.count
-            account[1] += ticket.count
+        loss = cast(SupportsFloat, self._open[table, ticket.learner, ticket.number][0].loss)
+        if isinstance(loss, float):
+            self._count_loss(ticket.rank, loss, ticket.count)
+        else:
+            self._unread.append((ticket.rank, loss, ticket.count))
         self._settle(table, ticket)
+
+    def _count_loss(self, rank: int, loss: float, count: int) -> None:
+        if loss == loss:
+            self._last_loss[rank] = loss
+            account = self._losses[rank]
+            account[0] += loss * count
+            account[1] += count
+
+    def _read_losses(self) -> None:
+        """Losses whose values came later than their gradients' notes, all at once."""
+        unread, self._unread = self._unread, []
+        for rank, loss, count in unread:
+            self._count_loss(rank, float(loss), count)
 
     def _settle(self, table: int, ticket: Ticket) -> None:
         _, usage = self._open.pop((table, ticket.learner, ticket.number))
@@ -390,6 +403,7 @@ class Leader:
                 self._decided(table, sequence.resume(learner))
 
     def _epoch_done(self, loader: int, epoch: int) -> None:
+        self._read_losses()
         primary = self._sequences.get(0)
         total, count = (
             (sum(column) for column in zip(*self._losses.values(), strict=True)) if self._losses else (0, 0)
@@ -435,6 +449,7 @@ class Leader:
     def _cut(self) -> None:
         """A checkpoint of everything as it is now; the gradients that are in it are accounted for."""
         self._cut_due = False
+        self._read_losses()
         number = self._sequences[0].version
         files = []
         for table, sequence in self._sequences.items():
@@ -477,6 +492,7 @@ class Leader:
             del self._buffers[key]
 
     def statistics(self, number: int) -> m.Statistics:
+        self._read_losses()
         ranks = self._ranks
         return m.Statistics(
             number,

@@ -13,6 +13,7 @@ from torch import Tensor
 from syncline.dial import Sync
 from syncline.ports import Entry, Kind, Reading, ServerPort
 from syncline.table.checkpoints import CheckpointError
+from syncline.table.promised import PromisedPart
 from syncline.table.shard import Shard, total_norm
 from syncline.table.slot import SlotPart
 from syncline.table.template import Options
@@ -30,7 +31,7 @@ class _Told:
         self.by_number: dict[int, Options] = {}
         self._serial, self._last = -1, []  # type: int, Options
 
-    def take(self, number: int, serial: int, part: SlotPart) -> bool:
+    def take(self, number: int, serial: int, part: SlotPart | PromisedPart) -> bool:
         """True if they changed."""
         changed = serial != self._serial
         if changed:
@@ -47,7 +48,7 @@ class Replay:
     def __init__(self, port: ServerPort) -> None:
         self._port = port
         self._shards: dict[int, Shard] = {}
-        self._parts: dict[tuple[int, int, int], SlotPart] = {}  # (table, learner, slot)
+        self._parts: dict[tuple[int, int, int], SlotPart | PromisedPart] = {}  # (table, learner, slot)
         self._served: dict[tuple[int, int], int] = {}  # (table, learner) -> version it has
         self._options: dict[tuple[int, int], _Told] = {}
         self._blobs: dict[tuple[int, int, int], m.LoadState] = {}
@@ -123,6 +124,7 @@ class Replay:
             self._release(entry)
         elif kind == Kind.PUT:
             part = self._part(entry)
+            assert isinstance(part, SlotPart)
             self._shards[entry.table].put(entry.rank, part.segments)
             self._let_go(entry)
         elif kind == Kind.STATE:
@@ -150,7 +152,7 @@ class Replay:
         else:
             self._port.save(entry.number, name, tensors, notes)
 
-    def _part(self, entry: Entry) -> SlotPart:
+    def _part(self, entry: Entry) -> SlotPart | PromisedPart:
         key = (entry.table, entry.learner, entry.slot)
         part = self._parts.get(key)
         if part is None:
@@ -199,13 +201,12 @@ class Replay:
         if not entry.full:
             self._port.release(*key, entry.number, None)
             return
-        if entry.full == 1 and not self.dials[self._dial[entry.table]].lockstep:
-            inbox = self._port.inbox(*key)
-            if (
-                inbox is not None and self._served.get(key, -1) != entry.version
-            ):  # R4: not what it has already
+        copies = entry.full == 1 and not self.dials[self._dial[entry.table]].lockstep
+        if copies and self._served.get(key, -1) != entry.version:  # R4: not what it has already
+            inbox = self._port.inbox(*key, entry.version)
+            if inbox is not None:
                 self._shards[entry.table].read(entry.version, inbox)
-                self._served[key] = entry.version
+            self._served[key] = entry.version
         self._let_go(entry)
 
     def _let_go(self, entry: Entry) -> None:

@@ -221,7 +221,7 @@ class LocalServerPort(ServerPort):
     def slot(self, table: int, learner: int, index: int) -> Slot:
         return self._lanes[table, learner].slots[index]
 
-    def inbox(self, table: int, learner: int) -> list[Tensor] | None:
+    def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
         lane = self._lanes.get((table, learner))
         return lane.inbox if lane else None
 

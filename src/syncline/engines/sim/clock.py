@@ -6,7 +6,7 @@ import heapq
 import itertools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +54,10 @@ class Random:
     def save(self) -> None:
         self._states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
 
+    @property
+    def torch_state(self) -> torch.Tensor:
+        return self._states[0]
+
     def restore(self) -> None:
         torch.set_rng_state(self._states[0])
         np.random.set_state(self._states[1])
@@ -92,3 +96,22 @@ class Fiber:
         """Give way (from inside)."""
         self._back.release()
         self._go.acquire()
+
+
+class Handler:
+    """A generator in a fiber's place: goes on when it is resumed, until it gives way. No thread."""
+
+    def __init__(self, steps: Generator[None, None, None]) -> None:
+        self._steps = steps
+        self.done = False
+
+    def resume(self) -> None:
+        try:
+            next(self._steps)
+        except StopIteration:
+            self.done = True
+
+    def end(self) -> None:
+        """It never goes on."""
+        self.done = True
+        self._steps.close()

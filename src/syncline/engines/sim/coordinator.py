@@ -11,6 +11,7 @@ from torch import Tensor
 from syncline.dial import Sync
 from syncline.engines.files import commit
 from syncline.engines.sim.memory import SimLane, SimTable
+from syncline.engines.sim.promises import PromisedLane
 from syncline.ports import CoordinatorPort
 from syncline.table.checkpoints import Written
 from syncline.table.layout import Layout
@@ -30,8 +31,10 @@ class SimCoordinator(CoordinatorPort):
         memory = self._world.tables[table] = SimTable(layout, delay + 1 if delay else 0)
         return memory
 
-    def make_lane(self, table: int, learner: int, layout: Layout) -> SimLane:
-        lane = self._world.lanes[table, learner] = SimLane(layout, max(2, self._world.spec.delay + 1))
+    def make_lane(self, table: int, learner: int, layout: Layout) -> SimLane | PromisedLane:
+        shop, slots = self._world.workshop, max(2, self._world.spec.delay + 1)
+        lane = SimLane(layout, slots) if shop is None else PromisedLane(shop.computer, slots)
+        self._world.lanes[table, learner] = lane
         return lane
 
     def reply(self, learner: int, message: Any) -> None:

@@ -20,9 +20,9 @@ from syncline.topology import messages as m
 class SimHandle(Handle):
     """A simulated run on a thread of its own."""
 
-    def __init__(self, spec: RunSpec, times: Times, check: bool) -> None:
+    def __init__(self, spec: RunSpec, times: Times, *, check: bool, handlers: bool) -> None:
         self._world: World | None = None
-        self._spec, self._times, self._check = spec, times, check
+        self._spec, self._times, self._check, self._handlers = spec, times, check, handlers
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
         self._begun = threading.Event()
@@ -33,7 +33,7 @@ class SimHandle(Handle):
         threads, outside = torch.get_num_threads(), Random()
         torch.set_num_threads(self._spec.threads or 1)
         try:
-            self._world = World(self._spec, self._times, check=self._check)
+            self._world = World(self._spec, self._times, check=self._check, handlers=self._handlers)
             self._begun.set()
             self._outcome = self._world.run()
         except BaseException as error:
@@ -88,16 +88,24 @@ class Sim(Engine):
     """Virtual time in one process: equal learners, fixed times, the same bits every time.
 
     `check`: what always holds is checked after every event; what is broken raises an `InvariantError`.
+    `train`'s own loop runs as a handler of events; `handlers=False` gives each of its learners a thread and a copy of the
+    model instead, with the same results.
     """
 
     def __init__(
-        self, *, compute: float = 1.0, transfer: float = 0.01, latency: float = 0.001, check: bool = False
+        self,
+        *,
+        compute: float = 1.0,
+        transfer: float = 0.01,
+        latency: float = 0.001,
+        check: bool = False,
+        handlers: bool = True,
     ) -> None:
         for name, value in (("compute", compute), ("transfer", transfer), ("latency", latency)):
             if value < 0:
                 raise UsageError(f"Sim: {name} must not be negative, got {value}")
         self._times = Times(compute=compute, transfer=transfer, latency=latency)
-        self._check = check
+        self._check, self._handlers = check, handlers
 
     def start(self, spec: RunSpec) -> SimHandle:
-        return SimHandle(spec, self._times, self._check)
+        return SimHandle(spec, self._times, check=self._check, handlers=self._handlers)

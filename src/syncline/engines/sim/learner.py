@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 
 from syncline.dial import Sync
 from syncline.engines.record import learner_error
-from syncline.engines.sim.clock import Fiber
-from syncline.engines.sim.memory import SimTable
+from syncline.engines.sim.clock import Fiber, Handler
+from syncline.engines.sim.memory import Releases, SimTable
 from syncline.errors import InvariantError
 from syncline.learn.session import Session
 from syncline.ports import Kind, LearnerPort, Note, Portion, Reading, RunStopped, TableLink
@@ -29,11 +29,14 @@ class SimLearner(LearnerPort):
 
     def __init__(self, world: World, learner: int, rank: int) -> None:
         self._world, self.learner, self.rank = world, learner, rank
-        self.fiber = Fiber(self._main)
+        self.fiber = self._make_fiber()
         self._arrival = 0.0  # of its last note: notes do not overtake each other
-        self._portions: dict[tuple[int, int], Portion] = {}
+        self.portions: dict[tuple[int, int], Portion] = {}
         self._answers: list[Any] = []
         self.waits_for: str | None = None
+
+    def _make_fiber(self) -> Fiber | Handler:
+        return Fiber(self._main)
 
     def _main(self) -> None:
         world, spec = self._world, self._world.spec
@@ -58,9 +61,11 @@ class SimLearner(LearnerPort):
 
     def until(self, ready: Callable[[], bool], what: str) -> None:
         """Give way until it is so."""
+        fiber = self.fiber
+        assert isinstance(fiber, Fiber)
         while not ready():
             self.waits_for = what
-            self.fiber.block()
+            fiber.block()
         self.waits_for = None
 
     def wake(self) -> None:
@@ -81,9 +86,14 @@ class SimLearner(LearnerPort):
 
     def spend(self, examples: int) -> None:
         clock = self._world.clock
-        end = clock.now + self._world.times.compute
-        clock.at(end, self.wake)
+        end = self.start_computing(examples)
         self.until(lambda: clock.now >= end, "its own computation")
+
+    def start_computing(self, examples: int) -> float:
+        """When the gradient will be there; wakes the learner then."""
+        end = self._world.clock.now + self._world.times.compute
+        self._world.clock.at(end, self.wake)
+        return end
 
     def post(self, note: Note, *, ring: bool = True) -> None:
         times = self._world.times
@@ -98,11 +108,11 @@ class SimLearner(LearnerPort):
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
         key = (loader, index)
         if block:
-            self.until(lambda: key in self._portions or self.stopping(), f"data of loader {loader}")
-        return self._portions.pop(key, None)
+            self.until(lambda: key in self.portions or self.stopping(), f"data of loader {loader}")
+        return self.portions.pop(key, None)
 
     def give(self, portion: Portion) -> None:
-        self._portions[portion.loader, portion.number] = portion
+        self.portions[portion.loader, portion.number] = portion
         self.wake()
 
     def request(self, message: Any) -> Any:
@@ -157,6 +167,7 @@ class SimLink(TableLink):
         self._newest = flat.views(memory.weights)
         self._history = [flat.views(segments) for segments in memory.history]
         self._table = opened.table
+        self._releases = Releases(opened.lane, opened.layout.shards)
 
     def weights(self, version: int, sync: Sync) -> list[Tensor]:
         found = self._views
@@ -166,29 +177,17 @@ class SimLink(TableLink):
         return found
 
     def released(self, number: int) -> Reading | None:
-        readings = self._lane.released
-        if len(readings) < self.layout.shards or any(done < number for done, _ in readings.values()):
-            return None
-        versions = {reading.version for _, reading in readings.values()}
-        if len(versions) != 1:
-            raise AssertionError(f"shards released ticket {number} with versions {sorted(versions)}")
-        return readings[0][1]
+        return self._releases.reading(number)
 
     def wait(self, number: int) -> Reading:
         what = f"ticket {number} of table {self._table}"
-        self._learner.until(lambda: self.released(number) is not None, what)
-        reading = self.released(number)
+        self._learner.until(lambda: self._releases.reading(number) is not None, what)
+        reading = self._releases.reading(number)
         assert reading is not None
         return reading
 
     def wait_free(self, number: int) -> None:
-        lane, shards = self._lane, range(self.layout.shards)
-
-        def free(shard: int) -> bool:
-            last = lane.released[shard][0] if shard in lane.released else -1
-            return max(last, lane.freed.get(shard, -1)) >= number
-
-        self._learner.until(lambda: all(map(free, shards)), f"the slot of ticket {number}")
+        self._learner.until(lambda: self._releases.free(number), f"the slot of ticket {number}")
 
 
 def copy_arguments(arguments: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from syncline.engines.files import write_part
+from syncline.engines.sim.promises import PromisedLane, PromisedSlot
 from syncline.ports import Entry, Portion, Reading, ServerPort
 from syncline.table.slot import Slot
 
@@ -28,11 +29,14 @@ class SimServer(ServerPort):
         memory = self._world.tables[table]
         return memory.weights, memory.history
 
-    def slot(self, table: int, learner: int, index: int) -> Slot:
+    def slot(self, table: int, learner: int, index: int) -> Slot | PromisedSlot:
         return self._world.lanes[table, learner].slots[index]
 
-    def inbox(self, table: int, learner: int) -> list[Tensor] | None:
+    def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
         lane = self._world.lanes.get((table, learner))
+        if isinstance(lane, PromisedLane):
+            assert self._world.workshop is not None
+            return lane.inbox(self._world.workshop.versions.get(version), self.shard)
         return lane.inbox if lane else None
 
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:

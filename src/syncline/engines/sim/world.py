@@ -15,12 +15,15 @@ from torch import Tensor
 from syncline.dial import Sync
 from syncline.engines.record import Recorder
 from syncline.engines.run import Outcome, RunSpec
+from syncline.engines.sim.builtin import Builtin
 from syncline.engines.sim.clock import Clock, Times
 from syncline.engines.sim.coordinator import SimCoordinator
 from syncline.engines.sim.invariants.watch import Watch, WatchedRole
 from syncline.engines.sim.learner import SimLearner
 from syncline.engines.sim.memory import SimLane, SimTable
+from syncline.engines.sim.promises import PromisedLane
 from syncline.engines.sim.server import SimServer
+from syncline.engines.sim.workshop import Workshop, can_handle
 from syncline.errors import LostError
 from syncline.table.checkpoints import Folder
 from syncline.topology import messages as m
@@ -31,13 +34,14 @@ from syncline.topology.servers import ServerRole
 class World:
     """One simulated run."""
 
-    def __init__(self, spec: RunSpec, times: Times, *, check: bool = False) -> None:
+    def __init__(self, spec: RunSpec, times: Times, *, check: bool = False, handlers: bool = True) -> None:
         self.spec, self.times = spec, times
         self.watch = Watch(self) if check else None
+        self.workshop = Workshop(spec) if handlers and can_handle(spec) else None
         self.clock = Clock()
         self.stopping = False
         self.tables: dict[int, SimTable] = {}
-        self.lanes: dict[tuple[int, int], SimLane] = {}
+        self.lanes: dict[tuple[int, int], SimLane | PromisedLane] = {}
         self.dials: dict[int, Sync] = {}
         self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
         ids = {rank + 1: rank for rank in range(spec.learners)}
@@ -53,7 +57,7 @@ class World:
             listeners=spec.listeners,
             restored=spec.restored,
         )
-        self.learners = {learner: SimLearner(self, learner, rank) for learner, rank in ids.items()}
+        self.learners = {learner: self._make_learner(learner, rank) for learner, rank in ids.items()}
         self._left = 0
         self._cut_asked = 0.0
         self.commands: deque[Callable[[World], None]] = deque()  # from other threads
@@ -63,6 +67,12 @@ class World:
         if self.watch is None:
             return [ServerRole(port) for port in ports]
         return [WatchedRole(port, self.watch) for port in ports]
+
+    def _make_learner(self, learner: int, rank: int) -> SimLearner:
+        """`train`'s own loop runs as a handler, any other on a fiber."""
+        if self.workshop is None:
+            return SimLearner(self, learner, rank)
+        return Builtin(self, learner, rank, self.workshop)
 
     def soon(self, action: Callable[[], None]) -> None:
         self.clock.after(self.times.latency, action)
@@ -93,7 +103,7 @@ class World:
         learner, rank = 1 + max(self.learners), 1 + max(each.rank for each in self.learners.values())
         self.recorder.event("joined", rank, kind="joined")
         self.coordinator.join(learner, rank)
-        self.learners[learner] = SimLearner(self, learner, rank)
+        self.learners[learner] = self._make_learner(learner, rank)
         self.soon(self.learners[learner].fiber.resume)
 
     def share_norms(self, shard: int, table: int, version: int, norms: Tensor) -> None:

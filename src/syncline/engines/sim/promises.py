@@ -1,0 +1,254 @@
+"""Gradients that are promised when a learner reads, and made when they are wanted.
+
+At its read a built-in learner knows the weights (a version) and the examples: that is a `Promise`. A `Computer` makes
+the gradient, at the latest in `fold`. `EachAlone` is the plain one: each by itself, at once, on the module, with
+the bits that a learner's own process would give. Not responsible for when learners read or shards fold.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+import torch
+from torch import Tensor
+
+from syncline.engines.sim.clock import Random
+from syncline.learn.optimizer import refuse_sparse_gradients
+from syncline.learn.training import check_scalar
+from syncline.ports import Reading
+from syncline.table.layout import Layout, Part
+from syncline.table.promised import Made, Maker, PromisedPart, Taken
+from syncline.table.shard import Mean
+
+if TYPE_CHECKING:
+    from syncline.engines.sim.workshop import Workshop
+
+
+class Version:
+    """Weights that somebody computes on: shared by all of them, never changed once every shard has filled it."""
+
+    def __init__(self, layout: Layout, number: int) -> None:
+        flat = layout.parameters
+        self.number = number
+        self.segments = flat.segments(torch.empty(flat.nbytes, dtype=torch.uint8))
+        self.views = flat.views(self.segments)  # one per parameter
+        self.filled: set[int] = set()  # by which shards
+
+    def fill(self, source: Sequence[Tensor]) -> None:
+        for mine, theirs in zip(self.segments, source, strict=True):
+            mine.copy_(theirs)
+
+
+class Versions:
+    """The versions of one table that somebody still needs: one copy of each."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._kept: weakref.WeakValueDictionary[int, Version] = weakref.WeakValueDictionary()
+
+    def get(self, number: int) -> Version:
+        """Empty where it is new; whoever wants it must hold it."""
+        version = self._kept.get(number)
+        if version is None:
+            version = self._kept[number] = Version(self._layout, number)
+        return version
+
+    def whole(self, number: int, source: Sequence[Tensor]) -> Version:
+        """Of a table that holds still meanwhile."""
+        version = self.get(number)
+        if not version.filled:
+            version.fill(source)
+            version.filled.update(range(self._layout.shards))
+        return version
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+@dataclass(slots=True, eq=False)
+class Own:
+    """What a learner does not share: the states of its random generators, and its model's buffers."""
+
+    rank: int
+    random: Random
+    buffers: list[Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class Gradient:
+    """One gradient, flat; `present` says which parameters have one."""
+
+    segments: list[Tensor]
+    views: list[Tensor]  # one per parameter
+    present: list[bool]
+
+    @classmethod
+    def empty(cls, layout: Layout) -> Gradient:
+        flat = layout.parameters
+        segments = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
+        return cls(segments, flat.views(segments), [False] * len(flat.entries))
+
+
+@dataclass(slots=True, eq=False)
+class Promise:
+    """A gradient that may be wanted: all that it depends on. Whoever wants it holds it; else it is never made."""
+
+    version: Version
+    indices: Tensor  # of its examples, in the data set
+    own: Own
+    gradient: Gradient | None = None
+    loss: SupportsFloat = float("nan")
+    buffers: list[Tensor] = field(default_factory=list)  # as they are after it
+
+
+class Computer(Maker):
+    """Makes promised gradients; one for all learners of a run."""
+
+    @abstractmethod
+    def promise(self, promise: Promise) -> None:
+        """A learner has read: it begins this gradient now. A learner's gradients are promised in their order.
+
+        From here on `promise.loss` can be read as a number, at the latest after the fold.
+        """
+
+    @abstractmethod
+    def make(self, promise: Promise) -> Gradient:
+        """This one, now: for learners that step by themselves, and for their buffers."""
+
+
+class PromisedSlot:
+    """Stands where a slot's memory would: a promise, and what travels with a gradient."""
+
+    def __init__(self, computer: Computer) -> None:
+        self._computer = computer
+        self.promise: Promise | None = None
+        self._options, self._states = b"[]", b""
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        assert self.promise is not None
+        self._computer.make(self.promise)
+        return self.promise.buffers
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """One view per parameter, for whoever looks on."""
+        assert self.promise is not None
+        return self._computer.make(self.promise).views
+
+    @property
+    def mask(self) -> Tensor:
+        assert self.promise is not None
+        return torch.tensor(self._computer.make(self.promise).present, dtype=torch.uint8)
+
+    def part(self, part: Part) -> PromisedPart:
+        return PromisedPart(self, part, self._computer)
+
+    def write_options(self, text: bytes) -> None:
+        self._options = text
+
+    def read_options(self) -> list[dict[str, Any]]:
+        return json.loads(self._options)
+
+    def write_states(self, states: bytes) -> None:
+        self._states = states
+
+    def read_states(self) -> bytes:
+        return self._states
+
+
+class PromisedLane:
+    """Between one built-in learner and the shards of one table: promises there, shared versions back."""
+
+    def __init__(self, computer: Computer, slots: int) -> None:
+        self.slots = [PromisedSlot(computer) for _ in range(slots)]
+        self.arriving: dict[int, Version] = {}  # by number
+        self.released: dict[int, tuple[int, Reading]] = {}  # by shard, with its ticket
+        self.freed: dict[int, int] = {}  # by shard
+
+    def inbox(self, version: Version, shard: int) -> list[Tensor] | None:
+        """Where the shard's part of this version goes; None where it is there already."""
+        self.arriving[version.number] = version
+        if shard in version.filled:
+            return None
+        version.filled.add(shard)
+        return version.segments
+
+
+class EachAlone(Computer):
+    """The plain way: each gradient by itself, when it is promised, by `backward` on the module."""
+
+    def __init__(self, workshop: Workshop) -> None:
+        self._shop = workshop
+        self._loaded: Version | None = None  # what the module's parameters hold
+
+    def promise(self, promise: Promise) -> None:
+        shop, own = self._shop, promise.own
+        outside = Random()
+        own.random.restore()
+        try:
+            batch = shop.read(promise.indices)
+            self._load(promise)
+            for parameter in shop.parameters:
+                parameter.grad = None
+            value = shop.plan.objective(shop.model, batch)
+            check_scalar(value)
+            value.backward()
+            promise.loss = value.item()
+        finally:
+            own.random.save()
+            outside.restore()
+        promise.gradient = self._gradient()
+        self._keep_buffers(promise)
+
+    def _load(self, promise: Promise) -> None:
+        if self._loaded is not promise.version:
+            torch._foreach_copy_([p.data for p in self._shop.parameters], promise.version.views)
+            self._loaded = promise.version
+        if promise.own.buffers:
+            torch._foreach_copy_(self._shop.buffers, promise.own.buffers)
+
+    def _gradient(self) -> Gradient:
+        made = Gradient.empty(self._shop.layout)
+        grads = [parameter.grad for parameter in self._shop.parameters]
+        made.present = [grad is not None for grad in grads]
+        refuse_sparse_gradients(grad for grad in grads if grad is not None)
+        pairs = [(view, grad) for view, grad in zip(made.views, grads, strict=True) if grad is not None]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [grad.detach() for _, grad in pairs])
+        return made
+
+    def _keep_buffers(self, promise: Promise) -> None:
+        if promise.own.buffers:
+            torch._foreach_copy_(promise.own.buffers, self._shop.buffers)
+            promise.buffers = [buffer.clone() for buffer in self._shop.buffers]
+
+    def make(self, promise: Promise) -> Gradient:
+        assert promise.gradient is not None
+        return promise.gradient
+
+    def fold(self, part: Part, taken: Sequence[Taken]) -> Made:
+        """In place of the first: its memory is nobody's else by now, and shards' parts do not overlap."""
+        first, *others = [(_Cut(self.make(each.promise), part, self._shop.layout), each) for each in taken]
+        mean = Mean(first[0].segments, first[0].views)
+        mean.start(first[0], first[0].present(), first[1].examples, first[1].damping)
+        for gradient, each in others:
+            mean.add(gradient, gradient.present(), each.examples, each.damping)
+        return mean.views, mean.present
+
+
+class _Cut:
+    """A shard's part of a gradient, as `Mean` takes it."""
+
+    def __init__(self, gradient: Gradient, part: Part, layout: Layout) -> None:
+        self.segments = part.segments(gradient.segments)
+        self.views = part.views(self.segments, layout.parameters.entries)
+        self._present = tuple(gradient.present[piece.entry] for piece in part.pieces)
+
+    def present(self) -> tuple[bool, ...]:
+        return self._present

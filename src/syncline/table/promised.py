@@ -1,0 +1,48 @@
+"""Gradients that a shard takes before they are made: it keeps them until the fold, which asks for their mean.
+
+A `Maker` makes gradients when they are wanted (the simulator has several). Not responsible for how it does so.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from syncline.table.layout import Part
+
+Made = tuple[list[Tensor], tuple[bool, ...]]  # one view per piece of the part; which of them have a gradient
+
+
+class Taken(NamedTuple):
+    """One promised gradient of the sequence, and how it counts in the mean of its fold."""
+
+    promise: Any
+    examples: int  # the mean is weighted by them
+    damping: float  # multiplies the gradient, not its weight
+    rank: int
+    iteration: int
+
+
+class Maker(ABC):
+    """Makes promised gradients."""
+
+    @abstractmethod
+    def fold(self, part: Part, taken: Sequence[Taken]) -> Made:
+        """The mean of these, cut to a shard's part; every shard of the table asks once, in its own time.
+
+        The tensors are the shard's until it asks again.
+        """
+
+
+class PromisedPart:
+    """What one shard sees of a slot with a promise in it; stands where a `SlotPart` would."""
+
+    def __init__(self, slot: Any, part: Part, maker: Maker) -> None:
+        self.slot, self.part, self.maker = slot, part, maker
+
+    def take(self, examples: int, damping: float, rank: int, iteration: int) -> Taken:
+        """The promise as it lies in the slot now: after this the slot is free."""
+        return Taken(self.slot.promise, examples, damping, rank, iteration)
