@@ -29,3 +29,15 @@ class Restarts:
         """False: its replacements die before their first step."""
         self.learners[rank] = 0 if stepped else self.learners[rank] + 1
         return self.learners[rank] < MOST
+
+
+def begins_anew(
+    *, unaware: bool, lost: bool, others: bool, stopping: bool, returned: bool, replace: bool
+) -> bool:
+    """The last learner has gone without having noticed that shards were lost: is what it made made again?
+
+    `unaware`: it never met the new shards. A loss is only repeated where somebody returned before, and nobody takes
+    the lost one's place.
+    """
+    repeat = not lost or (returned and not replace)
+    return unaware and repeat and not others and not stopping

@@ -27,14 +27,14 @@ from syncline.engines.local.office import Office
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometry, ServerSpec
 from syncline.engines.record import Recorder, learner_error
+from syncline.engines.recovery import Recovery
 from syncline.engines.run import Outcome, RunSpec
 from syncline.errors import LostError, RunError
 from syncline.protocols.patience import Patience
-from syncline.protocols.restarts import Restarts
-from syncline.table.checkpoints import CheckpointError, Folder, find
+from syncline.protocols.restarts import begins_anew
+from syncline.table.checkpoints import Folder
 from syncline.topology import messages as m
 from syncline.topology.coordinator import Coordinator
-from syncline.topology.restore import restored
 
 GRACE = 5.0  # seconds that learners get to finish their step after a stop
 LAST_CUT = 1.0  # seconds that a stop waits for a checkpoint to begin
@@ -89,14 +89,13 @@ class Supervisor:
         self._deadline: float | None = None
         self._finishing = self._stopping = False
         self._ids = spec.learners  # given so far
-        self._restarts = Restarts()
+        self._recovery = Recovery(self.folder, spec.restored)
         self._patience = Patience(spec.patience) if spec.patience else None
         self._looked = self._cut_asked = self._started
         self._desks: dict[int, Region] = {}
         self._coordinator: Coordinator
         self._processes: Processes
         self._regions: dict[int, list[Region]] = defaultdict(list)  # by learner; SHARED, and SERVERS' own
-        self._last: Path | None = None  # this run's last checkpoint
 
     def _now(self) -> float:
         return time.monotonic() - self._started
@@ -385,11 +384,11 @@ class Supervisor:
         stepped = self._desks[process.number].words[0] > 0  # it has sent a note
         self._gone(process, lost=True)
         if self.spec.replace and not self._stopping and not self._finishing:
-            if self._restarts.learner_lost(process.rank, stepped=stepped):
+            if self._recovery.restarts.learner_lost(process.rank, stepped=stepped):
                 self.recorder.event("replaced", process.rank, kind="replaced")
                 self._new_learner(process.rank)
                 return
-            failures = self._restarts.learners[process.rank]
+            failures = self._recovery.restarts.learners[process.rank]
             what = f"given up: {failures} processes in a row were lost before their first step"
             self.recorder.event(what, process.rank, kind="given up")
         if not self.learners and not self.outcome.returned and not self._stopping:
@@ -400,8 +399,14 @@ class Supervisor:
         unaware = self._coordinator.stale(process.number)
         self._coordinator.leave(process.number, lost=lost)
         self._release(process.number)
-        repeat = not lost or (bool(self.outcome.returned) and not self.spec.replace)
-        if unaware and repeat and not self.learners and not self._stopping:
+        if begins_anew(
+            unaware=unaware,
+            lost=lost,
+            others=bool(self.learners),
+            stopping=self._stopping,
+            returned=bool(self.outcome.returned),
+            replace=self.spec.replace,
+        ):
             self._begin_anew()
         if process.bell is not None:
             process.bell.close()
@@ -412,25 +417,16 @@ class Supervisor:
         """All shards go back to the last checkpoint together (S7); learners wait and go on."""
         lost = f"shard {process.rank} (pid {process.pid}) ended with {how}"
         self.recorder.event(lost, kind="shard lost", shard=process.rank, pid=process.pid)
-        if self.folder is None:
-            self._fail(
-                LostError(
-                    f"{lost}, and there is no checkpoint to go back to: give run_dir= and checkpoint_every="
-                )
-            )
-            return
-        if not self._restarts.shard_lost():
-            times = self._restarts.shards
-            self._fail(LostError(f"{lost}, {times} times without a checkpoint in between; given up"))
+        if (refused := self._recovery.refuse(lost)) is not None:
+            self._fail(refused)
             return
         started = time.monotonic()
         self._processes.kill_and_reap(self.shards)
         try:
-            last = restored(find(self._last)) if self._last else self.spec.restored
-        except CheckpointError as error:
-            self._fail(LostError(f"{lost}, and the last checkpoint cannot be read: {error}"))
+            last = self._recovery.go_back(lost)
+        except LostError as error:
+            self._fail(error)
             return
-        self.folder.prepare()  # removes what was being written
         self._start_shards()
         self.recorder.go_back(last)
         anew = {} if self.learners else self._ranks_anew()
@@ -448,8 +444,7 @@ class Supervisor:
         )
 
     def checkpointed(self, path: Path) -> None:
-        self._last = path
-        self._restarts.checkpointed()
+        self._recovery.checkpointed(path)
 
     def _begin_anew(self) -> None:
         """The last learner returned without having noticed that its updates were lost: they are made again."""
