@@ -1,1 +1,6 @@
 """Benchmarks: each script answers one question and prints machine, commit and date above its table."""
+
+import os
+
+# Read when torch is loaded: it warns of every address without a name, as those in network namespaces are.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -45,10 +45,10 @@ class Member:
 class Team:
     """Processes that run `work(connection, *arguments)`; what each sends, and then returns, is received."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, method: str = "spawn") -> None:
         self.limit_s = START_S + 10 * seconds
         self._deadline = time.monotonic() + self.limit_s
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context(method)
         self._members: list[Member] = []
 
     def barrier(self, parties: int) -> Barrier:

@@ -1,0 +1,132 @@
+"""Two network namespaces joined by a link of a given rate: a network of two machines on one.
+
+Needs root and iproute2. What a link makes is gone when it is closed, after an exception and Ctrl-C too; what a
+killed process left is removed by the next one. Not responsible for what runs in the namespaces.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+PREFIX = "syncline-link"
+INTERFACE = "link0"  # in both namespaces
+ADDRESSES = ("10.203.77.1", "10.203.77.2")
+BURST_KB = 128  # more than a packet of the host's own segmentation, 64 KB
+LATENCY_MS = 100  # that the queue before the link may hold
+CLONE_NEWNET = 0x40000000
+NAMESPACES = Path("/run/netns")
+
+
+class LinkError(RuntimeError):
+    """The link cannot be made here; the message says what to do."""
+
+
+class Link:
+    """A veth pair between two namespaces, each way held to `mbit` Mbit/s by a token bucket."""
+
+    def __init__(self, mbit: float) -> None:
+        if not mbit > 0:
+            raise LinkError(f"the rate of a link must be above 0 Mbit/s, got {mbit}")
+        self.mbit = mbit
+        self._former: Any = signal.SIG_DFL
+        self.namespaces = tuple(f"{PREFIX}-{os.getpid()}-{side}" for side in range(2))
+
+    def __enter__(self) -> Self:
+        check_possible()
+        remove_left()
+        self._former = signal.signal(signal.SIGTERM, _leave)  # so that __exit__ runs
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _make(self) -> None:
+        first, second = self.namespaces
+        for namespace in self.namespaces:
+            command("ip", "netns", "add", namespace)
+        ends = ("netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
+        command("ip", "link", "add", INTERFACE, *ends)
+        for namespace, address in zip(self.namespaces, ADDRESSES, strict=True):
+            inside = ("ip", "-n", namespace)
+            command(*inside, "address", "add", f"{address}/24", "dev", INTERFACE)
+            command(*inside, "link", "set", INTERFACE, "up")
+            command(*inside, "link", "set", "lo", "up")
+            command("tc", "-n", namespace, *shaping(self.mbit))
+
+    def close(self) -> None:
+        """Its pair of interfaces goes with the namespaces."""
+        signal.signal(signal.SIGTERM, self._former)
+        for namespace in self.namespaces:
+            if (NAMESPACES / namespace).exists():
+                with contextlib.suppress(LinkError):
+                    command("ip", "netns", "delete", namespace)
+
+
+def shaping(mbit: float) -> tuple[str, ...]:
+    """The arguments of tc that hold an end of the link to its rate."""
+    rate, burst, wait = f"{round(mbit * 1000)}kbit", f"{BURST_KB}kb", f"{LATENCY_MS}ms"
+    return ("qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", burst, "latency", wait)
+
+
+def check_possible() -> None:
+    if os.geteuid() != 0:
+        raise LinkError(
+            "making network namespaces needs root: run it as root, or with --rates loopback without a link"
+        )
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        raise LinkError(
+            f"{' and '.join(missing)} not found: install iproute2, or use --rates loopback without a link"
+        )
+
+
+def remove_left() -> None:
+    """Namespaces of processes that are no more."""
+    for namespace in left(names() if NAMESPACES.exists() else [], Path("/proc")):
+        command("ip", "netns", "delete", namespace)
+
+
+def names() -> list[str]:
+    return [file.name for file in NAMESPACES.iterdir()]
+
+
+def left(namespaces: list[str], processes: Path) -> list[str]:
+    """Those of ours whose process does not run."""
+    found = [(name, re.fullmatch(rf"{PREFIX}-(\d+)-[01]", name)) for name in namespaces]
+    return sorted(name for name, match in found if match and not (processes / match[1]).exists())
+
+
+def command(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise LinkError(f"'{' '.join(words)}' failed: {done.stderr.strip() or done.returncode}")
+
+
+def enter(namespace: str) -> None:
+    """Move this thread, and all that it starts, into a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(NAMESPACES / namespace, "rb") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
+            code = ctypes.get_errno()
+            raise LinkError(f"cannot enter the namespace {namespace}: {os.strerror(code)}")
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
