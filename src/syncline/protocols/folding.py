@@ -55,12 +55,12 @@ class Folding:
 
     def quorum(self, members: Members) -> int:
         """Gradients of the next update; who rests is not counted where others would wait for it."""
-        present = len(members.active()) if self._sync.waits else len(members)
+        present = members.present if self._sync.waits else len(members)
         return max(1, self._sync.quorum(max(1, present), members.initial))
 
     def _ready_round(self, version: int, members: Members) -> list[Ticket]:
         tickets = self._rounds.get(version)
-        if not tickets:
+        if not tickets or len(tickets) < members.present:
             return []
         for member in members.live.values():
             if member.learner not in tickets and not member.resting:

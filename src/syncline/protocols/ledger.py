@@ -143,6 +143,8 @@ class Ledger:
         self._barrier: set[int] = set()  # waiting for the next epoch
         self._broken: set[int] = set()  # epochs that somebody broke out of
         self._orphans = False  # parts of owners that may not have come again
+        self._hopeful: _Learner | None = None  # the last that had something which may come back
+        self._behind: _Learner | None = None  # the last that others waited for at the barrier
         self._out: list[Decision] = []
         if standing is not None:
             self._restore(standing)
@@ -481,7 +483,7 @@ class Ledger:
         Nobody crosses while one is still on its way: it may yet publish a gradient of the old epoch, and the
         others would not know to which fold it belongs.
         """
-        while self._barrier and all(m.queued or m.epoch > self._newest for m in self._learners.values()):
+        while self._barrier and not self._on_their_way():
             self._begin(self._newest + 1)
             for member in self._learners.values():
                 self._resume(member)
@@ -489,6 +491,17 @@ class Ledger:
                 if member.asks:
                     self._serve(member)
             self._skip_leftovers()
+
+    def _on_their_way(self) -> bool:
+        """Somebody has not come to the barrier yet; who it was the last time is asked first."""
+        last = self._behind
+        if last is not None and last.id in self._learners and not self._has_come(last):
+            return True
+        self._behind = next((m for m in self._learners.values() if not self._has_come(m)), None)
+        return self._behind is not None
+
+    def _has_come(self, member: _Learner) -> bool:
+        return member.queued > 0 or member.epoch > self._newest
 
     def _resume(self, member: _Learner) -> None:
         if member.epoch >= self._newest:
@@ -520,12 +533,22 @@ class Ledger:
         Of several that are blocked, who has consumed something goes first and publishes it; the others stay, and
         get it if that fails.
         """
-        while (blocked := [member for member in self._held.values() if member.blocked]) and not any(
-            self._may_return(member)
-            for member in self._learners.values()
-            if not (member.blocked and member.id in self._held)
-        ):
+        while self._held and not self._hope():
+            blocked = [member for member in self._held.values() if member.blocked]
+            if not blocked:
+                return
             self._end(next((member for member in reversed(blocked) if self._may_return(member)), blocked[-1]))
+
+    def _hope(self) -> bool:
+        """Something may come back from one that is not blocked; who it was the last time is asked first."""
+        last = self._hopeful
+        if last is not None and last.id in self._learners and self._gives_hope(last):
+            return True
+        self._hopeful = next((m for m in self._learners.values() if self._gives_hope(m)), None)
+        return self._hopeful is not None
+
+    def _gives_hope(self, member: _Learner) -> bool:
+        return not (member.blocked and member.id in self._held) and self._may_return(member)
 
     def _may_return(self, member: _Learner) -> bool:
         if member.open or member.reserved:

@@ -21,12 +21,18 @@ class Member:
 
 
 class Members:
-    """The live learners of one table, and the initial ones that have not come yet."""
+    """The live learners of one table, and the initial ones that have not come yet.
+
+    Counts are kept, so that a step costs the same however many learners there are.
+    """
 
     def __init__(self, initial: dict[int, int], learners: int | None = None) -> None:
         self.initial = len(initial) if learners is None else learners
         self.live: dict[int, Member] = {}
         self._expected = set(initial)
+        self._clocks: dict[int, int] = {}  # clock -> active members that have it
+        self._slowest: int | None = None
+        self.present = 0  # active members
 
     def __len__(self) -> int:
         return len(self.live)
@@ -44,21 +50,70 @@ class Members:
         self._expected.discard(learner)
         member = Member(learner, rank, iteration, clock=self.slowest() or 0)
         self.live[learner] = member
+        self._count(member)
         return member
 
     def leave(self, learner: int) -> Member | None:
         self._expected.discard(learner)
-        return self.live.pop(learner, None)
+        member = self.live.pop(learner, None)
+        if member is not None and not member.resting:
+            self._discount(member)
+        return member
+
+    def step(self, member: Member) -> None:
+        """It has made one more gradient."""
+        if member.resting:
+            member.clock += 1
+            return
+        clock, clocks = member.clock, self._clocks
+        member.clock = clock + 1
+        clocks[clock + 1] = clocks.get(clock + 1, 0) + 1
+        if clocks[clock] > 1:
+            clocks[clock] -= 1
+        else:
+            self._drop(clock)
+
+    def rest(self, member: Member) -> None:
+        """Nobody need wait for it."""
+        if not member.resting:
+            self._discount(member)
+            member.resting = True
 
     def rouse(self, member: Member) -> None:
         """It rested and has data again: nobody waits for what it missed."""
+        member.clock = max(member.clock, self.slowest() or 0)
         member.resting = False
-        member.clock = max(member.clock, self.slowest(but=member.learner) or 0)
+        self._count(member)
+
+    def restart(self, iteration: int) -> None:
+        """Clocks and iterations begin anew for all."""
+        for member in self.live.values():
+            member.next_iteration, member.clock = iteration, 0
+        self._clocks = {0: self.present} if self.present else {}
+        self._slowest = 0 if self.present else None
 
     def active(self) -> list[Member]:
         """Those that others may wait for."""
         return [member for member in self.live.values() if not member.resting]
 
-    def slowest(self, but: int | None = None) -> int | None:
+    def slowest(self) -> int | None:
         """The smallest clock of an active member; None where there is none."""
-        return min((member.clock for member in self.active() if member.learner != but), default=None)
+        return self._slowest
+
+    def _count(self, member: Member) -> None:
+        self.present += 1
+        self._clocks[member.clock] = self._clocks.get(member.clock, 0) + 1
+        if self._slowest is None or member.clock < self._slowest:
+            self._slowest = member.clock
+
+    def _discount(self, member: Member) -> None:
+        self.present -= 1
+        self._clocks[member.clock] -= 1
+        if not self._clocks[member.clock]:
+            self._drop(member.clock)
+
+    def _drop(self, clock: int) -> None:
+        """Nobody has it any more."""
+        del self._clocks[clock]
+        if clock == self._slowest:
+            self._slowest = min(self._clocks, default=None)

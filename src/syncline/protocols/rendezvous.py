@@ -39,7 +39,8 @@ class Rendezvous:
         return [(key, brought) for key, brought in complete if brought]
 
     def _complete(self, key: Any) -> dict[int, Any] | None:
-        if self._members - self._brought[key].keys():
+        brought = self._brought[key].keys()
+        if len(brought) < len(self._members) or self._members - brought:
             return None
         return self._brought.pop(key)
 

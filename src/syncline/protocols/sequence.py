@@ -145,7 +145,7 @@ class Sequence:
         if learner not in self.members:
             return []
         self._gate.hold(learner, number)
-        self.members.live[learner].resting = True
+        self.members.rest(self.members.live[learner])
         return self._advance()
 
     def reread(self, learner: int, number: int) -> list[Decision]:
@@ -188,8 +188,7 @@ class Sequence:
         self.sync, self._lockstep = sync, sync.lockstep
         self._folding = Folding(sync)
         self._gate.change(sync, self.version)
-        for member in self.members.live.values():
-            member.next_iteration, member.clock = self.version, 0
+        self.members.restart(self.version)
         return [*decisions, Change(dial), *self._gate.open(self.version)]
 
     def finish(self) -> list[Decision]:
@@ -245,7 +244,7 @@ class Sequence:
             return [Drop(ticket), *self._gate.open(self.version)]
         if member.resting and not self._gate.rests_since(ticket.learner, ticket.number):
             self.members.rouse(member)
-        member.clock += 1
+        self.members.step(member)
         if self._lockstep:
             ticket = _at(ticket, iteration)
             member.next_iteration = iteration + 1

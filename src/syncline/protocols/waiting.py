@@ -1,11 +1,13 @@
 """Who may go on, and with which version (M2): lead and slack as a pure gate.
 
 A learner that published waits at the gate; the gate opens for it when the version it needs exists and the
-slowest is near enough. Not responsible for how a learner sleeps, nor for moving weights.
+slowest is near enough. Who waits is sorted by what it waits for: a step costs the same however many wait. Not
+responsible for how a learner sleeps, nor for moving weights.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from syncline.dial import Sync
@@ -35,6 +37,11 @@ class Gate:
         self._members = members
         # learner -> (ticket number, version it needs, whether it only wants its slot back)
         self._waiting: dict[int, tuple[int, int, bool]] = {}
+        self._order: dict[int, int] = {}  # learner -> counts arrivals
+        self._arrivals = 0
+        self._fresh: set[int] = set()  # learners to be looked at; the others wait for something below
+        self._for_version: dict[int, list[int]] = {}  # version -> learners that may wait for it
+        self._for_clock: dict[int, list[int]] = {}  # own clock -> learners that may be too far ahead
         self._last: dict[int, int] = {}  # learner -> the version it read last
         self._rested: set[int] = set()  # resumed, and not let go yet
         self.change(sync, 0)
@@ -50,6 +57,8 @@ class Gate:
             learner: (number, version if needed != RESTS else RESTS, silent)
             for learner, (number, needed, silent) in self._waiting.items()
         }
+        self._for_version, self._for_clock = {}, {}
+        self._fresh = set(self._waiting)
 
     def arrive(self, learner: int, number: int, iteration: int, version: int, silent: bool = False) -> None:
         """It has published its gradient of this iteration, taken at this version."""
@@ -71,7 +80,11 @@ class Gate:
         """A ticket's release is that of all before it: what one of those was to read comes with the last one."""
         last, _, silent_before = self._waiting.get(learner, (-1, 0, True))
         if last < number:
+            if learner not in self._waiting:
+                self._arrivals += 1
+                self._order[learner] = self._arrivals
             self._waiting[learner] = (number, needed, silent and silent_before)
+            self._fresh.add(learner)
 
     def rests_since(self, learner: int, number: int) -> bool:
         """It rests with a later ticket than this one, which came before the start."""
@@ -84,6 +97,7 @@ class Gate:
         if needed == RESTS:
             wanted = max(self._base, iteration - self._delay) if self._lockstep else 0
             self._waiting[learner] = (number, wanted, silent)
+            self._fresh.add(learner)
             if not self._waits and learner in self._last:
                 self._rested.add(
                     learner
@@ -95,6 +109,7 @@ class Gate:
 
     def leave(self, learner: int) -> None:
         self._waiting.pop(learner, None)
+        self._order.pop(learner, None)
         self._last.pop(learner, None)
         self._rested.discard(learner)
 
@@ -102,22 +117,48 @@ class Gate:
         """Everybody whose version is there and who is not too far ahead, in the order of arrival."""
         if not self._waiting:
             return []
-        free = [learner for learner, (_, needed, _) in self._waiting.items() if 0 <= needed <= version]
-        if self._slack is not None and free:
-            furthest = (self._members.slowest() or 0) + self._slack
-            free = [learner for learner in free if self._members.live[learner].clock <= furthest]
-        releases = []
-        for learner in free:
-            number, needed, silent = self._waiting.pop(learner)
-            if learner in self._rested:
-                self._rested.discard(learner)
-                releases.append(Release(learner, number, self._last[learner], same=True))
+        free = self._free(version)
+        if len(free) > 1:
+            free.sort(key=self._order.__getitem__)
+        return [self._release(learner, version) for learner in free]
+
+    def _free(self, version: int) -> list[int]:
+        """Who may go on; who may not is put where it will be found when it may."""
+        furthest = math.inf if self._slack is None else (self._members.slowest() or 0) + self._slack
+        free = []
+        for learner in self._looked_at(version, furthest):
+            if learner not in self._waiting:
                 continue
-            read = needed if self._lockstep else version
-            releases.append(Release(learner, number, read, not silent))
-            if not silent:
-                self._last[learner] = read
-        return releases
+            needed = self._waiting[learner][1]
+            if needed > version:
+                self._for_version.setdefault(needed, []).append(learner)
+            elif needed != RESTS:
+                clock = self._members.live[learner].clock if self._slack is not None else 0
+                if clock <= furthest:
+                    free.append(learner)
+                else:
+                    self._for_clock.setdefault(clock, []).append(learner)
+        return free
+
+    def _looked_at(self, version: int, furthest: float) -> set[int]:
+        """Whose place has changed, and who waited for what is there now."""
+        found, self._fresh = self._fresh, set()
+        for there in [needed for needed in self._for_version if needed <= version]:
+            found.update(self._for_version.pop(there))
+        for near in [clock for clock in self._for_clock if clock <= furthest]:
+            found.update(self._for_clock.pop(near))
+        return found
+
+    def _release(self, learner: int, version: int) -> Release:
+        number, needed, silent = self._waiting.pop(learner)
+        del self._order[learner]
+        if learner in self._rested:
+            self._rested.discard(learner)
+            return Release(learner, number, self._last[learner], same=True)
+        read = needed if self._lockstep else version
+        if not silent:
+            self._last[learner] = read
+        return Release(learner, number, read, not silent)
 
     def waiting(self) -> dict[int, int]:
         """Learner to the version it waits for (-1: it rests)."""
