@@ -235,6 +235,10 @@ class ServerPort(ABC):
         """Tell the other shards; when all have, each gets a `Norms` event."""
 
     @abstractmethod
+    def spend(self, kind: int, table: int, times: int = 1) -> None:
+        """Work on this shard's part of a table: gradients taken into a mean, or a fold; only a simulated clock cares."""
+
+    @abstractmethod
     def forget(self, learner: int) -> None:
         """It has left and nothing of it is needed any more."""
 

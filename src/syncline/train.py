@@ -21,6 +21,7 @@ from syncline.dial import Course, Sync, as_sync
 from syncline.engines.local.engine import Local
 from syncline.engines.options import PATIENCE, Checkpoints, Faults
 from syncline.engines.run import Callback, Engine, EpochRecord, Event, Handle, Outcome, RunSpec
+from syncline.engines.sim.account import Simulated
 from syncline.engines.sim.engine import Sim
 from syncline.errors import DialError, NotYetError, UsageError
 from syncline.learn.session import (
@@ -59,6 +60,7 @@ class Result:
     returned: list[Any]
     interrupted: bool
     statistics: Statistics
+    simulated: Simulated | None = None  # where the time of a simulated run went
     model: nn.Module | None = None
     _tables: dict[int, tuple[int, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
 
@@ -424,6 +426,7 @@ def _result(outcome: Outcome, *, model: nn.Module | None, before: int) -> Result
         returned=[outcome.returned.get(rank) for rank in range(_ranks(outcome))],
         interrupted=outcome.interrupted,
         statistics=outcome.statistics,
+        simulated=outcome.simulated,
         model=model,
         _tables=outcome.tables,
     )

@@ -21,6 +21,7 @@ from syncline.engines.run import (
     Listener,
     Logged,
     Outcome,
+    Sampled,
     Snapshot,
 )
 from syncline.errors import LearnerError, RunError
@@ -94,6 +95,10 @@ class Recorder:
         event = Event(seconds=self._now(), what=what, rank=rank, kind=kind, details=details)
         self.outcome.events.append(event)
         self._tell(event)
+
+    def sample(self, statistics: m.Statistics) -> None:
+        """How a simulated run stands, for listeners."""
+        self._tell(Sampled(self._now(), statistics))
 
     def warn(self, text: str) -> None:
         self._tell(Event(seconds=self._now(), what=text, kind="warning"))

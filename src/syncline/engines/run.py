@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline.dial import Course, Sync
+from syncline.engines.sim.account import Simulated
 from syncline.learn.session import SessionConfig
 from syncline.protocols.clocks import Staleness
 from syncline.topology.coordinator import Plan
@@ -143,6 +144,14 @@ class Logged:
     metrics: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The account of a simulated run at some version: its listeners cannot ask by a clock of their own."""
+
+    seconds: float
+    statistics: Statistics
+
+
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     """All that is left of a run."""
@@ -155,6 +164,7 @@ class Outcome:
     events: list[Event] = field(default_factory=list)
     seconds: float = 0.0
     interrupted: bool = False
+    simulated: Simulated | None = None  # where the time of a simulated run went
 
     @property
     def staleness(self) -> Staleness:
@@ -192,6 +202,8 @@ class Handle(ABC):
 
 class Engine(ABC):
     """Something that can run a `RunSpec`."""
+
+    virtual = False  # its seconds are not the machine's, and its runs tell listeners how they stand
 
     @abstractmethod
     def start(self, spec: RunSpec) -> Handle: ...

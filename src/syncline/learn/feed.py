@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -234,18 +235,22 @@ class Loader:
 
     def _read_ahead(self) -> Generator[tuple[Portion, Any]]:
         """A thread reads and collates; this one asks for portions and hands batches out."""
+        if not self._session.config.reader:
+            turns = _InTurn(self._read_one)
+            yield from self._hand_out(turns.put, turns.get)
+            return
         wanted: queue.SimpleQueue[tuple[int, Portion] | None] = queue.SimpleQueue()
         done: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         thread = threading.Thread(target=self._reading, args=(wanted, done), daemon=True)
         thread.start()
         try:
-            yield from self._hand_out(wanted, done)
+            yield from self._hand_out(wanted.put, done.get)
         finally:
             wanted.put(None)
             thread.join()
 
     def _hand_out(
-        self, wanted: queue.SimpleQueue[tuple[int, Portion] | None], done: queue.SimpleQueue[_Read]
+        self, want: Callable[[tuple[int, Portion]], None], get: Callable[[], _Read]
     ) -> Iterator[tuple[Portion, Any]]:
         waiting, more, generation = 0, True, self.generation
         while True:
@@ -258,11 +263,11 @@ class Loader:
                     break
                 more = not portion.end
                 if more:
-                    wanted.put((self.generation, portion))
+                    want((self.generation, portion))
                     waiting += 1
             if waiting == 0:
                 return
-            read = done.get()
+            read = get()
             waiting -= 1
             if read.generation != self.generation:
                 continue
@@ -274,10 +279,27 @@ class Loader:
         self, wanted: queue.SimpleQueue[tuple[int, Portion] | None], done: queue.SimpleQueue[_Read]
     ) -> None:
         while (item := wanted.get()) is not None:
-            try:
-                done.put(_Read(*item, self._batch(item[1])))
-            except BaseException as error:
-                done.put(_Read(*item, None, error))
+            done.put(self._read_one(item))
+
+    def _read_one(self, item: tuple[int, Portion]) -> _Read:
+        try:
+            return _Read(*item, self._batch(item[1]))
+        except BaseException as error:
+            return _Read(*item, None, error)
+
+
+class _InTurn:
+    """In the reading thread's place where everything must happen in one order: reads when a batch is wanted."""
+
+    def __init__(self, read: Callable[[tuple[int, Portion]], _Read]) -> None:
+        self._read = read
+        self._waiting: deque[tuple[int, Portion]] = deque()
+
+    def put(self, item: tuple[int, Portion]) -> None:
+        self._waiting.append(item)
+
+    def get(self) -> _Read:
+        return self._read(self._waiting.popleft())
 
 
 def _to(batch: Any, device: torch.device) -> Any:

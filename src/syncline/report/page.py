@@ -125,7 +125,8 @@ def _subtitle(record: RunRecord) -> str:
     model = f"{options.get('model') or options.get('function')}"
     parameters = f" of {options['parameters']:,} parameters" if options.get("parameters") else ""
     what = f"{model}{parameters}, {options.get('sync')}, {options.get('learners')} learners × batch {options.get('batch_size')}"
-    when = datetime.fromtimestamp(record.starts[0].get("time") or 0, UTC) if record.starts else None
+    first = record.starts[0].get("time") or record.started.get("time") or 0 if record.starts else 0
+    when = datetime.fromtimestamp(first, UTC)
     state = "ended without a word" if record.state == "gone" else record.state
     error = f": {record.end['error']}" if record.end and record.end.get("error") else ""
     return f"{what} · {options.get('machine')} · {when:%Y-%m-%d %H:%M} UTC · {state}{error}"

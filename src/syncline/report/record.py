@@ -5,6 +5,7 @@ Responsible for what the numbers mean (rates, the best epoch, how a run ended); 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -25,6 +26,7 @@ QUIET = (
     "joined",
     "replaced",
     "recovered",
+    "paused",
 )  # events that are no faults
 SILENCE = 15.0  # seconds without a line after which a run on another machine counts as gone
 Line = dict[str, Any]
@@ -95,8 +97,20 @@ class RunRecord:
             return str(self.end.get("how", "finished"))
         return "running" if self._alive() else "gone"
 
-    def _alive(self) -> bool:
+    @property
+    def started(self) -> Line:
+        """Process, machine and time of the last start; a simulated run keeps them out of its lines."""
         start = self.starts[-1] if self.starts else {}
+        if start and "pid" not in start:
+            try:
+                kept = json.loads((self.path / "run.json").read_text(encoding="utf-8")).get("started")
+            except (OSError, ValueError, AttributeError):
+                kept = None
+            return kept if isinstance(kept, dict) else start
+        return start
+
+    def _alive(self) -> bool:
+        start = self.started
         if start.get("host") != socket.gethostname():
             return time.time() - self.last_time < SILENCE
         try:

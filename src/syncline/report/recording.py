@@ -30,6 +30,7 @@ from syncline.engines.run import (
     Logged,
     Outcome,
     RunSpec,
+    Sampled,
     Snapshot,
 )
 from syncline.errors import RunError
@@ -59,6 +60,7 @@ class Recording:
         self._now: Callable[[], float] = lambda: 0.0
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._virtual = engine.virtual
         self._best = weights.best_so_far(folder) if spec.restored else None
         self._board: Board | None = None
         self._before = spec.restored.counts.examples.get(0, 0) if spec.restored else 0  # examples
@@ -66,7 +68,8 @@ class Recording:
         self._read_past()
         self._lines = LineWriter(folder / EVENTS)
         options = describe(spec, engine, model)
-        self._whole("run.json", json.dumps(plain(options), indent=2) + "\n")
+        started = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
+        self._whole("run.json", json.dumps(plain({**options, "started": started}), indent=2) + "\n")
         self._add("start", **self._beginning(spec, options))
 
     def _read_past(self) -> None:
@@ -78,13 +81,10 @@ class Recording:
     def _beginning(self, spec: RunSpec, options: Line) -> Line:
         restored = spec.restored
         resumed = {"version": restored.version, "epoch": restored.epoch} if restored else None
-        return {
-            "run": options,
-            "resumed": resumed,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "seconds": 0.0,
-        }
+        line: Line = {"run": options, "resumed": resumed, "seconds": 0.0}
+        if not self._virtual:  # else run.json has it: these lines are the same every time
+            line.update(pid=os.getpid(), host=socket.gethostname())
+        return line
 
     # -- what the run says (on its own thread) ------------------------------------------------------------
 
@@ -166,14 +166,20 @@ class Recording:
             self._add("log", seconds=record.seconds, rank=record.rank, metrics=record.metrics)
         elif isinstance(record, Snapshot):
             self._keep_best(record)
+        elif isinstance(record, Sampled):
+            self._sampled(record.statistics, record.seconds)
 
     def _sample(self, handle: Handle) -> None:
+        if self._virtual:  # it says by itself how it stands, at moments of its own time
+            return
         try:
             statistics = handle.statistics()
-        except Exception:  # a simulated run is looked at while it goes on, or has not begun
+        except Exception:  # it has not begun
             return
+        self._sampled(statistics, self._now())
+
+    def _sampled(self, statistics: Statistics, seconds: float) -> None:
         if found := of_statistics(statistics):
-            seconds = self._now()
             if self._first is None and found["examples"] > self._before:
                 self._first = found["examples"], seconds
             self._add("statistics", seconds=seconds, **found)
@@ -193,7 +199,7 @@ class Recording:
         }
         if self._save(weights.BEST, snapshot.state, notes):
             self._best = found
-            self._add("best", seconds=self._now(), **notes)
+            self._add("best", seconds=snapshot.record.seconds, **notes)
 
     def _end(self, outcome: Outcome | None, error: BaseException | None) -> None:
         try:
@@ -231,7 +237,8 @@ class Recording:
     # -- writing: nothing of it may hurt the run -----------------------------------------------------------
 
     def _add(self, kind: str, **content: Any) -> None:
-        line = plain({"kind": kind, "time": time.time(), **content})
+        now = {} if self._virtual else {"time": time.time()}  # a simulated run is the same every time
+        line = plain({"kind": kind, **now, **content})
         self.record.feed(line)
         try:
             self._lines.write(line)

@@ -33,7 +33,7 @@ class Board:
 
     def _add(self, tag: str, value: float | None, line: dict[str, Any]) -> None:
         if value is not None:
-            self._writer.add_scalar(tag, value, line["version"], walltime=line["time"])
+            self._writer.add_scalar(tag, value, line["version"], walltime=line.get("time"))
 
     def close(self) -> None:
         self._writer.close()

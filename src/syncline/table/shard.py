@@ -138,21 +138,23 @@ class Shard:
         iteration: int,
         alone: bool,
         damping: float = 1.0,
-    ) -> None:
-        """Into the sequence. `alone`: the next fold is of this gradient only."""
+    ) -> bool:
+        """Into the sequence. `alone`: the next fold is of this gradient only. True if it is added to a mean."""
+        kept = self._lockstep or (alone and damping == 1.0)
         if isinstance(gradient, PromisedPart):
             self._maker = gradient.maker
             self._promised.append(gradient.take(count, damping, rank, iteration))
-            return
+            return not kept
         present = self._all if full else gradient.present()
-        if self._lockstep or (alone and damping == 1.0):
+        if kept:
             self._taken.append((gradient, present, count, rank, iteration))
-            return
+            return False
         mean = self._running_mean()
         if mean.total == 0:
             mean.start(gradient, present, count, damping)
         else:
             mean.add(gradient, present, count, damping)
+        return True
 
     def _running_mean(self) -> Mean:
         if self._mean is None:
@@ -160,9 +162,10 @@ class Shard:
             self._mean = Mean(segments, self.part.views(segments, self.layout.parameters.entries))
         return self._mean
 
-    def gather(self, iteration: int) -> None:
-        """Set every parameter's gradient to the mean of what the fold takes."""
+    def gather(self, iteration: int) -> int:
+        """Set every parameter's gradient to the mean of what the fold takes; how many were added up only now."""
         self._apply_puts()
+        before = len(self._taken) + len(self._promised)
         if self._promised:
             views, present = self._gather_promised(iteration)
         elif self._taken:
@@ -170,11 +173,13 @@ class Shard:
         else:
             mean = self._running_mean()
             views, present, mean.total = mean.views, mean.present, 0
+        added = before - len(self._taken) - len(self._promised) if self._lockstep else 1
         if views is self._grad_views and all(present):
-            return
+            return added if added > 1 else 0
         for parameter, view, has in zip(self.parameters, views, present, strict=True):
             parameter.grad = view if has else None
         self._grad_views = views if all(present) else None
+        return added if added > 1 else 0
 
     def _gather_taken(self, iteration: int) -> tuple[list[Tensor], tuple[bool, ...]]:
         if self._lockstep:

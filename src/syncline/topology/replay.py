@@ -167,7 +167,7 @@ class Replay:
             told = self._options[entry.table, entry.learner] = _Told()
         if told.take(entry.number, entry.serial, part):
             self.options_changed = True
-        self._shards[entry.table].take(
+        added = self._shards[entry.table].take(
             part,
             full=bool(entry.full),
             count=entry.examples,
@@ -176,10 +176,13 @@ class Replay:
             alone=bool(entry.alone),
             damping=entry.factor,
         )
+        if added:
+            self._port.spend(TAKE, entry.table)
 
     def _fold(self, entry: Entry) -> None:
         shard = self._shards[entry.table]
-        shard.gather(entry.iteration)
+        if added := shard.gather(entry.iteration):
+            self._port.spend(TAKE, entry.table, added)
         if shard.clip_norm is None:
             self._apply(entry, shard)
         elif shard.layout.shards == 1:
@@ -191,6 +194,7 @@ class Replay:
 
     def _apply(self, entry: Entry, shard: Shard) -> None:
         shard.apply(self.options(entry.table, entry.learner, entry.number), entry.factor)
+        self._port.spend(FOLD, entry.table)
         if shard.version != entry.version:
             raise AssertionError(
                 f"shard {self._port.shard} made version {shard.version}, the log says {entry.version}"

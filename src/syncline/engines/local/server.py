@@ -249,6 +249,9 @@ class LocalServerPort(ServerPort):
             if shard != self.shard:
                 bell.ring()
 
+    def spend(self, kind: int, table: int, times: int = 1) -> None:
+        pass
+
     def forget(self, learner: int) -> None:
         self.desks.pop(learner, None)
         bell = self._bells.pop(learner, None)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncline.engines.record import learner_error
-from syncline.engines.sim.clock import Handler, Random
-from syncline.engines.sim.learner import SimLearner
+from syncline.engines.sim.fibers import Handler
+from syncline.engines.sim.learner import COMPUTING, WAITING, SimLearner
 from syncline.engines.sim.promises import Own, Promise
+from syncline.engines.sim.states import Random
 from syncline.engines.sim.stepping import TableEnd
 from syncline.errors import InvariantError
 from syncline.learn.feed import AHEAD
@@ -65,7 +66,11 @@ class Builtin(SimLearner):
             self._world.fail(error)
         except Exception as error:
             text = "".join(traceback.format_exception(error))
-            self._world.fail(learner_error(self.rank, error, text))
+            failure = learner_error(self.rank, error, text)
+            self.send(lambda: self._world.raised(self, failure))
+
+    def _resume(self) -> None:
+        self.fiber.resume()  # it draws only where a gradient is made, from its own states
 
     def _life(self) -> Steps:
         table = self.table = TableEnd(self)
@@ -105,12 +110,14 @@ class Builtin(SimLearner):
 
     # -- waiting, as a session does ----------------------------------------------------------------------
 
-    def give_way(self, ready: Callable[[], bool], what: str) -> Steps:
+    def give_way(self, ready: Callable[[], bool], what: str, time: str = WAITING) -> Steps:
         """Until it is so."""
+        began = self._world.clock.now
         while not ready():
             self.waits_for = what
             yield
         self.waits_for = None
+        self.passed(began, time)
 
     def ask(self, message: Any) -> Generator[None, None, Any]:
         """Ask the coordinator; its answer."""
@@ -123,9 +130,7 @@ class Builtin(SimLearner):
 
     def compute(self, examples: int) -> Steps:
         """The time of one gradient."""
-        clock = self._world.clock
-        end = self.start_computing(examples)
-        yield from self.give_way(lambda: clock.now >= end, "its own computation")
+        yield from self.give_way(self.start_computing(examples), "its own computation", COMPUTING)
 
     @property
     def ending(self) -> bool:

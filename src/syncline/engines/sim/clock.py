@@ -1,39 +1,30 @@
-"""Virtual time and threads that take turns: exactly one runs, in an order that is the same every time."""
+"""Virtual time: a queue of actions, and the machines whose cores they share."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import random
-import threading
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import numpy as np
-import torch
+from syncline.engines.sim.cluster import Cluster
+from syncline.engines.sim.cores import Cores
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """Seconds of virtual time: one gradient's computation, one move of gradients or weights, one message."""
-
-    compute: float = 1.0
-    transfer: float = 0.01
-    latency: float = 0.001
+Action = Callable[[], None]
 
 
 class Clock:
-    """Virtual time: actions in the order of their time, then of their planning."""
+    """Actions in the order of their time, then of their planning."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.events = 0  # actions so far
         self._order = itertools.count()
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, Action]] = []
 
-    def at(self, time: float, action: Callable[[], None]) -> None:
+    def at(self, time: float, action: Action) -> None:
         heapq.heappush(self._queue, (max(time, self.now), next(self._order), action))
 
-    def after(self, delay: float, action: Callable[[], None]) -> None:
+    def after(self, delay: float, action: Action) -> None:
         self.at(self.now + delay, action)
 
     def step(self) -> bool:
@@ -41,77 +32,60 @@ class Clock:
         if not self._queue:
             return False
         self.now, _, action = heapq.heappop(self._queue)
+        self.events += 1
         action()
         return True
 
 
-class Random:
-    """The states of all random generators, one set per learner."""
+class Machines:
+    """Work that takes time: at once where cores are not counted, else shared by all that work on a machine."""
+
+    def __init__(self, clock: Clock, cluster: Cluster) -> None:
+        self._clock, self._count = clock, cluster.cores
+        self._cores: dict[int, Cores] = {}
+        self._planned: dict[int, int] = {}  # machine -> which of its plans is the last
+
+    def run(self, machine: int, seconds: float, then: Action) -> None:
+        """`then` happens when so many seconds of work are done."""
+        if self._count is None:
+            self._clock.after(seconds, then)
+            return
+        self._cores.setdefault(machine, Cores(self._count)).add(self._clock.now, seconds, then)
+        self._plan(machine)
+
+    def cancel(self, machine: int, then: Action) -> None:
+        """That work ends where it is; without counted cores it stays planned, and must not mind."""
+        if machine in self._cores:
+            self._cores[machine].remove(self._clock.now, then)
+            self._plan(machine)
+
+    def _plan(self, machine: int) -> None:
+        number = self._planned[machine] = self._planned.get(machine, 0) + 1
+        moment = self._cores[machine].next()
+        if moment is not None:
+            self._clock.at(moment, lambda: self._done(machine, number))
+
+    def _done(self, machine: int, number: int) -> None:
+        if number == self._planned[machine]:  # else others came or went since
+            then = self._cores[machine].done(self._clock.now)
+            self._plan(machine)
+            then()
+
+
+class Pause:
+    """Somebody is held for a while; work that is under way is done so much later."""
 
     def __init__(self) -> None:
-        self.save()
+        self.until = 0.0
+        self.working = False
+        self._owed = 0.0
 
-    def save(self) -> None:
-        self._states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    def begin(self, now: float, seconds: float) -> None:
+        self.until = max(self.until, now) + seconds
+        if self.working:
+            self._owed += seconds
 
-    @property
-    def torch_state(self) -> torch.Tensor:
-        return self._states[0]
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._states[0])
-        np.random.set_state(self._states[1])
-        random.setstate(self._states[2])
-
-
-class Fiber:
-    """A thread that runs only between `resume` and its own `block`."""
-
-    def __init__(self, main: Callable[[], None]) -> None:
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._random: Random | None = None
-        self.done = False
-        self._thread = threading.Thread(target=self._run, args=(main,), daemon=True)
-        self._thread.start()
-
-    def _run(self, main: Callable[[], None]) -> None:
-        self._go.acquire()
-        main()
-        self.done = True
-        self._back.release()
-
-    def resume(self) -> None:
-        """Let it run until it blocks or ends (from the scheduler)."""
-        outside = Random()
-        if self._random is not None:
-            self._random.restore()
-        self._go.release()
-        self._back.acquire()
-        self._random = Random()
-        outside.restore()
-        if self.done:
-            self._thread.join()
-
-    def block(self) -> None:
-        """Give way (from inside)."""
-        self._back.release()
-        self._go.acquire()
-
-
-class Handler:
-    """A generator in a fiber's place: goes on when it is resumed, until it gives way. No thread."""
-
-    def __init__(self, steps: Generator[None, None, None]) -> None:
-        self._steps = steps
-        self.done = False
-
-    def resume(self) -> None:
-        try:
-            next(self._steps)
-        except StopIteration:
-            self.done = True
-
-    def end(self) -> None:
-        """It never goes on."""
-        self.done = True
-        self._steps.close()
+    def owed(self) -> float:
+        """Seconds to wait at the end of a piece of work, once."""
+        owed, self._owed = self._owed, 0.0
+        return owed

@@ -190,7 +190,13 @@ class Cluster:
 
     def step_seconds(self, examples: int, *, rank: int, step: int, seed: int, learners: int) -> float:
         """The computation of one gradient."""
-        usual = self.compute.seconds(examples) * self.pace(rank, seed=seed, learners=learners)
+        return self.pace(rank, seed=seed, learners=learners) * self.one_step(
+            examples, rank=rank, step=step, seed=seed
+        )
+
+    def one_step(self, examples: int, *, rank: int, step: int, seed: int) -> float:
+        """The same for a learner of pace 1."""
+        usual = self.compute.seconds(examples)
         if self.jitter.kind == "none":
             return usual
         return usual * self.jitter.factor(uniform(seed, rank, step))

@@ -12,9 +12,11 @@ from syncline.dial import Sync
 from syncline.engines.files import commit
 from syncline.engines.sim.memory import SimLane, SimTable
 from syncline.engines.sim.promises import PromisedLane
+from syncline.engines.sim.states import OUTSIDE
 from syncline.ports import CoordinatorPort
 from syncline.table.checkpoints import Written
 from syncline.table.layout import Layout
+from syncline.topology import messages as m
 
 if TYPE_CHECKING:
     from syncline.engines.sim.world import World
@@ -38,11 +40,14 @@ class SimCoordinator(CoordinatorPort):
         return lane
 
     def reply(self, learner: int, message: Any) -> None:
-        self._world.soon(lambda: self._world.learners[learner].answer(message))
+        target = self._world.learners[learner]
+        self._world.soon(lambda: target.answer(message))
 
     def tell_shards(self, message: Any) -> None:
-        for role in reversed(self._world.roles):
-            self._world.soon(lambda role=role: role.handle(message))  # type: ignore[misc]
+        if isinstance(message, m.MakeTable) and message.table == 0:
+            self._world.version = message.account.version
+        for server in reversed(self._world.servers):
+            self._world.soon(lambda server=server: server.handle(message))  # type: ignore[misc]
 
     def fill_table(self, handle: SimTable, layout: Layout, values: Sequence[Tensor]) -> None:
         with torch.no_grad():
@@ -78,4 +83,5 @@ class SimCoordinator(CoordinatorPort):
         self._world.stop()
 
     def emit(self, record: Any) -> None:
+        self._world.streams.enter(OUTSIDE)
         self._world.recorder.emit(record)

@@ -1,7 +1,4 @@
-"""The simulated twin's front door: a run in virtual time, on a thread of its own.
-
-Equal learners, fixed times; the same bits every time.
-"""
+"""The simulator's front door: a run in virtual time on a given cluster, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +8,10 @@ import torch
 
 from syncline.dial import Sync
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
-from syncline.engines.sim.clock import Random, Times
-from syncline.engines.sim.world import World
+from syncline.engines.sim.cluster import Cluster
+from syncline.engines.sim.script import Script
+from syncline.engines.sim.states import Random
+from syncline.engines.sim.world import World, check_script
 from syncline.errors import RunError, UsageError
 from syncline.topology import messages as m
 
@@ -20,9 +19,9 @@ from syncline.topology import messages as m
 class SimHandle(Handle):
     """A simulated run on a thread of its own."""
 
-    def __init__(self, spec: RunSpec, times: Times, *, check: bool, handlers: bool) -> None:
+    def __init__(self, engine: Sim, spec: RunSpec) -> None:
         self._world: World | None = None
-        self._spec, self._times, self._check, self._handlers = spec, times, check, handlers
+        self._engine, self._spec = engine, spec
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
         self._begun = threading.Event()
@@ -33,7 +32,7 @@ class SimHandle(Handle):
         threads, outside = torch.get_num_threads(), Random()
         torch.set_num_threads(self._spec.threads or 1)
         try:
-            self._world = World(self._spec, self._times, check=self._check, handlers=self._handlers)
+            self._world = self._engine.world(self._spec)
             self._begun.set()
             self._outcome = self._world.run()
         except BaseException as error:
@@ -75,37 +74,65 @@ class SimHandle(Handle):
     def change(self, sync: Sync) -> None:
         self._begun.wait()
         if self._world is not None:
-            self._world.commands.append(lambda world: world.coordinator.change(sync))
+            self._world.commands.append(lambda world: world.change(sync))
 
     def statistics(self) -> m.Statistics:
         self._begun.wait()
         if self._world is None:
             raise RunError("the simulated run did not start")
-        return self._world.roles[0].statistics()
+        return self._world.servers[0].role.statistics()
 
 
 class Sim(Engine):
-    """Virtual time in one process: equal learners, fixed times, the same bits every time.
+    """Virtual time in one process, the same bits every time.
+
+    `cluster` says what the run is simulated on: a `Cluster`, or a text such as "p775:stragglers=0.1". Without one,
+    learners are equal and times fixed (`compute`, `transfer`, `latency`). `script` is what happens to the run ("kill learner 3
+    at 40 s; add 2 at 60 s"), `seed` that of the cluster's jitter (by default the run's).
 
     `check`: what always holds is checked after every event; what is broken raises an `InvariantError`.
-    `train`'s own loop runs as a handler of events; `handlers=False` gives each of its learners a thread and a copy of the
+    `train`'s own loop runs as a handler of events; `handlers=False` gives each of its learners a fiber and a copy of the
     model instead, with the same results.
     """
 
+    virtual = True
+
     def __init__(
         self,
+        cluster: Cluster | str | None = None,
         *,
-        compute: float = 1.0,
-        transfer: float = 0.01,
-        latency: float = 0.001,
+        script: str | None = None,
+        seed: int | None = None,
         check: bool = False,
         handlers: bool = True,
+        compute: float | None = None,
+        transfer: float | None = None,
+        latency: float | None = None,
     ) -> None:
-        for name, value in (("compute", compute), ("transfer", transfer), ("latency", latency)):
-            if value < 0:
-                raise UsageError(f"Sim: {name} must not be negative, got {value}")
-        self._times = Times(compute=compute, transfer=transfer, latency=latency)
-        self._check, self._handlers = check, handlers
+        fixed = {"compute": compute, "transfer": transfer, "latency": latency}
+        given = {name: value for name, value in fixed.items() if value is not None}
+        if cluster is not None and given:
+            raise UsageError(f"Sim: give a cluster or fixed times, not both: {', '.join(given)}")
+        if cluster is not None and not isinstance(cluster, Cluster | str):
+            raise UsageError(f"Sim takes a Cluster or a text such as 'p775', got {type(cluster).__name__}")
+        named = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+        self.cluster = named if named is not None else Cluster.equal(**given)
+        self.script, self.seed = script, seed
+        self.check, self.handlers = check, handlers
+        Script.of(script)  # refused here, not when the run starts
+
+    def world(self, spec: RunSpec) -> World:
+        """A run that has not begun."""
+        seed = spec.seed if self.seed is None else self.seed
+        return World(
+            spec,
+            self.cluster,
+            script=Script.of(self.script),
+            seed=seed,
+            check=self.check,
+            handlers=self.handlers,
+        )
 
     def start(self, spec: RunSpec) -> SimHandle:
-        return SimHandle(spec, self._times, check=self._check, handlers=self._handlers)
+        check_script(Script.of(self.script), spec)
+        return SimHandle(self, spec)

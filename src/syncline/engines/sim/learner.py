@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,9 @@ from torch.utils.data import Dataset
 
 from syncline.dial import Sync
 from syncline.engines.record import learner_error
-from syncline.engines.sim.clock import Fiber, Handler
+from syncline.engines.sim.account import LearnerTimes
+from syncline.engines.sim.clock import Action, Pause
+from syncline.engines.sim.fibers import Fiber, Killed, make_fiber
 from syncline.engines.sim.memory import Releases, SimTable
 from syncline.errors import InvariantError
 from syncline.learn.session import Session
@@ -23,25 +27,41 @@ from syncline.topology import messages as m
 if TYPE_CHECKING:
     from syncline.engines.sim.world import World
 
+BULK = (Kind.GRADIENT, Kind.PUT)
+COMPUTING, WAITING, TICKET = "computing", "waiting", "ticket"  # what a learner does while it gives way
+
 
 class SimLearner(LearnerPort):
-    """One simulated learner: the session's port, and the thread it runs on."""
+    """One simulated learner: the session's port, and the fiber it runs on."""
 
     def __init__(self, world: World, learner: int, rank: int) -> None:
         self._world, self.learner, self.rank = world, learner, rank
+        self.machine = world.cluster.machine_of_learner(rank)
+        self._pace = world.cluster.pace(rank, seed=world.seed, learners=world.spec.learners)
         self.fiber = self._make_fiber()
-        self._arrival = 0.0  # of its last note: notes do not overtake each other
+        self.dead = False
+        self.pause = Pause()
+        self.stepped = False  # it has said something to the leading shard
+        self._outbox: deque[Action] = deque()  # what waits for a gradient that is being copied
+        self._copying = False
+        self._arrival = 0.0  # of the last thing it sent: nothing overtakes
         self.portions: dict[tuple[int, int], Portion] = {}
         self._answers: list[Any] = []
         self.waits_for: str | None = None
+        self._computation = 0  # counts computations, for those that were cut off
+        self.step = 0  # computations so far, those before a checkpoint included
+        self._compute = self._communication = self._waiting = 0.0
+        self._steps = 0
+        self.handled = self.decided = 0.0  # when the leader had its last gradient, and released it
 
-    def _make_fiber(self) -> Fiber | Handler:
-        return Fiber(self._main)
+    def _make_fiber(self) -> Fiber:
+        return make_fiber(self._main)
 
     def _main(self) -> None:
         world, spec = self._world, self._world.spec
         try:
-            session = Session(self, spec.session(self.rank))
+            config = dataclasses.replace(spec.session(self.rank), reader=False)
+            session = Session(self, config)
             session.seed()
             arguments, keywords = copy_arguments((spec.arguments, spec.keywords))
             try:
@@ -51,33 +71,116 @@ class SimLearner(LearnerPort):
             finally:
                 session.close()
             self.send(lambda: world.returned(self, value))
+        except Killed:
+            return
         except InvariantError as error:
             world.fail(error)
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
-            world.fail(learner_error(self.rank, error, text))
+            failure = learner_error(self.rank, error, text)
+            self.send(lambda: world.raised(self, failure))
+
+    def start(self) -> None:
+        """Begin (from the scheduler)."""
+        if not self.dead:
+            self._resume()
+
+    def _resume(self) -> None:
+        self._world.streams.enter(self.learner)
+        self.fiber.resume()
+
+    def kill(self) -> None:
+        """It ends where it is; what it sent arrives (from the scheduler)."""
+        self.dead = True
+        self._world.machines.cancel(self.machine, self._computed)
+        if not self.fiber.done:
+            self._world.streams.enter(self.learner)
+            self.fiber.end()
+        self._world.streams.forget(self.learner)
+
+    def last_words(self) -> float:
+        """When everything that has left it will have arrived."""
+        return max(self._arrival, self.now() + self._world.cluster.card.latency)
+
+    def times(self) -> LearnerTimes:
+        return LearnerTimes(
+            compute=self._compute,
+            communication=self._communication,
+            waiting=self._waiting,
+            steps=self._steps,
+        )
 
     # -- waiting -----------------------------------------------------------------------------------------
 
-    def until(self, ready: Callable[[], bool], what: str) -> None:
+    def until(self, ready: Callable[[], bool], what: str, time: str = WAITING) -> None:
         """Give way until it is so."""
-        fiber = self.fiber
-        assert isinstance(fiber, Fiber)
+        if self.dead:
+            raise Killed
+        began = self.now()
         while not ready():
             self.waits_for = what
-            fiber.block()
+            self.fiber.block()
         self.waits_for = None
+        self.passed(began, time)
 
     def wake(self) -> None:
-        if self.waits_for is not None and not self.fiber.done:
-            self.fiber.resume()
+        if self.waits_for is None or self.fiber.done:
+            return
+        if self._world.clock.now < self.pause.until:
+            self._world.clock.at(self.pause.until, self.wake)
+        else:
+            self._resume()
 
-    def send(self, action: Callable[[], None], seconds: float | None = None) -> None:
-        clock = self._world.clock
-        self._arrival = max(
-            self._arrival, clock.now + (self._world.times.latency if seconds is None else seconds)
+    def passed(self, began: float, time: str) -> None:
+        """The account of time; a wait for a ticket is communication, but for the time that others took."""
+        seconds = self._world.clock.now - began
+        if time == COMPUTING:
+            self._compute += seconds
+        elif time == WAITING:
+            self._waiting += seconds
+        else:
+            others = min(seconds, max(0.0, self.decided - max(self.handled, began)))
+            self._waiting += others
+            self._communication += seconds - others
+
+    # -- sending -----------------------------------------------------------------------------------------
+
+    def send(self, action: Action, target: int | None = None, nbytes: int = 0) -> None:
+        """To a machine, or to the coordinator; after all that it sent before."""
+        if self.dead:
+            return
+        if self._copying:
+            self._outbox.append(lambda: self._send(action, target, nbytes))
+        else:
+            self._send(action, target, nbytes)
+
+    def _send(self, action: Action, target: int | None, nbytes: int) -> None:
+        world = self._world
+        arrival = (
+            world.clock.now + world.cluster.card.latency
+            if target is None
+            else world.network.send(world.clock.now, self.machine, target, nbytes)
         )
-        clock.at(self._arrival, action)
+        self._arrival = max(self._arrival, arrival)
+        world.clock.at(self._arrival, action)
+
+    def _send_bulk(self, note: Note, parts: list[int], action: Action) -> None:
+        """Each shard's part goes to its machine; the note is there with the leading shard's."""
+        world = self._world
+        lane = world.lanes.get((note.table, self.learner))
+        for shard in range(1, len(parts)):
+            if lane is not None:
+                arrival = world.network.send(
+                    world.clock.now, self.machine, world.cluster.machine_of_shard(shard), parts[shard]
+                )
+                lane.under_way[shard, note.number] = arrival
+        self._send(action, world.cluster.machine_of_shard(0), parts[0])
+
+    def _copied(self) -> None:
+        """The gradient lies ready: it leaves, and what waited behind it."""
+        self._copying = False
+        while self._outbox and not self._copying:
+            self._outbox.popleft()()
 
     # -- the port ----------------------------------------------------------------------------------------
 
@@ -85,22 +188,62 @@ class SimLearner(LearnerPort):
         return self._world.clock.now
 
     def spend(self, examples: int) -> None:
-        clock = self._world.clock
-        end = self.start_computing(examples)
-        self.until(lambda: clock.now >= end, "its own computation")
+        self.until(self.start_computing(examples), "its own computation", COMPUTING)
 
-    def start_computing(self, examples: int) -> float:
-        """When the gradient will be there; wakes the learner then."""
-        end = self._world.clock.now + self._world.times.compute
-        self._world.clock.at(end, self.wake)
-        return end
+    def start_computing(self, examples: int) -> Callable[[], bool]:
+        """One gradient's computation begins; says whether it is done. Wakes the learner then."""
+        world = self._world
+        seconds = self._pace * world.cluster.one_step(
+            examples, rank=self.rank, step=self.step, seed=world.seed
+        )
+        self.step += 1
+        self._steps += 1
+        self._computation += 1
+        number, self.pause.working = self._computation, True
+        world.machines.run(self.machine, seconds, self._computed)
+        return lambda: not self.pause.working or number != self._computation
+
+    def _computed(self) -> None:
+        if owed := self.pause.owed():
+            self._world.clock.after(owed, self._computed)
+            return
+        self.pause.working = False
+        if not self.dead:
+            self.wake()
 
     def post(self, note: Note, *, ring: bool = True) -> None:
-        times = self._world.times
-        if self._world.watch is not None:
-            self._world.watch.posted(self.learner, note)
-        bulk = times.transfer if note.kind in (Kind.GRADIENT, Kind.PUT) else 0.0
-        self.send(lambda: self._world.roles[0].note(self.learner, note), times.latency + bulk)
+        if self.dead:
+            return
+        self.stepped = True
+        world = self._world
+        if world.watch is not None:
+            world.watch.posted(self.learner, note)
+        server = world.servers[0]
+        if note.kind not in BULK:
+            self.send(lambda: server.note(self, note), server.machine)
+            return
+        parts = world.tables[note.table].part_bytes
+
+        def leave() -> None:
+            self._send_bulk(note, parts, lambda: server.note(self, note))
+
+        seconds = world.cluster.copy.seconds(sum(parts))
+        if self._copying:
+            self._outbox.append(lambda: self._copy_first(seconds, leave))
+        else:
+            self._copy_first(seconds, leave)
+
+    def _copy_first(self, seconds: float, leave: Action) -> None:
+        if not seconds:
+            leave()
+            return
+
+        def done() -> None:
+            leave()
+            self._copied()
+
+        self._copying = True
+        self._world.machines.run(self.machine, seconds, done)
 
     def ring(self) -> None:
         pass
@@ -143,6 +286,8 @@ class SimLearner(LearnerPort):
         pass
 
     def attach(self, opened: m.Opened) -> SimLink:
+        if opened.personal is not None:
+            self.step = max(self.step, opened.personal.steps)
         return SimLink(self, opened)
 
     def rejoin(self, tables: int, loaders: int) -> list[Any]:
@@ -181,7 +326,7 @@ class SimLink(TableLink):
 
     def wait(self, number: int) -> Reading:
         what = f"ticket {number} of table {self._table}"
-        self._learner.until(lambda: self._releases.reading(number) is not None, what)
+        self._learner.until(lambda: self._releases.reading(number) is not None, what, TICKET)
         reading = self._releases.reading(number)
         assert reading is not None
         return reading

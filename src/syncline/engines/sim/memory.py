@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from syncline.ports import Reading
 from syncline.table.layout import Layout
 from syncline.table.slot import private_slot
-
-if TYPE_CHECKING:
-    from syncline.engines.sim.promises import PromisedLane
 
 
 class SimTable:
@@ -26,27 +21,37 @@ class SimTable:
         self.buffers, self.others = (
             flat.views(flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))) for flat in flats
         )
+        self.part_bytes = part_bytes(layout)
 
     def _segments(self) -> list[Tensor]:
         flat = self.layout.parameters
         return flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
 
 
-class SimLane:
+class Traffic:
+    """What goes to and fro between one learner and the shards of one table."""
+
+    def __init__(self) -> None:
+        self.released: dict[int, tuple[int, Reading]] = {}  # by shard, with its ticket
+        self.freed: dict[int, int] = {}  # by shard
+        self.served: dict[int, int] = {}  # by shard: the version that was sent last
+        self.under_way: dict[tuple[int, int], float] = {}  # (shard, ticket) -> when its part is there
+
+
+class SimLane(Traffic):
     """One learner's slots and inbox of one table."""
 
     def __init__(self, layout: Layout, slots: int) -> None:
+        super().__init__()
         self.slots = [private_slot(layout) for _ in range(slots)]
         flat = layout.parameters
         self.inbox = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
-        self.released: dict[int, tuple[int, Reading]] = {}  # by shard, with its ticket
-        self.freed: dict[int, int] = {}  # by shard
 
 
 class Releases:
     """What the shards have released to a learner through its lane."""
 
-    def __init__(self, lane: SimLane | PromisedLane, shards: int) -> None:
+    def __init__(self, lane: Traffic, shards: int) -> None:
         self._lane, self._shards = lane, range(shards)
 
     def reading(self, number: int) -> Reading | None:
@@ -67,3 +72,12 @@ class Releases:
         lane = self._lane
         last = lane.released[shard][0] if shard in lane.released else -1
         return max(last, lane.freed.get(shard, -1))
+
+
+def part_bytes(layout: Layout) -> list[int]:
+    """Bytes of every shard's part of the parameters."""
+    sizes = layout.parameters.item_sizes
+    return [
+        sum((high - low) * size for (low, high), size in zip(part.slices, sizes, strict=True))
+        for part in layout.parts
+    ]

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from syncline.engines.sim.clock import Random
+from syncline.engines.sim.memory import Traffic
+from syncline.engines.sim.states import Random
 from syncline.learn.optimizer import refuse_sparse_gradients
 from syncline.learn.training import check_scalar
-from syncline.ports import Reading
 from syncline.table.layout import Layout, Part
 from syncline.table.promised import Made, Maker, PromisedPart, Taken
 from syncline.table.shard import Mean
@@ -162,14 +162,13 @@ class PromisedSlot:
         return self._states
 
 
-class PromisedLane:
+class PromisedLane(Traffic):
     """Between one built-in learner and the shards of one table: promises there, shared versions back."""
 
     def __init__(self, computer: Computer, slots: int) -> None:
+        super().__init__()
         self.slots = [PromisedSlot(computer) for _ in range(slots)]
         self.arriving: dict[int, Version] = {}  # by number
-        self.released: dict[int, tuple[int, Reading]] = {}  # by shard, with its ticket
-        self.freed: dict[int, int] = {}  # by shard
 
     def inbox(self, version: Version, shard: int) -> list[Tensor] | None:
         """Where the shard's part of this version goes; None where it is there already."""

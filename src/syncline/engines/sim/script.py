@@ -14,9 +14,9 @@ class Script:
     """What is still to happen; lines of the same moment happen in the order they stand."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
-        faults = list(faults)
-        self.timed = [fault for fault in faults if fault.version is None]
-        self._versioned = [fault for fault in faults if fault.version is not None]
+        self.faults = list(faults)
+        self.timed = [fault for fault in self.faults if fault.version is None]
+        self._versioned = [fault for fault in self.faults if fault.version is not None]
 
     @classmethod
     def of(cls, script: str | Iterable[Fault] | None) -> Script:

@@ -1,29 +1,134 @@
-"""A simulated shard's port: its effects as events of virtual time."""
+"""A simulated shard: its role's port, and the queue of what comes in while it works.
+
+What the role decides happens at once in memory; its effects go out when the work before them is done.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from syncline.engines.files import write_part
+from syncline.engines.sim.clock import Action, Pause
+from syncline.engines.sim.cluster import Cost
+from syncline.engines.sim.memory import Traffic
 from syncline.engines.sim.promises import PromisedLane, PromisedSlot
-from syncline.ports import Entry, Portion, Reading, ServerPort
+from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort
 from syncline.table.slot import Slot
 
 if TYPE_CHECKING:
+    from syncline.engines.sim.learner import SimLearner
     from syncline.engines.sim.world import World
+
+PARTS = (Kind.TAKE, Kind.PUT)  # entries that need the shard's part of a slot
 
 
 class SimServer(ServerPort):
-    """One simulated shard's effects."""
+    """One simulated shard."""
 
     def __init__(self, world: World, shard: int) -> None:
         self._world, self.shard, self.shards = world, shard, world.spec.shards
+        self.machine = world.cluster.machine_of_shard(shard)
+        self.role = world.make_role(self)
+        self.pause = Pause()
+        self._inputs: deque[tuple[Entry | None, Action]] = deque()
+        self._work: deque[tuple[float, Action | None]] = deque()  # what the input in hand costs and causes
+        self._busy = False
+        cluster = world.cluster
+        self._costs: dict[int, Cost] = {Kind.TAKE: cluster.take, Kind.FOLD: cluster.fold}
+
+    # -- what comes in -----------------------------------------------------------------------------------
+
+    def note(self, learner: SimLearner, note: Note) -> None:
+        """A learner's note has arrived (leading shard only)."""
+
+        def handle() -> None:
+            learner.handled = self._world.clock.now
+            self.role.note(learner.learner, note)
+
+        self.receive(handle)
+
+    def handle(self, event: Any) -> None:
+        """An event from the coordinator or another shard has arrived."""
+        self.receive(lambda: self.role.handle(event))
+
+    def entry(self, entry: Entry) -> None:
+        """A decision of the leading shard has arrived."""
+        self.receive(lambda: self.role.entry(entry), entry)
+
+    def receive(self, action: Action, entry: Entry | None = None) -> None:
+        """One thing after another, in the order they came."""
+        self._inputs.append((entry, action))
+        self._next()
+
+    def _next(self) -> None:
+        clock = self._world.clock
+        while self._inputs and not self._busy:
+            entry, action = self._inputs[0]
+            ready = max(self.pause.until, self._there(entry) if entry is not None else 0.0)
+            if ready > clock.now:
+                clock.at(ready, self._next)
+                return
+            self._inputs.popleft()
+            self._add_work(self._world.cluster.message)
+            action()
+            self._go_on()
+
+    def _there(self, entry: Entry) -> float:
+        """When this shard's part of what the entry speaks of has arrived."""
+        if entry.kind not in PARTS:
+            return 0.0
+        lane = self._world.lanes.get((entry.table, entry.learner))
+        return lane.under_way.get((self.shard, entry.number), 0.0) if lane is not None else 0.0
+
+    # -- work --------------------------------------------------------------------------------------------
+
+    def spend(self, kind: int, table: int, times: int = 1) -> None:
+        world = self._world
+        if kind == Kind.FOLD and table == 0 and self.shard == 0:
+            self._effect(world.folded)
+        self._add_work(times * self._costs[kind].seconds(world.tables[table].part_bytes[self.shard]))
+
+    def _add_work(self, seconds: float) -> None:
+        if seconds:
+            self._work.append((seconds, None))
+
+    def _effect(self, action: Action) -> None:
+        """After the work that came before it."""
+        if self._work:
+            self._work.append((0.0, action))
+        else:
+            action()
+
+    def _go_on(self) -> None:
+        self._busy = False
+        while self._work:
+            seconds, action = self._work.popleft()
+            if action is not None:
+                action()
+            else:
+                self._busy = self.pause.working = True
+                self._world.machines.run(self.machine, seconds, self._worked)
+                return
+
+    def _worked(self) -> None:
+        if owed := self.pause.owed():
+            self._world.clock.after(owed, self._worked)
+            return
+        self.pause.working = False
+        self._go_on()
+        self._next()
+
+    # -- the port ----------------------------------------------------------------------------------------
 
     def append(self, entry: Entry) -> None:
-        for role in self._world.roles[1:]:
-            self._world.soon(lambda role=role: role.entry(entry))  # type: ignore[misc]
+        for server in self._world.servers[1:]:
+            self._effect(
+                partial(self._world.send, self.machine, server.machine, partial(server.entry, entry))
+            )
 
     def weights(self, table: int) -> tuple[list[Tensor], list[list[Tensor]]]:
         memory = self._world.tables[table]
@@ -40,33 +145,49 @@ class SimServer(ServerPort):
         return lane.inbox if lane else None
 
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
-        lane = self._world.lanes.get((table, learner))
-        if lane is not None:
-            times = self._world.times
+        world = self._world
+        lane = world.lanes.get((table, learner))
+        if lane is None:
+            return
+        target = world.learners[learner]
+        lane.under_way.pop((self.shard, number), None)
+        nbytes = self._to_move(table, lane, target, reading) if reading is not None else 0
+        if reading is not None and self.shard == 0:
+            target.decided = world.clock.now
 
-            def arrive() -> None:
-                if reading is None:
-                    lane.freed[self.shard] = number
-                else:
-                    lane.released[self.shard] = (number, reading)
-                self._world.learners[learner].wake()
+        def arrive() -> None:
+            if reading is None:
+                lane.freed[self.shard] = number
+            else:
+                lane.released[self.shard] = (number, reading)
+            target.wake()
 
-            self._world.clock.after(times.latency + times.transfer, arrive)
+        self._effect(lambda: world.send_weights(self, target, nbytes, arrive))
+
+    def _to_move(self, table: int, lane: Traffic, target: SimLearner, reading: Reading) -> int:
+        """Bytes of weights that go to a learner: none that it has (R4)."""
+        if lane.served.get(self.shard, -1) == reading.version:
+            return 0
+        lane.served[self.shard] = reading.version
+        world = self._world
+        nbytes = world.tables[table].part_bytes[self.shard]
+        if self.machine != target.machine or not world.dials[reading.dial].lockstep:
+            self._add_work(world.cluster.serve.seconds(nbytes))  # else it reads the table where it lies
+        return nbytes
 
     def grant(self, learner: int, portion: Portion) -> None:
-        self._world.soon(lambda: self._world.learners[learner].give(portion))
+        target = self._world.learners[learner]
+        self._effect(lambda: self._world.send(self.machine, target.machine, lambda: target.give(portion)))
 
     def share_norms(self, table: int, version: int, norms: Tensor) -> None:
-        self._world.share_norms(self.shard, table, version, norms)
+        self._effect(lambda: self._world.share_norms(self.shard, table, version, norms))
 
     def forget(self, learner: int) -> None:
-        if self.shard == self.shards - 1:  # the lanes are shared: the last to forget drops them
-            for key in [key for key in self._world.lanes if key[1] == learner]:
-                del self._world.lanes[key]
+        self._world.forget(learner)
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         assert self._world.folder is not None
         self.report(write_part(self._world.folder, (number, name, tensors, notes)))
 
     def report(self, message: Any) -> None:
-        self._world.soon(lambda: self._world.coordinator.from_shard(message))
+        self._effect(lambda: self._world.soon(lambda: self._world.coordinator.from_shard(message)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, SupportsFloat, cast
 
 import torch
 
+from syncline.engines.sim.learner import TICKET
 from syncline.engines.sim.memory import Releases
 from syncline.engines.sim.promises import Gradient, Promise, PromisedLane, Version
 from syncline.learn.session import copy_all
@@ -151,7 +152,7 @@ class TableEnd:
     def _wait(self, number: int) -> Generator[None, None, Reading]:
         releases = self._releases
         what = f"ticket {number} of table {TABLE}"
-        yield from self._learner.give_way(lambda: releases.reading(number) is not None, what)
+        yield from self._learner.give_way(lambda: releases.reading(number) is not None, what, TICKET)
         reading = releases.reading(number)
         assert reading is not None
         return reading

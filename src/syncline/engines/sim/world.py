@@ -1,53 +1,78 @@
-"""A simulated run: the ports of learners, shards and coordinator as events of one queue.
+"""A simulated run: learners, shards and coordinator as events of one queue.
 
 Everything that a process would do happens here in virtual time; sessions, roles and protocols are the local engine's.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from syncline.dial import Sync
+from syncline.dial import Sync, as_sync
 from syncline.engines.record import Recorder
 from syncline.engines.run import Outcome, RunSpec
+from syncline.engines.script import Fault
+from syncline.engines.sim.account import LearnerTimes, Simulated
 from syncline.engines.sim.builtin import Builtin
-from syncline.engines.sim.clock import Clock, Times
+from syncline.engines.sim.clock import Action, Clock, Machines
+from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.coordinator import SimCoordinator
 from syncline.engines.sim.invariants.watch import Watch, WatchedRole
 from syncline.engines.sim.learner import SimLearner
 from syncline.engines.sim.memory import SimLane, SimTable
+from syncline.engines.sim.network import Network
 from syncline.engines.sim.promises import PromisedLane
+from syncline.engines.sim.script import Script
 from syncline.engines.sim.server import SimServer
+from syncline.engines.sim.states import OUTSIDE, Streams
 from syncline.engines.sim.workshop import Workshop, can_handle
-from syncline.errors import LostError
+from syncline.errors import DialError, LostError, NotYetError, RunError
+from syncline.ports import ServerPort
+from syncline.protocols.restarts import Restarts
 from syncline.table.checkpoints import Folder
 from syncline.topology import messages as m
 from syncline.topology.coordinator import Coordinator
 from syncline.topology.servers import ServerRole
 
+SAMPLES = 100  # statistics while the version doubles from here on; every version before
+
 
 class World:
     """One simulated run."""
 
-    def __init__(self, spec: RunSpec, times: Times, *, check: bool = False, handlers: bool = True) -> None:
-        self.spec, self.times = spec, times
+    def __init__(
+        self,
+        spec: RunSpec,
+        cluster: Cluster,
+        *,
+        script: Script | None = None,
+        seed: int = 0,
+        check: bool = False,
+        handlers: bool = True,
+    ) -> None:
+        self.spec, self.cluster, self.seed = spec, cluster, seed
         self.watch = Watch(self) if check else None
         self.workshop = Workshop(spec) if handlers and can_handle(spec) else None
+        self.script = script or Script(())
         self.clock = Clock()
+        self.network = Network(cluster)
+        self.machines = Machines(self.clock, cluster)
+        self.streams = Streams(gpus=any(device.startswith("cuda") for device in spec.devices))
         self.stopping = False
+        self.version = 0  # of the first table
         self.tables: dict[int, SimTable] = {}
         self.lanes: dict[tuple[int, int], SimLane | PromisedLane] = {}
         self.dials: dict[int, Sync] = {}
         self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._forgotten: Counter[int] = Counter()  # learner -> shards that have forgotten it
         ids = {rank + 1: rank for rank in range(spec.learners)}
         self.folder = Folder(Path(spec.folder)) if spec.folder else None
         self.coordinator = Coordinator(SimCoordinator(self), spec.plan(), ids, spec.restored)
-        self.roles = self._servers()
+        self.servers = [SimServer(self, shard) for shard in range(spec.shards)]
         self.recorder = Recorder(
             now=lambda: self.clock.now,
             evaluate=self._evaluate,
@@ -57,25 +82,63 @@ class World:
             listeners=spec.listeners,
             restored=spec.restored,
         )
-        self.learners = {learner: self._make_learner(learner, rank) for learner, rank in ids.items()}
-        self._left = 0
+        self.learners = {learner: self.make_learner(learner, rank) for learner, rank in ids.items()}
+        self.live = dict(self.learners)
+        self._restarts = Restarts()
         self._cut_asked = 0.0
+        self._sampled = 0
         self.commands: deque[Callable[[World], None]] = deque()  # from other threads
 
-    def _servers(self) -> list[ServerRole]:
-        ports = [SimServer(self, shard) for shard in range(self.spec.shards)]
-        if self.watch is None:
-            return [ServerRole(port) for port in ports]
-        return [WatchedRole(port, self.watch) for port in ports]
+    def make_role(self, port: ServerPort) -> ServerRole:
+        return ServerRole(port) if self.watch is None else WatchedRole(port, self.watch)
 
-    def _make_learner(self, learner: int, rank: int) -> SimLearner:
+    def make_learner(self, learner: int, rank: int) -> SimLearner:
         """`train`'s own loop runs as a handler, any other on a fiber."""
         if self.workshop is None:
             return SimLearner(self, learner, rank)
         return Builtin(self, learner, rank, self.workshop)
 
-    def soon(self, action: Callable[[], None]) -> None:
-        self.clock.after(self.times.latency, action)
+    @property
+    def roles(self) -> list[ServerRole]:
+        return [server.role for server in self.servers]
+
+    # -- moving things -----------------------------------------------------------------------------------
+
+    def soon(self, action: Action) -> None:
+        """After a message's time."""
+        self.clock.after(self.cluster.card.latency, action)
+
+    def send(self, source: int, target: int, action: Action, nbytes: int = 0) -> None:
+        """From machine to machine."""
+        self.clock.at(self.network.send(self.clock.now, source, target, nbytes), action)
+
+    def send_weights(self, server: SimServer, learner: SimLearner, nbytes: int, arrive: Action) -> None:
+        """To a learner, which copies them."""
+        seconds = self.cluster.copy.seconds(nbytes) if nbytes else 0.0
+
+        def copy() -> None:
+            self.machines.run(learner.machine, seconds, arrive)
+
+        self.send(server.machine, learner.machine, copy if seconds else arrive, nbytes)
+
+    def share_norms(self, shard: int, table: int, version: int, norms: Tensor) -> None:
+        brought = self._norms.setdefault((table, version), {})
+        brought[shard] = norms
+        layout = self.tables[table].layout
+        if len(brought) == layout.shards:
+            del self._norms[table, version]
+            event = m.Norms(table, version, [brought[index] for index in sorted(brought)])
+            for server in self.servers[: layout.shards]:
+                self.soon(lambda server=server: server.handle(event))  # type: ignore[misc]
+
+    def forget(self, learner: int) -> None:
+        """A shard needs nothing more of a learner that left; the last one drops its lanes."""
+        self._forgotten[learner] += 1
+        if self._forgotten[learner] == len(self.servers):
+            for key in [key for key in self.lanes if key[1] == learner]:
+                del self.lanes[key]
+
+    # -- learners come and go ----------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         self.recorder.error = self.recorder.error or error
@@ -90,31 +153,138 @@ class World:
 
     def returned(self, learner: SimLearner, value: Any) -> None:
         self.recorder.outcome.returned[learner.rank] = value
-        self._left += 1
-        self.coordinator.leave(learner.learner, lost=False)
-        if self._left == len(self.learners):
-            self.soon(self.coordinator.finish)
+        self._gone(learner, lost=False)
+
+    def raised(self, learner: SimLearner, error: RunError) -> None:
+        if self.spec.on_error == "raise":
+            self.fail(error)
+            return
+        self.recorder.event(f"raised: {error}", learner.rank, kind="raised", learner=learner.learner)
+        self._gone(learner, lost=True)
+        if not self.live and not self.recorder.outcome.returned and not self.stopping:
+            self.fail(error)
+
+    def kill(self, learner: SimLearner, why: str) -> None:
+        """It ends now; the others hear of it after all that it sent."""
+        latest = learner.last_words()
+        learner.kill()
+        self.clock.at(latest, lambda: self._lost(learner, why))
+
+    def _lost(self, learner: SimLearner, why: str) -> None:
+        rank = learner.rank
+        self.recorder.event(f"lost: {why}", rank, kind="lost", learner=learner.learner)
+        self._gone(learner, lost=True)
+        if self.spec.replace and not self.stopping:
+            if self._restarts.learner_lost(rank, stepped=learner.stepped):
+                self.recorder.event("replaced", rank, kind="replaced")
+                self._begin(rank)
+                return
+            failures = self._restarts.learners[rank]
+            what = f"given up: {failures} in a row were lost before their first step"
+            self.recorder.event(what, rank, kind="given up")
+        if not self.live and not self.recorder.outcome.returned and not self.stopping:
+            self.fail(LostError(f"all learners are lost, the last was rank {rank}: {why}"))
+
+    def _gone(self, learner: SimLearner, *, lost: bool) -> None:
+        self.live.pop(learner.learner, None)
+        self.coordinator.leave(learner.learner, lost=lost)
+        if not self.live:
+            self.soon(self._finish)
+
+    def _finish(self) -> None:
+        if not self.live:  # nobody has taken the place of the last one
+            self.coordinator.finish()
 
     def add_learner(self) -> None:
         """One more joins, now."""
-        if self.stopping or self._left == len(self.learners):
+        if self.stopping or not self.live:
             self.recorder.event("a learner not added: the run is ending", kind="refused")
             return
-        learner, rank = 1 + max(self.learners), 1 + max(each.rank for each in self.learners.values())
+        rank = 1 + max(each.rank for each in self.learners.values())
         self.recorder.event("joined", rank, kind="joined")
-        self.coordinator.join(learner, rank)
-        self.learners[learner] = self._make_learner(learner, rank)
-        self.soon(self.learners[learner].fiber.resume)
+        self._begin(rank)
 
-    def share_norms(self, shard: int, table: int, version: int, norms: Tensor) -> None:
-        brought = self._norms.setdefault((table, version), {})
-        brought[shard] = norms
-        layout = self.tables[table].layout
-        if len(brought) == layout.shards:
-            del self._norms[table, version]
-            event = m.Norms(table, version, [brought[index] for index in sorted(brought)])
-            for role in self.roles[: layout.shards]:
-                self.soon(lambda role=role: role.handle(event))  # type: ignore[misc]
+    def _begin(self, rank: int) -> None:
+        learner = 1 + max(self.learners)
+        self.coordinator.join(learner, rank)
+        self.learners[learner] = self.live[learner] = self.make_learner(learner, rank)
+        self.soon(self.learners[learner].start)
+
+    def lose_shard(self, shard: int) -> None:
+        """A server dies."""
+        raise NotYetError(
+            f"shard {shard} cannot be lost in a simulated run yet: kill learners, or pause shards"
+        )
+
+    # -- the script --------------------------------------------------------------------------------------
+
+    def play(self, fault: Fault) -> None:
+        """One line of the script, now."""
+        if fault.action == "add":
+            for _ in range(fault.count):
+                self.add_learner()
+        elif fault.action == "change":
+            self.change(as_sync(fault.dial))
+        elif fault.action == "stop":
+            self.coordinator.stop()
+        elif fault.role == "shard":
+            self._to_shard(fault)
+        else:
+            self._to_learner(fault)
+
+    def change(self, sync: Sync) -> None:
+        self.recorder.event(f"dial: {sync} from the next version on", kind="dial")
+        self.coordinator.change(sync)
+
+    def _to_shard(self, fault: Fault) -> None:
+        if fault.rank >= len(self.servers):
+            self._missed(fault)
+        elif fault.action == "kill":
+            self.lose_shard(fault.rank)
+        else:
+            what = f"shard {fault.rank} is paused for {fault.length:g} s"
+            self.recorder.event(what, kind="paused", shard=fault.rank)
+            self.servers[fault.rank].pause.begin(self.clock.now, fault.length)
+
+    def _to_learner(self, fault: Fault) -> None:
+        found = [each for each in self.live.values() if each.rank == fault.rank and not each.dead]
+        if not found:
+            self._missed(fault)
+        elif fault.action == "kill":
+            self.kill(found[-1], "killed by the script")
+        else:
+            self.recorder.event(f"paused for {fault.length:g} s", fault.rank, kind="paused")
+            self._pause(found[-1], fault.length)
+
+    def _missed(self, fault: Fault) -> None:
+        self.recorder.event(f"not played, nobody is there: {fault.text}", kind="missed")
+
+    def _pause(self, learner: SimLearner, seconds: float) -> None:
+        learner.pause.begin(self.clock.now, seconds)
+        patience = self.spec.patience
+        if patience is not None and seconds > patience:
+            self.clock.after(patience, lambda: self._hangs(learner, patience))
+
+    def _hangs(self, learner: SimLearner, patience: float) -> None:
+        if learner.dead or learner.fiber.done:
+            return
+        self.recorder.event(f"hangs: not heard of for {patience:.1f} s", learner.rank, kind="hangs")
+        if self.spec.kill_hung:
+            self.kill(learner, f"patience of {patience:g} s is over")
+
+    # -- the run -----------------------------------------------------------------------------------------
+
+    def folded(self) -> None:
+        """The first table has another version."""
+        self.version += 1
+        version = self.version
+        self.clock.at(self.clock.now, lambda: self.script.reached(version, self.play))
+        if version >= self._sampled:
+            self._sampled = version + max(1, version // SAMPLES)
+            self.clock.at(self.clock.now, self._sample)
+
+    def _sample(self) -> None:
+        self.recorder.sample(self.servers[0].role.statistics())
 
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
         assert self.spec.evaluate is not None
@@ -122,13 +292,36 @@ class World:
 
     def waiting(self) -> dict[int, str | None]:
         """Rank to what it waits for."""
-        return {learner.rank: learner.waits_for for learner in self.learners.values()}
+        return {learner.rank: learner.waits_for for learner in self.live.values()}
+
+    def simulated(self) -> Simulated:
+        """Where the time went so far."""
+        times: dict[int, LearnerTimes] = {}
+        for learner in self.learners.values():  # those that had a rank before count too
+            times[learner.rank] = times.get(learner.rank, LearnerTimes()) + learner.times()
+        return Simulated(
+            learners=times, moved=self.network.moved, copied=self.network.copied, events=self.clock.events
+        )
 
     def run(self) -> Outcome:
+        try:
+            self._run()
+        finally:
+            for learner in self.learners.values():  # nobody stays behind
+                if not learner.fiber.done:
+                    learner.kill()
+            self.streams.enter(OUTSIDE)
+        outcome = self.recorder.outcome
+        outcome.seconds, outcome.simulated = self.clock.now, self.simulated()
+        return outcome
+
+    def _run(self) -> None:
         self.coordinator.begin()
+        for fault in self.script.timed:
+            self.clock.at(fault.seconds or 0.0, lambda fault=fault: self._timed(fault))  # type: ignore[misc]
         for learner in self.learners.values():
-            self.clock.at(0.0, learner.fiber.resume)
-        while self.recorder.error is None and self.clock.step():
+            self.clock.at(0.0, learner.start)
+        while self.recorder.error is None and not self._over() and self.clock.step():
             if self.watch is not None:
                 self.watch.after()
             while self.commands:
@@ -145,5 +338,24 @@ class World:
             )
         if self.watch is not None:
             self.watch.over()
-        self.recorder.outcome.seconds = self.clock.now
-        return self.recorder.outcome
+
+    def _timed(self, fault: Fault) -> None:
+        if self.live:
+            self.play(fault)
+
+    def _over(self) -> bool:
+        """All is done; a script's later lines, or the end of a pause, do not matter any more."""
+        return not self.live and self.recorder.complete() and not self.coordinator.cutting
+
+
+def check_script(script: Script, spec: RunSpec) -> None:
+    """Dials that this run could not change to are refused before it starts."""
+    for fault in script.faults:
+        if fault.action == "change":
+            dial = as_sync(fault.dial)
+            dial.check(spec.learners, spec.batch_size)
+            if dial.delay > spec.delay:
+                raise DialError(
+                    f"script, '{fault.text}': {dial} keeps {dial.delay + 1} versions, this run was started to keep "
+                    f"{spec.delay + 1}"
+                )
