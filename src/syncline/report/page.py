@@ -158,7 +158,8 @@ def measure(name: str, value: float) -> str:
     return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4g}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+    """Texts in rows; numbers stand on the right."""
     kind = " class='n'" if numbers else ""
     top = "".join(f"<th{kind}>{escape(cell)}</th>" for cell in head)
     body = "".join(
@@ -180,7 +181,7 @@ def _epochs(record: RunRecord) -> str:
         rows.append(
             [str(each["epoch"] + 1), str(each.get("version")), f"{each['seconds']:.1f}", training, *cells]
         )
-    return _table(["epoch", "version", "seconds", "training loss", *record.metrics], rows)
+    return table(["epoch", "version", "seconds", "training loss", *record.metrics], rows)
 
 
 def _learners(record: RunRecord) -> str:
@@ -197,7 +198,7 @@ def _learners(record: RunRecord) -> str:
                 f"{loss:.4g}" if loss is not None else "–",
             ]
         )
-    return _table(["learner", "at the end", "gradients", "gradients/s", "last loss"], rows)
+    return table(["learner", "at the end", "gradients", "gradients/s", "last loss"], rows)
 
 
 def _event_words(event: Line) -> str:
@@ -211,7 +212,7 @@ def _events(record: RunRecord) -> str:
         return "<p class='faint'>None.</p>"
     rows = [[f"{e['seconds']:.2f}", str(e.get("event") or ""), _event_words(e)] for e in shown[:200]]
     more = f"<p class='faint'>and {len(shown) - 200} more in events.jsonl</p>" if len(shown) > 200 else ""
-    return _table(["seconds", "kind", "what"], rows, numbers=False) + more
+    return table(["seconds", "kind", "what"], rows, numbers=False) + more
 
 
 def _options(record: RunRecord) -> str:
@@ -221,4 +222,4 @@ def _options(record: RunRecord) -> str:
         return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
     rows = [[key, text(value)] for key, value in record.options.items() if value is not None]
-    return _table(["option", "value"], rows, numbers=False)
+    return table(["option", "value"], rows, numbers=False)

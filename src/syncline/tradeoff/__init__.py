@@ -1,0 +1,13 @@
+"""Trade-off curves: error against time over dials, learners and batch sizes, (σ, μ, λ) as in Rudra.
+
+    grid.py      the points of a study, and which cannot be
+    rows.py      what is known of a finished point; CSV
+    store.py     the study's folder: rows as they come, going on where it stopped
+    progress.py  what is done, running and left; when it will end
+    judge.py     means over seeds, the best, groups of equal μλ
+    point.py     one point as a run
+    worker.py    a process that runs points; pool.py: several of them
+    picture.py   the curves as SVG and as a page
+
+Everything up to judge.py is pure or files only. Not responsible for options and displays (cli/).
+"""

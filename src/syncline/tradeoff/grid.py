@@ -1,0 +1,127 @@
+"""The points of a study: every dial with every number of learners, batch size and seed.
+
+Pure. Says which combinations cannot be and why; not responsible for running any.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from itertools import product
+
+from syncline.dial import Course, Sync
+from syncline.errors import DialError, UsageError
+
+MOST_POINTS = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One run of a study."""
+
+    sync: str
+    learners: int
+    batch_size: int
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.sync} λ {self.learners} μ {self.batch_size} seed {self.seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A dial that cannot be with so many learners."""
+
+    sync: str
+    learners: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What is combined with what; each list without repetitions, in the order given."""
+
+    syncs: tuple[str, ...]
+    learners: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    seeds: tuple[int, ...] = (0,)
+
+    def points(self) -> tuple[list[Point], list[Skipped]]:
+        """All that can be, in order, and what is left out; a dial that can be with none of the λ is refused."""
+        skipped = self._skipped()
+        out = {(each.sync, each.learners) for each in skipped}
+        for sync in self.syncs:
+            reasons = [each.reason for each in skipped if each.sync == sync]
+            if len(reasons) == len(self.learners):
+                raise DialError(reasons[0])
+        every = product(self.syncs, self.learners, self.batch_sizes, self.seeds)
+        points = [
+            Point(sync=sync, learners=learners, batch_size=size, seed=seed)
+            for sync, learners, size, seed in every
+            if (sync, learners) not in out
+        ]
+        if len(points) > MOST_POINTS:
+            raise UsageError(f"{len(points):,} runs are too many for one study, at most {MOST_POINTS:,}")
+        return points, skipped
+
+    def _skipped(self) -> list[Skipped]:
+        found = []
+        for sync, learners in product(self.syncs, self.learners):
+            try:
+                for _, dial in Course.of(sync).dials:
+                    dial.check(learners, self.batch_sizes[0])
+            except DialError as error:
+                found.append(Skipped(sync=sync, learners=learners, reason=str(error)))
+        return found
+
+
+def splits_of(point: Point) -> int | None:
+    """Rudra's n: the parts that λ gradients are folded in; none in lockstep."""
+    dial = Course.of(point.sync).first
+    if dial.lockstep or dial.backup:
+        return None
+    return dial.splits or point.learners
+
+
+# -- reading ---------------------------------------------------------------------------------------------------
+
+
+def parse_dials(text: str, reference_batch: int | None = None) -> tuple[str, ...]:
+    """`hardsync,softsync:2,async`; what looks like `key=value` belongs to the dial before it.
+
+    With a reference batch B the dials in lockstep that have none get it: their rate is multiplied by √(λμ/B).
+    """
+    pieces: list[str] = []
+    for piece in text.split(","):
+        if re.match(r"\s*\w+\s*=", piece) and pieces:
+            pieces[-1] += f",{piece.strip()}"
+        else:
+            pieces.append(piece.strip())
+    if not all(pieces):
+        raise UsageError(f"--sync {text}: an empty name between commas; write hardsync,softsync:1,async")
+    return tuple(dict.fromkeys(str(_referred(Course.of(piece), reference_batch)) for piece in pieces))
+
+
+def _referred(course: Course, batch: int | None) -> Course:
+    if batch is None:
+        return course
+    return Course(tuple((epoch, _with_reference(dial, batch)) for epoch, dial in course.dials))
+
+
+def _with_reference(dial: Sync, batch: int) -> Sync:
+    if not dial.lockstep or dial.reference_batch is not None:
+        return dial
+    return replace(dial, reference_batch=batch)
+
+
+def parse_numbers(option: str, text: str, *, least: int = 1) -> tuple[int, ...]:
+    """`1,2,4`."""
+    try:
+        numbers = [int(piece) for piece in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise UsageError(
+            f"{option} {text}: expected whole numbers of at least {least} with commas between, such as 1,2,4"
+        )
+    return tuple(dict.fromkeys(numbers))

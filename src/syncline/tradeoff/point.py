@@ -1,0 +1,115 @@
+"""One point of a study as a run: the job with the point's dial, learners, batch and seed, and the row that comes of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from syncline.engines.run import EpochRecord
+from syncline.errors import LearnerError
+from syncline.jobs import Job
+from syncline.learn.training import evaluation_of
+from syncline.tradeoff.grid import Point
+from syncline.tradeoff.rows import Row, asked
+from syncline.train import Result, train
+
+Moved = Callable[[int], None]  # gets the number of epochs that are done
+
+
+def overrides(point: Point) -> list[str]:
+    """What a point changes in a job."""
+    return [
+        f"sync='{point.sync}'",
+        f"learners={point.learners}",
+        f"batch_size={point.batch_size}",
+        f"seed={point.seed}",
+    ]
+
+
+def run_point(job: Job, point: Point, moved: Moved = lambda epochs: None) -> Row:
+    """Run a job that is set to the point; what goes wrong is in the row."""
+    began = time.monotonic()
+    try:
+        arguments = job.build()
+        arguments["callbacks"] = (*arguments["callbacks"], lambda record: moved(record.epoch + 1))
+        result: Result = train(**arguments)
+        known = _known(result, arguments)
+    except Exception as error:
+        known = {"error": said(error)}
+    return asked(point, **known, wall_seconds=round(time.monotonic() - began, 3), **made_by())
+
+
+def _known(result: Result, arguments: dict[str, Any]) -> dict[str, Any]:
+    metrics = _metrics(result, arguments)
+    accuracy = metrics.get("accuracy")
+    table = result.statistics.tables.get(0)
+    size = _size(arguments["data"])
+    return {
+        "epochs": round(table.examples / size, 6) if table and size else float(len(result.history)),
+        "seconds": result.seconds,
+        "updates": result.updates,
+        "gradients": result.gradients,
+        "dropped": result.dropped,
+        "mean_staleness": result.staleness.mean,
+        "max_staleness": result.staleness.max,
+        "test_error": None if accuracy is None else 1 - accuracy,
+        "test_accuracy": accuracy,
+        "test_loss": metrics.get("loss"),
+        "loss": result.history[-1].loss if result.history else None,
+        "throughput": result.throughput,
+    }
+
+
+def _size(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def _metrics(result: Result, arguments: dict[str, Any]) -> dict[str, float]:
+    """Of the last version: what the last epoch's test said, or a test now where the run ended between epochs."""
+    last: EpochRecord | None = result.history[-1] if result.history else None
+    if last is not None and last.version == result.version:
+        return last.metrics
+    test = evaluation_of(
+        result.model,  # type: ignore[arg-type]  # `train` always has one
+        *(arguments[name] for name in ("evaluate", "loss", "objective", "batch_size", "collate")),
+    )
+    return test(result.state_dict()) if test is not None else {}
+
+
+def said(error: BaseException) -> str:
+    """On one line."""
+    text = error.traceback if isinstance(error, LearnerError) else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    if isinstance(error, LearnerError):
+        return f"learner {error.rank} raised {lines[-1]}"
+    words = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+    return f"{type(error).__name__}: {words}"
+
+
+# -- who made it -----------------------------------------------------------------------------------------------
+
+
+@cache
+def made_by() -> dict[str, str]:
+    """The library's version, and its commit where it runs from a checkout."""
+    return {"commit": _commit(), "version": importlib.metadata.version("syncline")}
+
+
+def _commit() -> str:
+    here = Path(__file__).resolve()
+    if not (here.parents[3] / ".git").exists():
+        return ""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=here.parent, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
