@@ -14,6 +14,7 @@ from rich.table import Table
 from syncline.cli.comparing import comparison, write_plot
 from syncline.cli.display import panel
 from syncline.cli.messages import told, warn_shortly
+from syncline.cli.tradeoff import tradeoff
 from syncline.cli.training import Wish, run_job
 from syncline.cli.words import event_line, how, summary
 from syncline.dial import LATER, PRESETS
@@ -198,3 +199,6 @@ def compare(
         if plot is not None:
             write_plot(records, plot)
             print(f"plot: {plot}")
+
+
+app.command()(tradeoff)

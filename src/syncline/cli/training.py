@@ -45,11 +45,16 @@ class Wish:
     sets: Sequence[str] = ()
     run_dir: str | None = None
     resume: str | None = None
+    command: str = "train"
 
 
 def run_job(wish: Wish, console: Console) -> int:
     """Run it to its end; the exit code comes back."""
-    job = load(wish)
+    return run_loaded(load(wish), wish, console)
+
+
+def run_loaded(job: Job, wish: Wish, console: Console) -> int:
+    """Run a job that is as the wish wants it."""
     if job.engine.name == "local":
         forkserver.start_here()  # before anything makes a thread
     run: Run = train(**job.build(), wait=False)
@@ -85,8 +90,9 @@ def load(wish: Wish) -> Job:
             text = f"{key}={value}" if not isinstance(value, str) else f"{key}={_quoted(value)}"
             shown[f"--set {text}:"] = f"--{key.replace('_', '-')} {value}:"
             overrides.append(text)
-    if wish.flags.get("epochs") is not None:
-        overrides.append("steps=")
+    for given, instead in (("epochs", "steps"), ("steps", "epochs")):
+        if wish.flags.get(given) is not None and wish.flags.get(instead) is None:
+            overrides.append(f"{instead}=")
     overrides += [*wish.sets, *_folder(wish, file)]
     try:
         return Job.load(file, overrides) if file is not None else Job.builtin(overrides)
@@ -237,6 +243,6 @@ def _last_words(record: RunRecord, wish: Wish, console: Console, interrupted: bo
         _line(console, f"go on with:  syncline train --resume {shlex.quote(near(record.path))}")
         return
     console.print("try next", style="bold")
-    for command, words in next_steps(record, str(wish.job) if wish.job else None):
+    for command, words in next_steps(record, str(wish.job) if wish.job else None, wish.command):
         _line(console, f"  {command}")  # uncut: it is there to be copied
         console.print(f"      {words}", style="grey50", highlight=False, soft_wrap=True)

@@ -98,9 +98,9 @@ def how(record: RunRecord) -> str:
     return f"ended without a word after {done}" if record.state == "gone" else f"{record.state}: {done}"
 
 
-def next_steps(record: RunRecord, job: str | None) -> list[tuple[str, str]]:
+def next_steps(record: RunRecord, job: str | None, name: str = "train") -> list[tuple[str, str]]:
     """Commands to try, with what they do."""
-    command = f"syncline train {job}" if job else "syncline train"
+    command = f"syncline {name} {job}" if job else f"syncline {name}"
     sync, learners = str(record.options.get("sync")), int(record.options.get("learners") or 2)
     others = [
         ("hardsync", f"{command} --sync hardsync", "the same in lockstep: no staleness, everybody waits"),

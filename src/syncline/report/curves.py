@@ -67,11 +67,11 @@ class Scale:
 def scale(values: Sequence[float], *, log: bool | None = None, powers: bool = False) -> Scale:
     """Round limits around some values; logarithmic where they are wide apart, with `powers` in powers of two."""
     low, high = min(values), max(values)
-    if log is None:
-        log = low > 0 and high / low > WIDE
-    if powers and low > 0:
+    possible = low > max(1e-12 * high, 1e-100)
+    if powers and possible:
         return _powers(low, high)
-    return _logarithmic(low, high) if log and low > 0 else _linear(low, high)
+    wide = possible and high / low > WIDE if log is None else log
+    return _logarithmic(low, high) if wide and possible else _linear(low, high)
 
 
 def _powers(low: float, high: float) -> Scale:
@@ -82,8 +82,10 @@ def _powers(low: float, high: float) -> Scale:
 
 
 def _linear(low: float, high: float) -> Scale:
-    if high <= low:
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    size = max(abs(low), abs(high))
+    if high - low <= max(1e-9 * size, 1e-100):  # nothing to tell apart
+        half = size / 2 if size > 1e-90 else 0.5
+        low, high = low - half, high + half
     size = 10.0 ** math.floor(math.log10((high - low) / 5))
     step = next(factor * size for factor in (1, 2, 2.5, 5, 10) if factor * size >= (high - low) / 5 * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

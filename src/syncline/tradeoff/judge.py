@@ -122,6 +122,11 @@ class Group:
         return self.of(_mean)
 
     @property
+    def middle(self) -> float:
+        """The geometric mean of their μλ."""
+        return math.exp(_mean([math.log(each.mu_lambda) for each in self.places]))
+
+    @property
     def fastest(self) -> Place:
         return fastest(self.places, 1)[0]
 

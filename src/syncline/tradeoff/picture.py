@@ -110,7 +110,7 @@ class _Look:
             found = [each for each in self._found if each.sync == sync]
             dots = [Spot(e.mu_lambda, self._y(e), "", self._tip(e)) for e in found]
             means = [
-                Spot(group.size, 100 * group.mean if self._error else group.mean)
+                Spot(group.middle, 100 * group.mean if self._error else group.mean)
                 for group in groups(found)
                 if group.mean is not None
             ]
@@ -148,7 +148,8 @@ def _staleness(found: Sequence[Place], syncs: Sequence[str]) -> str:
             spots.append(Spot(learners, mean, "", f"{sync}, λ = {learners}: mean σ {mean:.2f}"))
         drawn.append(Curve(spots=spots, colour=colour, name=sync))
     up = scale([0.0, *(spot.y for curve in drawn for spot in curve.spots)], log=False) if found else None
-    return curves("Mean staleness", drawn, x="λ, learners", y="σ", up=up)
+    across = scale([each.learners for each in found], log=False) if found else None
+    return curves("Mean staleness", drawn, x="λ, learners", y="σ", across=across, up=up)
 
 
 def _speed_up(found: Sequence[Place], syncs: Sequence[str]) -> list[str]:

@@ -51,17 +51,17 @@ def _known(result: Result, arguments: dict[str, Any]) -> dict[str, Any]:
     size = _size(arguments["data"])
     return {
         "epochs": round(table.examples / size, 6) if table and size else float(len(result.history)),
-        "seconds": result.seconds,
+        "seconds": round(result.seconds, 9),
         "updates": result.updates,
         "gradients": result.gradients,
         "dropped": result.dropped,
         "mean_staleness": result.staleness.mean,
         "max_staleness": result.staleness.max,
-        "test_error": None if accuracy is None else 1 - accuracy,
+        "test_error": None if accuracy is None else round(1 - accuracy, 9),
         "test_accuracy": accuracy,
         "test_loss": metrics.get("loss"),
         "loss": result.history[-1].loss if result.history else None,
-        "throughput": result.throughput,
+        "throughput": round(result.throughput, 6),
     }
 
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,22 +60,24 @@ def _said(value: Any) -> str:
 
 
 class Store:
-    """A study's folder, open for writing."""
+    """A study's folder, open for writing; use it in a `with`."""
 
     def __init__(self, folder: Path, table: Mapping[str, Any], *, fresh: bool = False) -> None:
         self.folder = folder
         self._job = common(table)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked()
-            if fresh:
-                self._set_aside()
-            self._refuse_other_jobs()
-            self.rows = self._begin()
-        except OSError as error:
-            raise RunError(
-                f"cannot use {folder} for a study: {error.strerror}; give another --out"
-            ) from error
+        with ExitStack() as opened:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                opened.enter_context(self._locked())
+                if fresh:
+                    self._set_aside()
+                self._refuse_other_jobs()
+                self.rows = self._begin()
+            except OSError as error:
+                raise RunError(
+                    f"cannot use {folder} for a study: {error.strerror}; give another --out"
+                ) from error
+            self._opened = opened.pop_all()
 
     def _locked(self) -> IO[bytes]:
         file = (self.folder / LOCK).open("ab")
@@ -101,9 +103,11 @@ class Store:
             return
         with path.open(encoding="utf-8", errors="replace") as file:
             first = file.readline()
-        if first.endswith("\n") and not first.startswith(MARK):
+        if not first.endswith("\n"):  # torn, or empty
+            return
+        if not first.startswith(MARK):
             raise UsageError(f"{path} is no table of a study; give another --out")
-        if first.startswith(MARK) and first.removeprefix(MARK).split()[0] != digest(self._job):
+        if first.removeprefix(MARK).split()[0] != digest(self._job):
             told = "; ".join(self._differences()) or "its job.toml is gone"
             raise UsageError(
                 f"{self.folder} holds the rows of another job ({told}); give another --out, or start anew with --fresh"
@@ -155,8 +159,11 @@ class Store:
         except OSError as error:
             raise RunError(f"cannot write {self.folder / TABLE}: {error.strerror}") from error
 
-    def close(self) -> None:
-        self._lock.close()
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._opened.close()
 
 
 def read_rows(folder: Path) -> list[Row]:

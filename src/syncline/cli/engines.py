@@ -1,0 +1,47 @@
+"""The engine that a command's options ask for: the simulator on a cluster, with a script of events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from syncline.engines.script import parse_script
+from syncline.engines.sim.cluster import Cluster
+from syncline.errors import UsageError
+from syncline.jobs import Job, Named
+
+CLUSTER = "p775"  # where neither the job nor the command names one: its times grow with the batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """What a command line says about the simulator; None where it says nothing."""
+
+    cluster: str | None = None
+    script: str | None = None
+    timing: bool = False
+
+    def __post_init__(self) -> None:
+        """Refused here, the option is named."""
+        for option, value, check in (
+            ("--cluster", self.cluster, Cluster.parse),
+            ("--script", self.script, parse_script),
+        ):
+            if value is not None:
+                try:
+                    check(value)
+                except UsageError as error:
+                    raise UsageError(f"{option} {value}: {error}") from None
+
+    def apply(self, job: Job) -> Job:
+        """The job on the simulator; what its own [engine] says about one stays where the command says nothing."""
+        arguments: dict[str, Any] = dict(job.engine.arguments) if job.engine.name == "sim" else {}
+        if self.cluster is not None:
+            arguments["cluster"] = self.cluster
+        if self.script is not None:
+            arguments["script"] = self.script
+        if self.timing:
+            arguments["timing"] = True
+        if not {"cluster", "compute", "transfer", "latency"} & arguments.keys():
+            arguments["cluster"] = CLUSTER
+        return replace(job, engine=Named(name="sim", arguments=arguments))
