@@ -23,6 +23,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("learn", "topology"),
     ("engines",),
     ("train", "jobs", "report"),
+    ("tradeoff",),
     ("cli", ""),  # "" is the root package itself: 'from syncline import Sync'
 )
 RANK_OF = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import tomllib
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -127,16 +129,33 @@ def _conduct(job: Job, asked: Asked, store: Store, progress: Progress, console: 
         return False
     board = Board(progress, console)
     try:
-        with Pool(job, workers, store.folder / LOG) as pool, board:
+        with _Interrupt() as interrupt, Pool(job, workers, store.folder / LOG) as pool, board:
             for news in pool.run(progress.points):
                 for each in news:
                     _heard(each, job, store, progress, board)
                 board.show()
-    except KeyboardInterrupt:
-        return True
+                if interrupt.came:
+                    return True
     finally:
         _forget_empty(store.folder / LOG)
     return False
+
+
+class _Interrupt:
+    """Notes Ctrl-C, so that it never comes between a row and its file; a second one does not wait."""
+
+    came = False
+
+    def __enter__(self) -> _Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        signal.signal(signal.SIGINT, self._before)
+
+    def __exit__(self, *raised: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
 
 
 def _forget_empty(path: Path) -> None:

@@ -1,0 +1,245 @@
+"""`syncline tradeoff` with its worker processes: the same rows however it ran, going on after kill -9, failures, Ctrl-C."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from syncline.cli.app import app
+from syncline.tradeoff.rows import CHANGING
+from syncline.tradeoff.store import read_rows
+
+JOB = """
+epochs = 1
+model = {name = "mlp", sizes = [64, 10]}
+data = "digits"
+evaluate = {name = "digits", split = "test"}
+loss = "LOSS"
+optimizer = {name = "sgd", lr = 0.1}
+"""
+LOSSES = """
+import os, signal, time
+import torch.nn.functional as F
+
+plain = F.cross_entropy
+
+def slow(output, target):
+    time.sleep(0.01)
+    return plain(output, target)
+
+def picky(output, target):
+    if output.requires_grad and len(target) == 64:
+        raise ValueError("no luck with 64")
+    if output.requires_grad and len(target) == 128:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(output, target)
+"""
+SIM = ("--set", 'engine={name="sim",compute=0.5}')
+GRID = ("--learners", "1,3", "--batch-size", "32,96", "--sync", "hardsync,async")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "losses_of_a_study.py").write_text(LOSSES)
+
+
+def job(loss: str) -> str:
+    path = Path(f"{loss}.toml")
+    path.write_text(JOB.replace("LOSS", f"losses_of_a_study:{loss}"))
+    return str(path)
+
+
+def tradeoff(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["tradeoff", *arguments, *SIM], env={"COLUMNS": "120"})
+
+
+def lasting(folder: str) -> list[dict[str, str]]:
+    """The table without what may differ between equal studies."""
+    with (Path(folder) / "tradeoff.csv").open() as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    return [{key: value for key, value in row.items() if key not in CHANGING} for row in rows]
+
+
+def test_the_same_rows_with_one_worker_and_with_two_and_none_are_run_again() -> None:
+    first = tradeoff(job("plain"), *GRID, "--jobs", "1", "--out", "one")
+    assert first.exit_code == 0, first.output
+    assert "8 runs with 1 worker" in first.output and len(re.findall(r"^\d/8 ", first.output, re.M)) == 8
+    assert "lowest test error" in first.output and "about equal μλ" in first.output
+    second = tradeoff(job("plain"), *GRID, "--jobs", "2", "--out", "two")
+    assert second.exit_code == 0, second.output
+    assert lasting("one") == lasting("two")
+    rows = read_rows(Path("one"))
+    assert [(row.sync, row.learners, row.batch_size) for row in rows] == [
+        (sync, learners, size) for sync in ("hardsync", "async") for learners in (1, 3) for size in (32, 96)
+    ]
+    assert all(row.test_error is not None and row.epochs == 1.0 and row.wall_seconds for row in rows)
+    assert rows[-1].n == 3 and rows[-1].mean_staleness > 1 and rows[0].mean_staleness == 0  # type: ignore[operator]
+    again = tradeoff(job("plain"), *GRID, "--out", "one")
+    assert again.exit_code == 0 and "no run is left, 8 were done before" in again.output
+    more = tradeoff(
+        job("plain"), *GRID[:4], "--sync", "async", "--seeds", "0,1", "--jobs", "1", "--out", "one"
+    )
+    assert "4 runs with 1 worker, 4 were done before" in more.output, more.output
+    assert len(read_rows(Path("one"))) == 12 and "over seeds" in more.output
+    Path("one/tradeoff.svg").unlink()
+    drawn = CliRunner().invoke(app, ["tradeoff", "--plot", "one"])
+    assert drawn.exit_code == 0 and "(σ, μ, λ)" in Path("one/tradeoff.svg").read_text()
+
+
+def test_a_run_that_fails_and_one_whose_process_dies_stop_no_other() -> None:
+    arguments = (job("picky"), "--learners", "1", "--batch-size", "16,64,128,32", "--sync", "hardsync")
+    result = tradeoff(*arguments, "--jobs", "1", "--out", "out")
+    assert result.exit_code == 1, result.output
+    rows = {row.batch_size: row for row in read_rows(Path("out"))}
+    assert rows[64].error == "learner 0 raised ValueError: no luck with 64"
+    assert rows[128].error.startswith("its process ended with SIGKILL")
+    assert not rows[16].failed and not rows[32].failed and rows[64].seconds is None
+    assert "failed: hardsync λ 1 μ 64 seed 0: learner 0 raised ValueError" in result.output
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "syncline", "tradeoff", *arguments, *SIM]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def until(ready: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def workers_of(pid: int) -> list[int]:
+    """Processes of ours whose parent it is."""
+    found = []
+    for each in Path("/proc").iterdir():
+        try:
+            parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"syncline.tradeoff.worker" in (each / "cmdline").read_bytes():
+                found.append(int(each.name))
+        except (OSError, ValueError, IndexError):
+            continue
+    return found
+
+
+def gone(pids: list[int]) -> bool:
+    def alive(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    return not any(map(alive, pids))
+
+
+def ended(folder: str) -> int:
+    return len(read_rows(Path(folder))) if Path(folder, "tradeoff.csv").exists() else 0
+
+
+def test_after_kill_9_the_same_command_goes_on_and_gives_the_same_rows() -> None:
+    arguments = (job("slow"), *GRID, "--jobs", "2", "--out", "killed")
+    process = started(*arguments)
+    try:
+        until(lambda: ended("killed") >= 2)
+        workers = workers_of(process.pid)
+        assert len(workers) == 2
+    finally:
+        process.kill()
+        process.communicate()
+    until(lambda: gone(workers), 10.0)
+    with Path("killed/tradeoff.csv").open("a") as file:
+        file.write("async,3,3,32,96,0,1.0,12")  # as if it had been killed in mid-write
+    done = ended("killed")
+    assert 2 <= done < 8
+    went_on = tradeoff(*arguments)
+    assert went_on.exit_code == 0, went_on.output
+    assert f"{8 - done} runs with 2 workers, {done} were done before" in went_on.output
+    assert tradeoff(job("plain"), *GRID, "--jobs", "1", "--out", "whole").exit_code == 0
+    assert lasting("killed") == lasting("whole")
+
+
+def test_ctrl_c_ends_promptly_and_keeps_what_is_done() -> None:
+    process = started(
+        job("slow"), "--learners", "1,2,3,4", "--batch-size", "8,16,32", "--jobs", "2", "--out", "out"
+    )
+    try:
+        until(lambda: ended("out") >= 1)
+        workers = workers_of(process.pid)
+        sent = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+        assert time.monotonic() - sent < 15
+    finally:
+        process.kill()
+    assert process.returncode == 130, output
+    done = ended("out")
+    assert f"{done} of 36 runs are done; the same command goes on" in output and "Traceback" not in output
+    assert gone(workers) and Path("out/tradeoff.svg").exists()
+
+
+BAD = {
+    "no such dial": (["--sync", "hardsink"], "no preset is called 'hardsink', did you mean 'hardsync'?"),
+    "n > λ": (["--sync", "softsync:9", "--learners", "2,4"], "n = 9 with 2 learners"),
+    "no number": (["--learners", "a"], "--learners a: expected whole numbers"),
+    "batch larger than data": (["--batch-size", "32,4000"], "--batch-size 4000: "),
+    "no such cluster": (["--cluster", "p777"], "--cluster p777: unknown cluster 'p777'"),
+    "epochs and steps": (["--epochs", "2", "--steps", "5"], "either epochs or steps"),
+    "no such engine": (["--engine", "ray"], "--engine ray: expected sim or local"),
+    "a cluster of the local engine": (
+        ["--engine", "local", "--cluster", "p775"],
+        "--cluster and --timing are",
+    ),
+    "no jobs": (["--jobs", "0"], "--jobs 0: expected a whole number of at least 1"),
+    "no study": (["--plot", "nowhere"], "nowhere is no study"),
+    "no such key": (["--set", "lerners=3"], "did you mean 'learners'"),
+}
+
+
+@pytest.mark.parametrize("arguments, words", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_before_anything_starts(arguments: list[str], words: str) -> None:
+    result = tradeoff(job("plain"), *arguments, "--out", "out")
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    assert not Path("out").exists()
+
+
+def test_another_job_is_refused_and_combinations_that_cannot_be_are_said() -> None:
+    small = ("--learners", "1,2", "--batch-size", "96", "--sync", "softsync:2", "--jobs", "1", "--out", "out")
+    result = tradeoff(job("plain"), *small, "--steps", "3")
+    assert result.exit_code == 0 and "left out: softsync:2 with 1 learners" in result.output, result.output
+    (row,) = read_rows(Path("out"))
+    assert row.updates == 3 and row.test_error is not None and 0 < (row.epochs or 0) < 1
+    refused = tradeoff(job("plain"), *small, "--epochs", "2")
+    assert (
+        refused.exit_code == 2 and "(steps: 3 there, none here; epochs: none there, 2 here)" in refused.stderr
+    )
+
+
+def test_real_processes_too() -> None:
+    arguments = (
+        "--engine",
+        "local",
+        "--learners",
+        "2",
+        "--batch-size",
+        "96",
+        "--sync",
+        "hardsync",
+        "--out",
+        "out",
+    )
+    result = CliRunner().invoke(app, ["tradeoff", job("plain"), *arguments])
+    assert result.exit_code == 0, result.output
+    (row,) = read_rows(Path("out"))
+    assert row.epochs == 1.0 and row.mean_staleness == 0 and row.test_error is not None
