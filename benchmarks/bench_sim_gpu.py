@@ -1,0 +1,303 @@
+"""How many simulated gradients per second does one GPU compute, and which way is the fastest?
+
+    python -m benchmarks.bench_sim_gpu [--device cuda] [--only joined stacked …] [--seconds 6] [--json FILE]
+
+cifar10_full on random images; the settings are Rudra's (σ, μ, λ). `plain` computes one gradient after another by autograd,
+`joined` those of one version in one pass (hardsync, softsync:1), `stacked` those of 30 versions at once (async); each with and without
+CUDA graphs, convolutions as products of unfolded windows or as vmap's grouped ones, with and without TF32. `step` is the
+optimizer's step, `run` whole simulated runs. Every way is first compared with the plain one. Each case has its own limit of time.
+"""
+
+import argparse
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from benchmarks import machine
+from syncline.engines.sim.batched import Joined, Stacked
+from syncline.engines.sim.task import Task
+from syncline.learn.training import Supervised
+from syncline.models import Cifar10Full, cifar10_full_sgd
+from syncline.table.flat_sgd import FlatSGD
+from syncline.table.layout import lay_out
+from syncline.table.shard import bare_step
+from syncline.table.template import OptimizerTemplate
+
+EXAMPLES = 50_000
+PLACES = 4096
+TOLERANCE = {False: 1e-3, True: 3e-2}  # of the norm, by TF32: where two windows are all but equal, rounding chooses
+
+
+class Bench:
+    """The network, its data and its results so far."""
+
+    def __init__(self, device: str, seconds: float, file: Path | None) -> None:
+        self.device, self.seconds, self.file = torch.device(device), seconds, file
+        self.results: dict[str, Any] = {"machine": machine.describe(), "torch": torch.__version__, "cases": {}}
+        torch.manual_seed(0)
+        self.model = Cifar10Full()
+        with torch.no_grad():  # outputs of the start are all but zero: larger weights make comparisons mean something
+            for parameter in self.model.parameters():
+                parameter.mul_(3.0)
+        self.optimizer = cifar10_full_sgd(self.model)
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        self.layout, self.tensors = lay_out(self.model, groups, cuttable=True, shards=1)
+        examples = EXAMPLES if self.device.type == "cuda" else 2000
+        data = TensorDataset(30 * torch.randn(examples, 3, 32, 32), torch.randint(10, (examples,)))
+        self.task = Task(self.model, Supervised(F.cross_entropy), self.layout, data, device=self.device)
+        self.losses = torch.zeros(PLACES + 1, dtype=torch.float64, device=self.device)
+        self.generator = torch.Generator().manual_seed(1)
+        self.examples = examples
+
+    def weights(self, versions: int) -> list[list[Tensor]]:
+        """Versions near each other."""
+        made = []
+        for version in range(versions):
+            segments = self.task.segments()
+            for view, parameter in zip(self.task.views(segments), self.tensors.parameters, strict=True):
+                view.copy_(parameter.detach().to(self.device) * (1 + 0.01 * version))
+            made.append(segments)
+        return made
+
+    def batches(self, count: int, size: int) -> list[Tensor]:
+        return [torch.randint(self.examples, (size,), generator=self.generator) for _ in range(count)]
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def rate(self, work: Callable[[], object], gradients: int) -> dict[str, float]:
+        """Gradients per second, and milliseconds of one call: of the host alone, and until the device has done it."""
+        for _ in range(3):
+            work()
+        self.sync()
+        calls, hosts, whole = 0, 0.0, []
+        end = time.perf_counter() + self.seconds / 3
+        while time.perf_counter() < end or len(whole) < 3:
+            begin = time.perf_counter()
+            for _ in range(5):
+                work()
+            hosts += time.perf_counter() - begin
+            self.sync()
+            whole.append((time.perf_counter() - begin) / 5)
+            calls += 5
+        milliseconds = statistics.median(whole) * 1e3
+        return {
+            "per_second": gradients / (milliseconds / 1e3),
+            "milliseconds": milliseconds,
+            "host_milliseconds": hosts / calls * 1e3,
+            "fastest_milliseconds": min(whole) * 1e3,
+        }
+
+    def case(self, name: str, work: Callable[[], dict[str, Any]]) -> None:
+        """Run it, print it, keep it; a failure is a result too."""
+        begin = time.perf_counter()
+        try:
+            result = work()
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}"}
+        result["took_seconds"] = time.perf_counter() - begin
+        self.results["cases"][name] = result
+        shown = "  ".join(
+            f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()
+        )
+        print(f"{name:44} {shown}", flush=True)
+        if self.file is not None:
+            self.file.write_text(json.dumps(self.results, indent=1))
+
+
+def plain_rows(bench: Bench, weights: list[list[Tensor]], batches: list[Tensor]) -> Tensor:
+    """The reference: one after another, on the whole model."""
+    task, rows = bench.task, []
+    for segments, indices in zip(weights, batches, strict=True):
+        leaves = task.leaves(segments)
+        batch = [part[0] for part in task.examples.stack(indices[None].to(bench.device), [])]
+        made = task.segments()
+        for view, gradient in zip(task.views(made), task.gradients(task.loss(leaves, batch), leaves), strict=True):
+            view.copy_(gradient)  # type: ignore[arg-type]
+        rows.append(made[0])
+    return torch.stack(rows)
+
+
+def difference(mine: Tensor, reference: Tensor, *, tf32: bool) -> float:
+    apart = float((mine - reference).norm() / reference.norm())
+    if not apart <= TOLERANCE[tf32]:
+        raise AssertionError(f"differs from the plain gradient by {apart:.2e} of its norm")
+    return apart
+
+
+def plain(bench: Bench, size: int) -> dict[str, Any]:
+    weights, batches = bench.weights(1), bench.batches(1, size)
+    return bench.rate(lambda: plain_rows(bench, weights, batches), 1)
+
+
+def joined(bench: Bench, size: int, count: int, *, graphs: bool, tf32: bool = False) -> dict[str, Any]:
+    """A fold of `count` gradients of one version."""
+    way = Joined(bench.task, bench.losses, graphs=graphs, tf32=tf32)
+    (weights,), batches = bench.weights(1), bench.batches(count, size)
+    shares, places = [1 / count] * count, list(range(count))
+
+    def fold() -> None:
+        way.zero()
+        way.add(weights, batches, shares, places)
+
+    way.prepare(batches)
+    fold()
+    reference = plain_rows(bench, [weights] * count, batches).mean(0)
+    worst = difference(way.total[0], reference, tf32=tf32)
+    return {**bench.rate(fold, count), "difference": worst}
+
+
+def stacked(
+    bench: Bench, size: int, count: int, *, graphs: bool, convolutions: str, tf32: bool = False
+) -> dict[str, Any]:
+    """All outstanding gradients of `count` learners, each of its own version."""
+    way = Stacked(bench.task, bench.losses, 2 * count, graphs=graphs, convolutions=convolutions, tf32=tf32)
+    weights, batches = bench.weights(count), bench.batches(count, size)
+    rows, places = list(range(count)), list(range(count))
+    way.fill(weights, batches, rows, places)
+    worst = difference(way.rows[0][:count], plain_rows(bench, weights, batches), tf32=tf32)
+    first = way.rows[0][:count].clone()
+    way.fill(weights, batches, rows, places)
+    same = bool(torch.equal(first, way.rows[0][:count]))
+    rated = bench.rate(lambda: way.fill(weights, batches, rows, places), count)
+    return {**rated, "difference": worst, "same_bits_again": same}
+
+
+class Table:
+    """A shard's optimizer with a gradient, for the step alone."""
+
+    def __init__(self, bench: Bench) -> None:
+        (self.weights,), part = bench.weights(1), bench.layout.parts[0]
+        self.gradient = [torch.randn_like(segment) * 1e-3 for segment in self.weights]
+        entries = bench.layout.parameters.entries
+        views = part.views(self.weights, entries)
+        self.optimizer, self.parameters = OptimizerTemplate.of(bench.optimizer).build(part, bench.layout, views)
+        for parameter, view in zip(self.parameters, part.views(self.gradient, entries), strict=True):
+            parameter.grad = view
+        self.plain = bare_step(self.optimizer)
+        self.flat = FlatSGD(self.optimizer, part, self.weights)
+
+
+def step(bench: Bench, way: str) -> dict[str, Any]:
+    reference, table = Table(bench), Table(bench)
+    for gradient, other in zip(table.gradient, reference.gradient, strict=True):
+        gradient.copy_(other)
+    for _ in range(5):
+        reference.plain()
+        if not table.flat.step(table.parameters, table.gradient):
+            table.plain()
+    worst = float((reference.weights[0] - table.weights[0]).abs().max() / reference.weights[0].abs().max())
+    assert worst < 1e-6, worst
+    work: Callable[[], object] = table.plain
+    if way != "plain":
+        work = lambda: table.flat.step(table.parameters, table.gradient)  # noqa: E731
+    if way == "captured":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        work = graph.replay
+    return {**bench.rate(work, 1), "difference": worst}
+
+
+def copies(bench: Bench) -> dict[str, Any]:
+    """A new version's copy, as each update makes one where learners do not wait."""
+    (weights,) = bench.weights(1)
+    return bench.rate(lambda: [torch.empty_like(segment).copy_(segment) for segment in weights], 1)
+
+
+def profiled(bench: Bench, work: Callable[[], object]) -> None:
+    """The kernels that take the time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if bench.device.type == "cuda" else [])]
+    work()
+    bench.sync()
+    with profile(activities=kinds) as found:
+        for _ in range(5):
+            work()
+        bench.sync()
+    key = "cuda_time_total" if bench.device.type == "cuda" else "cpu_time_total"
+    print(found.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=70), flush=True)
+
+
+def profile_main(bench: Bench) -> dict[str, Any]:
+    """Without graphs, so that the names of the operations are seen; then with, for the kernels alone."""
+    for graphs in (False, True):
+        way = Joined(bench.task, bench.losses, graphs=graphs)
+        (weights,), batches = bench.weights(1), bench.batches(30, 4)
+        print(f"joined, 30 batches of 4, graphs {graphs}")
+        profiled(bench, lambda: way.add(weights, batches, [1 / 30] * 30, list(range(30))))
+        stack = Stacked(bench.task, bench.losses, 32, graphs=graphs)
+        versions = bench.weights(30)
+        print(f"stacked, 30 versions of 4, graphs {graphs}")
+        profiled(bench, lambda: stack.fill(versions, batches, list(range(30)), list(range(30))))
+    return {}
+
+
+def cases(bench: Bench) -> dict[str, Callable[[], dict[str, Any]]]:
+    """By name, the most telling first."""
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    modes = (True, False) if bench.device.type == "cuda" else (False,)
+    tag = {True: "graphs", False: "no graphs"}
+    for graphs in modes:
+        found[f"joined (1,4,30) {tag[graphs]}"] = lambda g=graphs: joined(bench, 4, 30, graphs=g)
+        found[f"stacked (30,4,30) unfolded {tag[graphs]}"] = lambda g=graphs: stacked(
+            bench, 4, 30, graphs=g, convolutions="unfolded"
+        )
+        found[f"stacked (30,4,30) grouped {tag[graphs]}"] = lambda g=graphs: stacked(
+            bench, 4, 30, graphs=g, convolutions="grouped"
+        )
+    for way in ("plain", "flat", *(("captured",) if modes[0] else ())):
+        found[f"step {way}"] = lambda w=way: step(bench, w)
+    found["step copy of a version"] = lambda: copies(bench)
+    found["plain (·,4,·)"] = lambda: plain(bench, 4)
+    found["plain (·,128,·)"] = lambda: plain(bench, 128)
+    if modes[0]:
+        found["joined (1,4,30) graphs tf32"] = lambda: joined(bench, 4, 30, graphs=True, tf32=True)
+        found["stacked (30,4,30) unfolded graphs tf32"] = lambda: stacked(
+            bench, 4, 30, graphs=True, convolutions="unfolded", tf32=True
+        )
+    for size, count in ((4, 1), (4, 8), (128, 1), (128, 10), (16, 8)):
+        found[f"joined {count} of {size}"] = lambda s=size, c=count: joined(bench, s, c, graphs=modes[0])
+    for size, count in ((4, 1), (4, 8), (4, 16), (4, 64), (16, 8), (128, 10)):
+        for way in ("unfolded", "grouped"):
+            found[f"stacked {count} of {size} {way}"] = lambda s=size, c=count, w=way: stacked(
+                bench, s, c, graphs=modes[0], convolutions=w
+            )
+    found["profile"] = lambda: profile_main(bench)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", nargs="*", default=[], help="words, one of which a case's name must hold")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each case")
+    parser.add_argument("--limit", type=float, default=210.0, help="seconds after which no case is started")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    bench = Bench(chosen.device, chosen.seconds, chosen.json)
+    print(bench.results["machine"], torch.__version__, bench.device, flush=True)
+    begin = time.perf_counter()
+    for name, work in cases(bench).items():
+        if chosen.only and not any(word in name for word in chosen.only):
+            continue
+        if time.perf_counter() - begin > chosen.limit:
+            print(f"{name:44} left out: {chosen.limit:g} s are over", flush=True)
+            continue
+        bench.case(name, work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""SGD over whole segments: three operations for a table of any number of parameters and groups.
+
+For tables on a GPU, where the plain optimizer's many small operations cost more than the gradient. The optimizer's own state is
+kept as views, so it can be saved, loaded and stepped plainly at any time. Equal to the plain step to
+rounding; not responsible for any other optimizer, nor for gradients that lack a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.table.layout import Part
+
+SAME = ("momentum", "dampening", "nesterov", "maximize")  # must be so in all groups
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """A number for all parameters, or one for each element of each segment."""
+
+    scale: float
+    each: list[Tensor] | None
+
+    @property
+    def nothing(self) -> bool:
+        return self.scale == 0.0
+
+
+class FlatSGD:
+    """Steps an `SGD` whose parameters are views of `weights`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, part: Part, weights: Sequence[Tensor]) -> None:
+        self._optimizer, self._part, self._weights = optimizer, part, list(weights)
+        self._group: dict[int, int] = {}  # id of a parameter -> its group
+        for number, group in enumerate(optimizer.param_groups):
+            self._group.update((id(parameter), number) for parameter in group["params"])
+        self._kept: dict[tuple[Any, ...], _Rates] = {}
+        self._momentum: list[Tensor] = []
+        self._first: Tensor | None = None  # a view of it, to notice that it was replaced
+
+    @staticmethod
+    def fits(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> bool:
+        """Only where it is the same to rounding."""
+        if type(optimizer) is not torch.optim.SGD:
+            return False
+        return all(segment.dtype in (torch.float32, torch.float64) for segment in weights)
+
+    def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+        """One step with the gradient's segments; False where only the plain step will do, and nothing was done."""
+        groups = self._optimizer.param_groups
+        options = groups[0]
+        if any(group[key] != options[key] for group in groups for key in SAME):
+            return False
+        if any(isinstance(group["lr"], Tensor) for group in groups):
+            return False
+        if options["momentum"] and not self._adopt(parameters):
+            return False
+        rates = self._rates([group["lr"] for group in groups], parameters)
+        decays = self._rates([group["weight_decay"] for group in groups], parameters)
+        with torch.no_grad():
+            for index, weights in enumerate(self._weights):
+                self._move(index, weights, gradients[index], options, rates, decays)
+        return True
+
+    def _move(
+        self,
+        index: int,
+        weights: Tensor,
+        gradient: Tensor,
+        options: dict[str, Any],
+        rates: _Rates,
+        decays: _Rates,
+    ) -> None:
+        if options["maximize"]:
+            gradient = -gradient
+        if not decays.nothing:
+            gradient = _add(gradient, weights, decays, index)
+        momentum = options["momentum"]
+        if momentum:
+            kept = self._momentum[index]
+            if options["dampening"]:
+                kept.mul_(momentum).add_(gradient, alpha=1 - options["dampening"])
+            else:
+                torch.add(gradient, kept, alpha=momentum, out=kept)
+            gradient = torch.add(gradient, kept, alpha=momentum) if options["nesterov"] else kept
+        if rates.each is None:
+            weights.add_(gradient, alpha=-rates.scale)
+        else:
+            weights.addcmul_(rates.each[index], gradient, value=-rates.scale)
+
+    def _rates(self, values: Sequence[float], parameters: Sequence[Tensor]) -> _Rates:
+        """The largest times a number for each element; kept, for schedules mostly change the largest alone."""
+        scale = max(values, key=abs)
+        if all(value == scale for value in values):
+            return _Rates(float(scale), None)
+        relative = tuple(float(torch.tensor(value / scale, dtype=torch.float32)) for value in values)
+        rates = self._kept.get(relative)
+        if rates is None:
+            rates = self._kept[relative] = _Rates(1.0, self._spread(relative, parameters))
+        return _Rates(float(scale), rates.each)
+
+    def _spread(self, values: Sequence[float], parameters: Sequence[Tensor]) -> list[Tensor]:
+        each = [torch.zeros_like(segment) for segment in self._weights]
+        for piece, parameter in zip(self._part.pieces, parameters, strict=True):
+            end = piece.position + piece.stop - piece.start
+            each[piece.segment][piece.position : end] = values[self._group[id(parameter)]]
+        return each
+
+    def _adopt(self, parameters: Sequence[Tensor]) -> bool:
+        """The momentum as one flat buffer of which the optimizer's are views; False before the first step."""
+        state = self._optimizer.state
+        first = state[parameters[0]].get("momentum_buffer") if parameters[0] in state else None
+        if first is not None and first is self._first:
+            return True
+        buffers = [state[p].get("momentum_buffer") if p in state else None for p in parameters]
+        if any(buffer is None for buffer in buffers):
+            return False
+        self._momentum = [torch.zeros_like(segment) for segment in self._weights]
+        for piece, parameter, buffer in zip(self._part.pieces, parameters, buffers, strict=True):
+            end = piece.position + piece.stop - piece.start
+            view = self._momentum[piece.segment][piece.position : end].view_as(parameter)
+            view.copy_(buffer)  # type: ignore[arg-type]
+            state[parameter]["momentum_buffer"] = view
+        self._first = state[parameters[0]]["momentum_buffer"]
+        return True
+
+
+def _add(gradient: Tensor, weights: Tensor, decays: _Rates, index: int) -> Tensor:
+    if decays.each is None:
+        return torch.add(gradient, weights, alpha=decays.scale)
+    return torch.addcmul(gradient, decays.each[index], weights, value=decays.scale)
