@@ -34,7 +34,10 @@ from syncline.table.template import OptimizerTemplate
 
 EXAMPLES = 50_000
 PLACES = 4096
-TOLERANCE = {False: 1e-3, True: 3e-2}  # of the norm, by TF32: where two windows are all but equal, rounding chooses
+TOLERANCE = {
+    False: 1e-3,
+    True: 3e-2,
+}  # of the norm, by TF32: where two windows are all but equal, rounding chooses
 
 
 class Bench:
@@ -42,10 +45,16 @@ class Bench:
 
     def __init__(self, device: str, seconds: float, file: Path | None) -> None:
         self.device, self.seconds, self.file = torch.device(device), seconds, file
-        self.results: dict[str, Any] = {"machine": machine.describe(), "torch": torch.__version__, "cases": {}}
+        self.results: dict[str, Any] = {
+            "machine": machine.describe(),
+            "torch": torch.__version__,
+            "cases": {},
+        }
         torch.manual_seed(0)
         self.model = Cifar10Full()
-        with torch.no_grad():  # outputs of the start are all but zero: larger weights make comparisons mean something
+        with (
+            torch.no_grad()
+        ):  # outputs of the start are all but zero: larger weights make comparisons mean something
             for parameter in self.model.parameters():
                 parameter.mul_(3.0)
         self.optimizer = cifar10_full_sgd(self.model)
@@ -109,7 +118,8 @@ class Bench:
         result["took_seconds"] = time.perf_counter() - begin
         self.results["cases"][name] = result
         shown = "  ".join(
-            f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()
+            f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in result.items()
         )
         print(f"{name:44} {shown}", flush=True)
         if self.file is not None:
@@ -123,7 +133,9 @@ def plain_rows(bench: Bench, weights: list[list[Tensor]], batches: list[Tensor])
         leaves = task.leaves(segments)
         batch = [part[0] for part in task.examples.stack(indices[None].to(bench.device), [])]
         made = task.segments()
-        for view, gradient in zip(task.views(made), task.gradients(task.loss(leaves, batch), leaves), strict=True):
+        for view, gradient in zip(
+            task.views(made), task.gradients(task.loss(leaves, batch), leaves), strict=True
+        ):
             view.copy_(gradient)  # type: ignore[arg-type]
         rows.append(made[0])
     return torch.stack(rows)
@@ -182,7 +194,9 @@ class Table:
         self.gradient = [torch.randn_like(segment) * 1e-3 for segment in self.weights]
         entries = bench.layout.parameters.entries
         views = part.views(self.weights, entries)
-        self.optimizer, self.parameters = OptimizerTemplate.of(bench.optimizer).build(part, bench.layout, views)
+        self.optimizer, self.parameters = OptimizerTemplate.of(bench.optimizer).build(
+            part, bench.layout, views
+        )
         for parameter, view in zip(self.parameters, part.views(self.gradient, entries), strict=True):
             parameter.grad = view
         self.plain = bare_step(self.optimizer)
@@ -231,17 +245,18 @@ def profiled(bench: Bench, work: Callable[[], object]) -> None:
     print(found.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=70), flush=True)
 
 
-def profile_main(bench: Bench) -> dict[str, Any]:
-    """Without graphs, so that the names of the operations are seen; then with, for the kernels alone."""
-    for graphs in (False, True):
-        way = Joined(bench.task, bench.losses, graphs=graphs)
-        (weights,), batches = bench.weights(1), bench.batches(30, 4)
-        print(f"joined, 30 batches of 4, graphs {graphs}")
-        profiled(bench, lambda: way.add(weights, batches, [1 / 30] * 30, list(range(30))))
-        stack = Stacked(bench.task, bench.losses, 32, graphs=graphs)
-        versions = bench.weights(30)
-        print(f"stacked, 30 versions of 4, graphs {graphs}")
-        profiled(bench, lambda: stack.fill(versions, batches, list(range(30)), list(range(30))))
+def profile_joined(bench: Bench, *, graphs: bool) -> dict[str, Any]:
+    """Without graphs the names of the operations are seen, with them the kernels alone."""
+    way = Joined(bench.task, bench.losses, graphs=graphs)
+    (weights,), batches = bench.weights(1), bench.batches(30, 4)
+    profiled(bench, lambda: way.add(weights, batches, [1 / 30] * 30, list(range(30))))
+    return {}
+
+
+def profile_stacked(bench: Bench, *, graphs: bool) -> dict[str, Any]:
+    way = Stacked(bench.task, bench.losses, 32, graphs=graphs)
+    weights, batches = bench.weights(30), bench.batches(30, 4)
+    profiled(bench, lambda: way.fill(weights, batches, list(range(30)), list(range(30))))
     return {}
 
 
@@ -275,7 +290,9 @@ def cases(bench: Bench) -> dict[str, Callable[[], dict[str, Any]]]:
             found[f"stacked {count} of {size} {way}"] = lambda s=size, c=count, w=way: stacked(
                 bench, s, c, graphs=modes[0], convolutions=w
             )
-    found["profile"] = lambda: profile_main(bench)
+    for graphs in modes:
+        found[f"profile joined {tag[graphs]}"] = lambda g=graphs: profile_joined(bench, graphs=g)
+        found[f"profile stacked {tag[graphs]}"] = lambda g=graphs: profile_stacked(bench, graphs=g)
     return found
 
 

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from syncline.table.layout import Part
 
-Made = tuple[list[Tensor], tuple[bool, ...]]  # one view per piece of the part; which of them have a gradient
+
+class Made(NamedTuple):
+    """A fold's mean."""
+
+    views: list[Tensor]  # one per piece of the part
+    present: tuple[bool, ...]  # which of them have a gradient
+    segments: list[Tensor] | None = None  # the same as the part's segments, for a step over all at once
 
 
 class Taken(NamedTuple):

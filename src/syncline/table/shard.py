@@ -16,10 +16,18 @@ from torch import Tensor
 
 from syncline.dial import Sync
 from syncline.table.checkpoints import piece_tensors
+from syncline.table.flat_sgd import FlatSGD
 from syncline.table.layout import Layout
-from syncline.table.promised import Maker, PromisedPart, Taken
+from syncline.table.promised import Made, Maker, PromisedPart, Taken
 from syncline.table.slot import SlotPart
-from syncline.table.template import OptimizerTemplate, Options, PieceState, cut_state, piece_states
+from syncline.table.template import (
+    OptimizerTemplate,
+    Options,
+    PieceState,
+    beside,
+    cut_state,
+    piece_states,
+)
 
 
 class Values(Protocol):
@@ -112,6 +120,8 @@ class Shard:
         self._all = (True,) * len(self.part.pieces)
         self._mean: Mean | None = None
         self._grad_views: list[Tensor] | None = None
+        self._flat: FlatSGD | None = None
+        self._flat_gradient: list[Tensor] | None = None  # what the next step goes by, where that is one piece
         self._put: dict[int, list[Tensor]] = {}
         self._options: Options = template.options
         self._factor = 1.0
@@ -167,7 +177,8 @@ class Shard:
         self._apply_puts()
         before = len(self._taken) + len(self._promised)
         if self._promised:
-            views, present = self._gather_promised(iteration)
+            views, present, flat = self._gather_promised(iteration)
+            self._flat_gradient = flat if all(present) else None
         elif self._taken:
             views, present = self._gather_taken(iteration)
         else:
@@ -197,7 +208,7 @@ class Shard:
             mean.add(gradient, present, count)
         return mean.views, mean.present
 
-    def _gather_promised(self, iteration: int) -> tuple[list[Tensor], tuple[bool, ...]]:
+    def _gather_promised(self, iteration: int) -> Made:
         assert self._maker is not None
         chosen = self._promised
         if self._lockstep:
@@ -232,10 +243,19 @@ class Shard:
                 group.update(option)
                 if factor != 1.0:
                     group["lr"] = option["lr"] * factor
-        self._step()
+        if self._flat_gradient is None or not self._step_flat(self._flat_gradient):
+            self._step()
+        self._flat_gradient = None
         self.version += 1
         if self._kept:
             _copy(self._kept[self.version % len(self._kept)], self.weights)
+
+    def _step_flat(self, gradient: list[Tensor]) -> bool:
+        if not FlatSGD.fits(self.optimizer, self.weights):
+            return False
+        if self._flat is None:
+            self._flat = FlatSGD(self.optimizer, self.part, self.weights)
+        return self._flat.step(self.parameters, gradient)
 
     # -- reading and writing -----------------------------------------------------------------------------
 
@@ -258,7 +278,7 @@ class Shard:
         self._apply_puts()
 
     def snapshot(self) -> list[Tensor]:
-        return [segment.clone() for segment in self.weights]
+        return [segment.clone().cpu() for segment in self.weights]
 
     def cut(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
         """Weights and optimizer state as they are now, by name; the copies are good until the next cut."""
@@ -272,7 +292,7 @@ class Shard:
         for name, tensor in live.items():
             kept = self._copies.get(name)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                self._copies[name] = tensor.clone()
+                self._copies[name] = tensor.clone().cpu()
             else:
                 kept.copy_(tensor)
         return {name: self._copies[name] for name in live}, notes
@@ -286,7 +306,8 @@ class Shard:
         self.optimizer.state.clear()
         for piece, parameter in zip(self.part.pieces, self.parameters, strict=True):
             if piece.entry in state:
-                self.optimizer.state[parameter] = cut_state(state[piece.entry], piece, self.layout)
+                cut = cut_state(state[piece.entry], piece, self.layout)
+                self.optimizer.state[parameter] = beside(parameter, cut)
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -80,7 +80,7 @@ class OptimizerTemplate:
         for piece, parameter in zip(part.pieces, parameters, strict=True):
             by_entry[piece.entry].append(parameter)
             if piece.entry in self.state:
-                state[parameter] = cut_state(self.state[piece.entry], piece, layout)
+                state[parameter] = beside(parameter, cut_state(self.state[piece.entry], piece, layout))
         groups = [
             {"params": [p for i in indices for p in by_entry[i]], **options}
             for indices, options in zip(layout.groups, self.options, strict=True)
@@ -129,6 +129,16 @@ def cut_state(state: dict[str, Any], piece: Piece, layout: Layout) -> dict[str, 
             value = value.reshape(-1)[piece.start : piece.stop].clone() if shaped else value.clone()
         cut[key] = value
     return cut
+
+
+def beside(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """State shaped like the parameter on its device; the rest, such as counts of steps, where it is."""
+    return {
+        key: value.to(parameter.device)
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
 
 
 def piece_states(

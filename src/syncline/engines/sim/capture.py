@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,12 @@ def repeatable(device: torch.device, *, tf32: bool = False) -> Iterator[None]:
         return
     library, products = torch.backends.cudnn, torch.backends.cuda.matmul
     before = library.deterministic, library.benchmark, library.allow_tf32, products.allow_tf32
-    library.deterministic, library.benchmark, library.allow_tf32, products.allow_tf32 = True, False, tf32, tf32
+    library.deterministic, library.benchmark, library.allow_tf32, products.allow_tf32 = (
+        True,
+        False,
+        tf32,
+        tf32,
+    )
     try:
         yield
     finally:
@@ -51,7 +57,7 @@ class Captured(Program):
         self,
         function: Callable[..., None],
         inputs: Sequence[Tensor],
-        pool: tuple[int, int],
+        pool: Any,
         *,
         tf32: bool = False,
     ) -> None:

@@ -112,19 +112,12 @@ class _Convolve(torch.autograd.Function):
         b: Tensor | None,
         *rest: Any,
     ) -> tuple[Tensor, int]:
-        x, w, b = (
-            tensor if tensor is None or dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip((x, w, b), in_dims, strict=False)
-        )
-        if in_dims[0] is None:
-            x = x.expand(info.batch_size, *x.shape)
-        if in_dims[1] is None and (b is None or in_dims[2] is None):
-            y = F.conv2d(x.flatten(0, 1), w, b, *rest)
-            return y.unflatten(0, x.shape[:2]), 0
-        if in_dims[1] is None:
-            w = w.expand(info.batch_size, *w.shape)
-        if b is not None and in_dims[2] is None:
-            b = b.expand(info.batch_size, *b.shape)
+        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        if in_dims[1] is None and in_dims[2] is None:
+            return F.conv2d(x.flatten(0, 1), w, b, *rest).unflatten(0, x.shape[:2]), 0
+        w = w.expand(info.batch_size, *w.shape) if in_dims[1] is None else w.movedim(in_dims[1], 0)
+        if b is not None:
+            b = b.expand(info.batch_size, *b.shape) if in_dims[2] is None else b.movedim(in_dims[2], 0)
         return convolve(x, w, b, *rest), 0
 
 

@@ -29,8 +29,9 @@ class SimCoordinator(CoordinatorPort):
         self._world, self.shards = world, world.spec.shards
 
     def make_table(self, table: int, layout: Layout) -> SimTable:
-        delay = self._world.spec.delay
-        memory = self._world.tables[table] = SimTable(layout, delay + 1 if delay else 0)
+        delay, shop = self._world.spec.delay, self._world.workshop
+        device = shop.device if shop is not None else torch.device("cpu")
+        memory = self._world.tables[table] = SimTable(layout, delay + 1 if delay else 0, device)
         return memory
 
     def make_lane(self, table: int, learner: int, layout: Layout) -> SimLane | PromisedLane:
@@ -55,7 +56,7 @@ class SimCoordinator(CoordinatorPort):
                 view.copy_(value)
 
     def read_table(self, handle: SimTable, layout: Layout) -> list[Tensor]:
-        return [view.clone() for view in layout.parameters.views(handle.weights)]
+        return [view.clone().cpu() for view in layout.parameters.views(handle.weights)]
 
     def reset_learners(self) -> None:
         raise AssertionError("simulated servers are never started anew")

@@ -11,6 +11,7 @@ from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.script import Script
 from syncline.engines.sim.states import Random
+from syncline.engines.sim.workshop import Ways
 from syncline.engines.sim.world import World, check_script
 from syncline.errors import RunError, UsageError
 from syncline.topology import messages as m
@@ -93,6 +94,8 @@ class Sim(Engine):
     `check`: what always holds is checked after every event; what is broken raises an `InvariantError`.
     `train`'s own loop runs as a handler of events; `handlers=False` gives each of its learners a fiber and a copy of the
     model instead, with the same results.
+    `batched`: gradients of `train`'s loop are computed many at once when the first is needed, on the run's `device`; the default on a
+    GPU. Equal to the others to rounding; a `Ways` says more exactly how.
     """
 
     virtual = True
@@ -105,6 +108,7 @@ class Sim(Engine):
         seed: int | None = None,
         check: bool = False,
         handlers: bool = True,
+        batched: bool | Ways | None = None,
         compute: float | None = None,
         transfer: float | None = None,
         latency: float | None = None,
@@ -118,7 +122,7 @@ class Sim(Engine):
         named = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         self.cluster = named if named is not None else Cluster.equal(**given)
         self.script, self.seed = script, seed
-        self.check, self.handlers = check, handlers
+        self.check, self.handlers, self.batched = check, handlers, batched
         Script.of(script)  # refused here, not when the run starts
 
     def world(self, spec: RunSpec) -> World:
@@ -131,7 +135,14 @@ class Sim(Engine):
             seed=seed,
             check=self.check,
             handlers=self.handlers,
+            ways=self._ways(spec),
         )
+
+    def _ways(self, spec: RunSpec) -> Ways | None:
+        if isinstance(self.batched, Ways):
+            return self.batched
+        on_gpu = any(torch.device(device).type == "cuda" for device in spec.devices)
+        return Ways() if self.batched or (self.batched is None and on_gpu) else None
 
     def start(self, spec: RunSpec) -> SimHandle:
         check_script(Script.of(self.script), spec)

@@ -5,9 +5,14 @@ Reading a number from a GPU waits for everything before it; once for thousands o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from syncline.engines.sim.promises import Promise
 
 ROOM = 1 << 15
 
@@ -15,16 +20,21 @@ ROOM = 1 << 15
 class Loss:
     """A loss whose value comes later: `float` of it reads it, with all others that are there by then."""
 
-    __slots__ = ("_log", "_make", "place", "value")
+    __slots__ = ("_log", "_need", "place", "promise", "value")
 
-    def __init__(self, log: LossLog, make: Callable[[], object]) -> None:
-        self._log, self._make = log, make
+    def __init__(self, log: LossLog, promise: weakref.ref[Promise], need: Callable[[Promise], None]) -> None:
+        self._log, self.promise, self._need = log, promise, need
         self.place = -1  # on the device, once it is computed
         self.value: float | None = None
 
+    @property
+    def computed(self) -> bool:
+        return self.place >= 0
+
     def __float__(self) -> float:
-        if self.value is None and self.place < 0:
-            self._make()
+        promise = self.promise()
+        if self.place < 0 and promise is not None:
+            self._need(promise)
         if self.value is None and self.place >= 0:
             self._log.read()
         return float("nan") if self.value is None else self.value

@@ -13,8 +13,8 @@ from syncline.table.slot import private_slot
 class SimTable:
     """One table's memory."""
 
-    def __init__(self, layout: Layout, kept: int) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, kept: int, device: torch.device) -> None:
+        self.layout, self._device = layout, device
         self.weights = self._segments()
         self.history = [self._segments() for _ in range(kept)]
         flats = (layout.buffers, layout.others)
@@ -25,7 +25,7 @@ class SimTable:
 
     def _segments(self) -> list[Tensor]:
         flat = self.layout.parameters
-        return flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
+        return flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8, device=self._device))
 
 
 class Traffic:

@@ -12,6 +12,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
@@ -32,12 +33,16 @@ if TYPE_CHECKING:
 class Version:
     """Weights that somebody computes on: shared by all of them, never changed once every shard has filled it."""
 
-    def __init__(self, layout: Layout, number: int) -> None:
-        flat = layout.parameters
+    def __init__(self, layout: Layout, number: int, device: torch.device) -> None:
+        self._flat = flat = layout.parameters
         self.number = number
-        self.segments = flat.segments(torch.empty(flat.nbytes, dtype=torch.uint8))
-        self.views = flat.views(self.segments)  # one per parameter
+        self.segments = flat.segments(torch.empty(flat.nbytes, dtype=torch.uint8, device=device))
         self.filled: set[int] = set()  # by which shards
+
+    @cached_property
+    def views(self) -> list[Tensor]:
+        """One per parameter."""
+        return self._flat.views(self.segments)
 
     def fill(self, source: Sequence[Tensor]) -> None:
         for mine, theirs in zip(self.segments, source, strict=True):
@@ -47,15 +52,15 @@ class Version:
 class Versions:
     """The versions of one table that somebody still needs: one copy of each."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._layout, self._device = layout, device
         self._kept: weakref.WeakValueDictionary[int, Version] = weakref.WeakValueDictionary()
 
     def get(self, number: int) -> Version:
         """Empty where it is new; whoever wants it must hold it."""
         version = self._kept.get(number)
         if version is None:
-            version = self._kept[number] = Version(self._layout, number)
+            version = self._kept[number] = Version(self._layout, number, self._device)
         return version
 
     def whole(self, number: int, source: Sequence[Tensor]) -> Version:
@@ -94,7 +99,7 @@ class Gradient:
         return cls(segments, flat.views(segments), [False] * len(flat.entries))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Promise:
     """A gradient that may be wanted: all that it depends on. Whoever wants it holds it; else it is never made."""
 
@@ -104,6 +109,7 @@ class Promise:
     gradient: Gradient | None = None
     loss: SupportsFloat = float("nan")
     buffers: list[Tensor] = field(default_factory=list)  # as they are after it
+    row: Any = None  # where the computer keeps the gradient until its fold
 
 
 class Computer(Maker):
@@ -120,6 +126,11 @@ class Computer(Maker):
     def make(self, promise: Promise) -> Gradient:
         """This one, now: for learners that step by themselves, and for their buffers."""
 
+    def buffers(self, promise: Promise) -> list[Tensor]:
+        """Of its learner's model, as they are after this gradient."""
+        self.make(promise)
+        return promise.buffers
+
 
 class PromisedSlot:
     """Stands where a slot's memory would: a promise, and what travels with a gradient."""
@@ -132,8 +143,7 @@ class PromisedSlot:
     @property
     def buffers(self) -> list[Tensor]:
         assert self.promise is not None
-        self._computer.make(self.promise)
-        return self.promise.buffers
+        return self._computer.buffers(self.promise)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -238,7 +248,7 @@ class EachAlone(Computer):
         mean.start(first[0], first[0].present(), first[1].examples, first[1].damping)
         for gradient, each in others:
             mean.add(gradient, gradient.present(), each.examples, each.damping)
-        return mean.views, mean.present
+        return Made(mean.views, mean.present)
 
 
 class _Cut:

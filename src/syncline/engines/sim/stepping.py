@@ -210,7 +210,7 @@ class TableEnd:
         moving = [index for index, present in enumerate(gradient.present) if present]
         if moving:
             assert self.sync.local_lr is not None
-            own = Version(self._shop.layout, -1)
+            own = Version(self._shop.layout, -1, self._shop.device)
             own.fill(self.weights.segments)
             torch._foreach_add_(
                 [own.views[index] for index in moving],

@@ -7,6 +7,7 @@ buffers is shared, too: `Sim(handlers=False)` gives every learner its own copy o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 from syncline.engines.run import RunSpec
 from syncline.engines.sim.learner import copy_arguments
 from syncline.engines.sim.promises import Computer, EachAlone, Versions
+from syncline.engines.sim.task import Task
+from syncline.engines.sim.together import Together
+from syncline.engines.sim.trial import trial
+from syncline.errors import UsageError
 from syncline.learn.feed import AHEAD, epoch_order, reader
 from syncline.learn.session import make_optimizer, shards_for
 from syncline.learn.training import Schedule, Training, run_training
@@ -27,22 +32,51 @@ from syncline.table.template import ELEMENTWISE, OptimizerTemplate, group_option
 ORDERS_KEPT = 4  # epochs
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """How gradients are computed together."""
+
+    graphs: bool = True  # captured as CUDA graphs, on a GPU
+    tf32: bool = False  # products of matrices in TensorFloat-32
+    convolutions: str | None = None  # "unfolded" or "grouped"; None: what is fast on the device
+
+
 def can_handle(spec: RunSpec) -> bool:
-    """`train`'s own loop, over data that a ledger hands out."""
+    """`train`'s own loop, over data that a ledger hands out, on one device."""
     if spec.function is not run_training:
         return False
     plan: Training = spec.arguments[0]
-    return not isinstance(plan.data, IterableDataset) and set(spec.devices) == {"cpu"}
+    return not isinstance(plan.data, IterableDataset) and len(set(spec.devices)) == 1
 
 
 class Workshop:
     """One run's model and data, used by one learner at a time."""
 
-    def __init__(self, spec: RunSpec, computer: Callable[[Workshop], Computer] = EachAlone) -> None:
+    def __init__(self, spec: RunSpec) -> None:
         (self.plan,), _ = copy_arguments((spec.arguments, {}))  # type: tuple[Training], Any
         self.spec = spec
-        self.computer = computer(self)
+        self.computer: Computer = EachAlone(self)
+        self.device = torch.device("cpu")  # of the table and its versions
         self._orders: dict[int, Tensor] = {}
+
+    def compute_together(self, ways: Ways) -> str | None:
+        """From now on, on the run's device; or the reason why that is not possible."""
+        device = torch.device(self.spec.devices[0])
+        convolutions = ways.convolutions or ("unfolded" if device.type == "cuda" else "grouped")
+        plan = self.plan
+        try:
+            task = Task(
+                self.model, plan.objective, self.layout, plan.data, collate=plan.collate, device=device
+            )
+        except UsageError as error:
+            return str(error)
+        tried = trial(task, self.parameters, self.size, convolutions=convolutions)
+        if tried.reason is None:
+            self.computer = Together(
+                task, draws=tried.draws, convolutions=convolutions, graphs=ways.graphs, tf32=ways.tf32
+            )
+            self.device = device
+        return tried.reason
 
     @cached_property
     def model(self) -> nn.Module:
@@ -85,7 +119,7 @@ class Workshop:
 
     @cached_property
     def versions(self) -> Versions:
-        return Versions(self.layout)
+        return Versions(self.layout, self.device)
 
     # -- the data ----------------------------------------------------------------------------------------
 
@@ -131,3 +165,14 @@ class Workshop:
     @cached_property
     def _options(self) -> dict[int, bytes]:
         return {}
+
+
+def make_workshop(spec: RunSpec, ways: Ways | None) -> tuple[Workshop | None, str | None]:
+    """What built-in learners share, where there are any; and why they compute alone, where they should not."""
+    if not can_handle(spec):
+        return None, "only train's own loop, on one device, can do otherwise" if ways is not None else None
+    shop = Workshop(spec)
+    reason = shop.compute_together(ways) if ways is not None else None
+    if torch.device(spec.devices[0]) != shop.device:  # on a GPU, one at a time: each with a model of its own
+        return None, reason
+    return shop, reason

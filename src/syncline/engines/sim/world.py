@@ -29,7 +29,7 @@ from syncline.engines.sim.promises import PromisedLane
 from syncline.engines.sim.script import Script
 from syncline.engines.sim.server import SimServer
 from syncline.engines.sim.states import OUTSIDE, Streams
-from syncline.engines.sim.workshop import Workshop, can_handle
+from syncline.engines.sim.workshop import Ways, make_workshop
 from syncline.errors import DialError, LostError, NotYetError, RunError
 from syncline.ports import ServerPort
 from syncline.protocols.restarts import Restarts
@@ -53,15 +53,17 @@ class World:
         seed: int = 0,
         check: bool = False,
         handlers: bool = True,
+        ways: Ways | None = None,
     ) -> None:
         self.spec, self.cluster, self.seed = spec, cluster, seed
         self.watch = Watch(self) if check else None
-        self.workshop = Workshop(spec) if handlers and can_handle(spec) else None
+        self.workshop, alone = make_workshop(spec, ways) if handlers else (None, None)
         self.script = script or Script(())
         self.clock = Clock()
         self.network = Network(cluster)
         self.machines = Machines(self.clock, cluster)
-        self.streams = Streams(gpus=any(device.startswith("cuda") for device in spec.devices))
+        on_gpu = any(device.startswith("cuda") for device in spec.devices)
+        self.streams = Streams(gpus=on_gpu and self.workshop is None)
         self.stopping = False
         self.version = 0  # of the first table
         self.tables: dict[int, SimTable] = {}
@@ -82,6 +84,8 @@ class World:
             listeners=spec.listeners,
             restored=spec.restored,
         )
+        if alone is not None:
+            self.recorder.event(f"gradients are computed one at a time: {alone}", kind="alone")
         self.learners = {learner: self.make_learner(learner, rank) for learner, rank in ids.items()}
         self.live = dict(self.learners)
         self._restarts = Restarts()
