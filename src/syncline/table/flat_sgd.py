@@ -54,7 +54,7 @@ class FlatSGD:
         """One step with the gradient's segments; False where only the plain step will do, and nothing was done."""
         groups = self._optimizer.param_groups
         options = groups[0]
-        if any(group[key] != options[key] for group in groups for key in SAME):
+        if not parameters or any(group[key] != options[key] for group in groups for key in SAME):
             return False
         if any(isinstance(group["lr"], Tensor) for group in groups):
             return False
