@@ -10,7 +10,7 @@ from syncline.engines.sim.cluster import Cluster
 from syncline.errors import UsageError
 from syncline.jobs import Job, Named
 
-CLUSTER = ""  # where neither the job nor the command names one: its times grow with the batch
+CLUSTER = "p775"  # where neither the job nor the command names one: its times grow with the batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,6 @@ class Simulated:
             arguments["script"] = self.script
         if self.timing:
             arguments["timing"] = True
-        if CLUSTER and not {"cluster", "compute", "transfer", "latency"} & arguments.keys():
+        if not {"cluster", "compute", "transfer", "latency"} & arguments.keys():
             arguments["cluster"] = CLUSTER
         return replace(job, engine=Named(name="sim", arguments=arguments))

@@ -154,7 +154,7 @@ def _places(title: str, found: Sequence[Place], column: str | None) -> Table:
 
 
 def _groups(title: str, found: Sequence[Place], column: str) -> Table:
-    table = _table(title, "μλ", "points", "mean", "lowest", "highest", "fastest of them", "time")
+    table = _table(title, "μλ", "of", "mean", "lowest", "highest", "fastest of them", "time")
     for group in groups(found):
         quick = group.fastest
         table.add_row(

@@ -124,7 +124,7 @@ def curves(
     )
     parts = [*paper.grid(x, y)]
     if level is not None:
-        parts += paper.level(level)
+        parts += paper.level(level, spots)
     for curve in drawn:
         parts += paper.curve(curve)
     return _frame(title, [*parts, *paper.labels(spots), *_legend(drawn)])
@@ -153,6 +153,7 @@ class _Paper:
 
     def __init__(self, across: Scale, up: Scale) -> None:
         self._across, self._up = across, up
+        self._taken: list[Box] = []  # by words
 
     def at(self, spot: Spot) -> tuple[float, float]:
         return self._x(spot.x), self._y(spot.y)
@@ -179,13 +180,21 @@ class _Paper:
             f"fill='{FAINT}'>{escape(y)}</text>"
         )
 
-    def level(self, level: Level) -> Iterator[str]:
+    def level(self, level: Level, spots: Sequence[Spot]) -> Iterator[str]:
         place = self._y(level.y)
         yield (
             f"<line x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{place:.1f}' y2='{place:.1f}' stroke='{INK}' "
             f"stroke-dasharray='6 4'><title>{escape(level.words)}</title></line>"
         )
-        yield _halo(WIDTH - RIGHT - 4, place - 5, level.words, anchor="end", colour=FAINT)
+        wide = LETTER * 1.1 * len(level.words)
+        ends = (WIDTH - RIGHT - wide / 2 - 4, LEFT + wide / 2 + 4)
+        boxes = [_box(x, place + y, wide, LINE) for x in ends for y in (-9, 9)]
+        box = next((box for box in boxes if not _overlaps(box, self._dots(spots))), boxes[0])
+        self._taken.append(box)
+        yield _halo((box[0] + box[2]) / 2, box[3] - 3, level.words, anchor="middle", colour=FAINT)
+
+    def _dots(self, spots: Sequence[Spot]) -> list[Box]:
+        return [_box(x, y, 7, 7) for x, y in dict.fromkeys(map(self.at, spots))]
 
     def curve(self, curve: Curve) -> Iterator[str]:
         if curve.line and len(curve.spots) > 1:
@@ -199,7 +208,7 @@ class _Paper:
 
     def labels(self, spots: Sequence[Spot]) -> Iterator[str]:
         """Where there is room, the weightiest first."""
-        taken: list[Box] = [_box(x, y, 7, 7) for x, y in dict.fromkeys(map(self.at, spots))]
+        taken = [*self._taken, *self._dots(spots)]
         said: set[tuple[float, float, str]] = set()
         for spot in sorted(spots, key=lambda spot: -spot.weight):
             if not spot.label or (*self.at(spot), spot.label) in said:
