@@ -7,7 +7,7 @@ from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.engine import Sim
 from syncline.errors import LearnerError, RunError, SynclineError, UsageError
 from syncline.learn.feed import epoch_order
-from syncline.learn.session import Session
+from syncline.learn.surface import Session
 from syncline.train import Result, Run, launch, train
 
 __all__ = [

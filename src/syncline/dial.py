@@ -19,6 +19,7 @@ from syncline.errors import DialError, NotYetError
 
 Late = Literal["fold", "drop"]
 Rate = Literal["given", "share", "staleness"]
+AUTO = "auto<="
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,7 @@ class Sync:
     rate: Rate = "given"  # factor 1, c/λ, or each gradient divided by max(1, σ)
     reference_batch: int | None = None  # B: factor √(λμ/B)
     local_lr: float | None = None  # of the learner's own steps between fetches
+    auto: bool = False  # lead adapts to the communication, up to what is given; over all-reduce
 
     def __post_init__(self) -> None:
         _check_values(self)
@@ -50,7 +52,7 @@ class Sync:
         preset = _preset(name.strip(), text)
         items = [item.strip() for item in rest[0].split(",")] if rest else []
         changes: dict[str, Any] = {}
-        if items and "=" not in items[0]:
+        if items and ("=" not in items[0] or items[0].startswith(AUTO)):
             changes |= preset.read_value(items.pop(0), text)
         elif preset.required:
             raise DialError(f"{text!r} lacks its number: write {preset.syntax}, for example {preset.base}")
@@ -217,6 +219,8 @@ class Course:
 def _check_values(sync: Sync) -> None:
     if not isinstance(sync.one_from_each, bool):
         raise DialError(f"one_from_each must be True or False, got {sync.one_from_each!r}")
+    if not isinstance(sync.auto, bool):
+        raise DialError(f"auto must be True or False, got {sync.auto!r}")
     for name, least in (("backup", 0), ("push", 1), ("fetch", 1)):
         _check_whole(name, getattr(sync, name), least)
     for name, least in (("splits", 1), ("lead", 0), ("slack", 0), ("reference_batch", 1)):
@@ -249,6 +253,10 @@ def _contradictions(sync: Sync) -> Iterable[tuple[bool, str]]:
     yield (
         each and sync.rate != "given",
         "with one_from_each all gradients of a fold have the same staleness: leave rate='given', set the lr",
+    )
+    yield (
+        sync.auto and not (each and lead),
+        "auto adapts the lead of lockstep learners: give one_from_each and lead",
     )
     yield sync.splits is not None and sync.backup > 0, "splits and backup both set the quorum; set one"
     yield (
@@ -304,19 +312,22 @@ class Preset:
     less: str = ""  # what to write instead of a number below `least`
     required: bool = False
     options: tuple[str, ...] = ()
+    adapts: bool = False  # `auto<=n` is understood for the number
 
     def covers(self, sync: Sync) -> bool:
         """Some text of this preset gives this record."""
         free = {self.value, *self.options}
         if any(
-            getattr(sync, f.name) != getattr(self.base, f.name) for f in fields(Sync) if f.name not in free
+            getattr(sync, f.name) != getattr(self.base, f.name)
+            for f in fields(Sync)
+            if f.name not in free and f.name != "auto"
         ):
             return False
         number = getattr(sync, self.value) if self.value else self.least
-        return number is not None and number >= self.least
+        return number is not None and number >= self.least and (self.adapts or not sync.auto)
 
     def text(self, sync: Sync) -> str:
-        items = [str(getattr(sync, self.value))] if self.value else []
+        items = [f"{AUTO if sync.auto else ''}{getattr(sync, self.value)}"] if self.value else []
         changed = (name for name in self.options if getattr(sync, name) != getattr(self.base, name))
         items += [f"{name}={getattr(sync, name)}" for name in changed]
         return f"{self.name}:{','.join(items)}" if items else self.name
@@ -325,13 +336,14 @@ class Preset:
         """The number after the colon."""
         if self.value is None:
             raise DialError(f"{text!r}: {self.name} takes no number, got {item!r}; {self._options_text()}")
-        number = _read(int, "a whole number", item, text)
+        auto = self.adapts and item.startswith(AUTO)
+        number = _read(int, "a whole number", item.removeprefix(AUTO) if auto else item, text)
         if number < self.least:
             letter = self.syntax[-1]
             raise DialError(
                 f"{text!r}: {self.syntax} needs {letter} >= {self.least}, got {number}{self.less}"
             )
-        return {self.value: number}
+        return {self.value: number, "auto": True} if auto else {self.value: number}
 
     def read_option(self, item: str, text: str, before: dict[str, Any]) -> dict[str, Any]:
         """One `key=value`."""
@@ -475,6 +487,7 @@ PRESETS: tuple[Preset, ...] = (
         less=": k = 0 means hardsync, write hardsync",
         required=True,
         options=("reference_batch",),
+        adapts=True,
     ),
 )
 

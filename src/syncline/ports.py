@@ -25,6 +25,10 @@ class RunStopped(BaseException):
     """Unwinds a learner's function when the run ends; not an error."""
 
 
+class PeerLost(BaseException):
+    """A collective failed because another learner is gone; who it was, the engine knows."""
+
+
 class Reset(BaseException):
     """The servers were started anew: whatever was asked of the old ones is void, the learner rejoins."""
 
@@ -309,3 +313,64 @@ class CoordinatorPort(ABC):
     @abstractmethod
     def emit(self, record: Any) -> None:
         """Something for the caller: a metric, an epoch's end, a failure."""
+
+
+class Reduction(ABC):
+    """A sum over all learners that is under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the sum is in the buffer; raises `PeerLost`."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """`wait` would not block."""
+
+
+class Progress(NamedTuple):
+    """What a learner among equals has done of its first table."""
+
+    started: int  # reductions, of all its tables
+    version: int
+    gradients: int
+    examples: int
+    loss: float
+    histogram: dict[int, int]  # of staleness
+
+
+class CollectivePort(ABC):
+    """What a learner among equals may ask: all call the same in the same order. Membership is fixed."""
+
+    rank: int
+    learners: int
+
+    @abstractmethod
+    def now(self) -> float: ...
+
+    @abstractmethod
+    def spend(self, examples: int) -> None:
+        """The computation of one gradient is done; only a simulated clock cares."""
+
+    @abstractmethod
+    def reduce(self, buffer: Tensor) -> Reduction:
+        """Start to sum a flat buffer over all learners, in place; nobody touches it until it is done."""
+
+    @abstractmethod
+    def broadcast(self, buffer: Tensor) -> None:
+        """Everybody's becomes learner 0's."""
+
+    @abstractmethod
+    def meet(self, what: str, value: Any) -> list[Any]:
+        """What everybody brought to this meeting, by rank; for small things, seldom."""
+
+    @abstractmethod
+    def tell(self, message: Any) -> None:
+        """Tell whoever keeps the run's record."""
+
+    @abstractmethod
+    def note(self, progress: Progress) -> None:
+        """How far this learner is, for statistics; on every step's path."""
+
+    @abstractmethod
+    def stopping(self) -> bool:
+        """The run is to end: to be agreed upon, since all leave at the same step."""

@@ -25,7 +25,9 @@ from syncline.engines.sim.account import Simulated
 from syncline.engines.sim.engine import Sim
 from syncline.errors import DialError, NotYetError, UsageError
 from syncline.learn.session import (
+    batch_of_each,
     check_batches,
+    check_joint,
     check_policy,
     check_whole,
     make_optimizer,
@@ -36,7 +38,7 @@ from syncline.learn.training import Loss, Objective, Supervised, Training, evalu
 from syncline.protocols.clocks import Staleness
 from syncline.report.recording import record_run
 from syncline.topology.messages import Statistics
-from syncline.topology.parse import auto_shards, parse_topology
+from syncline.topology.parse import AllReduce, Servers, auto_shards, check_all_reduce, parse_topology
 
 MOST_DIALS = 64  # in one run
 ENGINES: dict[str, type[Engine]] = {"local": Local, "sim": Sim}
@@ -188,6 +190,7 @@ def launch(
         threads=threads,
         clip_norm=clip_norm,
         batch_size=batch_size,
+        joint_batch=batch_size * learners if batch_size else None,
         warm=warmstart,
         faults=Faults(on_error, replace, patience, kill_hung),
         checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
@@ -209,6 +212,7 @@ def train(
     engine: str | Engine = "local",
     learners: int = 2,
     batch_size: int = 32,
+    global_batch_size: int | None = None,
     epochs: int | None = None,
     steps: int | None = None,
     evaluate: Dataset[Any] | Callable[[nn.Module], dict[str, float]] | None = None,
@@ -233,7 +237,7 @@ def train(
     """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
 
     Give `loss(output, target)` for (input, target) batches, or `objective(model, batch)` for any other. The run ends after
-    `epochs`, or after `steps` updates. `evaluate` is a data set like `data`, or a function of the model; it
+    `epochs`, or after `steps` updates. `global_batch_size`, of all learners together, takes the place of `batch_size`. `evaluate` is a data set like `data`, or a function of the model; it
     runs beside the learners at each epoch's end, on one version. A callback gets each epoch's record and ends the run by returning True.
 
     The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
@@ -241,8 +245,9 @@ def train(
     `replace` another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner
     not heard of for `patience` seconds is named, and ended with `kill_hung`.
     """
+    each, joint = _batches(batch_size, global_batch_size, learners, sync, topology)
     built, made = _check_training(
-        model, data, loss, objective, optimizer, batch_size, epochs, steps, policy, seed, sync
+        model, data, loss, objective, optimizer, each, epochs, steps, policy, seed, sync
     )
     if steps is None and epochs is None:
         epochs = 1
@@ -252,7 +257,8 @@ def train(
         objective=objective or Supervised(loss),  # type: ignore[arg-type]
         optimizer=optimizer,
         schedule=schedule,
-        batch_size=batch_size,
+        batch_size=each,
+        global_batch_size=joint,
         epochs=epochs,
         policy=policy,
         collate=collate,
@@ -267,11 +273,12 @@ def train(
         seed=seed,
         threads=threads,
         clip_norm=clip_norm,
-        batch_size=batch_size,
+        batch_size=each,
+        joint_batch=joint or each * learners,
         limit=steps,
         warm=warmstart,
         epochs=epochs,
-        evaluate=evaluation_of(built, evaluate, loss, objective, batch_size, collate),
+        evaluate=evaluation_of(built, evaluate, loss, objective, each, collate),
         callbacks=tuple(callbacks),
         faults=Faults(on_error, replace, patience, kill_hung),
         checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
@@ -281,6 +288,19 @@ def train(
 
 
 # -- checks and results --------------------------------------------------------------------------------------
+
+
+def _batches(
+    batch_size: int, joint: int | None, learners: int, sync: Dial, topology: str
+) -> tuple[int, int | None]:
+    """(the largest batch of a learner, the batch of all together where it was given and need not divide)"""
+    check_whole("learners", learners)
+    if joint is None:
+        return batch_size, None
+    if isinstance(parse_topology(topology), AllReduce):
+        check_joint(None, joint, learners)
+        return -(-joint // learners), joint
+    return max(batch_of_each(None, joint, learners, dial) for _, dial in Course.of(sync).dials), None
 
 
 def _check_training(
@@ -358,7 +378,23 @@ def _spec(
     course = Course.of(sync)
     for _, dial in course.dials:
         dial.check(learners, batch_size)
-    servers = parse_topology(topology)
+    found = parse_topology(topology)
+    allreduce = found if isinstance(found, AllReduce) else None
+    if allreduce is not None:
+        check_all_reduce(
+            allreduce,
+            course,
+            clip_norm=rest["clip_norm"],
+            warm=rest["warm"],
+            on_error=faults.on_error,
+            replace=faults.replace,
+        )
+        checkpoints.refuse_all_reduce()
+    elif any(dial.auto for _, dial in course.dials):
+        raise DialError(
+            f"{course}: the delay adapts over all-reduce only; give delayed:k, or topology='allreduce'"
+        )
+    servers = found if isinstance(found, Servers) else Servers(1, True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shards = servers.shards if servers.fixed else auto_shards(learners, cores, lockstep=course.first.lockstep)
     devices = _devices(device, learners)
@@ -369,6 +405,7 @@ def _spec(
         course=course,
         shards=shards,
         fixed_shards=servers.fixed,
+        allreduce=allreduce,
         devices=devices,
         batch_size=batch_size,
         **rest,

@@ -107,7 +107,6 @@ def test_train_refuses_before_a_process_starts(changes: dict[str, Any], kind: ty
         ({"sync": "diloco:4"}, "not built yet; working now: hardsync, softsync:n, async, downpour"),
         ({"engine": "ray"}, "not built yet; working now: local, sim"),
         ({"topology": "tree:4"}, "not built yet; working now: servers"),
-        ({"topology": "allreduce"}, "not built yet; working now: servers"),
     ],
 )
 @pytest.mark.usefixtures("no_process")

@@ -389,3 +389,15 @@ def test_a_learners_error_keeps_rank_and_traceback_across_processes() -> None:
     error = pickle.loads(pickle.dumps(LearnerError(3, "Traceback …\nKeyError: 'x'\n")))
     assert (error.rank, error.traceback) == (3, "Traceback …\nKeyError: 'x'\n")
     assert "learner 3" in str(error) and "KeyError: 'x'" in str(error)
+
+
+def test_a_delay_that_adapts() -> None:
+    dial = Sync.parse("delayed:auto<=3")
+    assert dial == Sync(one_from_each=True, lead=3, auto=True) and str(dial) == "delayed:auto<=3"
+    assert dial.delay == 3 and Sync(**dial.record()) == dial
+    assert str(Sync.parse("delayed:auto<=2,reference_batch=8")) == "delayed:auto<=2,reference_batch=8"
+    for text in ("delayed:auto<=0", "delayed:auto<=x", "softsync:auto<=2", "delayed:auto"):
+        with pytest.raises(DialError):
+            Sync.parse(text)
+    with pytest.raises(DialError, match="auto adapts the lead"):
+        Sync(auto=True)

@@ -16,6 +16,7 @@ COLUMNS = [
     ("servers", "local"),
     ("servers", "sim"),
     ("allreduce", "local"),
+    ("allreduce", "sim"),
     ("tree:2", "local"),
     ("servers", "ray"),
 ]
@@ -57,7 +58,7 @@ def check(result: sl.Result, course: Course) -> None:
 
 
 def test_the_page_covers_all_presets() -> None:
-    assert len(cells()) == 5 * 11
+    assert len(cells()) == 6 * 13
 
 
 @pytest.mark.parametrize("dial, topology, engine, says", cells())

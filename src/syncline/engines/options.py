@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from syncline.errors import UsageError
+from syncline.errors import NotYetError, UsageError
 from syncline.learn.session import check_whole
 from syncline.table.checkpoints import Folder, find
 from syncline.topology.restore import restored
@@ -60,6 +60,15 @@ class Checkpoints:
             "keep": self.keep,
             "restored": found,
         }
+
+    def refuse_all_reduce(self) -> None:
+        """A run folder is written; checkpoints are the servers' so far."""
+        for name, value in (("resume", self.resume), ("checkpoint_every", self.every)):
+            if value is not None:
+                raise NotYetError(
+                    f"{name}={value!r} over all-reduce is understood but not built yet; use topology='servers', or save "
+                    "what you need in a loop of your own"
+                )
 
     def _every(self) -> tuple[int | None, float | None]:
         if self.every is None:

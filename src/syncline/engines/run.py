@@ -14,10 +14,12 @@ from torch import Tensor
 
 from syncline.dial import Course, Sync
 from syncline.engines.sim.account import Simulated
+from syncline.learn.peers import PeerConfig
 from syncline.learn.session import SessionConfig
 from syncline.protocols.clocks import Staleness
 from syncline.topology.coordinator import Plan
 from syncline.topology.messages import Statistics
+from syncline.topology.parse import AllReduce
 from syncline.topology.restore import Restored
 
 Evaluate = Callable[[dict[str, Tensor]], dict[str, float]]
@@ -37,6 +39,8 @@ class RunSpec:
     warm: int = 0
     shards: int
     fixed_shards: bool
+    allreduce: AllReduce | None = None  # in place of servers
+    joint_batch: int | None = None  # examples of one update, where known
     devices: tuple[str, ...]  # one per learner
     seed: int = 0
     threads: int | None = None
@@ -75,6 +79,22 @@ class RunSpec:
             limit=self.limit,
             epochs=self.epochs,
             cuts=self.folder is not None,
+        )
+
+    def peer(self, rank: int) -> PeerConfig:
+        """What the session of one learner among equals knows."""
+        assert self.allreduce is not None
+        return PeerConfig(
+            rank=rank,
+            learners=self.learners,
+            course=self.course,
+            topology=self.allreduce,
+            seed=self.seed,
+            device=self.devices[rank % len(self.devices)],
+            limit=self.limit,
+            clip_norm=self.clip_norm,
+            joint_batch=self.joint_batch,
+            snapshots=self.evaluate is not None,
         )
 
     def plan(self) -> Plan:

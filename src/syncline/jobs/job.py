@@ -72,6 +72,7 @@ class Job:
     topology: str = "servers"
     learners: int = 2
     batch_size: int = 32
+    global_batch_size: int | None = None
     epochs: int | None = None
     steps: int | None = None
     seed: int = 0

@@ -191,6 +191,13 @@ KEYS: tuple[Key, ...] = (
         meaning="μ, examples in a learner's batch",
     ),
     Key(
+        name="global_batch_size",
+        kind="a whole number of at least 1",
+        read=_whole(1),
+        default=None,
+        meaning="examples in the batches of all learners together; in place of batch_size",
+    ),
+    Key(
         name="epochs",
         kind="a whole number of at least 1",
         read=_whole(1),

@@ -20,7 +20,7 @@ from syncline.errors import UsageError
 from syncline.ports import OUTSIDE, Kind, Note, Portion
 
 if TYPE_CHECKING:
-    from syncline.learn.session import Session
+    from syncline.learn.session import ServerSession
 
 POLICIES = ("ledger", "partition", "sample")
 AHEAD = 2  # portions asked for ahead of the one in use
@@ -78,7 +78,7 @@ class Loader:
 
     def __init__(
         self,
-        session: Session,
+        session: ServerSession,
         number: int,
         data: Dataset[Any],
         *,
@@ -128,7 +128,7 @@ class Loader:
         try:
             for portion, batch in source:
                 self._session.consumed(self.number, portion.number + 1, portion.stop - portion.start)
-                yield _to(batch, self._session.device)
+                yield to_device(batch, self._session.device)
         finally:
             source.close()
             self._leave()
@@ -302,15 +302,15 @@ class _InTurn:
         return self._read(self._waiting.popleft())
 
 
-def _to(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return batch
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
-        return {key: _to(value, device) for key, value in batch.items()}
+        return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_to(value, device) for value in batch)
+        return type(batch)(to_device(value, device) for value in batch)
     return batch
 
 
@@ -319,7 +319,7 @@ class SplitLoader:
 
     def __init__(
         self,
-        session: Session,
+        session: ServerSession,
         data: IterableDataset[Any],
         *,
         batch_size: int,
@@ -346,4 +346,4 @@ class SplitLoader:
 
     def _give(self, items: Sequence[Any]) -> Any:
         self._session.count(len(items))
-        return _to(self._collate(list(items)), self._session.device)
+        return to_device(self._collate(list(items)), self._session.device)

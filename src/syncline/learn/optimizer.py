@@ -21,7 +21,7 @@ from syncline.table.template import Options, group_options, merge, split
 from syncline.topology import messages as m
 
 if TYPE_CHECKING:
-    from syncline.learn.session import Session
+    from syncline.learn.session import ServerSession
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        session: Session,
+        session: ServerSession,
         number: int,
         inner: torch.optim.Optimizer,
         link: TableLink,

@@ -1,4 +1,4 @@
-"""The session: what a learner's loop sees (M1, M6, M7).
+"""The session of learners that work with servers: what their loop sees (M1, M6, M7).
 
 Opens tables and loaders, counts the examples that belong to the next gradient, and gathers metrics. The same class
 runs in every engine; all it asks of the world goes through its port.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,13 @@ from syncline.errors import LayoutError, UsageError
 from syncline.learn.feed import AHEAD, POLICIES, Loader, SplitLoader
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.randomness import pack_random, unpack_random
+from syncline.learn.surface import Factory, Session
 from syncline.ports import Kind, LearnerPort, Note, Reset
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.template import ELEMENTWISE, SCALE_INVARIANT, OptimizerTemplate, refuse_unsupported
 from syncline.topology import messages as m
 
 SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names the number of shards
-Factory = Callable[..., torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,8 @@ class SessionConfig:
     reader: bool = True  # a thread reads ahead; it draws when it likes
 
 
-class Session:
-    """One learner's view of the run."""
+class ServerSession(Session):
+    """One learner's view of a run with servers."""
 
     def __init__(self, port: LearnerPort, config: SessionConfig) -> None:
         self.port, self.config = port, config
@@ -191,16 +191,14 @@ class Session:
         self,
         data: Dataset[Any],
         *,
-        batch_size: int,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
         policy: str = "ledger",
         collate: Callable[[list[Any]], Any] | None = None,
         ahead: int | None = None,
     ) -> Loader | SplitLoader:
-        """This learner's batches; iterate once per epoch. The same call again gives the same loader.
-
-        `ahead` batches are read by a thread before they are needed: none for tensors in memory, else two.
-        """
         check_policy(policy)
+        batch_size = batch_of_each(batch_size, global_batch_size, self.learners, self.sync)
         if isinstance(data, IterableDataset):
             return SplitLoader(self, data, batch_size=batch_size, collate=collate)
         key = (id(data), batch_size, policy)
@@ -249,11 +247,16 @@ class Session:
             self.rest(*self._idle)
         return self.port.request(message)
 
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Nothing is communicated before `step` here: accumulation needs no special care."""
+        yield
+
     # -- metrics -----------------------------------------------------------------------------------------
 
     def log(self, **metrics: float) -> None:
         """Metrics of this learner, for the run's record."""
-        self.port.tell(m.Log({key: _number(value) for key, value in metrics.items()}))
+        self.port.tell(m.Log(numbers(metrics)))
 
     def mean(self, value: float | Tensor) -> Any:
         """The mean of a number or tensor over all live learners; every learner must call it."""
@@ -407,6 +410,35 @@ def check_batches(size: int, batch_size: int) -> None:
         )
 
 
+def check_joint(batch_size: int | None, joint: int | None, learners: int) -> None:
+    """Either the batch of each learner or that of all together (A6)."""
+    if (batch_size is None) == (joint is None):
+        raise UsageError(
+            f"give either batch_size= (of each learner) or global_batch_size= (of all together), got "
+            f"batch_size={batch_size} and global_batch_size={joint}"
+        )
+    if joint is not None:
+        check_whole("global_batch_size", joint)
+        if joint < learners:
+            raise UsageError(
+                f"global_batch_size={joint} over {learners} learners: each needs at least one example; use fewer learners"
+            )
+
+
+def batch_of_each(batch_size: int | None, joint: int | None, learners: int, sync: Sync) -> int:
+    """The batch of each learner with servers, from one of the two."""
+    check_joint(batch_size, joint, learners)
+    if joint is None:
+        assert batch_size is not None
+        return batch_size
+    if not sync.lockstep or joint % learners:
+        raise UsageError(
+            f"global_batch_size={joint} over {learners} learners with {sync}: with servers every learner has the same "
+            "batch_size, and only in lockstep is an update of all; give batch_size=, or use topology='allreduce'"
+        )
+    return joint // learners
+
+
 def check_whole(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -423,5 +455,9 @@ def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
             target.copy_(source)
 
 
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics without tensors, where they are single numbers."""
+    return {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in metrics.items()
+    }

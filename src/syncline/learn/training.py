@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from syncline.errors import UsageError
 from syncline.learn.feed import count_of
-from syncline.learn.session import Session
+from syncline.learn.surface import Session
 
 Loss = Callable[[Any, Any], Tensor]
 Objective = Callable[[nn.Module, Any], Tensor]
@@ -30,6 +30,7 @@ class Training:
     optimizer: Callable[..., torch.optim.Optimizer]
     schedule: Callable[[torch.optim.Optimizer], Any] | None
     batch_size: int
+    global_batch_size: int | None = None  # in place of it
     epochs: int | None
     policy: str
     collate: Callable[[list[Any]], Any] | None
@@ -57,7 +58,13 @@ def run_training(session: Session, plan: Training) -> None:
     model = plan.model.to(session.device)
     model.train()
     optimizer = session.optimizer(model, plan.optimizer)
-    loader = session.loader(plan.data, batch_size=plan.batch_size, policy=plan.policy, collate=plan.collate)
+    loader = session.loader(
+        plan.data,
+        batch_size=plan.batch_size if plan.global_batch_size is None else None,
+        global_batch_size=plan.global_batch_size,
+        policy=plan.policy,
+        collate=plan.collate,
+    )
     schedule = Schedule(plan.schedule(optimizer) if plan.schedule else None, optimizer)
     while not session.ending and (plan.epochs is None or loader.epoch < plan.epochs):
         schedule.go_to(loader.epoch)

@@ -1,13 +1,20 @@
-"""Topologies by name: `servers`, `servers:S`; those that come later are understood and refused."""
+"""Topologies by name: `servers`, `servers:S`, `allreduce` and its options; those that come later are understood and refused."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
-from syncline.errors import NotYetError, UsageError
+from syncline.dial import Course
+from syncline.errors import DialError, NotYetError, UsageError
 
 MOST_SHARDS = 8  # that are started unasked
+WORKING = "servers, servers:S, allreduce, allreduce:layerwise"
+
+Mode = Literal["blocking", "layerwise"]
+Apply = Literal["end", "reverse", "arrival"]
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +28,27 @@ class Servers:
         return f"servers:{self.shards}" if self.fixed else "servers"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduce:
+    """Every learner keeps the whole model; gradients are averaged by a collective of all (A1, A2)."""
+
+    mode: Mode = "blocking"
+    apply: Apply = "end"  # of layer-wise: all at the end, from the last bucket to the first, as they arrive
+    bucket: int = 4 << 20  # bytes that are fused into one reduction
+
+    @property
+    def layerwise(self) -> bool:
+        return self.mode == "layerwise"
+
+    def __str__(self) -> str:
+        changed = [f"apply={self.apply}"] if self.apply != "end" else []
+        changed += [f"bucket={self.bucket}"] if self.bucket != AllReduce().bucket else []
+        return f"allreduce:{','.join([self.mode, *changed])}"
+
+
+Topology = Servers | AllReduce
+
+
 def auto_shards(learners: int, cores: int, *, lockstep: bool) -> int:
     """Shards to start when the user names no number; small tables use one of them all the same.
 
@@ -30,18 +58,89 @@ def auto_shards(learners: int, cores: int, *, lockstep: bool) -> int:
     return max(1, min(MOST_SHARDS, cores, max(2, wanted)))
 
 
-def parse_topology(text: str) -> Servers:
+def parse_topology(text: str) -> Topology:
     if not isinstance(text, str):
-        raise UsageError(f"topology must be a text such as 'servers:2', got {text!r}")
+        raise UsageError(f"topology must be a text such as 'servers:2' or 'allreduce', got {text!r}")
     name, _, value = text.partition(":")
-    if name in ("tree", "allreduce"):
-        raise NotYetError(
-            f"topology {text!r} is understood but not built yet; working now: servers, servers:S"
-        )
+    if name == "tree":
+        raise NotYetError(f"topology {text!r} is understood but not built yet; working now: {WORKING}")
+    if name == "allreduce":
+        return _all_reduce(text, value)
     if name != "servers":
-        raise UsageError(f"unknown topology {text!r}: use servers or servers:S (S shards), e.g. servers:2")
+        raise UsageError(
+            f"unknown topology {text!r}: use servers or servers:S (S shards), e.g. servers:2, or allreduce"
+        )
     if not value:
         return Servers(2, False)
     if not re.fullmatch("[0-9]+", value) or int(value) < 1:
         raise UsageError(f"topology {text!r}: the number of shards must be a whole number of at least 1")
     return Servers(int(value), True)
+
+
+def _all_reduce(text: str, value: str) -> AllReduce:
+    fields: dict[str, Any] = {}
+    for item in filter(None, (item.strip() for item in value.split(","))):
+        key, equals, given = (part.strip() for part in item.partition("="))
+        if not equals and key in get_args(Mode):
+            key, given = "mode", key
+        if key in fields:
+            raise UsageError(f"topology {text!r} gives {key} twice; give it once")
+        if key == "bucket":
+            fields[key] = _bytes(text, given)
+        elif (key == "mode" and given in get_args(Mode)) or (key == "apply" and given in get_args(Apply)):
+            fields[key] = given
+        else:
+            raise UsageError(
+                f"topology {text!r}: {item!r} is none of blocking, layerwise, apply=end, apply=reverse, "
+                "apply=arrival, bucket=SIZE (such as 1MiB)"
+            )
+    found = AllReduce(**fields)
+    if not found.layerwise and ("apply" in fields or "bucket" in fields):
+        raise UsageError(
+            f"topology {text!r}: apply= and bucket= are of allreduce:layerwise; a blocking reduction is one buffer"
+        )
+    return found
+
+
+def _bytes(text: str, given: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.lower())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if size < 1:
+        raise UsageError(
+            f"topology {text!r}: bucket is a size such as 65536, 512KiB or 4MiB of at least one byte, got {given!r}"
+        )
+    return size
+
+
+# -- what goes with all-reduce -----------------------------------------------------------------------------
+
+
+def check_all_reduce(
+    topology: AllReduce, course: Course, *, clip_norm: float | None, warm: int, on_error: str, replace: bool
+) -> None:
+    """Refuse what a collective of fixed members cannot do."""
+    for _, dial in course.dials:
+        if not dial.lockstep:
+            raise DialError(
+                f"{dial} over {topology}: a collective waits for everybody, so no gradient can come early or late; "
+                "use hardsync, delayed:k or delayed:auto<=k, or topology='servers'"
+            )
+    if topology.apply != "end" and any(dial.delay for _, dial in course.dials):
+        raise UsageError(
+            f"{topology} with {course}: a delayed gradient is applied k steps later, whole; leave apply= out"
+        )
+    if clip_norm is not None and topology.apply != "end":
+        raise UsageError(
+            f"{topology} with clip_norm={clip_norm}: the norm is that of all gradients, which are not there when the "
+            "first are applied; use apply=end"
+        )
+    wrong = (
+        (warm > 0, f"warmstart={warm}: during a warm start one learner updates alone"),
+        (on_error == "continue", 'on_error="continue": the others cannot go on without a learner'),
+        (replace, "replace=True: a lost learner's place cannot be taken"),
+    )
+    for refused, reason in wrong:
+        if refused:
+            raise UsageError(
+                f"{topology} has fixed membership and does not go with {reason}; use topology='servers'"
+            )

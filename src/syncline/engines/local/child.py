@@ -18,6 +18,7 @@ import torch
 
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.learner import run_evaluator, run_learner
+from syncline.engines.local.peer import PeerSpec, run_peer
 from syncline.engines.local.server import run_server
 
 
@@ -47,6 +48,8 @@ def main(control: int, out: int, err: int, life_line: int) -> int:
             run_server(channel, setup.spec)
         elif setup.role == "evaluator":
             run_evaluator(channel)
+        elif isinstance(setup.spec, PeerSpec):
+            return run_peer(channel, setup.spec)
         else:
             return run_learner(channel, setup.spec)
     except Closed:

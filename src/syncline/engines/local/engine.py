@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 
 from syncline.dial import Sync
+from syncline.engines.local.peers import PeerSupervisor
 from syncline.engines.local.supervisor import Supervisor
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.errors import UsageError
@@ -17,7 +18,7 @@ class LocalHandle(Handle):
     """A run on this machine's processes."""
 
     def __init__(self, spec: RunSpec, crashes: Mapping[str, int] | None = None) -> None:
-        self._run = Supervisor(spec, crashes)
+        self._run = PeerSupervisor(spec) if spec.allreduce else Supervisor(spec, crashes)
         self._thread = threading.Thread(target=self._run.main, name="syncline-supervisor", daemon=True)
         self._thread.start()
 

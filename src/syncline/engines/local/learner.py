@@ -25,7 +25,7 @@ from syncline.engines.local.exchange import Replies
 from syncline.engines.local.memory import Bell, Region, Sleeper, crash_at
 from syncline.engines.local.server import Desk, Geometry, Lane, Shelf
 from syncline.errors import UsageError
-from syncline.learn.session import Session, SessionConfig
+from syncline.learn.session import ServerSession, SessionConfig
 from syncline.ports import LearnerPort, Note, Portion, Reading, Reset, RunStopped, TableLink
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
@@ -246,7 +246,7 @@ def run_learner(channel: Channel, spec: LearnerSpec) -> int:
         if spec.crash is not None:
             crash_at(spec.crash)
         task: Task = channel.receive()
-        session = Session(LocalLearnerPort(channel, spec), spec.config)
+        session = ServerSession(LocalLearnerPort(channel, spec), spec.config)
         session.seed()
         try:
             value = task.function(session, *task.arguments, **task.keywords)
@@ -258,12 +258,13 @@ def run_learner(channel: Channel, spec: LearnerSpec) -> int:
     except Closed:
         return 1
     except BaseException as error:
-        _say(channel, error)
+        say(channel, error)
         return 1
     return 0
 
 
-def _say(channel: Channel, error: BaseException) -> None:
+def say(channel: Channel, error: BaseException) -> None:
+    """How a learner's function ended."""
     text = "".join(traceback.format_exception(error))
     sys.stdout.flush()
     told: BaseException | None = error
@@ -286,4 +287,4 @@ def run_evaluator(channel: Channel) -> None:
     except Closed:
         return
     except Exception as error:
-        _say(channel, error)
+        say(channel, error)

@@ -10,16 +10,15 @@ import dataclasses
 import os
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from syncline.dial import Sync
 from syncline.engines.local.cargo import pack
+from syncline.engines.local.evaluator import Evaluator
 from syncline.engines.local.exchange import Ring
 from syncline.engines.local.learner import GENERATION, STOP, Hub, LearnerSpec, Task
 from syncline.engines.local.memory import Bell, Region
@@ -67,7 +66,7 @@ class Supervisor:
         self._started = time.monotonic()
         self.recorder = Recorder(
             now=self._now,
-            evaluate=self._evaluate,
+            evaluate=lambda epoch, state: self._evaluator.give(epoch, state),  # type: ignore[union-attr]
             stop=self._stop,
             layouts=lambda: {table: self._coordinator.layout(table) for table in self._coordinator.tables},
             callbacks=spec.callbacks,
@@ -78,8 +77,7 @@ class Supervisor:
         self.shards: list[Process] = []
         self.generation = 0  # how often the servers were started anew
         self.folder = Folder(Path(spec.folder)) if spec.folder else None
-        self._evaluator: Process | None = None
-        self._to_evaluate: deque[tuple[int, dict[str, Tensor]]] = deque()  # the first is with the evaluator
+        self._evaluator: Evaluator | None = None
         self._commands: list[Any] = []
         self._wake = Bell()
         self._answers: dict[int, Any] = {}
@@ -173,9 +171,7 @@ class Supervisor:
         for learner, rank in ids.items():
             self._start_learner(learner, rank)
         if evaluate is not None:
-            self._evaluator = self._processes.fork("evaluator", 0, 0, None, None, 1)
-            self._evaluator.channel.send(evaluate)
-            evaluate.close()
+            self._evaluator = Evaluator(self._processes, evaluate, self.recorder)
 
     def _threads(self) -> int:
         """Of a learner."""
@@ -332,7 +328,8 @@ class Supervisor:
         if process.role == "shard":
             self._from_shard(message)
         elif process.role == "evaluator":
-            self._from_evaluator(message)
+            assert self._evaluator is not None
+            self._evaluator.hear(message)
         else:
             self._from_learner(process, message)
 
@@ -512,27 +509,6 @@ class Supervisor:
             for process in self.processes
         ]
         return dataclasses.replace(statistics, processes=tuple(found))
-
-    # -- evaluation --------------------------------------------------------------------------------------
-
-    def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
-        self._to_evaluate.append((epoch, state))
-        if len(self._to_evaluate) == 1:
-            self._evaluate_next()
-
-    def _evaluate_next(self) -> None:
-        """One at a time: a slow test must not fill its channel."""
-        assert self._evaluator is not None
-        if self._to_evaluate:
-            self._evaluator.channel.try_send(self._to_evaluate[0])
-
-    def _from_evaluator(self, message: Any) -> None:
-        if isinstance(message, m.Raised):
-            self._fail(RunError(f"evaluation failed:\n{message.traceback}"))
-        else:
-            self._to_evaluate.popleft()
-            self._evaluate_next()
-            self.recorder.evaluated(*message)
 
     # -- end ---------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from syncline.engines.sim.script import Script
 from syncline.engines.sim.states import Random
 from syncline.engines.sim.workshop import Ways
 from syncline.engines.sim.world import World, check_script
-from syncline.errors import RunError, UsageError
+from syncline.errors import NotYetError, RunError, UsageError
 from syncline.topology import messages as m
 
 
@@ -145,5 +145,9 @@ class Sim(Engine):
         return Ways() if self.batched or (self.batched is None and on_gpu) else None
 
     def start(self, spec: RunSpec) -> SimHandle:
+        if spec.allreduce is not None:
+            raise NotYetError(
+                f'{spec.allreduce} on engine="sim" is understood but not built yet; use engine="local"'
+            )
         check_script(Script.of(self.script), spec)
         return SimHandle(self, spec)

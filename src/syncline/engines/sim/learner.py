@@ -19,7 +19,7 @@ from syncline.engines.sim.clock import Action, Pause
 from syncline.engines.sim.fibers import Fiber, Killed, make_fiber
 from syncline.engines.sim.memory import Releases, SimTable
 from syncline.errors import InvariantError
-from syncline.learn.session import Session
+from syncline.learn.session import ServerSession
 from syncline.ports import Kind, LearnerPort, Note, Portion, Reading, RunStopped, TableLink
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
@@ -61,7 +61,7 @@ class SimLearner(LearnerPort):
         world, spec = self._world, self._world.spec
         try:
             config = dataclasses.replace(spec.session(self.rank), reader=False)
-            session = Session(self, config)
+            session = ServerSession(self, config)
             session.seed()
             arguments, keywords = copy_arguments((spec.arguments, spec.keywords))
             try:

@@ -1,0 +1,98 @@
+"""The collectives of PyTorch behind the port: Gloo for tensors of CPUs and shared GPUs, NCCL where every learner has a GPU.
+
+A group of its own for each run, never the global one, so that users may have theirs. Not responsible for who is alive:
+engines watch processes, and a collective that breaks says only that somebody is gone.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline.ports import PeerLost, Reduction
+
+LONG = timedelta(days=7)  # deaths are noticed elsewhere, a slow learner is no error
+
+
+class Done(Reduction):
+    """Nothing to wait for: there is one learner."""
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+class Running(Reduction):
+    """A reduction of torch's."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class Group:
+    """The learners of one run, joined."""
+
+    def __init__(self, store: Any, rank: int, learners: int, *, nccl: bool, host: str | None) -> None:
+        self._alone = learners == 1 and not nccl
+        self._group: Any = None
+        if not self._alone:
+            self._group = _nccl(store, rank, learners) if nccl else _gloo(store, rank, learners, host)
+
+    def reduce(self, buffer: Tensor) -> Reduction:
+        if self._alone:
+            return Done()
+        try:
+            return Running(self._group.allreduce([buffer]))
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+
+    def broadcast(self, buffer: Tensor) -> None:
+        if not self._alone and buffer.numel():
+            whole = buffer if buffer.is_contiguous() else buffer.contiguous()
+            try:
+                self._group.broadcast([whole]).wait()
+            except RuntimeError as error:
+                raise PeerLost(str(error)) from error
+            if whole is not buffer:
+                buffer.copy_(whole)
+
+    def abort(self) -> None:
+        """Whoever waits in a collective is thrown out of it."""
+        if self._group is not None:
+            self._group.abort()
+
+
+def _gloo(store: Any, rank: int, learners: int, host: str | None) -> Any:
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._timeout = LONG
+    device = kind.create_device(hostname=host) if host else kind.create_default_device()
+    options._devices = [device]
+    return kind(store, rank, learners, options)
+
+
+def _nccl(store: Any, rank: int, learners: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = LONG
+    return dist.ProcessGroupNCCL(store, rank, learners, options)
+
+
+def wants_nccl(devices: tuple[str, ...]) -> bool:
+    """Every learner has a GPU of its own, and torch can join them."""
+    cuda = all(torch.device(name).type == "cuda" for name in devices)
+    return cuda and len(set(devices)) == len(devices) and dist.is_nccl_available()

@@ -1,0 +1,166 @@
+"""A learner's process under all-reduce: the port of its session on Gloo or NCCL, and the call of the user's function."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline.engines.collectives import Group
+from syncline.engines.local.channel import Channel, Closed
+from syncline.engines.local.learner import Task, say
+from syncline.engines.local.memory import Region
+from syncline.learn.peers import PeerConfig, PeerSession
+from syncline.ports import CollectivePort, PeerLost, Progress, Reduction, RunStopped
+from syncline.topology import messages as m
+from syncline.topology.keeper import Meet
+
+SIGMAS = 64  # staleness up to here has a word of its own
+
+
+class Board:
+    """What one learner shows the supervisor: how far it is, and whether it waits for the others."""
+
+    STARTED, VERSION, GRADIENTS, EXAMPLES, LOSS, WAITS, CALLS, HISTOGRAM = range(8)
+
+    def __init__(self, region: Region) -> None:
+        self.words = region.words
+
+    @staticmethod
+    def nbytes() -> int:
+        return 8 * (Board.HISTOGRAM + SIGMAS)
+
+    def write(self, progress: Progress) -> None:
+        words = self.words
+        words[self.STARTED] = progress.started
+        words[self.VERSION] = progress.version
+        words[self.GRADIENTS] = progress.gradients
+        words[self.EXAMPLES] = progress.examples
+        words[self.LOSS] = struct.unpack("q", struct.pack("d", progress.loss))[0]
+        for sigma, count in progress.histogram.items():
+            words[self.HISTOGRAM + min(sigma, SIGMAS - 1)] = count
+
+    def read(self) -> Progress:
+        words = self.words
+        histogram = {sigma: count for sigma in range(SIGMAS) if (count := words[self.HISTOGRAM + sigma])}
+        loss = struct.unpack("d", struct.pack("q", words[self.LOSS]))[0]
+        return Progress(
+            words[self.STARTED],
+            words[self.VERSION],
+            words[self.GRADIENTS],
+            words[self.EXAMPLES],
+            loss,
+            histogram,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A collective failed under it: somebody else is gone."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSpec:
+    """A learner's own part of its setup."""
+
+    config: PeerConfig
+    meeting: str  # a file without a name, in the supervisor's hands: where the group finds itself
+    board: Region
+    stop: Region  # its first word: the run is to end
+    nccl: bool
+
+
+class _Watched(Reduction):
+    """A reduction whose waiting is shown."""
+
+    def __init__(self, inner: Reduction, board: Board) -> None:
+        self._inner, self._board = inner, board
+
+    def wait(self) -> None:
+        words = self._board.words
+        words[Board.WAITS] = 1
+        try:
+            self._inner.wait()
+        finally:
+            words[Board.WAITS] = 0
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+
+class LocalPeerPort(CollectivePort):
+    """All that such a session asks, on this machine."""
+
+    def __init__(self, channel: Channel, spec: PeerSpec) -> None:
+        config = spec.config
+        self.rank, self.learners = config.rank, config.learners
+        self._channel, self._board = channel, Board(spec.board)
+        self._stop = spec.stop.words
+        self._board.words[Board.WAITS] = 1
+        store = dist.FileStore(spec.meeting, config.learners)
+        self._group = Group(store, config.rank, config.learners, nccl=spec.nccl, host="127.0.0.1")
+        self._board.words[Board.WAITS] = 0
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def spend(self, examples: int) -> None:
+        pass
+
+    def reduce(self, buffer: Tensor) -> Reduction:
+        self._board.words[Board.CALLS] += 1
+        return _Watched(self._group.reduce(buffer), self._board)
+
+    def broadcast(self, buffer: Tensor) -> None:
+        self._board.words[Board.CALLS] += 1
+        self._board.words[Board.WAITS] = 1
+        self._group.broadcast(buffer)
+        self._board.words[Board.WAITS] = 0
+
+    def meet(self, what: str, value: Any) -> list[Any]:
+        self._channel.send(Meet(what, value))
+        return self._channel.receive()  # type: ignore[no-any-return]
+
+    def tell(self, message: Any) -> None:
+        self._channel.send(message)
+
+    def note(self, progress: Progress) -> None:
+        self._board.write(progress)
+
+    def stopping(self) -> bool:
+        return self._stop[0] != 0
+
+
+def run_peer(channel: Channel, spec: PeerSpec) -> int:
+    """Call the user's function; say how it ended. Nobody leaves before the supervisor says so: others may still read."""
+    try:
+        task: Task = channel.receive()
+        if torch.device(spec.config.device).type == "cuda":
+            torch.cuda.set_device(spec.config.device)
+        session = PeerSession(LocalPeerPort(channel, spec), spec.config)
+        session.seed()
+        try:
+            value = task.function(session, *task.arguments, **task.keywords)
+        except RunStopped:
+            value = None
+        session.close()
+        sys.stdout.flush()
+        channel.send(m.Returned(value))
+        channel.receive()
+    except Closed:
+        return 0
+    except PeerLost as error:
+        channel.try_send(Broken(str(error)))
+        return 1
+    except BaseException as error:
+        say(channel, error)
+        return 1
+    return 0

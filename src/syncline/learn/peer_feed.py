@@ -1,0 +1,181 @@
+"""The feed of learners among equals: every learner computes by itself which examples are its own (M7, A5, A6).
+
+Not responsible for the rule (protocols/rounds.py) nor for the order of an epoch (learn/feed.py).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from syncline.errors import UsageError
+from syncline.learn.feed import epoch_order, reader, to_device
+from syncline.protocols.rounds import Rounds, Share
+
+if TYPE_CHECKING:
+    from syncline.learn.peers import PeerSession
+
+
+class PeerLoader:
+    """Batches of one data set; iterate once per epoch."""
+
+    def __init__(
+        self,
+        session: PeerSession,
+        number: int,
+        data: Dataset[Any],
+        *,
+        batches: Sequence[int],
+        policy: str,
+        collate: Callable[[list[Any]], Any] | None,
+        ahead: int,
+    ) -> None:
+        self.number, self.batch_size, self.data = number, batches[session.rank], data
+        self.size = len(data)  # type: ignore[arg-type]
+        self.epoch = 0  # of the next iteration
+        self._session, self._batches, self._policy, self._ahead = session, tuple(batches), policy, ahead
+        self._rounds = Rounds(
+            size=self.size, batches=batches, rank=session.rank, partition=policy == "partition"
+        )
+        self._read = reader(data, collate)
+        self._iterating = False
+
+    def __len__(self) -> int:
+        """Batches in an epoch, over all learners."""
+        return -(-self.size * len(self._batches) // sum(self._batches))
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iterating:
+            raise UsageError(f"loader {self.number} is being iterated already: one loop at a time")
+        self._iterating = True
+        self._session.epoch_begins(self.number, self.epoch)
+        given = 0
+        source = self._source()
+        try:
+            for share, batch in source:
+                if self._session.ending:
+                    break
+                given += 1
+                self._session.consume(
+                    share.weight, repeated=share.weight == 0, more=given < self._rounds.count
+                )
+                if given == self._rounds.count:
+                    self._session.epoch_given(self.number, self.epoch)
+                yield to_device(batch, self._session.device)
+        finally:
+            source.close()  # type: ignore[attr-defined]
+            if given < self._rounds.count and not self._session.ending:
+                self._session.epoch_given(self.number, self.epoch)  # the loop was left early
+            self._iterating = False
+            self.epoch += 1
+
+    def _source(self) -> Iterator[tuple[Share, Any]]:
+        order = epoch_order(
+            self.size,
+            seed=self._session.config.seed,
+            epoch=self.epoch,
+            policy=self._policy,
+            parts=len(self._batches),
+        )
+        shares = [self._rounds.share(number) for number in range(self._rounds.count)]
+        if self._ahead:
+            return _read_ahead(shares, lambda share: self._batch(order, share), self._ahead)
+        return ((share, self._batch(order, share)) for share in shares)
+
+    def _batch(self, order: Tensor, share: Share) -> Any:
+        return self._read(order[share.start : share.stop])
+
+
+def _read_ahead(
+    shares: Sequence[Share], read: Callable[[Share], Any], ahead: int
+) -> Iterator[tuple[Share, Any]]:
+    """A thread reads and collates while the loop computes."""
+    done: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=ahead)
+    ended = threading.Event()
+
+    def put(item: tuple[Any, BaseException | None]) -> None:
+        while not ended.is_set():
+            try:
+                done.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def reading() -> None:
+        for share in shares:
+            if ended.is_set():
+                return
+            try:
+                put((read(share), None))
+            except BaseException as error:
+                put((None, error))
+                return
+
+    thread = threading.Thread(target=reading, daemon=True)
+    thread.start()
+    try:
+        for share in shares:
+            batch, error = done.get()
+            if error is not None:
+                raise error
+            yield share, batch
+    finally:
+        ended.set()
+        thread.join()
+
+
+class PeerSplitLoader:
+    """An iterable data set, split by rank: every learner keeps its own share of the stream.
+
+    Who comes to its end first repeats its last batch with weight zero until all have: only then the epoch ends.
+    """
+
+    def __init__(
+        self,
+        session: PeerSession,
+        data: IterableDataset[Any],
+        *,
+        batch_size: int,
+        collate: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        self._session, self._data = session, data
+        self.batch_size, self.epoch = batch_size, 0
+        self._collate = collate or default_collate
+
+    def __iter__(self) -> Iterator[Any]:
+        session = self._session
+        held, more = None, True
+        batches = self._batches()
+        session.epoch_begins(0, self.epoch)
+        following = next(batches, None)
+        if following is None:
+            raise UsageError(
+                f"learner {session.rank} of {session.learners} has no example of this iterable data set: it is too short"
+            )
+        while more and not session.ending:
+            repeated = following is None
+            held = following if following is not None else held
+            following = next(batches, None) if following is not None else None
+            assert held is not None
+            session.consume(0 if repeated else len(held), repeated=repeated, more=following is not None)
+            yield to_device(self._collate(list(held)), session.device)
+            more = session.more_anywhere
+        session.epoch_given(0, self.epoch)
+        self.epoch += 1
+
+    def _batches(self) -> Iterator[list[Any]]:
+        rank, learners = self._session.rank, self._session.learners
+        held: list[Any] = []
+        for index, item in enumerate(self._data):
+            if index % learners == rank:
+                held.append(item)
+                if len(held) == self.batch_size:
+                    yield held
+                    held = []
+        if held:
+            yield held

@@ -1,0 +1,308 @@
+"""The session of learners among equals: what their loop sees under all-reduce (A1–A8).
+
+Opens tables and loaders, counts the examples that belong to the next gradient, agrees with the others on the end, and reports.
+All it asks of the world goes through its port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from syncline.dial import Course, Sync
+from syncline.errors import LayoutError, UsageError
+from syncline.learn.buckets import Header
+from syncline.learn.feed import AHEAD
+from syncline.learn.peer_feed import PeerLoader, PeerSplitLoader
+from syncline.learn.reduced import ReducedOptimizer
+from syncline.learn.session import (
+    check_batches,
+    check_joint,
+    check_policy,
+    make_optimizer,
+    numbers,
+    refuse_sparse,
+    seed_random,
+)
+from syncline.learn.surface import Factory, Session
+from syncline.ports import CollectivePort, Progress
+from syncline.protocols.rounds import equal_shares
+from syncline.table.layout import Layout, lay_out
+from syncline.table.template import ELEMENTWISE
+from syncline.topology import messages as m
+from syncline.topology.keeper import PeerClosed, PeerEpoch, PeerTable
+from syncline.topology.parse import AllReduce
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerConfig:
+    """What such a session knows from the start."""
+
+    rank: int
+    learners: int
+    course: Course
+    topology: AllReduce
+    seed: int = 0
+    device: str = "cpu"
+    limit: int | None = None  # updates
+    clip_norm: float | None = None
+    joint_batch: int | None = None  # examples of one update, where `reference_batch` needs them
+    snapshots: bool = False  # epochs are evaluated
+
+    @property
+    def most_delay(self) -> int:
+        return max(dial.delay for _, dial in self.course.dials)
+
+
+class PeerSession(Session):
+    """One learner's view of an all-reduce run."""
+
+    def __init__(self, port: CollectivePort, config: PeerConfig) -> None:
+        self.port, self.config = port, config
+        self.rank, self.learners = config.rank, config.learners
+        self.device = torch.device(config.device)
+        self.loss = float("nan")
+        self.sync = config.course.first
+        self.consumed = 0  # examples handed out so far
+        self.batches = 0  # handed out so far
+        self.repeating = False  # the last batch was a repeated one, without weight
+        self.more = True  # there are further batches of this epoch here
+        self.more_anywhere = True  # and at any learner, as of the last update
+        self.reference = 1  # a batch of so many examples is a whole one
+        self.accumulating = False
+        self._tables: list[ReducedOptimizer] = []
+        self._owned: dict[int, str] = {}
+        self._loaders: list[PeerLoader | PeerSplitLoader] = []
+        self._same: dict[tuple[Any, ...], PeerLoader | PeerSplitLoader] = {}
+        self._marks: list[int] = []  # epochs that end with the next gradient
+        self._agreed = False  # to stop
+        self._since = 0  # the first iteration of this epoch
+
+    def seed(self) -> None:
+        """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
+        seed_random(self.config.seed + self.rank)
+
+    @property
+    def ending(self) -> bool:
+        limit = self.config.limit
+        reached = limit is not None and bool(self._tables) and self._tables[0].started >= limit
+        return reached or self._agreed
+
+    @property
+    def factor(self) -> float:
+        """Of the rate, as the dial says."""
+        return self.sync.factor(1, self.config.joint_batch)
+
+    # -- tables ------------------------------------------------------------------------------------------
+
+    def optimizer(self, model: nn.Module, factory: Factory) -> ReducedOptimizer:
+        """This learner's copy of the model and its real optimizer, as one whose `step` averages first."""
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")
+        refuse_sparse(model)
+        inner = make_optimizer(model, factory)
+        if self.config.topology.apply != "end" and type(inner) not in ELEMENTWISE:
+            raise LayoutError(
+                f"{self.config.topology} applies some parameters before others, which {type(inner).__name__} may not "
+                f"survive; use apply=end, or one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}"
+            )
+        number = len(self._tables)
+        layout, tensors = lay_out(
+            model, [group["params"] for group in inner.param_groups], cuttable=False, shards=1
+        )
+        self._refuse_shared(layout, tensors.parameters)
+        self._compare(number, layout)
+        with torch.no_grad():
+            for tensor in (*tensors.parameters, *tensors.buffers, *tensors.others):
+                self.port.broadcast(tensor.data)
+        if self.rank == 0:
+            self.port.tell(PeerTable(number, layout))
+        table = ReducedOptimizer(self, number, inner, model, layout, tensors)
+        self._tables.append(table)
+        return table
+
+    def _compare(self, number: int, layout: Layout) -> None:
+        layouts = self.port.meet(f"session.optimizer, its call {number + 1}", layout)
+        for rank, other in enumerate(layouts):
+            if difference := layouts[0].difference(other):
+                raise LayoutError(
+                    f"learner 0 and learner {rank} opened table {number} with different models: {difference}. Every "
+                    "learner must make the same model; its values may differ, its names, order, shapes and groups may not."
+                )
+
+    def _refuse_shared(self, layout: Layout, parameters: list[nn.Parameter]) -> None:
+        names = [entry.name for entry in layout.parameters.entries]
+        for name, parameter in zip(names, parameters, strict=True):
+            if id(parameter) in self._owned:
+                raise LayoutError(
+                    f"'{name}' is in two optimizers (the first calls it '{self._owned[id(parameter)]}'): its updates would "
+                    "overwrite each other. Give each optimizer its own parameters."
+                )
+        self._owned.update({id(p): name for name, p in zip(names, parameters, strict=True)})
+
+    def put(self, model: nn.Module) -> None:
+        """Learner 0's present values of the model become everybody's; every learner must call it."""
+        own = {id(parameter) for parameter in model.parameters()}
+        found = [table for table in self._tables if table.holds(own)]
+        if not found:
+            raise UsageError("session.put: no optimizer of this session holds a parameter of that model")
+        for table in found:
+            table.put()
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
+
+    # -- data --------------------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        data: Dataset[Any],
+        *,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        policy: str = "ledger",
+        collate: Callable[[list[Any]], Any] | None = None,
+        ahead: int | None = None,
+    ) -> PeerLoader | PeerSplitLoader:
+        check_policy(policy)
+        check_joint(batch_size, global_batch_size, self.learners)
+        if batch_size is not None:
+            batches = (batch_size,) * self.learners
+        else:
+            assert global_batch_size is not None
+            batches = equal_shares(global_batch_size, self.learners)
+        key = (id(data), batches, policy)
+        if key not in self._same:
+            self._same[key] = self._open_loader(data, batches, policy, collate, ahead)
+        return self._same[key]
+
+    def _open_loader(
+        self,
+        data: Any,
+        batches: tuple[int, ...],
+        policy: str,
+        collate: Callable[[list[Any]], Any] | None,
+        ahead: int | None,
+    ) -> PeerLoader | PeerSplitLoader:
+        number = len(self._loaders)
+        iterable = isinstance(data, IterableDataset)
+        size = -1 if iterable else len(data)
+        if not iterable:
+            check_batches(size, batches[self.rank])
+        opened = self.port.meet(f"session.loader, its call {number + 1}", (size, batches, policy))
+        if any(other != opened[0] for other in opened):
+            raise UsageError(
+                f"loader {number}: the learners' (size of the data, batches, policy) differ: {opened}. Every learner must "
+                "open the same loaders in the same order."
+            )
+        if not self._loaders:
+            self.reference = max(batches)
+        loader: PeerLoader | PeerSplitLoader
+        if iterable:
+            loader = PeerSplitLoader(self, data, batch_size=batches[self.rank], collate=collate)
+        else:
+            if ahead is None:
+                ahead = 0 if isinstance(data, torch.utils.data.TensorDataset) else AHEAD
+            loader = PeerLoader(
+                self, number, data, batches=batches, policy=policy, collate=collate, ahead=ahead
+            )
+        self._loaders.append(loader)
+        return loader
+
+    def consume(self, count: int, *, repeated: bool, more: bool) -> None:
+        """A batch was handed to the loop: it belongs to the next gradient."""
+        self.consumed += count
+        self.batches += 1
+        self.repeating, self.more = repeated, more
+
+    def epoch_begins(self, loader: int, epoch: int) -> None:
+        self.more = self.more_anywhere = True
+        self._since = self._tables[0].iterations if self._tables else 0
+        if loader == 0:
+            self.sync = self._dial(epoch)
+
+    def _dial(self, epoch: int) -> Sync:
+        return self.config.course.dials[self.config.course.at(epoch)][1]
+
+    def epoch_given(self, loader: int, epoch: int) -> None:
+        """All batches of an epoch were handed out: the gradient that takes the last of them ends it."""
+        if loader != 0 or not self._tables:
+            return
+        if self._tables[0].pending:
+            self._marks.append(epoch)
+        else:
+            self._tables[0].mark_last(epoch)
+
+    def take_marks(self) -> list[int]:
+        taken, self._marks = self._marks, []
+        return taken
+
+    # -- metrics -----------------------------------------------------------------------------------------
+
+    def log(self, **metrics: float) -> None:
+        self.port.tell(m.Log(numbers(metrics)))
+
+    def mean(self, value: float | Tensor) -> Any:
+        held = value.detach().cpu() if isinstance(value, Tensor) else value
+        brought = [
+            torch.as_tensor(each, dtype=torch.float64) for each in self.port.meet("session.mean", held)
+        ]
+        mean = torch.stack(brought).mean(0)
+        if isinstance(value, Tensor):
+            return mean.to(value.dtype).to(value.device)
+        return mean.item() if mean.dim() == 0 else mean
+
+    # -- what the tables say -----------------------------------------------------------------------------
+
+    def heard(self, iteration: int, header: Header) -> None:
+        """An update was applied, with what all learners said when its gradients were made."""
+        self._agreed = self._agreed or header.stop > 0
+        if iteration >= self._since:
+            self.more_anywhere = header.more > 0
+
+    def stepped(self, table: ReducedOptimizer) -> None:
+        if table.number == 0:
+            gradients, examples = table.counts
+            started = sum(each.started for each in self._tables)
+            self.port.note(
+                Progress(started, table.version, gradients, examples, table.last_loss, table.histogram)
+            )
+
+    def epoch_applied(self, epoch: int) -> None:
+        first = self._tables[0]
+        loss, count = first.take_losses()
+        copies = {table.number: table.copy() for table in self._tables} if self.config.snapshots else {}
+        report = PeerEpoch(
+            epoch=epoch,
+            version=first.version,
+            examples=first.counts[1],
+            loss=loss,
+            count=count,
+            copies=copies,
+        )
+        self.port.tell(report)
+
+    def close(self) -> None:
+        """The learner's function is over: everything in flight is applied, and the end reported."""
+        for table in self._tables:
+            table.flush()
+            table.release_hooks()
+        self.port.tell(
+            PeerClosed(
+                sum(table.started for table in self._tables),
+                self._tables[0].last_loss if self._tables else float("nan"),
+                {table.number: table.account() for table in self._tables},
+                {table.number: table.copy() for table in self._tables},
+            )
+        )

@@ -1,0 +1,72 @@
+"""What a learner's loop sees of a run, whatever the topology: `syncline.Session`.
+
+`ServerSession` (learn/session.py) publishes to servers, `PeerSession` (learn/peers.py) reduces with its equals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+Factory = Callable[..., torch.optim.Optimizer]
+
+
+class Session(ABC):
+    """One learner's view of the run."""
+
+    rank: int
+    learners: int
+    device: torch.device
+    loss: float = float("nan")  # of the gradient that is being made, for the record
+
+    @property
+    @abstractmethod
+    def ending(self) -> bool:
+        """The run is to end: loaders end, steps do not return."""
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
+        """The shared state of this model's parameters, as a torch optimizer."""
+
+    @abstractmethod
+    def loader(
+        self,
+        data: Dataset[Any],
+        *,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        policy: str = "ledger",
+        collate: Callable[[list[Any]], Any] | None = None,
+        ahead: int | None = None,
+    ) -> Any:
+        """This learner's batches; iterate once per epoch. The same call again gives the same loader.
+
+        `ahead` batches are read by a thread before they are needed: none for tensors in memory, else two.
+        `global_batch_size` is that of all learners together, each takes its share.
+        """
+
+    @abstractmethod
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards inside only add to `p.grad`: nothing is communicated before the one after it."""
+
+    @abstractmethod
+    def put(self, model: nn.Module) -> None:
+        """Make this learner's present values of the model global (M6)."""
+
+    @abstractmethod
+    def log(self, **metrics: float) -> None:
+        """Metrics of this learner, for the run's record."""
+
+    @abstractmethod
+    def mean(self, value: float | Tensor) -> Any:
+        """The mean of a number or tensor over all live learners; every learner must call it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The learner's function is over."""

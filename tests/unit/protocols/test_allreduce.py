@@ -1,0 +1,171 @@
+"""The decisions of all-reduce: buckets, the delayed pipeline, its vote, and the rounds of the feed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.protocols.buckets import Filling, plan_buckets
+from syncline.protocols.ledger import Grant, Ledger
+from syncline.protocols.pipeline import Pipeline, Vote
+from syncline.protocols.rounds import Rounds, equal_shares
+
+PARAMETERS = st.lists(
+    st.tuples(st.integers(0, 50), st.sampled_from(["f32", "bf16"])), min_size=1, max_size=20
+)
+
+
+@given(PARAMETERS, st.none() | st.integers(1, 80))
+def test_every_parameter_is_in_one_bucket_of_its_kind(
+    parameters: list[tuple[int, str]], limit: int | None
+) -> None:
+    sizes, kinds = zip(*parameters, strict=True)
+    plan = plan_buckets(sizes, kinds, limit)
+    assert sorted(index for bucket in plan for index in bucket) == list(range(len(sizes)))
+    for bucket in plan:
+        assert len({kinds[index] for index in bucket}) == 1
+        assert all(a > b for a, b in pairwise(bucket)), "in the order in which backward makes gradients"
+        if limit is not None:
+            assert sum(sizes[index] for index in bucket[:-1]) < limit, "full only with its last"
+    assert all(a[-1] > b[-1] for a, b in pairwise(plan)), "whose last gradient comes first is reduced first"
+    if limit is None:
+        assert len(plan) == len(set(kinds))
+
+
+@given(PARAMETERS, st.data())
+def test_buckets_start_in_order_whatever_order_gradients_come_in(
+    parameters: list[tuple[int, str]], data: st.DataObject
+) -> None:
+    sizes, kinds = zip(*parameters, strict=True)
+    plan = plan_buckets(sizes, kinds, 40)
+    filling = Filling(plan)
+    coming = data.draw(st.permutations(range(len(sizes))))
+    coming = coming[: data.draw(st.integers(0, len(coming)))]
+    started: list[int] = []
+    for place, index in enumerate(coming):
+        started += filling.come(index)
+        assert not list(filling.come(index)), "a second time changes nothing"
+        here = set(coming[: place + 1])
+        assert all(here.issuperset(plan[number]) for number in started)
+        ready = next((n for n, bucket in enumerate(plan) if not here.issuperset(bucket)), len(plan))
+        assert len(started) == ready
+    started += filling.rest()
+    assert started == list(range(len(plan))) and filling.complete
+    filling.begin()
+    assert filling.started == 0 and not any(filling.has(index) for index in range(len(sizes)))
+
+
+@given(st.integers(0, 5), st.integers(0, 30))
+def test_a_delay_of_k_applies_exactly_k_steps_later(delay: int, steps: int) -> None:
+    pipeline, applied, version = Pipeline(delay), [], 0
+    sigmas = []
+    for step in range(steps):
+        stamp = version
+        assert pipeline.start() == step
+        while (due := pipeline.due()) is not None:
+            applied.append(due)
+            assert due == step - delay
+            version += 1
+        sigmas.append((step, stamp))
+    while (due := pipeline.flush()) is not None:
+        applied.append(due)
+    assert applied == list(range(steps)), "each once, in order, the last ones at the end"
+    assert [step - stamp for step, stamp in sigmas] == [min(step, delay) for step in range(steps)]
+    assert pipeline.flying == 0 and pipeline.oldest() is None
+
+
+@given(st.lists(st.integers(0, 4), max_size=40))
+def test_a_depth_that_changes_loses_nothing(depths: list[int]) -> None:
+    pipeline, applied = Pipeline(0), []
+    for depth in depths:
+        pipeline.depth = depth
+        pipeline.start()
+        while (due := pipeline.due()) is not None:
+            applied.append(due)
+        assert pipeline.flying <= depth
+    while (due := pipeline.flush()) is not None:
+        applied.append(due)
+    assert applied == list(range(len(depths)))
+
+
+SUMS = st.lists(st.tuples(st.floats(0, 2), st.floats(0, 2), st.integers(0, 3)), max_size=300)
+
+
+@given(st.integers(1, 5), SUMS)
+def test_the_vote_stays_within_its_limit_and_moves_one_by_one(
+    limit: int, sums: list[tuple[float, float, int]]
+) -> None:
+    votes = [Vote(limit=limit, learners=3), Vote(limit=limit, learners=3)]
+    for each in sums:
+        before = votes[0].depth
+        changes = {vote.add(*each) for vote in votes}
+        assert len(changes) == 1, "the same sums give the same depth everywhere"
+        assert 1 <= votes[0].depth <= limit and abs(votes[0].depth - before) <= 1
+        assert changes == {votes[0].depth if votes[0].depth != before else None}
+
+
+def test_waiting_makes_it_deeper_and_idle_links_less_deep() -> None:
+    vote = Vote(limit=3, learners=2, window=4)
+    depths = [vote.add(0.5, 1.0, 0) for _ in range(12)]
+    assert [depth for depth in depths if depth] == [2, 3] and vote.depth == 3
+    for _ in range(40):
+        vote.add(0.0, 1.0, 2)
+    assert vote.depth == 1
+    for _ in range(4):
+        vote.add(0.5, 1.0, 0)
+    assert vote.depth == 2
+    before = sum(vote.add(0.0, 1.0, 2) is None for _ in range(100))
+    assert before < 100 and vote.depth == 1, "it comes back, later than the first time"
+
+
+def test_who_needs_the_depth_keeps_it() -> None:
+    vote = Vote(limit=3, learners=2, window=4)
+    for _ in range(4):
+        vote.add(0.5, 1.0, 0)
+    for _ in range(100):
+        assert vote.add(0.01, 1.0, 1) is None, "the next is not complete at all learners"
+
+
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 9))
+def test_rounds_are_those_of_the_ledger_in_lockstep(size: int, learners: int, batch: int) -> None:
+    """One epoch through the ledger, all learners asking in turn, against what each computes by itself."""
+    ledger = Ledger(size=size, batch_size=batch, learners=learners, lockstep=True)
+    decisions = [each for rank in range(learners) for each in ledger.join(rank + 1, rank)]
+    for _ in range(-(-size // batch) + 1):
+        for learner in range(1, learners + 1):
+            decisions += ledger.ask(learner, 0)
+    got: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(learners)}
+    for each in decisions:
+        if isinstance(each, Grant) and each.epoch == 0:
+            got[each.learner - 1].append((each.start, each.stop))
+    for rank in range(learners):
+        rounds = Rounds(size=size, batches=(batch,) * learners, rank=rank, partition=False)
+        shares = [rounds.share(number) for number in range(rounds.count)]
+        assert [(share.start, share.stop) for share in shares if share.weight] == got[rank]
+
+
+@given(st.integers(1, 60), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.booleans())
+def test_rounds_give_every_example_once_and_everybody_a_batch(
+    size: int, batches: list[int], partition: bool
+) -> None:
+    found: list[int] = []
+    counts = set()
+    for rank in range(len(batches)):
+        rounds = Rounds(size=size, batches=batches, rank=rank, partition=partition)
+        counts.add(rounds.count)
+        for number in range(rounds.count):
+            share = rounds.share(number)
+            assert 0 <= share.start < share.stop <= size and share.stop - share.start <= batches[rank]
+            assert share.weight in (0, share.stop - share.start)
+            found += range(share.start, share.stop) if share.weight else []
+    assert sorted(found) == list(range(size)) and len(counts) == 1
+
+
+@pytest.mark.parametrize(
+    "joint, learners, shares", [(10, 3, (4, 3, 3)), (8, 4, (2, 2, 2, 2)), (3, 3, (1, 1, 1))]
+)
+def test_shares_of_a_joint_batch(joint: int, learners: int, shares: tuple[int, ...]) -> None:
+    assert equal_shares(joint, learners) == shares
