@@ -94,7 +94,7 @@ class Recorder:
     def event(self, what: str, rank: int | None = None, *, kind: str = "", **details: Any) -> None:
         event = Event(seconds=self._now(), what=what, rank=rank, kind=kind, details=details)
         self.outcome.events.append(event)
-        self._tell(event)
+        self._tell(dataclasses.replace(event, details=dict(details)))  # its own: more may be added here
 
     def sample(self, statistics: m.Statistics) -> None:
         """How a simulated run stands, for listeners."""

@@ -44,6 +44,7 @@ class SimLearner(LearnerPort):
         self.stepped = False  # it has said something to the leading shard
         self._outbox: deque[Action] = deque()  # what waits for a gradient that is being copied
         self._copying = False
+        self._incoming: dict[int, deque[tuple[float, Action]]] = {}  # by shard: what it is copying
         self._arrival = 0.0  # of the last thing it sent: nothing overtakes
         self.portions: dict[tuple[int, int], Portion] = {}
         self._answers: list[Any] = []
@@ -182,6 +183,27 @@ class SimLearner(LearnerPort):
         while self._outbox and not self._copying:
             self._outbox.popleft()()
 
+    def take_in(self, shard: int, seconds: float, arrive: Action) -> None:
+        """What a shard sent is here: it is copied, after all that this shard sent before."""
+        line = self._incoming.setdefault(shard, deque())
+        line.append((seconds, arrive))
+        if len(line) == 1:
+            self._copy_in(line)
+
+    def _copy_in(self, line: deque[tuple[float, Action]]) -> None:
+        while line:
+            seconds, arrive = line[0]
+            if seconds:
+                self._world.machines.run(self.machine, seconds, lambda: self._copied_in(line))
+                return
+            line.popleft()
+            arrive()
+
+    def _copied_in(self, line: deque[tuple[float, Action]]) -> None:
+        _, arrive = line.popleft()
+        arrive()
+        self._copy_in(line)
+
     # -- the port ----------------------------------------------------------------------------------------
 
     def now(self) -> float:
@@ -297,7 +319,7 @@ class SimLearner(LearnerPort):
         return self._world.dials[number]
 
     def stopping(self) -> bool:
-        return self._world.stopping
+        return self.dead or self._world.stopping
 
 
 class SimLink(TableLink):

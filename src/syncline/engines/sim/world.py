@@ -119,11 +119,8 @@ class World:
     def send_weights(self, server: SimServer, learner: SimLearner, nbytes: int, arrive: Action) -> None:
         """To a learner, which copies them."""
         seconds = self.cluster.copy.seconds(nbytes) if nbytes else 0.0
-
-        def copy() -> None:
-            self.machines.run(learner.machine, seconds, arrive)
-
-        self.send(server.machine, learner.machine, copy if seconds else arrive, nbytes)
+        shard = server.shard
+        self.send(server.machine, learner.machine, lambda: learner.take_in(shard, seconds, arrive), nbytes)
 
     def share_norms(self, shard: int, table: int, version: int, norms: Tensor) -> None:
         brought = self._norms.setdefault((table, version), {})
