@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks import machine
 from syncline.engines.sim.batched import Joined, Stacked
+from syncline.engines.sim.capture import repeatable
 from syncline.engines.sim.task import Task
 from syncline.learn.training import Supervised
 from syncline.models import Cifar10Full, cifar10_full_sgd
@@ -133,9 +134,9 @@ def plain_rows(bench: Bench, weights: list[list[Tensor]], batches: list[Tensor])
         leaves = task.leaves(segments)
         batch = [part[0] for part in task.examples.stack(indices[None].to(bench.device), [])]
         made = task.segments()
-        for view, gradient in zip(
-            task.views(made), task.gradients(task.loss(leaves, batch), leaves), strict=True
-        ):
+        with repeatable(bench.device):
+            gradients = task.gradients(task.loss(leaves, batch), leaves)
+        for view, gradient in zip(task.views(made), gradients, strict=True):
             view.copy_(gradient)  # type: ignore[arg-type]
         rows.append(made[0])
     return torch.stack(rows)
