@@ -62,6 +62,7 @@ def _known(result: Result, arguments: dict[str, Any]) -> dict[str, Any]:
         "test_loss": metrics.get("loss"),
         "loss": result.history[-1].loss if result.history else None,
         "throughput": round(result.throughput, 6),
+        "overlap": round(result.simulated.overlap, 6) if result.simulated is not None else None,
     }
 
 
