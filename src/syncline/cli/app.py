@@ -14,6 +14,7 @@ from rich.table import Table
 from syncline.cli.comparing import comparison, write_plot
 from syncline.cli.display import panel
 from syncline.cli.messages import told, warn_shortly
+from syncline.cli.simulate import simulate
 from syncline.cli.tradeoff import tradeoff
 from syncline.cli.training import Wish, run_job
 from syncline.cli.words import event_line, how, summary
@@ -201,4 +202,5 @@ def compare(
             print(f"plot: {plot}")
 
 
+app.command()(simulate)
 app.command()(tradeoff)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +71,7 @@ def tradeoff(
     [bold]syncline tradeoff --plot runs/tradeoff-digits[/]                       draw again
     """
     with told(debug):
-        console = Console()
+        console = _console()
         if plot is not None:
             code = redraw(plot, console)
         else:
@@ -89,6 +90,12 @@ def tradeoff(
             )
             code = study(asked, console)
     raise typer.Exit(code)
+
+
+def _console() -> Console:
+    """In a file or a pipe there is room for the tables."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=120)
 
 
 def _whole(option: str, value: int | None) -> int | None:

@@ -21,14 +21,14 @@ from rich.table import Table
 
 from syncline.cli.display import panel
 from syncline.cli.messages import INTERRUPTED
-from syncline.cli.words import epoch_line, event_line, headline, how, near, next_steps, summary
+from syncline.cli.words import account, epoch_line, event_line, headline, how, near, next_steps, summary
 from syncline.engines.local import forkserver
 from syncline.errors import SynclineError, UsageError
 from syncline.jobs import Job, JobError
 from syncline.jobs.toml import dumps, override, parse_override
 from syncline.report.record import RunRecord
 from syncline.report.weights import MODEL
-from syncline.train import Run, train
+from syncline.train import Result, Run, train
 
 JOB = "job.toml"
 LOOK = 0.1  # seconds between two looks at the record
@@ -66,8 +66,8 @@ def run_loaded(job: Job, wish: Wish, console: Console) -> int:
     except SynclineError:
         _line(console, f"failed; what was recorded is in {near(record.path)}")
         raise
-    run.wait()
-    _last_words(record, wish, console, interrupted)
+    result = run.wait()
+    _last_words(record, result, wish, console, interrupted)
     return INTERRUPTED if interrupted else 0
 
 
@@ -229,11 +229,12 @@ def _line(console: Console, text: str) -> None:
 # -- the end ---------------------------------------------------------------------------------------------------
 
 
-def _last_words(record: RunRecord, wish: Wish, console: Console, interrupted: bool) -> None:
+def _last_words(record: RunRecord, result: Result, wish: Wish, console: Console, interrupted: bool) -> None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="grey50", no_wrap=True)
     grid.add_column(overflow="fold")
-    for name, value in summary(record):
+    spent = account(result.simulated) if result.simulated is not None else []
+    for name, value in [*summary(record), *spent]:
         grid.add_row(f"  {name}", value)
     files = [name for name in ("report.html", MODEL) if (record.path / name).exists()]
     grid.add_row("  run folder", near(record.path) + (f" ({', '.join(files)})" if files else ""))

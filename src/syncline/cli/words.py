@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from syncline.engines.sim.account import Simulated
 from syncline.report.page import measure
 from syncline.report.record import Line, RunRecord
 
@@ -87,6 +88,18 @@ def summary(record: RunRecord) -> list[tuple[str, str]]:
     if record.faults:
         rows.append(("faults", f"{len(record.faults)}: {event_line(record.faults[-1])}"))
     return rows
+
+
+def account(simulated: Simulated) -> list[tuple[str, str]]:
+    """Where the virtual time of simulated learners went, as rows of two."""
+    total = simulated.total
+    whole = total.compute + total.communication + total.waiting or 1.0
+    parts = (("computing", total.compute), ("communication", total.communication), ("waiting", total.waiting))
+    spent = ", ".join(f"{100 * seconds / whole:.1f} % {name}" for name, seconds in parts)
+    return [
+        ("learners' time", spent),
+        ("overlap", f"{100 * simulated.overlap:.1f} % (of computing and visible communication)"),
+    ]
 
 
 def how(record: RunRecord) -> str:

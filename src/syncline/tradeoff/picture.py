@@ -101,7 +101,7 @@ class _Look:
 
     def _level(self) -> Level | None:
         found = self._baseline
-        return Level(self._y(found), f"{found.sync} {found.name}") if found is not None else None
+        return Level(self._y(found), f"baseline {found.name}") if found is not None else None
 
     def over_product(self, syncs: Sequence[str]) -> str:
         """Rudra's rule: what counts is μλ. A dot for each, a line through the means of groups."""

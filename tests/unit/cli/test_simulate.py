@@ -1,0 +1,93 @@
+"""`syncline simulate JOB`: a job on a simulated cluster."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from syncline.cli.app import app
+from syncline.report import read_run
+
+JOB = """
+learners = 2
+batch_size = 16
+epochs = 1
+model = {name = "mlp", sizes = [64, 10]}
+data = "digits"
+evaluate = {name = "digits", split = "test"}
+loss = "cross_entropy"
+optimizer = {name = "sgd", lr = 0.1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB)
+
+
+def simulate(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", *arguments], env={"COLUMNS": "200"})
+
+
+def test_a_job_on_a_cluster_of_the_papers() -> None:
+    result = simulate(
+        "job.toml", "--learners", "30", "--cluster", "p775", "--sync", "async", "--run-dir", "out"
+    )
+    assert result.exit_code == 0, result.output
+    assert "times are virtual, on p775" in result.output and "examples per virtual second" in result.output
+    assert re.search(
+        r"learners' time +[\d.]+ % computing, [\d.]+ % communication, [\d.]+ % waiting", result.output
+    )
+    assert re.search(r"overlap +9\d\.\d %", result.output) and "syncline simulate job.toml" in result.output
+    record = read_run(Path("out"))
+    assert record.state == "finished" and record.options["learners"] == 30
+    assert record.staleness["mean"] > 10 and record.seconds < 10, (
+        "virtual: 90 gradients of 0.06 s by 30 learners"
+    )
+    kept = tomllib.loads(Path("out/job.toml").read_text())
+    assert kept["engine"] == {"name": "sim", "cluster": "p775"} and kept["topology"] == "servers:1"
+
+
+def test_a_script_and_another_cluster_change_what_happens() -> None:
+    script = "kill learner 1 at 0.1 s; add 1 at 0.2 s"
+    result = simulate("job.toml", "--cluster", "p775:stragglers=0.5", "--script", script, "--run-dir", "out")
+    assert result.exit_code == 0, result.output
+    assert "learner 1: lost: killed by the script" in result.output and "learner 2: joined" in result.output
+    again = simulate("job.toml", "--cluster", "p775:stragglers=0.5", "--script", script, "--run-dir", "twice")
+    assert again.exit_code == 0
+    lines = [(Path(name) / "model.safetensors").read_bytes() for name in ("out", "twice")]
+    assert lines[0] == lines[1], "the same every time"
+
+
+def test_the_job_s_own_cluster_stays_and_steps_stand_for_epochs() -> None:
+    Path("own.toml").write_text(JOB + 'engine = {name = "sim", cluster = "dgx-1", seed = 5}\n')
+    result = simulate("own.toml", "--steps", "4", "--seed", "3", "--run-dir", "out")
+    assert result.exit_code == 0 and "on dgx-1" in result.output, result.output
+    kept = tomllib.loads(Path("out/job.toml").read_text())
+    assert kept["engine"] == {"name": "sim", "cluster": "dgx-1", "seed": 5}
+    assert kept["steps"] == 4 and kept["seed"] == 3 and "epochs" not in kept
+    assert read_run(Path("out")).last["version"] == 4
+
+
+BAD = {
+    "no such cluster": (["--cluster", "p777"], "--cluster p777: unknown cluster 'p777': use one of"),
+    "no such key": (["--cluster", "p775:stragler=1"], "--cluster p775:stragler=1: "),
+    "no script": (["--script", "kill everybody"], "--script kill everybody: no fault"),
+    "bad dial": (["--sync", "softsync:4"], "--sync softsync:4: softsync:4 needs n <= learners"),
+    "both": (["--epochs", "1", "--steps", "2"], "either epochs or steps"),
+    "no file": (["missing.toml"], "missing.toml: cannot be read"),
+}
+
+
+@pytest.mark.parametrize("arguments, words", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
+    given = arguments if arguments[0].endswith(".toml") else ["job.toml", *arguments]
+    result = simulate(*given)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    assert not Path("runs").exists()
