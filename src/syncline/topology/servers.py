@@ -20,9 +20,9 @@ from syncline.topology.replay import Replay
 class ServerRole:
     """One shard process's handler."""
 
-    def __init__(self, port: ServerPort) -> None:
+    def __init__(self, port: ServerPort, replay: Replay | None = None) -> None:
         self._port = port
-        self._replay = Replay(port)
+        self._replay = replay or Replay(port)
         self._leader = Leader(port, self._replay) if port.shard == 0 else None
 
     def watch(self, decided: Callable[[int, Any], None], carried_out: Callable[[Entry], None]) -> None:

@@ -56,10 +56,7 @@ class Builtin(SimLearner):
 
     def _main_steps(self) -> Steps:
         try:
-            outside = Random()
-            seed_random(self.config.seed + self.rank)
-            self.own = Own(self.rank, Random(), [])
-            outside.restore()
+            self.own = self._make_own()
             yield from self._life()
             self.send(lambda: self._world.returned(self, None))
         except InvariantError as error:
@@ -72,8 +69,18 @@ class Builtin(SimLearner):
     def _resume(self) -> None:
         self.fiber.resume()  # it draws only where a gradient is made, from its own states
 
+    def _make_own(self) -> Own:
+        outside = Random()
+        seed_random(self.config.seed + self.rank)
+        own = Own(self.rank, Random(), [])
+        outside.restore()
+        return own
+
+    def _make_end(self) -> TableEnd:
+        return TableEnd(self)
+
     def _life(self) -> Steps:
-        table = self.table = TableEnd(self)
+        table = self.table = self._make_end()
         yield from table.open()
         feed = self.feed = Feed(self)
         yield from feed.open()

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from syncline.dial import Sync
 from syncline.engines.files import commit
-from syncline.engines.sim.memory import SimLane, SimTable
-from syncline.engines.sim.promises import PromisedLane
+from syncline.engines.sim.memory import SimTable, Traffic
 from syncline.engines.sim.states import OUTSIDE
 from syncline.ports import CoordinatorPort
 from syncline.table.checkpoints import Written
@@ -29,15 +28,11 @@ class SimCoordinator(CoordinatorPort):
         self._world, self.shards = world, world.spec.shards
 
     def make_table(self, table: int, layout: Layout) -> SimTable:
-        delay, shop = self._world.spec.delay, self._world.workshop
-        device = shop.device if shop is not None else torch.device("cpu")
-        memory = self._world.tables[table] = SimTable(layout, delay + 1 if delay else 0, device)
+        memory = self._world.tables[table] = self._world.make_table(layout)
         return memory
 
-    def make_lane(self, table: int, learner: int, layout: Layout) -> SimLane | PromisedLane:
-        shop, slots = self._world.workshop, max(2, self._world.spec.delay + 1)
-        lane = SimLane(layout, slots) if shop is None else PromisedLane(shop.computer, slots)
-        self._world.lanes[table, learner] = lane
+    def make_lane(self, table: int, learner: int, layout: Layout) -> Traffic:
+        lane = self._world.lanes[table, learner] = self._world.make_lane(layout)
         return lane
 
     def reply(self, learner: int, message: Any) -> None:

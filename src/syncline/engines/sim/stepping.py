@@ -13,7 +13,7 @@ import torch
 
 from syncline.engines.sim.learner import TICKET
 from syncline.engines.sim.memory import Releases
-from syncline.engines.sim.promises import Gradient, Promise, PromisedLane, Version
+from syncline.engines.sim.promises import Promise, PromisedLane, Version
 from syncline.learn.session import copy_all
 from syncline.ports import SILENT, STATES, Kind, Note, Reading, RunStopped
 from syncline.topology import messages as m
@@ -47,6 +47,8 @@ class TableEnd:
         self._dial = -1
         self._keep = False
         self._serial, self._options = 0, b""
+        self._lane: PromisedLane
+        self.weights: Version
         self._sum = Sum()
         self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
 
@@ -54,22 +56,31 @@ class TableEnd:
         learner, shop = self._learner, self._shop
         answer = yield from learner.ask(m.Open(TABLE, shop.layout))
         if isinstance(answer, m.Initialise):
-            values = learner.first_values(answer.handle, shop.layout)
-            copy_all(values[0], [parameter.detach() for parameter in shop.parameters])
-            copy_all(values[1], shop.buffers)
-            copy_all(values[2], shop.tensors.others)
+            self._initialise(answer)
             answer = yield from learner.ask(m.Initialised(TABLE, shop.template))
-        self._lane: PromisedLane = answer.lane
+        self._lane = answer.lane
         self._memory = answer.handle
         self._releases = Releases(answer.lane, shop.layout.shards)
-        learner.own.buffers = [buffer.clone() for buffer in answer.handle.buffers]
-        if answer.personal is not None:
-            self._steps = answer.personal.steps
-            kept = answer.personal.buffers.get(TABLE)
-            if kept is not None:
-                learner.own.buffers = [buffer.clone() for buffer in kept]
-            learner.keep_random(answer.personal.random)
+        self._begin(answer)
         yield from self._read(self._ticket())
+
+    def _initialise(self, answer: m.Initialise) -> None:
+        shop = self._shop
+        values = self._learner.first_values(answer.handle, shop.layout)
+        copy_all(values[0], [parameter.detach() for parameter in shop.parameters])
+        copy_all(values[1], shop.buffers)
+        copy_all(values[2], shop.tensors.others)
+
+    def _begin(self, opened: m.Opened) -> None:
+        """With the table's buffers, or where a checkpoint left this rank."""
+        learner, personal = self._learner, opened.personal
+        buffers = opened.handle.buffers
+        if personal is not None:
+            self._steps = personal.steps
+            learner.step = max(learner.step, personal.steps)
+            buffers = personal.buffers.get(TABLE, buffers)
+            learner.keep_random(personal.random)
+        learner.own.buffers = [buffer.clone() for buffer in buffers]
 
     # -- the step ----------------------------------------------------------------------------------------
 
@@ -90,16 +101,10 @@ class TableEnd:
             yield from self._read(self._post(index, promise, promise.loss))
 
     def _post(self, index: int, promise: Promise, loss: SupportsFloat) -> int:
-        learner, slot = self._learner, self._lane.slots[index]
-        options = self._shop.options(learner.feed.epoch if learner.feed else 0)
-        if options != self._options:
-            self._options = options
-            self._serial += 1
-        slot.promise = promise
-        slot.write_options(options)
+        learner = self._learner
+        full = self._fill(index, promise)
         number = self._ticket()
         count, loader, upto = learner.take_usage()
-        full = promise.gradient is None or all(promise.gradient.present)
         note = Note(
             Kind.GRADIENT,
             TABLE,
@@ -118,6 +123,17 @@ class TableEnd:
         self._steps += 1
         learner.post(note)
         return number
+
+    def _fill(self, index: int, promise: Promise) -> bool:
+        """The slot, with the promise and the group options; True if every parameter has a gradient."""
+        learner, slot = self._learner, self._lane.slots[index]
+        options = self._shop.options(learner.feed.epoch if learner.feed else 0)
+        if options != self._options:
+            self._options = options
+            self._serial += 1
+        slot.promise = promise
+        slot.write_options(options)
+        return promise.gradient is None or all(promise.gradient.present)
 
     def _flags(self, index: int) -> int:
         flags = SILENT if self.sync.local else 0
@@ -174,7 +190,6 @@ class TableEnd:
         if reading.version != self.version:
             self._newest = self._whole(reading.version)
             self.version = reading.version
-            self._learner.reads(TABLE, reading.version, self._newest.views)
         self.weights = self._newest
 
     def _whole(self, number: int) -> Version:
@@ -183,20 +198,20 @@ class TableEnd:
         version = arriving.pop(number, None)
         for old in [old for old in arriving if old < number]:
             del arriving[old]
-        if version is not None:
-            return version
-        memory = self._memory
-        source = memory.history[number % len(memory.history)] if self.sync.delay else memory.weights
-        return self._shop.versions.whole(number, source)
+        if version is None:
+            memory = self._memory
+            source = memory.history[number % len(memory.history)] if self.sync.delay else memory.weights
+            version = self._shop.versions.whole(number, source)
+        self._learner.reads(TABLE, number, version.views)
+        return version
 
     # -- local steps (M9) --------------------------------------------------------------------------------
 
     def _step_locally(self, promise: Promise) -> Steps:
         """Move by itself, add to the sum, push and fetch when their steps have come."""
         self._sum.loss = promise.loss
-        gradient = self._shop.computer.make(promise)
         if self.sync.fetch > 1:
-            self._move(gradient)
+            self._move(promise)
         yield from self._add(promise)
         self._locals += 1
         if self._sum.steps >= self.sync.push:
@@ -205,8 +220,9 @@ class TableEnd:
             self._fetching = (self._fetch(), self._locals + self.sync.fetch - 1)
         yield from self._fetched()
 
-    def _move(self, gradient: Gradient) -> None:
+    def _move(self, promise: Promise) -> None:
         """Onto weights of its own: a version is never changed."""
+        gradient = self._shop.computer.make(promise)
         moving = [index for index, present in enumerate(gradient.present) if present]
         if moving:
             assert self.sync.local_lr is not None
@@ -221,21 +237,24 @@ class TableEnd:
 
     def _add(self, promise: Promise) -> Steps:
         """To the sum, which is the gradient of the first."""
-        total, more = self._sum, self._shop.computer.make(promise)
+        total = self._sum
         total.steps += 1
         if total.promise is None:
             total.slot = (total.slot + 1) % len(self._lane.slots)
             yield from self._wait_free(total.tickets.get(total.slot, 0))
             total.promise = promise
-            return
-        first = self._shop.computer.make(total.promise)
+        else:
+            self._add_up(total.promise, promise)
+
+    def _add_up(self, total: Promise, promise: Promise) -> None:
+        first, more = self._shop.computer.make(total), self._shop.computer.make(promise)
         for index, present in enumerate(more.present):
             if present and first.present[index]:
                 first.views[index].add_(more.views[index])
             elif present:
                 first.views[index].copy_(more.views[index])
                 first.present[index] = True
-        total.promise.buffers = promise.buffers
+        total.buffers = promise.buffers
 
     def _wait_free(self, number: int) -> Steps:
         """The slot of this ticket may be used again."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from syncline.dial import Sync, as_sync
@@ -34,6 +35,7 @@ from syncline.errors import DialError, LostError, NotYetError, RunError
 from syncline.ports import ServerPort
 from syncline.protocols.restarts import Restarts
 from syncline.table.checkpoints import Folder
+from syncline.table.layout import Layout
 from syncline.topology import messages as m
 from syncline.topology.coordinator import Coordinator
 from syncline.topology.servers import ServerRole
@@ -57,7 +59,7 @@ class World:
     ) -> None:
         self.spec, self.cluster, self.seed = spec, cluster, seed
         self.watch = Watch(self) if check else None
-        self.workshop, alone = make_workshop(spec, ways) if handlers else (None, None)
+        self.workshop, alone = self.make_workshop(ways) if handlers else (None, None)
         self.script = script or Script(())
         self.clock = Clock()
         self.network = Network(cluster)
@@ -79,7 +81,7 @@ class World:
             now=lambda: self.clock.now,
             evaluate=self._evaluate,
             stop=self.coordinator.stop,
-            layouts=lambda: {table: self.coordinator.layout(table) for table in self.coordinator.tables},
+            layouts=self.layouts,
             callbacks=spec.callbacks,
             listeners=spec.listeners,
             restored=spec.restored,
@@ -92,6 +94,23 @@ class World:
         self._cut_asked = 0.0
         self._sampled = 0
         self.commands: deque[Callable[[World], None]] = deque()  # from other threads
+
+    def layouts(self) -> dict[int, Layout]:
+        """Of the tables whose weights are wanted at the end."""
+        return {table: self.coordinator.layout(table) for table in self.coordinator.tables}
+
+    def make_workshop(self, ways: Ways | None) -> tuple[Workshop | None, str | None]:
+        """For built-in learners; and why gradients are not computed together, where they were to be."""
+        return make_workshop(self.spec, ways)
+
+    def make_table(self, layout: Layout) -> SimTable:
+        delay, shop = self.spec.delay, self.workshop
+        device = shop.device if shop is not None else torch.device("cpu")
+        return SimTable(layout, delay + 1 if delay else 0, device)
+
+    def make_lane(self, layout: Layout) -> SimLane | PromisedLane:
+        shop, slots = self.workshop, max(2, self.spec.delay + 1)
+        return SimLane(layout, slots) if shop is None else PromisedLane(shop.computer, slots)
 
     def make_role(self, port: ServerPort) -> ServerRole:
         return ServerRole(port) if self.watch is None else WatchedRole(port, self.watch)

@@ -1,0 +1,210 @@
+"""What stands for a model, its data and its gradients where only their sizes matter (timing only).
+
+The learners, shards, protocols and network of any simulated run, without tensors. Tests compare the times with those of runs with
+real gradients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+from syncline.engines.sim.builtin import Builtin
+from syncline.engines.sim.memory import Traffic
+from syncline.engines.sim.promises import Own, Promise, Version
+from syncline.engines.sim.stepping import TableEnd
+from syncline.engines.sim.world import World
+from syncline.errors import UsageError
+from syncline.ports import Entry, Kind, Portion, Reading, ServerPort
+from syncline.table.layout import LINE, Layout
+from syncline.topology import messages as m
+from syncline.topology.replay import Replay
+from syncline.topology.servers import ServerRole
+
+TAKE, FOLD, RELEASE, CHANGE, LEAVE = map(int, (Kind.TAKE, Kind.FOLD, Kind.RELEASE, Kind.CHANGE, Kind.LEAVE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """All that a timing knows of a model and its data."""
+
+    parameters: int
+    examples: int  # of an epoch
+    itemsize: int = 4  # bytes of a parameter
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "examples", "itemsize"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"timing: {name} must be a whole number of at least 1, got {value!r}")
+
+    def part_bytes(self, shards: int) -> list[int]:
+        """Cut as the table of one flat tensor is."""
+        size = self.parameters * self.itemsize
+        cuts = ((size * index // shards + LINE // 2) // LINE * LINE for index in range(1, shards))
+        return [high - low for low, high in pairwise([0, *(min(size, cut) for cut in cuts), size])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedPlan:
+    """Stands for `learn.training.Training`."""
+
+    sizes: Sizes
+    batch_size: int
+    epochs: int | None
+    policy: str = "ledger"
+
+
+class _NoBuffers:
+    entries = ()
+
+
+class SizedLayout:
+    """Stands for a layout: how many bytes each shard has."""
+
+    def __init__(self, part_bytes: list[int]) -> None:
+        self.shards, self.part_bytes = len(part_bytes), part_bytes
+        self.buffers = _NoBuffers()
+
+    def difference(self, other: SizedLayout) -> str | None:
+        return (
+            None if self.part_bytes == other.part_bytes else f"{self.part_bytes} against {other.part_bytes}"
+        )
+
+
+class SizedTable:
+    """Stands for a table's memory."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.part_bytes = cast(SizedLayout, layout).part_bytes
+
+
+class SizedLane(Traffic):
+    """Slots without memory."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__()
+        self.slots = range(slots)
+
+
+class SizedShop:
+    """Stands for a workshop."""
+
+    def __init__(self, plan: SizedPlan, shards: int) -> None:
+        self.plan = plan
+        self.layout = SizedLayout(plan.sizes.part_bytes(shards))
+        self.size, self.ahead = plan.sizes.examples, 0
+        self.template = object()
+
+
+PROMISE = cast(Promise, type("Nothing", (), {"loss": float("nan")})())
+WEIGHTS = cast(Version, object())
+
+
+class SizedEnd(TableEnd):
+    """A learner's end of a table that has no weights."""
+
+    def _initialise(self, answer: m.Initialise) -> None:
+        pass
+
+    def _begin(self, opened: m.Opened) -> None:
+        pass
+
+    def _fill(self, index: int, promise: Promise) -> bool:
+        return True
+
+    def _whole(self, number: int) -> Version:
+        return WEIGHTS
+
+    def _move(self, promise: Promise) -> None:
+        pass
+
+    def _add_up(self, total: Promise, promise: Promise) -> None:
+        pass
+
+
+class SizedLearner(Builtin):
+    """A built-in learner that computes nothing."""
+
+    def _make_own(self) -> Own:
+        return cast(Own, None)
+
+    def _make_end(self) -> TableEnd:
+        return SizedEnd(self)
+
+    def _promise(self, table: TableEnd, portion: Portion, parts: int) -> Promise:
+        return PROMISE
+
+
+class SizedReplay(Replay):
+    """Carries out the log on shards that have no weights: only what it costs, and who goes on."""
+
+    def __init__(self, port: ServerPort) -> None:
+        super().__init__(port)
+        self._lockstep = False
+        self._rounds: Counter[int] = Counter()  # iteration -> gradients taken
+        self._shards_of: dict[int, int] = {}
+
+    def make_table(self, make: m.MakeTable) -> None:
+        if self._port.shard < make.layout.shards:
+            self._shards_of[make.table] = make.layout.shards
+            self._change(make.table, make.dial)
+
+    def _change(self, table: int, dial: int) -> None:
+        self._dial[table] = dial
+        self._lockstep = self.dials[dial].lockstep
+
+    def replay(self, entry: Entry) -> None:
+        kind, table = entry.kind, entry.table
+        if kind == LEAVE:
+            self._port.forget(entry.learner)
+        elif table not in self._shards_of:
+            return
+        elif kind == TAKE:
+            self._take_sized(entry)
+        elif kind == FOLD:
+            self._fold_sized(entry)
+        elif kind == RELEASE:
+            reading = Reading(entry.version, self._dial[table], entry.alone) if entry.full else None
+            self._port.release(table, entry.learner, entry.number, reading)
+        elif kind == CHANGE:
+            self._change(table, entry.iteration)
+
+    def _take_sized(self, entry: Entry) -> None:
+        if self._lockstep:
+            self._rounds[entry.iteration] += 1
+        elif not (entry.alone and entry.factor == 1.0):
+            self._port.spend(TAKE, entry.table)
+
+    def _fold_sized(self, entry: Entry) -> None:
+        added = self._rounds.pop(entry.iteration, 0) if self._lockstep else 0
+        if added > 1:
+            self._port.spend(TAKE, entry.table, added)
+        self._port.spend(FOLD, entry.table)
+
+
+class SizedWorld(World):
+    """A simulated run of sizes."""
+
+    def make_workshop(self, ways: Any) -> tuple[Any, str | None]:
+        return SizedShop(self.spec.arguments[0], self.spec.shards), None
+
+    def make_table(self, layout: Layout) -> Any:
+        return SizedTable(layout)
+
+    def make_lane(self, layout: Layout) -> Any:
+        return SizedLane(max(2, self.spec.delay + 1))
+
+    def make_role(self, port: ServerPort) -> ServerRole:
+        return ServerRole(port, SizedReplay(port))
+
+    def make_learner(self, learner: int, rank: int) -> Builtin:
+        assert self.workshop is not None
+        return SizedLearner(self, learner, rank, self.workshop)
+
+    def layouts(self) -> dict[int, Layout]:
+        """Of the tables whose weights are wanted at the end."""
+        return {}
