@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 import torch
 
-from syncline.dial import Sync
+from syncline.dial import Course, Sync
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.script import Script
+from syncline.engines.sim.sized import Sizes
 from syncline.engines.sim.states import Random
+from syncline.engines.sim.timing import Length, Timing, time_run
 from syncline.engines.sim.workshop import Ways
 from syncline.engines.sim.world import World, check_script
 from syncline.errors import NotYetError, RunError, UsageError
+from syncline.learn.session import check_whole
 from syncline.topology import messages as m
 
 
@@ -136,6 +140,44 @@ class Sim(Engine):
             check=self.check,
             handlers=self.handlers,
             ways=self._ways(spec),
+        )
+
+    def timing(
+        self,
+        *,
+        parameters: int,
+        examples: int,
+        learners: int,
+        batch_size: int,
+        sync: str | Sync | Mapping[int, str | Sync] | Course = "softsync:1",
+        shards: int = 1,
+        epochs: int | None = None,
+        steps: int | None = None,
+        seconds: float | None = None,
+        itemsize: int = 4,
+        policy: str = "ledger",
+        warmstart: int = 0,
+        seed: int = 0,
+    ) -> Timing:
+        """How long a run would take: no gradients, just sizes, for any number of learners and parameters.
+
+        `parameters` of `itemsize` bytes on so many `shards`, `examples` in an epoch; ends after epochs, updates (`steps`) or
+        virtual `seconds`.
+        """
+        script, course = Script.of(self.script), Course.of(sync)
+        check_whole("shards", shards)
+        return time_run(
+            self.cluster,
+            Sizes(parameters=parameters, examples=examples, itemsize=itemsize),
+            course,
+            Length(epochs=epochs, steps=steps, seconds=seconds),
+            learners=learners,
+            shards=shards,
+            batch_size=batch_size,
+            policy=policy,
+            warm=warmstart,
+            script=script,
+            seed=seed if self.seed is None else self.seed,
         )
 
     def _ways(self, spec: RunSpec) -> Ways | None:

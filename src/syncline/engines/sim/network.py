@@ -18,10 +18,12 @@ class Way:
     def __init__(self) -> None:
         self._starts: list[float] = []
         self._ends: list[float] = []
+        self.busy = 0.0  # seconds
 
     def book(self, now: float, ready: float, seconds: float) -> float:
         """The start of the first free time of that length, not before `ready`; it is taken then."""
         self._forget(now)
+        self.busy += seconds
         starts, ends = self._starts, self._ends
         place = bisect_right(ends, ready)  # the first span that ends later
         start = ready
@@ -86,3 +88,12 @@ class Network:
         out = self._out.setdefault(source, Way()).book(now, now + link.setup, seconds)
         into = self._in.setdefault(target, Way()).book(now, out + link.latency, seconds)
         return into + seconds
+
+    def cards(self) -> dict[int, tuple[float, float]]:
+        """Seconds for which each machine's card was sending, and receiving."""
+        machines = sorted(self._out.keys() | self._in.keys())
+        return {each: (_busy(self._out.get(each)), _busy(self._in.get(each))) for each in machines}
+
+
+def _busy(way: Way | None) -> float:
+    return way.busy if way is not None else 0.0

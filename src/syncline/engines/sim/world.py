@@ -30,7 +30,7 @@ from syncline.engines.sim.promises import PromisedLane
 from syncline.engines.sim.script import Script
 from syncline.engines.sim.server import SimServer
 from syncline.engines.sim.states import OUTSIDE, Streams
-from syncline.engines.sim.workshop import Ways, make_workshop
+from syncline.engines.sim.workshop import Ways, Workshop, make_workshop
 from syncline.errors import DialError, LostError, NotYetError, RunError
 from syncline.ports import ServerPort
 from syncline.protocols.restarts import Restarts
@@ -81,7 +81,7 @@ class World:
             now=lambda: self.clock.now,
             evaluate=self._evaluate,
             stop=self.coordinator.stop,
-            layouts=self.layouts,
+            layouts=lambda: {table: self.coordinator.layout(table) for table in self.coordinator.tables},
             callbacks=spec.callbacks,
             listeners=spec.listeners,
             restored=spec.restored,
@@ -94,10 +94,6 @@ class World:
         self._cut_asked = 0.0
         self._sampled = 0
         self.commands: deque[Callable[[World], None]] = deque()  # from other threads
-
-    def layouts(self) -> dict[int, Layout]:
-        """Of the tables whose weights are wanted at the end."""
-        return {table: self.coordinator.layout(table) for table in self.coordinator.tables}
 
     def make_workshop(self, ways: Ways | None) -> tuple[Workshop | None, str | None]:
         """For built-in learners; and why gradients are not computed together, where they were to be."""
@@ -325,28 +321,41 @@ class World:
 
     def run(self) -> Outcome:
         try:
+            self.start()
             self._run()
         finally:
-            for learner in self.learners.values():  # nobody stays behind
-                if not learner.fiber.done:
-                    learner.kill()
-            self.streams.enter(OUTSIDE)
+            self.end()
         outcome = self.recorder.outcome
         outcome.seconds, outcome.simulated = self.clock.now, self.simulated()
         return outcome
 
-    def _run(self) -> None:
+    def start(self) -> None:
+        """Plan the first events."""
         self.coordinator.begin()
         for fault in self.script.timed:
             self.clock.at(fault.seconds or 0.0, lambda fault=fault: self._timed(fault))  # type: ignore[misc]
         for learner in self.learners.values():
             self.clock.at(0.0, learner.start)
-        while self.recorder.error is None and not self._over() and self.clock.step():
+
+    def end(self) -> None:
+        """Nobody stays behind."""
+        for learner in self.learners.values():
+            if not learner.fiber.done:
+                learner.kill()
+        self.streams.enter(OUTSIDE)
+
+    def _run(self) -> None:
+        recorder, step, commands, seconds = (
+            self.recorder,
+            self.clock.step,
+            self.commands,
+            self.spec.cut_seconds,
+        )
+        while recorder.error is None and (self.live or not self._over()) and step():
             if self.watch is not None:
                 self.watch.after()
-            while self.commands:
-                self.commands.popleft()(self)
-            seconds = self.spec.cut_seconds
+            while commands:
+                commands.popleft()(self)
             if seconds is not None and self.clock.now - self._cut_asked > seconds:
                 self._cut_asked = self.clock.now
                 self.coordinator.ask_cut()

@@ -1,0 +1,154 @@
+"""Timing only: how long a run would take, from sizes alone, with any number of learners and parameters.
+
+No gradients and no model; learners, shards, protocols, ledger and network are those of any simulated run. Not responsible for
+what the learners would learn.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from syncline.dial import Course
+from syncline.engines.run import EpochRecord, Outcome, RunSpec
+from syncline.engines.sim.account import LearnerTimes
+from syncline.engines.sim.cluster import Cluster
+from syncline.engines.sim.script import Script
+from syncline.engines.sim.sized import SizedPlan, SizedWorld, Sizes
+from syncline.errors import UsageError
+from syncline.learn.session import check_batches, check_policy, check_whole
+from syncline.protocols.clocks import Staleness
+
+YOUNG = 100_000  # new objects between two looks for garbage: a run makes hardly any that needs looking for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What a run of these sizes would do, in virtual seconds."""
+
+    seconds: float
+    updates: int
+    gradients: int  # folded
+    dropped: int
+    examples: int  # in folded gradients
+    staleness: Staleness
+    times: LearnerTimes  # of all learners together
+    cards: dict[int, tuple[float, float]]  # machine -> share of the time that its card sends, receives
+    moved: int  # bytes between machines
+    events: int  # of the clock's queue
+    history: list[EpochRecord]
+
+    @property
+    def throughput(self) -> float:
+        """Examples per second."""
+        return self.examples / self.seconds if self.seconds else 0.0
+
+    @property
+    def overlap(self) -> float:
+        """Compute / (compute + visible communication), over all learners (R8)."""
+        return self.times.overlap
+
+    @property
+    def busiest(self) -> tuple[int, float]:
+        """The machine whose card is used most, and its share of the time in that direction; shards' are -1, -2, …"""
+        shares = ((machine, max(ways)) for machine, ways in self.cards.items())
+        return max(shares, key=lambda pair: pair[1], default=(0, 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Length:
+    """When a timing ends: after epochs, updates or virtual seconds; one of them."""
+
+    epochs: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+        if len(given) != 1:
+            raise UsageError(f"timing: give one of epochs=, steps= or seconds=, got {given or 'none'}")
+        for name in ("epochs", "steps"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name))
+        if self.seconds is not None and not self.seconds > 0:
+            raise UsageError(f"timing: seconds must be > 0, got {self.seconds!r}")
+
+
+def time_run(
+    cluster: Cluster,
+    sizes: Sizes,
+    course: Course,
+    length: Length,
+    *,
+    learners: int,
+    shards: int,
+    batch_size: int,
+    policy: str = "ledger",
+    warm: int = 0,
+    script: Script | None = None,
+    seed: int = 0,
+) -> Timing:
+    """Run it in virtual time."""
+    check_whole("learners", learners)
+    check_batches(sizes.examples, batch_size)
+    check_policy(policy)
+    for _, dial in course.dials:
+        dial.check(learners, batch_size)
+    plan = SizedPlan(sizes=sizes, batch_size=batch_size, epochs=length.epochs, policy=policy)
+    spec = RunSpec(
+        function=time_run,
+        arguments=(plan,),
+        learners=learners,
+        course=course,
+        warm=warm,
+        shards=shards,
+        fixed_shards=True,
+        devices=("cpu",),
+        seed=seed,
+        batch_size=batch_size,
+        limit=length.steps,
+        epochs=length.epochs,
+    )
+    world = SizedWorld(spec, cluster, script=script, seed=seed)
+    if length.seconds is not None:
+        world.clock.at(length.seconds, world.coordinator.stop)
+    with _rarely_looking_for_garbage():
+        outcome = world.run()
+    return _timing(world, outcome)
+
+
+def _timing(world: SizedWorld, outcome: Outcome) -> Timing:
+    table = outcome.statistics.tables[0]
+    simulated, seconds = world.simulated(), outcome.seconds
+    cards = {
+        machine: (sending / seconds, receiving / seconds) if seconds else (0.0, 0.0)
+        for machine, (sending, receiving) in world.network.cards().items()
+    }
+    return Timing(
+        seconds=seconds,
+        updates=table.version,
+        gradients=table.gradients,
+        dropped=table.dropped,
+        examples=table.examples,
+        staleness=table.staleness,
+        times=simulated.total,
+        cards=cards,
+        moved=simulated.moved,
+        events=simulated.events,
+        history=outcome.history,
+    )
+
+
+@contextmanager
+def _rarely_looking_for_garbage() -> Iterator[None]:
+    """With thousands of learners each look takes as long as thousands of events."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(YOUNG, 100, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

@@ -1,0 +1,222 @@
+"""Timing only: the same times as runs with gradients, what theory says of them, and memory that does not grow."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import syncline as sl
+from syncline.dial import Course
+from syncline.engines.run import RunSpec
+from syncline.engines.sim.cluster import Compute, Jitter, Link
+from syncline.engines.sim.sized import SizedPlan, SizedWorld, Sizes
+
+PRESETS = [
+    "hardsync",
+    "softsync:1",
+    "softsync:3,rate=staleness",
+    "async",
+    "downpour:push=1,fetch=1",
+    "downpour:push=2,fetch=3,local_lr=0.05",
+    "ssp:1",
+    "backup:1",
+    "delayed:1",
+    "delayed:3",
+    "hardsync until 1 then softsync:1",
+]
+INPUTS, OUTPUTS, EXAMPLES = 64, 32, 130
+SLOW = "p775:stragglers=0.3,bandwidth=1e6,jitter=exponential:0.5"
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0]).square().mean()
+
+
+def with_gradients(engine: sl.Sim, sync: str, **options: Any) -> sl.Result:
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(EXAMPLES, INPUTS))
+    given = {"learners": 4, "batch_size": 4, "seed": 3, **options}
+    optimizer = partial(torch.optim.SGD, lr=0.01)
+    model = nn.Linear(INPUTS, OUTPUTS, bias=False)
+    return sl.train(model, data, objective=squares, optimizer=optimizer, engine=engine, sync=sync, **given)
+
+
+def timed(engine: sl.Sim, sync: str, **options: Any) -> Any:
+    given = {"learners": 4, "batch_size": 4, "seed": 3, **options}
+    return engine.timing(parameters=INPUTS * OUTPUTS, examples=EXAMPLES, sync=sync, **given)
+
+
+def assert_same(timing: Any, result: sl.Result) -> None:
+    assert timing.seconds == result.seconds
+    for what in ("updates", "gradients", "dropped", "staleness"):
+        assert getattr(timing, what) == getattr(result, what), what
+    marks = [[(each.seconds, each.version) for each in run.history] for run in (timing, result)]
+    assert marks[0] == marks[1]
+    assert timing.throughput == pytest.approx(result.throughput)
+    assert timing.moved == result.simulated.moved > 0
+    assert timing.times == result.simulated.total
+
+
+@pytest.mark.parametrize("sync", PRESETS)
+@pytest.mark.parametrize(("cluster", "shards"), [("p775", 1), (SLOW, 2)])
+def test_times_are_those_of_a_run_with_gradients(sync: str, cluster: str, shards: int) -> None:
+    result = with_gradients(sl.Sim(cluster), sync, epochs=2, topology=f"servers:{shards}")
+    assert_same(timed(sl.Sim(cluster), sync, epochs=2, shards=shards), result)
+
+
+@pytest.mark.parametrize(
+    "sync", ["hardsync", "softsync:1", "backup:1", "downpour:push=2,fetch=2,local_lr=0.1"]
+)
+def test_with_deaths_joins_pauses_and_another_dial(sync: str) -> None:
+    script = "kill learner 1 at 0.1 s; add 2 at 0.15 s; pause shard 0 for 0.05 s at 0.2 s; change to async at 0.3 s"
+    result = with_gradients(sl.Sim("p775", script=script), sync, epochs=3, topology="servers:1")
+    assert {"lost", "joined", "paused", "dial"} <= {event.kind for event in result.events}
+    assert_same(timed(sl.Sim("p775", script=script), sync, epochs=3), result)
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "softsync:2", "async"])
+def test_a_set_number_of_updates(sync: str) -> None:
+    result = with_gradients(sl.Sim("p775"), sync, steps=21, topology="servers:1")
+    assert_same(timed(sl.Sim("p775"), sync, steps=21), result)
+
+
+def test_virtual_seconds_end_it() -> None:
+    timing = timed(sl.Sim(compute=1.0, transfer=0.0, latency=0.0), "async", seconds=20.5)
+    assert timing.gradients == pytest.approx(4 * 20, abs=4)
+    assert 20.0 <= timing.seconds < 23
+
+
+@pytest.mark.parametrize("learners", [8, 30])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_staleness_is_as_expected(learners: int, splits: int) -> None:
+    cluster = replace(sl.Cluster.named("p775"), jitter=Jitter(kind="normal", spread=0.1))
+    timing = sl.Sim(cluster).timing(
+        parameters=100,
+        examples=10**6,
+        learners=learners,
+        batch_size=8,
+        sync=f"softsync:{splits}",
+        steps=60 * splits,
+    )
+    quorum = max(1, learners // splits)
+    assert timing.staleness.mean == pytest.approx((learners - 1) / quorum, rel=0.08)
+    beyond = sum(n for sigma, n in timing.staleness.histogram.items() if sigma > 2 * learners / quorum)
+    assert beyond < 0.01 * timing.gradients
+
+
+def bandwidth_only(*, compute: float, bandwidth: float, latency: float = 0.0, **more: Any) -> sl.Cluster:
+    return sl.Cluster(compute=Compute(base=compute), card=Link(bandwidth=bandwidth, latency=latency), **more)
+
+
+@pytest.mark.parametrize(("learners", "slow"), [(2, 1.0), (8, 1.0), (8, 0.5)])
+def test_a_hardsync_step_is_the_slowest_computation_and_its_transfers(learners: int, slow: float) -> None:
+    """All weights through the server's card, then all gradients, both in the order of arrival: who is served i transfers
+    later finds the card free as much later. One transfer more than there are learners remains."""
+    seconds, latency, size = 1.0, 0.01, 4_000_000
+    cluster = bandwidth_only(compute=seconds, bandwidth=size / 0.02, latency=latency, speeds=(slow,))
+    runs = [
+        sl.Sim(cluster).timing(
+            parameters=size // 4,
+            examples=10**6,
+            learners=learners,
+            batch_size=1,
+            sync="hardsync",
+            steps=steps,
+        )
+        for steps in (10, 30)
+    ]
+    period = (runs[1].seconds - runs[0].seconds) / 20
+    expected = seconds / slow + 2 * latency + (learners + 1) * 0.02
+    assert period == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_server_is_bound_by_its_card() -> None:
+    size = 40_000_000
+    cluster = bandwidth_only(compute=0.001, bandwidth=1e9, latency=1e-5)
+    short, long = (
+        sl.Sim(cluster).timing(
+            parameters=size // 4, examples=10**6, learners=20, batch_size=16, sync="async", steps=steps
+        )
+        for steps in (200, 600)
+    )
+    assert 400 / (long.seconds - short.seconds) == pytest.approx(1e9 / size, rel=1e-3)
+    assert long.throughput == pytest.approx(16 * 1e9 / size, rel=0.1)
+    machine, share = long.busiest
+    assert machine == -1
+    assert share > 0.95
+    assert long.overlap < 0.1
+
+
+def test_several_shards_share_the_load() -> None:
+    cluster = bandwidth_only(compute=0.001, bandwidth=1e9, latency=1e-5)
+    one, four = (
+        sl.Sim(cluster).timing(
+            parameters=10**7,
+            examples=10**6,
+            learners=20,
+            batch_size=16,
+            sync="async",
+            steps=300,
+            shards=shards,
+        )
+        for shards in (1, 4)
+    )
+    assert four.throughput == pytest.approx(4 * one.throughput, rel=0.1)
+
+
+def test_billions_of_parameters() -> None:
+    timing = sl.Sim("dgx-1").timing(
+        parameters=175 * 10**9,
+        examples=10**6,
+        learners=16,
+        batch_size=8,
+        sync="delayed:1",
+        steps=5,
+        shards=16,
+    )
+    assert timing.updates == 5
+    assert timing.moved > 5 * 15 * 175 * 10**9 * 4  # all but the parts that lie on the learner's own machine
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async"])
+def test_memory_does_not_grow_with_the_run(sync: str) -> None:
+    plan = SizedPlan(sizes=Sizes(parameters=1000, examples=400), batch_size=4, epochs=None)
+    spec = RunSpec(
+        function=timed,
+        arguments=(plan,),
+        learners=10,
+        course=Course.of(sync),
+        shards=2,
+        fixed_shards=True,
+        devices=("cpu",),
+    )
+    world = SizedWorld(spec, sl.Cluster.named("p775"), seed=1)
+    world.start()
+    blocks = []
+    for events in (10_000, 60_000):
+        while world.clock.events < events:
+            world.clock.step()
+        blocks.append(sys.getallocatedblocks())
+    world.end()
+    assert blocks[1] - blocks[0] < 0.01 * blocks[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "one of epochs=, steps= or seconds="),
+        ({"epochs": 1, "steps": 2}, "one of epochs=, steps= or seconds="),
+        ({"seconds": -1}, "seconds must be > 0"),
+        ({"epochs": 1, "sync": "softsync:9"}, "needs n <= learners"),
+        ({"epochs": 1, "batch_size": 1000}, "larger than the data set"),
+        ({"epochs": 1, "shards": 0}, "shards must be a whole number"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(sl.SynclineError, match=message):
+        timed(sl.Sim("p775"), **{"sync": "async", **options})
