@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from syncline.errors import UsageError
-from syncline.learn.feed import count_of
+from syncline.learn.feed import count_of, to_device
 from syncline.learn.surface import Session
 
 Loss = Callable[[Any, Any], Tensor]
@@ -124,6 +124,11 @@ class Evaluation:
     batch_size: int
     collate: Callable[[list[Any]], Any] | None
     classes: bool
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - never changed
+
+    def on(self, device: torch.device) -> Evaluation:
+        """The same on another device."""
+        return replace(self, model=copy.deepcopy(self.model).to(device), device=device)
 
     def __call__(self, state: dict[str, Tensor]) -> dict[str, float]:
         self.model.load_state_dict(state, strict=False)
@@ -132,7 +137,8 @@ class Evaluation:
             return dict(self.data(self.model))
         total = right = count = 0.0
         with torch.no_grad():
-            for batch in DataLoader(self.data, batch_size=self.batch_size, collate_fn=self.collate):
+            for read in DataLoader(self.data, batch_size=self.batch_size, collate_fn=self.collate):
+                batch = to_device(read, self.device)
                 examples = count_of(batch)
                 total += float(self.objective(self.model, batch)) * examples
                 count += examples

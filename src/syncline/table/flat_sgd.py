@@ -17,6 +17,8 @@ from torch import Tensor
 from syncline.table.layout import Part
 
 SAME = ("momentum", "dampening", "nesterov", "maximize")  # must be so in all groups
+COUNT = ("lr", "weight_decay", *SAME)
+PLANS_KEPT = 64  # for rates that change with each fold
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,18 @@ class _Rates:
     scale: float
     each: list[Tensor] | None
 
-    @property
-    def nothing(self) -> bool:
-        return self.scale == 0.0
+
+@dataclass(frozen=True)
+class _Plan:
+    """A step with given options."""
+
+    fits: bool
+    rates: _Rates
+    decays: _Rates
+    momentum: float
+    dampening: float
+    nesterov: bool
+    maximize: bool
 
 
 class FlatSGD:
@@ -39,7 +50,8 @@ class FlatSGD:
         self._group: dict[int, int] = {}  # id of a parameter -> its group
         for number, group in enumerate(optimizer.param_groups):
             self._group.update((id(parameter), number) for parameter in group["params"])
-        self._kept: dict[tuple[Any, ...], _Rates] = {}
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._kept: dict[tuple[float, ...], list[Tensor]] = {}
         self._momentum: list[Tensor] = []
         self._first: Tensor | None = None  # a view of it, to notice that it was replaced
 
@@ -53,41 +65,48 @@ class FlatSGD:
     def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
         """One step with the gradient's segments; False where only the plain step will do, and nothing was done."""
         groups = self._optimizer.param_groups
-        options = groups[0]
-        if not parameters or any(group[key] != options[key] for group in groups for key in SAME):
+        key = tuple([group[name] for group in groups for name in COUNT])
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(parameters)
+            if len(self._plans) > PLANS_KEPT:
+                del self._plans[next(iter(self._plans))]
+        if not plan.fits or (plan.momentum and not self._adopt(parameters)):
             return False
-        if any(isinstance(group["lr"], Tensor) for group in groups):
-            return False
-        if options["momentum"] and not self._adopt(parameters):
-            return False
-        rates = self._rates([group["lr"] for group in groups], parameters)
-        decays = self._rates([group["weight_decay"] for group in groups], parameters)
-        with torch.no_grad():
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
             for index, weights in enumerate(self._weights):
-                self._move(index, weights, gradients[index], options, rates, decays)
+                self._move(index, weights, gradients[index], plan)
+        finally:
+            torch._C._set_grad_enabled(before)
         return True
 
-    def _move(
-        self,
-        index: int,
-        weights: Tensor,
-        gradient: Tensor,
-        options: dict[str, Any],
-        rates: _Rates,
-        decays: _Rates,
-    ) -> None:
-        if options["maximize"]:
+    def _plan(self, parameters: Sequence[Tensor]) -> _Plan:
+        groups = self._optimizer.param_groups
+        first = groups[0]
+        return _Plan(
+            fits=bool(parameters)
+            and all(group[name] == first[name] for group in groups for name in SAME)
+            and not any(isinstance(group["lr"], Tensor) for group in groups),
+            rates=self._rates([float(group["lr"]) for group in groups], parameters),
+            decays=self._rates([float(group["weight_decay"]) for group in groups], parameters),
+            **{name: first[name] for name in SAME},
+        )
+
+    def _move(self, index: int, weights: Tensor, gradient: Tensor, plan: _Plan) -> None:
+        if plan.maximize:
             gradient = -gradient
-        if not decays.nothing:
-            gradient = _add(gradient, weights, decays, index)
-        momentum = options["momentum"]
-        if momentum:
+        if plan.decays.scale:
+            gradient = _add(gradient, weights, plan.decays, index)
+        if plan.momentum:
             kept = self._momentum[index]
-            if options["dampening"]:
-                kept.mul_(momentum).add_(gradient, alpha=1 - options["dampening"])
+            if plan.dampening:
+                kept.mul_(plan.momentum).add_(gradient, alpha=1 - plan.dampening)
             else:
-                torch.add(gradient, kept, alpha=momentum, out=kept)
-            gradient = torch.add(gradient, kept, alpha=momentum) if options["nesterov"] else kept
+                torch.add(gradient, kept, alpha=plan.momentum, out=kept)
+            gradient = torch.add(gradient, kept, alpha=plan.momentum) if plan.nesterov else kept
+        rates = plan.rates
         if rates.each is None:
             weights.add_(gradient, alpha=-rates.scale)
         else:
@@ -97,12 +116,12 @@ class FlatSGD:
         """The largest times a number for each element; kept, for schedules mostly change the largest alone."""
         scale = max(values, key=abs)
         if all(value == scale for value in values):
-            return _Rates(float(scale), None)
+            return _Rates(scale, None)
         relative = tuple(float(torch.tensor(value / scale, dtype=torch.float32)) for value in values)
-        rates = self._kept.get(relative)
-        if rates is None:
-            rates = self._kept[relative] = _Rates(1.0, self._spread(relative, parameters))
-        return _Rates(float(scale), rates.each)
+        each = self._kept.get(relative)
+        if each is None:
+            each = self._kept[relative] = self._spread(relative, parameters)
+        return _Rates(scale, each)
 
     def _spread(self, values: Sequence[float], parameters: Sequence[Tensor]) -> list[Tensor]:
         each = [torch.zeros_like(segment) for segment in self._weights]

@@ -114,6 +114,13 @@ class Flat:
             )
         ]
 
+    def new(self, device: torch.device) -> list[Tensor]:
+        """Segments in memory of their own, with whatever is there."""
+        return [
+            torch.empty(length, dtype=DTYPES[dtype], device=device)
+            for dtype, length in zip(self.dtypes, self.lengths, strict=True)
+        ]
+
     def views(self, segments: Sequence[Tensor]) -> list[Tensor]:
         """One tensor per entry, in its shape."""
         return [

@@ -122,6 +122,7 @@ class Shard:
         self._grad_views: list[Tensor] | None = None
         self._flat: FlatSGD | None = None
         self._flat_gradient: list[Tensor] | None = None  # what the next step goes by, where that is one piece
+        self._views_later: list[Tensor] | None = None
         self._put: dict[int, list[Tensor]] = {}
         self._options: Options = template.options
         self._factor = 1.0
@@ -244,8 +245,10 @@ class Shard:
                 if factor != 1.0:
                     group["lr"] = option["lr"] * factor
         if self._flat_gradient is None or not self._step_flat(self._flat_gradient):
+            if self._views_later is not None:
+                self._set_gradients(self._views_later, self._all)
             self._step()
-        self._flat_gradient = None
+        self._flat_gradient = self._views_later = None
         self.version += 1
         if self._kept:
             _copy(self._kept[self.version % len(self._kept)], self.weights)

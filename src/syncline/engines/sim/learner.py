@@ -292,6 +292,11 @@ class SimLearner(LearnerPort):
         self._answers.append(message)
         self.wake()
 
+    @property
+    def watched(self) -> bool:
+        """Somebody looks on at what it reads."""
+        return self._world.watch is not None
+
     def reads(self, table: int, version: int, weights: list[Tensor]) -> None:
         if self._world.watch is not None:
             self._world.watch.read(self.learner, table, version, weights)

@@ -12,7 +12,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
@@ -36,7 +36,7 @@ class Version:
     def __init__(self, layout: Layout, number: int, device: torch.device) -> None:
         self._flat = flat = layout.parameters
         self.number = number
-        self.segments = flat.segments(torch.empty(flat.nbytes, dtype=torch.uint8, device=device))
+        self.segments = flat.new(device)
         self.filled: set[int] = set()  # by which shards
 
     @cached_property
@@ -163,13 +163,19 @@ class PromisedSlot:
         self._options = text
 
     def read_options(self) -> list[dict[str, Any]]:
-        return json.loads(self._options)
+        return _parsed(self._options)
 
     def write_states(self, states: bytes) -> None:
         self._states = states
 
     def read_states(self) -> bytes:
         return self._states
+
+
+@lru_cache(maxsize=64)
+def _parsed(options: bytes) -> list[dict[str, Any]]:
+    """The same list for the same text: shards notice a change by that."""
+    return json.loads(options)
 
 
 class PromisedLane(Traffic):

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from syncline.dial import Sync, as_sync
 from syncline.engines.record import Recorder
-from syncline.engines.run import Outcome, RunSpec
+from syncline.engines.run import Evaluate, Outcome, RunSpec
 from syncline.engines.script import Fault
 from syncline.engines.sim.account import LearnerTimes, Simulated
 from syncline.engines.sim.builtin import Builtin
 from syncline.engines.sim.clock import Action, Clock, Machines
 from syncline.engines.sim.cluster import Cluster
+from syncline.engines.sim.collector import calm_collector
 from syncline.engines.sim.coordinator import SimCoordinator
 from syncline.engines.sim.invariants.watch import Watch, WatchedRole
 from syncline.engines.sim.learner import SimLearner
@@ -32,6 +33,7 @@ from syncline.engines.sim.server import SimServer
 from syncline.engines.sim.states import OUTSIDE, Streams
 from syncline.engines.sim.workshop import Ways, Workshop, make_workshop
 from syncline.errors import DialError, LostError, NotYetError, RunError
+from syncline.learn.training import Evaluation
 from syncline.ports import ServerPort
 from syncline.protocols.restarts import Restarts
 from syncline.table.checkpoints import Folder
@@ -92,6 +94,7 @@ class World:
         self.live = dict(self.learners)
         self._restarts = Restarts()
         self._cut_asked = 0.0
+        self._evaluation: Evaluate | None = None
         self._sampled = 0
         self.commands: deque[Callable[[World], None]] = deque()  # from other threads
 
@@ -303,8 +306,12 @@ class World:
         self.recorder.sample(self.servers[0].role.statistics())
 
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
-        assert self.spec.evaluate is not None
-        self.recorder.evaluated(epoch, self.spec.evaluate(state))
+        if self._evaluation is None:
+            self._evaluation = self.spec.evaluate
+            if self.workshop is not None and isinstance(self._evaluation, Evaluation):
+                self._evaluation = self._evaluation.on(self.workshop.device)
+        assert self._evaluation is not None
+        self.recorder.evaluated(epoch, self._evaluation(state))
 
     def waiting(self) -> dict[int, str | None]:
         """Rank to what it waits for."""
@@ -321,8 +328,9 @@ class World:
 
     def run(self) -> Outcome:
         try:
-            self.start()
-            self._run()
+            with calm_collector():
+                self.start()
+                self._run()
         finally:
             self.end()
         outcome = self.recorder.outcome
