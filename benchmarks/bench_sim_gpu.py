@@ -9,7 +9,10 @@ optimizer's step, `run` whole simulated runs. Every way is first compared with t
 """
 
 import argparse
+import copy
+import cProfile
 import json
+import pstats
 import statistics
 import time
 import traceback
@@ -22,10 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+import syncline as sl
 from benchmarks import machine
 from syncline.engines.sim.batched import Joined, Stacked
 from syncline.engines.sim.capture import repeatable
 from syncline.engines.sim.task import Task
+from syncline.engines.sim.workshop import Ways
+from syncline.engines.sim.world import World
 from syncline.learn.training import Supervised
 from syncline.models import Cifar10Full, cifar10_full_sgd
 from syncline.table.flat_sgd import FlatSGD
@@ -231,6 +237,52 @@ def copies(bench: Bench) -> dict[str, Any]:
     return bench.rate(lambda: [torch.empty_like(segment).copy_(segment) for segment in weights], 1)
 
 
+def run(bench: Bench, sync: str, size: int, learners: int, *, graphs: bool = True) -> dict[str, Any]:
+    """A whole simulated run, protocol and all, after a shorter one that captures what there is to capture."""
+    data = TensorDataset(*(tensor.cpu() for tensor in bench.task.examples._tensors))  # type: ignore[union-attr]
+    epochs = (1, 3 if size < 32 else 10) if bench.device.type == "cuda" else (1, 1)
+    shown: dict[str, Any] = {}
+    for count in epochs:
+        begin = time.perf_counter()
+        result = sl.train(
+            copy.deepcopy(bench.model),
+            data,
+            loss=F.cross_entropy,
+            optimizer=cifar10_full_sgd,
+            sync=sync,
+            learners=learners,
+            batch_size=size,
+            epochs=count,
+            engine=sl.Sim(batched=Ways(graphs=graphs)),
+            device=str(bench.device),
+        )
+        seconds = time.perf_counter() - begin
+        events = [event.what for event in result.events]
+        shown[f"seconds_{count}"], shown[f"gradients_{count}"] = seconds, result.gradients
+    if epochs[0] != epochs[1]:  # without what a run costs however long it is
+        first, last = (f"_{count}" for count in epochs)
+        more = shown[f"gradients{last}"] - shown[f"gradients{first}"]
+        shown["per_second"] = more / (shown[f"seconds{last}"] - shown[f"seconds{first}"])
+    return {**shown, "staleness": result.staleness.mean, "events": events}
+
+
+def profile_run(bench: Bench, sync: str) -> dict[str, Any]:
+    """Where the host's time goes in a whole run."""
+    found = cProfile.Profile()
+    whole = World.run
+
+    def run_profiled(world: World) -> Any:
+        return found.runcall(whole, world)
+
+    World.run = run_profiled  # type: ignore[method-assign]
+    try:
+        shown = run(bench, sync, 4, 30)
+    finally:
+        World.run = whole  # type: ignore[method-assign]
+    pstats.Stats(found).sort_stats("tottime").print_stats(30)
+    return shown
+
+
 def profiled(bench: Bench, work: Callable[[], object]) -> None:
     """The kernels that take the time."""
     from torch.profiler import ProfilerActivity, profile
@@ -274,6 +326,13 @@ def cases(bench: Bench) -> dict[str, Callable[[], dict[str, Any]]]:
         found[f"stacked (30,4,30) grouped {tag[graphs]}"] = lambda g=graphs: stacked(
             bench, 4, 30, graphs=g, convolutions="grouped"
         )
+    if modes[0]:
+        found["run (1,4,30) softsync:1"] = lambda: run(bench, "softsync:1", 4, 30)
+        found["run (30,4,30) softsync:30"] = lambda: run(bench, "softsync:30", 4, 30)
+        found["run (0,128,1) hardsync"] = lambda: run(bench, "hardsync", 128, 1)
+        found["run (1,128,10) softsync:1"] = lambda: run(bench, "softsync:1", 128, 10)
+        found["profile run (1,4,30)"] = lambda: profile_run(bench, "softsync:1")
+        found["profile run (30,4,30)"] = lambda: profile_run(bench, "softsync:30")
     for way in ("plain", "flat", *(("captured",) if modes[0] else ())):
         found[f"step {way}"] = lambda w=way: step(bench, w)
     found["step copy of a version"] = lambda: copies(bench)

@@ -186,12 +186,18 @@ class Shard:
             mean = self._running_mean()
             views, present, mean.total = mean.views, mean.present, 0
         added = before - len(self._taken) - len(self._promised) if self._lockstep else 1
+        if self._flat_gradient is not None and self.clip_norm is None and self.layout.shards == 1:
+            self._views_later = views  # only the plain step looks at each parameter's gradient
+        else:
+            self._set_gradients(views, present)
+        return added if added > 1 else 0
+
+    def _set_gradients(self, views: list[Tensor], present: tuple[bool, ...]) -> None:
         if views is self._grad_views and all(present):
-            return added if added > 1 else 0
+            return
         for parameter, view, has in zip(self.parameters, views, present, strict=True):
             parameter.grad = view if has else None
         self._grad_views = views if all(present) else None
-        return added if added > 1 else 0
 
     def _gather_taken(self, iteration: int) -> tuple[list[Tensor], tuple[bool, ...]]:
         if self._lockstep:
