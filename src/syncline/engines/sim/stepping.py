@@ -202,7 +202,8 @@ class TableEnd:
             memory = self._memory
             source = memory.history[number % len(memory.history)] if self.sync.delay else memory.weights
             version = self._shop.versions.whole(number, source)
-        self._learner.reads(TABLE, number, version.views)
+        if self._learner.watched:
+            self._learner.reads(TABLE, number, version.views)
         return version
 
     # -- local steps (M9) --------------------------------------------------------------------------------
