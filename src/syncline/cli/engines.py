@@ -7,7 +7,7 @@ from typing import Any
 
 from syncline.engines.script import parse_script
 from syncline.engines.sim.cluster import Cluster
-from syncline.errors import NotYetError, UsageError
+from syncline.errors import UsageError
 from syncline.jobs import Job, Named
 
 CLUSTER = "p775"  # where neither the job nor the command names one: its times grow with the batch
@@ -23,8 +23,6 @@ class Simulated:
 
     def __post_init__(self) -> None:
         """Refused here, the option is named."""
-        if self.timing:
-            raise NotYetError("--timing is understood but not built yet; leave it out to compute gradients")
         for option, value, check in (
             ("--cluster", self.cluster, Cluster.parse),
             ("--script", self.script, parse_script),

@@ -44,13 +44,19 @@ class Asked:
     out: Path | None = None
     fresh: bool = False
 
+    @property
+    def timing(self) -> bool:
+        """Sizes only."""
+        return self.simulated is not None and self.simulated.timing
+
 
 def study(asked: Asked, console: Console) -> int:
     """Run what is left of it; the exit code comes back."""
     points, skipped = asked.grid.points()
     job = _job(asked, points)
     folder = asked.out or Path("runs") / f"tradeoff-{asked.wish.job.stem if asked.wish.job else 'digits'}"
-    with Store(folder, job.table(), fresh=asked.fresh) as store:
+    kind = {"timing": True} if asked.timing else {}
+    with Store(folder, {**job.table(), **kind}, fresh=asked.fresh) as store:
         _say_skipped(skipped, console)
         todo = left(points, store.rows)
         progress = Progress(todo, before=len(points) - len(todo), steps=job.steps is not None)
@@ -129,7 +135,7 @@ def _conduct(job: Job, asked: Asked, store: Store, progress: Progress, console: 
         return False
     board = Board(progress, console)
     try:
-        with _Interrupt() as interrupt, Pool(job, workers, store.folder / LOG) as pool, board:
+        with _Interrupt() as interrupt, _pool(job, asked, workers, store) as pool, board:
             for news in pool.run(progress.points):
                 for each in news:
                     _heard(each, job, store, progress, board)
@@ -139,6 +145,10 @@ def _conduct(job: Job, asked: Asked, store: Store, progress: Progress, console: 
     finally:
         _forget_empty(store.folder / LOG)
     return False
+
+
+def _pool(job: Job, asked: Asked, workers: int, store: Store) -> Pool:
+    return Pool(job, workers, store.folder / LOG, timing=asked.timing)
 
 
 class _Interrupt:
@@ -218,7 +228,8 @@ def _title(table: dict[str, Any]) -> str:
     ]
     if _name(table, "engine") == "sim":
         cluster = table["engine"].get("cluster")
-        parts.append(f"simulated on {cluster}" if cluster else "simulated")
+        how = "timed" if table.get("timing") else "simulated"
+        parts.append(f"{how} on {cluster}" if cluster else how)
     return ", ".join(parts)
 
 

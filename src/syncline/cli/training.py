@@ -62,7 +62,7 @@ def run_loaded(job: Job, wish: Wish, console: Console) -> int:
     run.recording.keep(JOB, _as_it_ran(job))
     record = run.recording.record
     try:
-        interrupted = _watch(run, console)
+        interrupted = _watch(run, console, goes_on=job.resume is not None)
     except SynclineError:
         _line(console, f"failed; what was recorded is in {near(record.path)}")
         raise
@@ -163,7 +163,7 @@ def _as_it_ran(job: Job) -> str:
 # -- watching --------------------------------------------------------------------------------------------------
 
 
-def _watch(run: Run, console: Console) -> bool:
+def _watch(run: Run, console: Console, *, goes_on: bool) -> bool:
     """Show the run until it ends; True where Ctrl-C ended it."""
     assert run.recording is not None
     record = run.recording.record
@@ -180,7 +180,7 @@ def _watch(run: Run, console: Console) -> bool:
         if console.is_terminal:
             _live(run, record, console, lambda: "stopping: learners finish their step" if interrupted else "")
         else:
-            _plain(run, record, console)
+            _plain(run, record, console, goes_on=goes_on)
     finally:
         signal.signal(signal.SIGINT, before)
     return interrupted
@@ -204,10 +204,11 @@ def _live(run: Run, record: RunRecord, console: Console, note: Callable[[], str]
         live.refresh()
 
 
-def _plain(run: Run, record: RunRecord, console: Console) -> None:
-    """One line per epoch and event."""
+def _plain(run: Run, record: RunRecord, console: Console, *, goes_on: bool) -> None:
+    """One line per epoch and event; of a run that goes on, what it has new."""
     _line(console, f"{near(record.path)}: {headline(record)}")
-    printed, events = {each["epoch"] for each in record.epochs}, len(record.events)
+    printed = {each["epoch"] for each in record.epochs} if goes_on else set()
+    events = len(record.events) if goes_on else 0
     ended = False
     while not ended:
         ended = _ended(run)
@@ -233,7 +234,7 @@ def _last_words(record: RunRecord, result: Result, wish: Wish, console: Console,
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="grey50", no_wrap=True)
     grid.add_column(overflow="fold")
-    spent = account(result.simulated) if result.simulated is not None else []
+    spent = account(result.simulated.total) if result.simulated is not None else []
     for name, value in [*summary(record), *spent]:
         grid.add_row(f"  {name}", value)
     files = [name for name in ("report.html", MODEL) if (record.path / name).exists()]

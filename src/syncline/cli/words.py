@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from syncline.engines.sim.account import Simulated
+from syncline.engines.sim.account import LearnerTimes
 from syncline.report.page import measure
 from syncline.report.record import Line, RunRecord
 
@@ -90,15 +90,14 @@ def summary(record: RunRecord) -> list[tuple[str, str]]:
     return rows
 
 
-def account(simulated: Simulated) -> list[tuple[str, str]]:
+def account(total: LearnerTimes) -> list[tuple[str, str]]:
     """Where the virtual time of simulated learners went, as rows of two."""
-    total = simulated.total
     whole = total.compute + total.communication + total.waiting or 1.0
     parts = (("computing", total.compute), ("communication", total.communication), ("waiting", total.waiting))
     spent = ", ".join(f"{100 * seconds / whole:.1f} % {name}" for name, seconds in parts)
     return [
         ("learners' time", spent),
-        ("overlap", f"{100 * simulated.overlap:.1f} % (of computing and visible communication)"),
+        ("overlap", f"{100 * total.overlap:.1f} % (of computing and visible communication)"),
     ]
 
 

@@ -208,6 +208,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("updates", lambda row: _number(row.updates, 0)),
     ("largest σ", lambda row: _number(row.max_staleness, 0)),
     ("examples/s", lambda row: _number(row.throughput, 0)),
+    ("overlap", lambda row: _per_cent(row.overlap)),
     ("error", lambda row: row.error),
 )
 

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from syncline.engines.run import EpochRecord
-from syncline.errors import LearnerError
+from syncline.engines.sim.engine import Sim
+from syncline.engines.sim.timing import Timing
+from syncline.errors import LearnerError, UsageError
 from syncline.jobs import Job
 from syncline.learn.training import evaluation_of
+from syncline.topology.parse import Servers, parse_topology
 from syncline.tradeoff.grid import Point
 from syncline.tradeoff.rows import Row, asked
 from syncline.train import Result, train
@@ -31,17 +34,21 @@ def overrides(point: Point) -> list[str]:
     ]
 
 
-def run_point(job: Job, point: Point, moved: Moved = lambda epochs: None) -> Row:
-    """Run a job that is set to the point; what goes wrong is in the row."""
+def run_point(job: Job, point: Point, moved: Moved = lambda epochs: None, *, timing: bool = False) -> Row:
+    """Run a job that is set to the point, or only time it; what goes wrong is in the row."""
     began = time.monotonic()
     try:
-        arguments = job.build()
-        arguments["callbacks"] = (*arguments["callbacks"], lambda record: moved(record.epoch + 1))
-        result: Result = train(**arguments)
-        known = _known(result, arguments)
+        known = _timed(job) if timing else _trained(job, moved)
     except Exception as error:
         known = {"error": said(error)}
     return asked(point, **known, wall_seconds=round(time.monotonic() - began, 3), **made_by())
+
+
+def _trained(job: Job, moved: Moved) -> dict[str, Any]:
+    arguments = job.build()
+    arguments["callbacks"] = (*arguments["callbacks"], lambda record: moved(record.epoch + 1))
+    result: Result = train(**arguments)
+    return _known(result, arguments)
 
 
 def _known(result: Result, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +92,53 @@ def _metrics(result: Result, arguments: dict[str, Any]) -> dict[str, float]:
     return test(result.state_dict()) if test is not None else {}
 
 
+# -- timing only -----------------------------------------------------------------------------------------------
+
+
+def time_job(job: Job) -> Timing:
+    """How long a job's run would take on its simulator, by the sizes of its model and data."""
+    made = job.build()
+    engine, topology = made["engine"], parse_topology(job.topology)
+    if not isinstance(engine, Sim):
+        raise UsageError(f"timing is the simulator's, this job runs on {job.engine}")
+    if not isinstance(topology, Servers):
+        raise UsageError(f"timing knows servers only, not {topology}; write topology = 'servers:1'")
+    parameters = [each for each in made["model"].parameters() if each.requires_grad]
+    count = sum(each.numel() for each in parameters)
+    return engine.timing(
+        parameters=count,
+        itemsize=round(sum(each.numel() * each.element_size() for each in parameters) / count),
+        examples=len(made["data"]),
+        learners=job.learners,
+        batch_size=job.batch_size,
+        sync=made["sync"],
+        shards=topology.shards if topology.fixed else 1,
+        epochs=job.epochs or (None if job.steps else 1),
+        steps=job.steps,
+        policy=job.policy,
+        warmstart=job.warmstart,
+        seed=job.seed,
+    )
+
+
+def _timed(job: Job) -> dict[str, Any]:
+    timing = time_job(job)
+    return {
+        "epochs": None if job.steps else float(len(timing.history)),
+        "seconds": round(timing.seconds, 9),
+        "updates": timing.updates,
+        "gradients": timing.gradients,
+        "dropped": timing.dropped,
+        "mean_staleness": timing.staleness.mean,
+        "max_staleness": timing.staleness.max,
+        "throughput": round(timing.throughput, 6),
+        "overlap": round(timing.overlap, 6),
+    }
+
+
+# -- what went wrong, who made it ------------------------------------------------------------------------------
+
+
 def said(error: BaseException) -> str:
     """On one line."""
     text = error.traceback if isinstance(error, LearnerError) else str(error)
@@ -93,9 +147,6 @@ def said(error: BaseException) -> str:
         return f"learner {error.rank} raised {lines[-1]}"
     words = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
     return f"{type(error).__name__}: {words}"
-
-
-# -- who made it -----------------------------------------------------------------------------------------------
 
 
 @cache

@@ -90,12 +90,13 @@ class Worker:
 class Pool:
     """Up to `jobs` workers for one job; use it in a `with`."""
 
-    def __init__(self, job: Job, jobs: int, log: Path) -> None:
+    def __init__(self, job: Job, jobs: int, log: Path, *, timing: bool = False) -> None:
         content = {
             "job": job.dumps(),
             "name": job.source.name,
             "folder": job.source.folder,
             "local": job.engine.name == "local",
+            "timing": timing,
         }
         self._source, self._jobs, self._log = json.dumps(content), jobs, log
         self._workers: list[Worker] = []

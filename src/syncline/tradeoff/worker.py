@@ -51,7 +51,7 @@ def _run(source: dict[str, Any], point: Point, answers: IO[str]) -> Row:
         job = Job.parse(source["job"], overrides(point), name=source["name"], folder=source["folder"])
     except SynclineError as error:
         return asked(point, error=said(error))
-    return run_point(job, point, lambda epochs: _say(answers, epochs=epochs))
+    return run_point(job, point, lambda epochs: _say(answers, epochs=epochs), timing=source["timing"])
 
 
 def _say(answers: IO[str], **content: Any) -> None:

@@ -74,6 +74,21 @@ def test_the_job_s_own_cluster_stays_and_steps_stand_for_epochs() -> None:
     assert read_run(Path("out")).last["version"] == 4
 
 
+def test_sizes_only() -> None:
+    result = simulate("job.toml", "--learners", "100", "--sync", "async", "--steps", "300", "--timing")
+    assert result.exit_code == 0, result.output
+    assert "for 300 updates of 300 gradients" in result.output and "overlap" in result.output
+    assert not Path("runs").exists(), "nothing was trained"
+
+
+def test_help_is_good_reading() -> None:
+    for command in ("simulate", "tradeoff"):
+        text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+        assert all(
+            f"--{name}" in text for name in ("learners", "batch-size", "sync", "cluster", "timing", "set")
+        )
+
+
 BAD = {
     "no such cluster": (["--cluster", "p777"], "--cluster p777: unknown cluster 'p777': use one of"),
     "no such key": (["--cluster", "p775:stragler=1"], "--cluster p775:stragler=1: "),
