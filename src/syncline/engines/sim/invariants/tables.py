@@ -51,10 +51,12 @@ class TableAccount:
         learners: int,
         limit: int | None,
         account: Account,
+        warm: int = 0,
+        batch_size: int | None = None,
     ) -> None:
         self.number, self.sync = number, sync
         self.version = self.base = account.version
-        self.learners, self.limit = learners, limit
+        self.learners, self.limit, self.warm, self.batch_size = learners, limit, warm, batch_size
         self.expected = set(initial)
         self.members: dict[int, Member] = {}
         self.gradients: dict[Key, Gradient] = {}  # not settled
@@ -151,6 +153,7 @@ class TableAccount:
         for ticket in fold.tickets:
             self._check_stamp(ticket)
         self._check_quorum(fold)
+        self._check_factor(fold)
         for key in keys:
             self.pending.remove(key)
             del self.gradients[key]
@@ -200,6 +203,15 @@ class TableAccount:
         elif len(fold.tickets) < self.quorum():
             self._short = f"version {fold.version} is made of {len(fold.tickets)} gradients, the quorum is {self.quorum()}"
 
+    def _check_factor(self, fold: Fold) -> None:
+        """M4, by the learners that live."""
+        factor = self.sync.factor(max(1, len(self.members)), self.batch_size)
+        if self.sync.rate == "staleness" and not self.sync.weighs:
+            sigmas = [self.version - ticket.stamp for ticket in fold.tickets]
+            factor /= max(1.0, sum(sigmas) / len(sigmas))
+        if abs(fold.factor - factor) > 1e-9:
+            raise Broken(f"version {fold.version} is made at {fold.factor:g} of the rate, {self.sync} says {factor:g}")
+
     def _not_short(self) -> None:
         if self._short is not None:
             raise Broken(self._short)
@@ -245,6 +257,10 @@ class TableAccount:
     def _enters(self, release: Release) -> None:
         clocks = [each.clock for learner, each in self.members.items() if learner in self.active()]
         later = release.learner not in self.expected
+        if self.version < self.warm and self.members:
+            raise Broken(
+                f"learner {release.learner} begins at version {self.version}, the warm start goes to {self.warm}"
+            )
         self.expected.discard(release.learner)
         self.members[release.learner] = Member(release.version, min(clocks, default=0), rested=later)
 

@@ -32,6 +32,7 @@ class Watch:
     def __init__(self, world: World) -> None:
         self._world = world
         self.events = 0
+        self.most: int | None = None  # a run of more events never ends
         self._begin()
 
     def _begin(self) -> None:
@@ -131,6 +132,8 @@ class Watch:
             learners=make.learners,
             limit=make.limit,
             account=make.account,
+            warm=make.warm,
+            batch_size=make.batch_size,
         )
         memory = self._world.tables[make.table]
         self._values[make.table] = Values(
@@ -210,6 +213,8 @@ class Watch:
     def after(self) -> None:
         """An event is over."""
         self.events += 1
+        if self.most is not None and self.events > self.most:
+            raise self.error(f"the run goes on after {self.most} events")
         if self._touched:
             with self._checking():
                 for number in self._touched:

@@ -1,0 +1,201 @@
+"""Plays one case of the hunt: a tiny model, gradients that tell which examples they are of, everything checked.
+
+A failure is a broken invariant, a run that stands still or never ends, or an error nobody asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import traceback
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from syncline.dial import Course
+from syncline.engines.run import Outcome, RunSpec
+from syncline.engines.script import parse_script
+from syncline.engines.sim.engine import Sim
+from syncline.engines.sim.hunt.case import Case
+from syncline.errors import InvariantError, LostError
+from syncline.learn.session import Session
+from syncline.learn.training import Supervised, Training, run_training
+
+MOST_EVENTS = 60_000  # a run of the hunt has a few thousand
+WIDTH = 70  # parameters of a layer: two shards' worth of the smallest cut
+BOUNDED = ("all learners are lost", "times without a checkpoint in between")  # ends that scripts may bring about
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong."""
+
+    kind: str  # the first words, which a shortened case must share
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Tiny(nn.Module):
+    """Two tensors of different shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.b = nn.Parameter(torch.ones(2, 3))
+        self.register_buffer("seen", torch.zeros(1))
+
+
+def play(case: Case, *, check: bool = True) -> Failure | None:
+    """Run it; None if all is well."""
+    try:
+        run(case, check=check)
+    except InvariantError as error:
+        return Failure(_kind(str(error).partition(": ")[2]), str(error))
+    except LostError as error:
+        return None if _asked_for(case, str(error)) else Failure(_kind(str(error)), str(error))
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        return Failure(type(error).__name__, text)
+    return None
+
+
+def _kind(text: str) -> str:
+    """Without numbers, which differ from case to case."""
+    first = text.split("\n")[0]
+    return " ".join(word for word in first.split() if word.isalpha())[:60]
+
+
+def _asked_for(case: Case, text: str) -> bool:
+    """The script kills everybody, or the same shard again and again."""
+    kills = [fault for fault in parse_script(case.script) if fault.action == "kill"]
+    learners = sum(fault.role == "learner" for fault in kills)
+    return (BOUNDED[0] in text and learners >= case.learners) or (
+        BOUNDED[1] in text and len(kills) - learners > 3
+    )
+
+
+def run(case: Case, *, check: bool = True) -> Outcome:
+    """The outcome; raises what went wrong."""
+    engine = Sim(case.cluster, script=case.script, seed=case.seed, check=check)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        spec = _spec(case, folder if case.checkpoint_every is not None else None)
+        world = engine.world(spec)
+        if world.watch is not None:
+            world.watch.most = MOST_EVENTS
+        return world.run()
+
+
+def digest(outcome: Outcome) -> str:
+    """Of everything that must be the same when a case is played again."""
+    found = hashlib.sha256(repr((outcome.seconds, outcome.staleness, outcome.statistics.tables)).encode())
+    for table, (version, state) in sorted(outcome.tables.items()):
+        found.update(f"{table} {version}".encode())
+        for name, value in sorted(state.items()):
+            found.update(name.encode() + value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def _spec(case: Case, folder: str | None) -> RunSpec:
+    return RunSpec(
+        function=run_training if case.loop == "train" else _own if case.loop == "own" else _odd,
+        arguments=(_training(case) if case.loop == "train" else case,),
+        learners=case.learners,
+        course=Course.of(case.sync),
+        warm=case.warmstart,
+        shards=case.shards,
+        fixed_shards=True,
+        devices=("cpu",),
+        seed=case.seed,
+        threads=1,
+        batch_size=case.batch_size,
+        limit=case.steps,
+        epochs=case.epochs if case.loop != "odd" and case.steps is None else None,
+        clip_norm=0.5 if case.clip else None,
+        replace=case.replace,
+        patience=None,
+        folder=folder,
+        cut_every=case.checkpoint_every,
+    )
+
+
+def _data(case: Case) -> TensorDataset:
+    return TensorDataset(torch.arange(case.examples))
+
+
+# -- the loops ---------------------------------------------------------------------------------------------
+
+
+def _own(session: Session, case: Case) -> int:
+    """A plain loop; the gradients need no backward pass."""
+    model = Tiny()
+    optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
+    loader = session.loader(_data(case), batch_size=case.batch_size, policy=case.policy)
+    steps = 0
+    while not session.ending and (case.steps is not None or loader.epoch < case.epochs):
+        for (batch,) in loader:
+            _gradient(model, batch)
+            optimizer.step()
+            steps += 1
+    return steps
+
+
+def _odd(session: Session, case: Case) -> int:
+    """One that meets the others, leaves loops early, puts several batches into a gradient, and has a second loader."""
+    model = Tiny()
+    optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
+    loader = session.loader(_data(case), batch_size=case.batch_size, policy=case.policy)
+    other = session.loader(TensorDataset(torch.arange(3)), batch_size=1)
+    while not session.ending and loader.epoch < case.epochs:
+        for number, (batch,) in enumerate(loader):
+            _gradient(model, batch)
+            if number % 3 == 1 and case.seed % 2:
+                continue  # its examples belong to the next gradient
+            optimizer.step()
+            if number == 2 and session.rank == case.seed % 5:
+                break
+        for (batch,) in other:
+            _gradient(model, batch)
+            optimizer.step()
+        if case.seed % 3 == 0:
+            session.mean(float(session.rank))
+    return 0
+
+
+@torch.no_grad()
+def _gradient(model: Tiny, batch: Tensor) -> None:
+    """Of these examples, and of the weights it is computed on."""
+    where = (batch * 13) % WIDTH
+    model.a.grad = torch.zeros(WIDTH).index_add_(0, where, torch.ones(len(batch))) + 0.01 * model.a
+    model.b.grad = torch.full((2, 3), float(batch.sum() % 7)) - model.b
+    assert isinstance(model.seen, Tensor)
+    model.seen += 1
+
+
+def _training(case: Case) -> Training:
+    """For `train`'s own loop."""
+    generator = torch.Generator().manual_seed(case.seed)
+    inputs = torch.randn(case.examples, 3, generator=generator)
+    model = nn.Linear(3, WIDTH)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return Training(
+        model=model,
+        data=TensorDataset(inputs, inputs.sum(1, keepdim=True).expand(-1, WIDTH)),
+        objective=Supervised(F.mse_loss),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        schedule=None,
+        batch_size=case.batch_size,
+        epochs=case.epochs if case.steps is None else None,
+        policy=case.policy,
+        collate=None,
+    )
