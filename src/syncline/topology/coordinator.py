@@ -25,6 +25,9 @@ from syncline.topology.cuts import Cuts
 from syncline.topology.restore import Restored, TableState, manifest
 
 
+PAST = -1  # the epoch of a dial that does not begin by itself
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What the coordinator must know of a run."""
@@ -68,6 +71,8 @@ class Coordinator:
         self._port, self._plan = port, plan
         self._restored = restored or Restored(name="the start", seed=plan.seed)
         self._dials: list[tuple[Sync, int | None]] = []  # with the epoch it begins with; None: at once
+        self._chosen: dict[int, int] = {}  # dials that the user chose, by number, with the epoch in which
+        self._epoch = self._restored.epoch  # of the first loader
         self.live = dict(learners)  # learner -> rank
         self._tables: dict[int, _Table] = {}
         self._loaders: dict[int, m.OpenLoader] = {}
@@ -117,10 +122,15 @@ class Coordinator:
         """The shards are there: they learn the dials first, and where the run stands."""
         for epoch, sync in self._plan.course.dials:
             self._add_dial(sync, epoch)
+        if self._restored.sync == str(self._plan.course):  # else this run has another dial on purpose
+            for sync, epoch in self._restored.chosen:
+                self._chosen[len(self._dials)] = epoch
+                self._add_dial(sync, PAST)
         self._tell_standing()
 
     def change(self, sync: Sync) -> None:
         """Another dial, at the next version."""
+        self._chosen[len(self._dials)] = self._epoch
         self._add_dial(sync, None)
 
     def _add_dial(self, sync: Sync, epoch: int | None) -> None:
@@ -134,9 +144,11 @@ class Coordinator:
 
     @property
     def _dial(self) -> int:
-        """The dial to begin with: the one of the epoch, or the last that the user chose."""
-        chosen = [number for number, (_, epoch) in enumerate(self._dials) if epoch is None]
-        return chosen[-1] if chosen else self._plan.course.at(self._restored.epoch)
+        """The dial to begin with: the one of the epoch, or the last that the user chose since its turn."""
+        turned = self._plan.course.at(self._restored.epoch)
+        begin = self._plan.course.dials[turned][0]
+        chosen = [number for number, epoch in self._chosen.items() if epoch >= begin]
+        return chosen[-1] if chosen else turned
 
     def stop(self) -> None:
         """End soon. In lockstep first a checkpoint of a whole round: what learners that leave still fold is less than one."""
@@ -378,6 +390,7 @@ class Coordinator:
         """
         if restored is not None:
             self._restored = restored
+        self._epoch = self._restored.epoch
         self.live.update(learners)
         self._stale = set(self.live) - set(learners)
         self._parts.clear()
@@ -385,7 +398,7 @@ class Coordinator:
         self._cuts = Cuts()
         self._finish_later = self._stopping = self._exact = self.reached = False
         for number, (sync, epoch) in enumerate(self._dials):
-            self._port.tell_shards(m.Dial(number, sync, -1 if epoch is None else epoch))
+            self._port.tell_shards(m.Dial(number, sync, PAST if epoch is None else epoch))
         self._tell_standing()
         self._expect(self.live)
         for number, table in sorted(self._tables.items()):
@@ -466,6 +479,8 @@ class Coordinator:
             self.reached = True
             self._port.stop_learners()
         else:
+            if kind is m.EpochEnd and message.loader == 0:
+                self._epoch = message.epoch + 1
             self._port.emit(message)
 
     def _loaded(self, message: m.Loaded) -> None:
@@ -504,6 +519,7 @@ class Coordinator:
             cut,
             seed=self._plan.seed,
             sync=str(self._plan.course),
+            chosen=[(self._dials[number][0], epoch) for number, epoch in self._chosen.items()],
             learners=self._plan.learners,
             tables={
                 number: (self._tables[number].layout, _name(self._tables[number].template))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.dial import Sync
 from syncline.protocols.ledger import Standing
 from syncline.protocols.sequence import Account
 from syncline.table.checkpoints import Checkpoint, CheckpointError, layout_json, layout_of, whole
@@ -72,6 +73,8 @@ class Restored:
     learners: dict[int, m.Personal] = field(default_factory=dict)
     counts: m.Counts = field(default_factory=m.Counts)
     history: list[dict[str, Any]] = field(default_factory=list)
+    sync: str = ""  # the dials of the run that wrote it
+    chosen: list[tuple[Sync, int]] = field(default_factory=list)  # changed to on the way, with the epoch
 
     @property
     def version(self) -> int:
@@ -88,6 +91,7 @@ def manifest(
     *,
     seed: int,
     sync: str,
+    chosen: Sequence[tuple[Sync, int]],
     learners: int,
     tables: Mapping[int, tuple[Layout, str]],
     loaders: Mapping[int, tuple[m.OpenLoader, int]],
@@ -97,6 +101,7 @@ def manifest(
     return {
         "seed": seed,
         "sync": sync,
+        "chosen": [[dial.record(), epoch] for dial, epoch in chosen],
         "learners": learners,
         "tables": [
             {
@@ -135,6 +140,8 @@ def restored(checkpoint: Checkpoint) -> Restored:
             learners=_learners(checkpoint.tensors(LEARNERS), counts["steps"]),
             counts=m.Counts(**counts),
             history=found["history"],
+            sync=found["sync"],
+            chosen=[(Sync(**record), epoch) for record, epoch in found.get("chosen", [])],
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(
