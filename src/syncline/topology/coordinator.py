@@ -76,8 +76,8 @@ class Coordinator:
         self.live = dict(learners)  # learner -> rank
         self._tables: dict[int, _Table] = {}
         self._loaders: dict[int, m.OpenLoader] = {}
-        self._meet = Rendezvous(learners)
         self._expect(learners)
+        self._meet = Rendezvous(self._initial)
         self._asked: dict[int, Any] = {}  # learner -> the request it waits for
         self._stale: set[int] = set()  # learners that know only servers that are gone
         self._rejoining: dict[int, m.Rejoin] = {}
@@ -195,6 +195,8 @@ class Coordinator:
             m.AwaitState: self._await_state,
             m.Rejoin: self._rejoin,
         }
+        if not isinstance(message, m.Open | m.Initialised | m.Rejoin):
+            self._meet.join(learner)
         try:
             handlers[type(message)](learner, message)
         except (UsageError, LayoutError) as error:
@@ -303,7 +305,8 @@ class Coordinator:
         )
 
     def _join(self, number: int, table: _Table, learner: int) -> None:
-        self._meet.join(learner)
+        if self._restored.version >= self._plan.warm:  # else it may wait for the warm start's end, and no meeting for it
+            self._meet.join(learner)
         self._reply(learner, self._opened(number, table, learner))
 
     def _opened(self, number: int, table: _Table, learner: int) -> m.Opened:

@@ -324,7 +324,7 @@ class SimLearner(LearnerPort):
         return self._world.dials[number]
 
     def stopping(self) -> bool:
-        return self.dead or self._world.stopping
+        return self._world.stopping or self.dead  # who is unwound asks for nothing more
 
 
 class SimLink(TableLink):

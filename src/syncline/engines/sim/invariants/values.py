@@ -40,7 +40,9 @@ class Values:
             version: set(range(layout.shards))
         }  # version -> shards that have it
         self._gradients: dict[Key, list[Tensor]] = {}
-        self._log: list[deque[Entry]] = [deque() for _ in range(layout.shards)]  # to come, of each shard
+        self._log: list[deque[Entry]] = [deque() for _ in range(layout.shards)]  # of each, what others had first
+        self._ahead = 0  # entries that some shard has carried out
+        self._done = [0] * layout.shards
         self._put = False  # weights were overwritten: the next update is not what it was computed to be
 
     def published(
@@ -88,14 +90,15 @@ class Values:
     # -- shards ------------------------------------------------------------------------------------------
 
     def carried_out(self, index: int, entry: Entry, shard: Shard) -> None:
-        """By this shard: the leading one is the first, the others follow its log."""
-        if index == 0:
-            for log in self._log[1:]:
-                log.append(entry)
-        else:
-            expected = self._log[index].popleft() if self._log[index] else None
-            if expected != entry:
-                raise Broken(f"shard {index} carries out {entry}, the leading shard {expected}")
+        """By this shard: all carry out the same, whoever comes first."""
+        if self._done[index] == self._ahead:
+            self._ahead += 1
+            for other, log in enumerate(self._log):
+                if other != index:
+                    log.append(entry)
+        elif (expected := self._log[index].popleft()) != entry:
+            raise Broken(f"shard {index} carries out {entry}, another one {expected}")
+        self._done[index] += 1
         if entry.kind == Kind.PUT:
             self._put = True
         elif entry.kind == Kind.FOLD:
