@@ -1,4 +1,4 @@
-"""`syncline simulate`: its options and help. One job on a simulated cluster is simulating_job.py."""
+"""`syncline simulate`: its options and help. One job on a simulated cluster is simulating_job.py, the hunt simulating.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from syncline.cli.engines import Simulated
 from syncline.cli.messages import told
+from syncline.cli.simulating import Hunt, hunt_or_replay
 from syncline.cli.simulating_job import simulate_job
 
 
@@ -49,6 +50,13 @@ def simulate(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Anything else of the job: --set optimizer.lr=0.1"),
     ] = None,
+    faults: Annotated[
+        str | None,
+        typer.Option(metavar="random|script", help="Hunt for broken protocols with random faults; or play one case again."),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", help="Of a hunt: so many cases for each dial.")] = None,
+    shards: Annotated[int | None, typer.Option(metavar="S", help="Of a hunt's cases; drawn if not given.")] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", help="Of a hunt: processes.")] = 1,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Run a job on a simulated cluster, in virtual time.
@@ -59,7 +67,26 @@ def simulate(
     [bold]syncline simulate --learners 30 --cluster p775[/]                    the built-in job on Rudra's cluster
     [bold]syncline simulate job.toml --cluster p775:stragglers=0.1[/]          with stragglers
     [bold]syncline simulate --script 'kill learner 3 at 1 s; add 2 at 2 s'[/]  with faults
+    [bold]syncline simulate --faults random --seeds 1000 --jobs 2[/]           hunt for faults of the protocols
+
+    A hunt plays small random jobs on random clusters, in which learners and shards die, pause and join, and dials change; after every event
+    it checks what always holds. The first failure is shortened and printed with the command that plays it again; the exit code is 1 then.
     """
+    if faults is not None or seeds is not None:
+        wish = Hunt(
+            seeds=seeds,
+            seed=seed,
+            faults=faults or "random",
+            sync=sync,
+            learners=learners,
+            shards=shards,
+            script=script,
+            sets=set_ or [],
+            jobs=jobs,
+        )
+        with told(debug):
+            code = hunt_or_replay(wish, Console())
+        raise typer.Exit(code)
     flags = {
         "sync": sync,
         "topology": topology,

@@ -1,4 +1,4 @@
-"""`syncline simulate`: hunts for faults of the protocols in simulated runs, and plays one case again.
+"""`syncline simulate --faults`: hunts for faults of the protocols in simulated runs, and plays one case again.
 
 The hunt itself is `engines.sim.hunt`; here are its words.
 """
@@ -34,13 +34,15 @@ class Hunt:
     jobs: int = 1
 
 
-def simulate(wish: Hunt, console: Console) -> int:
+def hunt_or_replay(wish: Hunt, console: Console) -> int:
     """The exit code: 1 if something is broken."""
-    if wish.faults != "random":
-        raise UsageError(f"--faults is random, got {wish.faults!r}; for given ones write --script")
+    if wish.faults not in ("random", "script"):
+        raise UsageError(f"--faults is random or script, got {wish.faults!r}")
+    if (wish.faults == "script") != (wish.script is not None):
+        raise UsageError("--faults script plays what --script says, and --faults random draws it: give one")
     if (wish.seeds is None) == (wish.seed is None):
         raise UsageError(
-            "give --seeds N to hunt, or --seed N to play one case: syncline simulate --seeds 1000 --faults random"
+            "give --seeds N to hunt, or --seed N to play one case: syncline simulate --faults random --seeds 1000"
         )
     if wish.seeds is not None:
         return _hunt(wish, console)
@@ -135,7 +137,9 @@ def _tell_found(console: Console, found: Found) -> None:
     _line(console, f"script, shortened: {found.case.script or '(nothing happens)'}")
     _line(console, "again:")
     _line(console, f"  {found.case.command()}")
-    _line(console, f"as it was drawn: syncline simulate --seed {found.drawn.seed} --sync '{found.drawn.sync}'")
+    _line(
+        console, f"as it was drawn: syncline simulate --faults random --seed {found.drawn.seed} --sync '{found.drawn.sync}'"
+    )
 
 
 def _tell(console: Console, failure: Failure) -> None:

@@ -79,6 +79,7 @@ class RunSpec:
             limit=self.limit,
             epochs=self.epochs,
             cuts=self.folder is not None,
+            delay=self.delay,
         )
 
     def peer(self, rank: int) -> PeerConfig:

@@ -56,6 +56,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._steps = steps
         self.sync = session.config.sync  # as of the last read
         self._sum = Sum()
+        self._slot = -1  # the last that was filled
         self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
         self._serial = 0
         self._options: list[dict[str, Any]] = []
@@ -117,10 +118,14 @@ class SharedOptimizer(torch.optim.Optimizer):
             self.read(self._publish(loss))
 
     def _publish(self, loss: Any) -> int:
-        index = self._steps % (self.sync.delay + 1)
+        index = self._slot = self._next_slot()
         slot = self._link.slots[index]
         full = self._fill(slot.gradients, slot.mask)
         return self._post(index, full, loss)
+
+    def _next_slot(self) -> int:
+        """In turn, whatever the dial: what was published under the one before may lie in a slot until its fold."""
+        return (self._slot + 1) % (self._session.config.delay + 1)
 
     def _post(self, index: int, full: bool, loss: Any) -> int:
         """The slot is filled: tell the leading shard."""
@@ -264,7 +269,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         """Add the gradient to the sum, which lies in a slot."""
         total = self._sum
         if total.steps == 0:
-            total.slot = (total.slot + 1) % len(self._link.slots)
+            total.slot = self._slot = (self._slot + 1) % len(self._link.slots)
             self._link.wait_free(total.tickets.get(total.slot, 0))  # what lay there is taken
             total.present = [False] * len(self._parameters)
         into = self._link.slots[total.slot].gradients
@@ -325,7 +330,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._link = link
         self._tickets = 0
         self._written = [-1] * len(link.slots)
-        self._sum, self._fetching = Sum(), None
+        self._sum, self._slot, self._fetching = Sum(), -1, None
         self.version = -1
         self.read(self.ticket())
 
@@ -341,7 +346,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._session.insist(lambda: self._put(values))
 
     def _put(self, values: list[Tensor]) -> None:
-        index = self._steps % (self.sync.delay + 1)
+        index = self._next_slot()
         torch._foreach_copy_(self._link.slots[index].gradients, values)
         number = self.ticket()
         self._session.port.post(Note(Kind.PUT, self.number, number, slot=index))

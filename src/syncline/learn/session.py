@@ -46,6 +46,7 @@ class SessionConfig:
     limit: int | None = None  # updates
     epochs: int | None = None  # of the first loader, where `train` knows it
     cuts: bool = False  # checkpoints are written
+    delay: int = 0  # of the dial of this run that goes furthest ahead of its folds
     reader: bool = True  # a thread reads ahead; it draws when it likes
 
 

@@ -151,11 +151,17 @@ class Ledger:
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def join(self, learner: int, rank: int) -> list[Decision]:
-        """It starts in the newest open epoch, which `epoch` tells."""
+    def join(self, learner: int, rank: int, cycle: int = 0) -> list[Decision]:
+        """It starts in the newest open epoch, which `epoch` tells.
+
+        Of loops over several feeds one after the other, `cycle` is the epoch that it starts with in the first: where all
+        have ended the newest epoch here, and it is of an earlier cycle, theirs to come is its first.
+        """
         if learner in self._learners or learner in self._gone:
             raise RunError(f"learner {learner} joins the feed twice; every learner needs an id of its own")
         epoch = max(0, self._newest)
+        if 0 <= self._newest < cycle and all(m.past(self._newest) for m in self._learners.values()):
+            epoch += 1
         self._learners[learner] = _Learner(id=learner, rank=rank, epoch=epoch, first=epoch)
         return []
 
@@ -256,7 +262,26 @@ class Ledger:
                     self._enter(member, epoch, asks)
         return self._advance()
 
+    def part_ways(self) -> list[Decision]:
+        """Those at the barrier begin their next epoch without the others, which wait elsewhere: see `stuck`."""
+        waiting = [self._learners[learner] for learner in self._barrier]
+        if waiting:
+            self._begin(min(member.wanted for member in waiting))
+            for member in waiting:
+                self._resume(member)
+            for member in sorted(waiting, key=lambda member: (member.rank, member.id)):
+                if member.asks:
+                    self._serve(member)
+        return self._advance()
+
     # -- questions -------------------------------------------------------------------------------------------
+
+    def __contains__(self, learner: int) -> bool:
+        return learner in self._learners
+
+    def stuck(self) -> set[int]:
+        """Learners that do nothing until the others come to the barrier."""
+        return {learner for learner in self._barrier if self._learners[learner].blocked}
 
     def epoch(self, learner: int) -> int:
         """The epoch that this learner is in: a joiner's first ask is for this one."""
@@ -359,7 +384,7 @@ class Ledger:
         if not self._returned and not (state and state.fresh):
             return
         for member in self._by_rank():
-            if not member.past(epoch) and (span := self._next(member)):
+            if member.epoch == epoch and not member.ended and (span := self._next(member)):
                 member.reserved.append(span)
 
     def _next(self, member: _Learner) -> Span | None:
@@ -456,10 +481,25 @@ class Ledger:
             self._unqueue(member)
             member.epoch = epoch
             self._end(member)
-        elif self._lockstep and epoch > self._newest:
+        elif epoch > self._newest and (self._lockstep or self._is_guest(member)):
             self._queue(member, epoch)
         else:
             self._enter(member, epoch, 1)
+
+    def _is_guest(self, member: _Learner) -> bool:
+        """It has no part of its own, others have: they begin epochs, or it would run through them without end."""
+        if not self._partition:
+            return False
+        owned = self._owned(0)
+        return member.rank not in owned and any(other.rank in owned for other in self._learners.values())
+
+    def _admit_guests(self) -> None:
+        """What they wait for has begun."""
+        for member in [self._learners[each] for each in self._barrier]:
+            if member.wanted <= self._newest:
+                epoch, asks = member.wanted, member.queued
+                self._unqueue(member)
+                self._enter(member, epoch, asks)
 
     def _enter(self, member: _Learner, epoch: int, asks: int) -> None:
         self._broken.update(range(member.epoch + 1, epoch))
@@ -522,6 +562,8 @@ class Ledger:
                 self._serve(member)
         self._release_held()
         self._skip_leftovers()
+        if self._barrier and not self._lockstep:
+            self._admit_guests()
         self._cross_barrier()
         self._finish_epochs()
         out, self._out = self._out, []

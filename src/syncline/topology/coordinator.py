@@ -24,7 +24,6 @@ from syncline.topology import messages as m
 from syncline.topology.cuts import Cuts
 from syncline.topology.restore import Restored, TableState, manifest
 
-
 PAST = -1  # the epoch of a dial that does not begin by itself
 
 
@@ -182,6 +181,8 @@ class Coordinator:
         if isinstance(message, m.Log):
             self._port.emit((self.live.get(learner), message))
             return
+        if learner not in self.live:  # its last words came late
+            return
         self._asked[learner] = message
         if learner in self._stale and not isinstance(message, m.Rejoin):
             self._reply(learner, m.Stale())
@@ -305,7 +306,9 @@ class Coordinator:
         )
 
     def _join(self, number: int, table: _Table, learner: int) -> None:
-        if self._restored.version >= self._plan.warm:  # else it may wait for the warm start's end, and no meeting for it
+        if (
+            self._restored.version >= self._plan.warm
+        ):  # else it may wait for the warm start's end, and no meeting for it
             self._meet.join(learner)
         self._reply(learner, self._opened(number, table, learner))
 

@@ -16,7 +16,7 @@ from syncline.ports import OUTSIDE, SILENT, STATES, Entry, Kind, Note, Portion, 
 from syncline.protocols.cadence import Cadence
 from syncline.protocols.folding import Ticket
 from syncline.protocols.ledger import Decision as LedgerDecision
-from syncline.protocols.ledger import End, EpochDone, Grant, Ledger
+from syncline.protocols.ledger import End, EpochDone, Grant, Ledger, Standing
 from syncline.protocols.sequence import Change, Decision, Drop, Fold, Full, Sequence, Take
 from syncline.protocols.waiting import Release
 from syncline.topology import messages as m
@@ -127,7 +127,9 @@ class Leader:
 
     def _welcome(self, loader: int, learner: int) -> None:
         ledger = self._ledgers[loader]
-        self._fed(loader, ledger.join(learner, self._ranks[learner]))
+        first = self._ledgers.get(0) if loader else None
+        cycle = first.epoch(learner) if first is not None and learner in first else 0
+        self._fed(loader, ledger.join(learner, self._ranks[learner], cycle))
         self._port.grant(learner, Portion(loader, OUTSIDE, ledger.epoch(learner), 0, 0))
 
     def leave(self, learner: int, rank: int, *, lost: bool) -> None:
@@ -143,6 +145,7 @@ class Leader:
             self._decided(table, sequence.leave(learner))
         for loader, ledger in self._ledgers.items():
             self._fed(loader, ledger.leave(learner))
+        self._untangle()
         self._log(Entry(Kind.LEAVE, learner=learner))
 
     def finish(self, *, cut: bool) -> None:
@@ -169,6 +172,7 @@ class Leader:
             self._rest(learner, note)
         elif kind == Kind.BLOCKED:
             self._fed(note.loader, self._ledgers[note.loader].block(learner, note.upto))
+            self._untangle()
         elif kind == Kind.FAREWELL:
             self._keep_states(learner, note)
         elif kind == Kind.FETCH:
@@ -402,6 +406,19 @@ class Leader:
             for table, sequence in self._sequences.items():
                 self._decided(table, sequence.resume(learner))
 
+    def _untangle(self) -> None:
+        """Nobody waits for ever: where all wait at barriers, but of different loaders, the last loader's gives way.
+
+        Learners get out of step when one joins, or goes back to a checkpoint, in the middle of loops over several loaders.
+        """
+        if len(self._ledgers) < 2:
+            return
+        stuck = {loader: ledger.stuck() for loader, ledger in self._ledgers.items()}
+        live = self._ranks.keys() - self._gone
+        if live and not live - set().union(*stuck.values()):
+            last = max(loader for loader, learners in stuck.items() if learners)
+            self._fed(last, self._ledgers[last].part_ways())
+
     def _epoch_done(self, loader: int, epoch: int) -> None:
         self._read_losses()
         primary = self._sequences.get(0)
@@ -469,10 +486,13 @@ class Leader:
                 number,
                 [*files, LEARNERS],
                 {table: sequence.account() for table, sequence in self._sequences.items()},
-                {loader: ledger.standing() for loader, ledger in self._ledgers.items()},
+                self.standings(),
                 m.Counts(dict(self._examples), {r: list(p) for r, p in self._losses.items()}, steps),
             )
         )
+
+    def standings(self) -> dict[int, Standing]:
+        return {loader: ledger.standing() for loader, ledger in self._ledgers.items()}
 
     # -- reports -----------------------------------------------------------------------------------------
 

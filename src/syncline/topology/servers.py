@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from syncline.ports import Entry, Note, ServerPort
+from syncline.protocols.ledger import Standing
 from syncline.table.shard import Shard
 from syncline.table.template import Options
 from syncline.topology import messages as m
@@ -67,6 +68,11 @@ class ServerRole:
             self._port.report(m.Loaded(blob.table, blob.number, learner))
         elif self._leader is not None:
             self._lead(event)
+
+    def standings(self) -> dict[int, Standing]:
+        """What of each loader's epochs is not settled (leading shard only)."""
+        assert self._leader is not None
+        return self._leader.standings()
 
     def statistics(self) -> m.Statistics:
         """The account so far (leading shard only)."""

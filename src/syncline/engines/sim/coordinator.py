@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from syncline.table.layout import Layout
 from syncline.topology import messages as m
 
 if TYPE_CHECKING:
+    from syncline.engines.sim.server import SimServer
     from syncline.engines.sim.world import World
 
 
@@ -54,15 +56,18 @@ class SimCoordinator(CoordinatorPort):
         return [view.clone().cpu() for view in layout.parameters.views(handle.weights)]
 
     def reset_learners(self) -> None:
-        raise AssertionError("simulated servers are never started anew")
+        for learner in self._world.live.values():
+            self._world.soon(learner.wake)
 
-    def new_desk(self, learner: int) -> Any:
-        raise AssertionError("simulated servers are never started anew")
+    def new_desk(self, learner: int) -> SimServer:
+        return self._world.servers[0]
 
     def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Written]) -> bool:
         assert self._world.folder is not None
         done = commit(self._world.folder, number, manifest, files, self._world.spec.keep)
         self.emit(done)
+        if not done.problem:
+            self._world.recovery.checkpointed(Path(done.path))
         return not done.problem
 
     def abandon(self, number: int) -> None:

@@ -20,7 +20,7 @@ from syncline.engines.sim.fibers import Fiber, Killed, make_fiber
 from syncline.engines.sim.memory import Releases, SimTable
 from syncline.errors import InvariantError
 from syncline.learn.session import ServerSession
-from syncline.ports import Kind, LearnerPort, Note, Portion, Reading, RunStopped, TableLink
+from syncline.ports import OUTSIDE, Kind, LearnerPort, Note, Portion, Reading, Reset, RunStopped, TableLink
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
 
@@ -40,6 +40,7 @@ class SimLearner(LearnerPort):
         self._pace = world.cluster.pace(rank, seed=world.seed, learners=world.spec.learners)
         self.fiber = self._make_fiber()
         self.dead = False
+        self._leader = world.servers[0]  # the one that it knows
         self.pause = Pause()
         self.stepped = False  # it has said something to the leading shard
         self._outbox: deque[Action] = deque()  # what waits for a gradient that is being copied
@@ -123,6 +124,17 @@ class SimLearner(LearnerPort):
             self.fiber.block()
         self.waits_for = None
         self.passed(began, time)
+
+    def until_served(self, ready: Callable[[], bool], what: str, time: str = WAITING) -> None:
+        """The same; nobody waits for servers that are gone."""
+        self.until(lambda: ready() or self.stale, what, time)
+        if not ready():
+            raise Reset
+
+    @property
+    def stale(self) -> bool:
+        """It knows only servers that are gone."""
+        return self._leader is not self._world.servers[0]
 
     def wake(self) -> None:
         if self.waits_for is None or self.fiber.done:
@@ -238,9 +250,9 @@ class SimLearner(LearnerPort):
             return
         self.stepped = True
         world = self._world
-        if world.watch is not None:
+        if world.watch is not None and not self.stale:
             world.watch.posted(self.learner, note)
-        server = world.servers[0]
+        server = self._leader
         if note.kind not in BULK:
             self.send(lambda: server.note(self, note), server.machine)
             return
@@ -273,8 +285,17 @@ class SimLearner(LearnerPort):
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
         key = (loader, index)
         if block:
-            self.until(lambda: key in self.portions or self.stopping(), f"data of loader {loader}")
+            self._await_portion(key)
         return self.portions.pop(key, None)
+
+    def _await_portion(self, key: tuple[int, int]) -> None:
+        try:
+            self.until_served(lambda: key in self.portions or self.stopping(), f"data of loader {key[0]}")
+        except Killed:
+            if (
+                key[1] != OUTSIDE
+            ):  # else a loop is being left, where nothing may be raised: it ends with the next wait
+                raise
 
     def give(self, portion: Portion) -> None:
         self.portions[portion.loader, portion.number] = portion
@@ -286,6 +307,8 @@ class SimLearner(LearnerPort):
         answer = self._answers.pop()
         if isinstance(answer, m.Refused):
             raise answer.error
+        if isinstance(answer, m.Stale):
+            raise Reset
         return answer
 
     def answer(self, message: Any) -> None:
@@ -318,13 +341,19 @@ class SimLearner(LearnerPort):
         return SimLink(self, opened)
 
     def rejoin(self, tables: int, loaders: int) -> list[Any]:
-        raise AssertionError("simulated servers are never started anew")
+        answer: m.Rejoined = self.request(m.Rejoin(tables, loaders))
+        self._leader = answer.desk
+        self.portions.clear()
+        return answer.tables
 
     def dial(self, number: int) -> Sync:
         return self._world.dials[number]
 
     def stopping(self) -> bool:
-        return self._world.stopping or self.dead  # who is unwound asks for nothing more
+        world = self._world
+        return (
+            world.stopping or self.dead or world.recorder.error is not None
+        )  # unwinding asks for nothing more
 
 
 class SimLink(TableLink):
@@ -353,13 +382,13 @@ class SimLink(TableLink):
 
     def wait(self, number: int) -> Reading:
         what = f"ticket {number} of table {self._table}"
-        self._learner.until(lambda: self._releases.reading(number) is not None, what, TICKET)
+        self._learner.until_served(lambda: self._releases.reading(number) is not None, what, TICKET)
         reading = self._releases.reading(number)
         assert reading is not None
         return reading
 
     def wait_free(self, number: int) -> None:
-        self._learner.until(lambda: self._releases.free(number), f"the slot of ticket {number}")
+        self._learner.until_served(lambda: self._releases.free(number), f"the slot of ticket {number}")
 
 
 def copy_arguments(arguments: Any) -> Any:

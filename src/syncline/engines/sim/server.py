@@ -34,6 +34,7 @@ class SimServer(ServerPort):
         self.machine = world.cluster.machine_of_shard(shard)
         self.role = world.make_role(self)
         self.pause = Pause()
+        self.dead = False  # nothing reaches it, and what it sent is lost
         self._inputs: deque[tuple[Entry | None, Action]] = deque()
         self._work: deque[tuple[float, Action | None]] = deque()  # what the input in hand costs and causes
         self._busy = False
@@ -61,12 +62,13 @@ class SimServer(ServerPort):
 
     def receive(self, action: Action, entry: Entry | None = None) -> None:
         """One thing after another, in the order they came."""
-        self._inputs.append((entry, action))
-        self._next()
+        if not self.dead:
+            self._inputs.append((entry, action))
+            self._next()
 
     def _next(self) -> None:
         clock = self._world.clock
-        while self._inputs and not self._busy:
+        while self._inputs and not self._busy and not self.dead:
             entry, action = self._inputs[0]
             ready = max(self.pause.until, self._there(entry) if entry is not None else 0.0)
             if ready > clock.now:
@@ -105,7 +107,7 @@ class SimServer(ServerPort):
 
     def _go_on(self) -> None:
         self._busy = False
-        while self._work:
+        while self._work and not self.dead:
             seconds, action = self._work.popleft()
             if action is not None:
                 action()
@@ -156,6 +158,8 @@ class SimServer(ServerPort):
             target.decided = world.clock.now
 
         def arrive() -> None:
+            if self.dead:
+                return
             if reading is None:
                 lane.freed[self.shard] = number
             else:
@@ -177,7 +181,11 @@ class SimServer(ServerPort):
 
     def grant(self, learner: int, portion: Portion) -> None:
         target = self._world.learners[learner]
-        self._effect(lambda: self._world.send(self.machine, target.machine, lambda: target.give(portion)))
+        arrive = self._if_alive(lambda: target.give(portion))
+        self._effect(lambda: self._world.send(self.machine, target.machine, arrive))
+
+    def _if_alive(self, action: Action) -> Action:
+        return lambda: None if self.dead else action()
 
     def share_norms(self, table: int, version: int, norms: Tensor) -> None:
         self._effect(lambda: self._world.share_norms(self.shard, table, version, norms))
@@ -190,4 +198,5 @@ class SimServer(ServerPort):
         self.report(write_part(self._world.folder, (number, name, tensors, notes)))
 
     def report(self, message: Any) -> None:
-        self._effect(lambda: self._world.soon(lambda: self._world.coordinator.from_shard(message)))
+        arrive = self._if_alive(lambda: self._world.coordinator.from_shard(message))
+        self._effect(lambda: self._world.soon(arrive))

@@ -6,7 +6,7 @@ Everything that a process would do happens here in virtual time; sessions, roles
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from syncline.dial import Sync, as_sync
 from syncline.engines.record import Recorder
+from syncline.engines.recovery import Recovery
 from syncline.engines.run import Evaluate, Outcome, RunSpec
 from syncline.engines.script import Fault
 from syncline.engines.sim.account import LearnerTimes, Simulated
@@ -32,10 +33,10 @@ from syncline.engines.sim.script import Script
 from syncline.engines.sim.server import SimServer
 from syncline.engines.sim.states import OUTSIDE, Streams
 from syncline.engines.sim.workshop import Ways, Workshop, make_workshop
-from syncline.errors import DialError, LostError, NotYetError, RunError
+from syncline.errors import DialError, LostError, RunError
 from syncline.learn.training import Evaluation
 from syncline.ports import ServerPort
-from syncline.protocols.restarts import Restarts
+from syncline.protocols.restarts import begins_anew
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
@@ -59,7 +60,7 @@ class World:
         handlers: bool = True,
         ways: Ways | None = None,
     ) -> None:
-        self.spec, self.cluster, self.seed = spec, cluster, seed
+        self.spec, self.cluster, self.seed, self._ways = spec, cluster, seed, ways
         self.watch = Watch(self) if check else None
         self.workshop, alone = self.make_workshop(ways) if handlers else (None, None)
         self.script = script or Script(())
@@ -92,7 +93,7 @@ class World:
             self.recorder.event(f"gradients are computed one at a time: {alone}", kind="alone")
         self.learners = {learner: self.make_learner(learner, rank) for learner, rank in ids.items()}
         self.live = dict(self.learners)
-        self._restarts = Restarts()
+        self.recovery = Recovery(self.folder, spec.restored)
         self._cut_asked = 0.0
         self._evaluation: Evaluate | None = None
         self._sampled = 0
@@ -194,11 +195,11 @@ class World:
         self.recorder.event(f"lost: {why}", rank, kind="lost", learner=learner.learner)
         self._gone(learner, lost=True)
         if self.spec.replace and not self.stopping:
-            if self._restarts.learner_lost(rank, stepped=learner.stepped):
+            if self.recovery.restarts.learner_lost(rank, stepped=learner.stepped):
                 self.recorder.event("replaced", rank, kind="replaced")
                 self._begin(rank)
                 return
-            failures = self._restarts.learners[rank]
+            failures = self.recovery.restarts.learners[rank]
             what = f"given up: {failures} in a row were lost before their first step"
             self.recorder.event(what, rank, kind="given up")
         if not self.live and not self.recorder.outcome.returned and not self.stopping:
@@ -206,12 +207,27 @@ class World:
 
     def _gone(self, learner: SimLearner, *, lost: bool) -> None:
         self.live.pop(learner.learner, None)
+        unaware = self.coordinator.stale(learner.learner)
         self.coordinator.leave(learner.learner, lost=lost)
+        if begins_anew(
+            unaware=unaware,
+            lost=lost,
+            others=bool(self.live),
+            stopping=self.stopping,
+            returned=bool(self.recorder.outcome.returned),
+            replace=self.spec.replace,
+        ):
+            self.recorder.event(
+                "learners begin anew: nobody was left to repeat what was lost", kind="begun anew"
+            )
+            anew = self._anew(range(self.spec.learners))
+            self.coordinator.begin_anew(anew)
+            self._start(anew)
         if not self.live:
             self.soon(self._finish)
 
     def _finish(self) -> None:
-        if not self.live:  # nobody has taken the place of the last one
+        if not self.live and not self._shards_dead():  # nobody has taken the place of the last one
             self.coordinator.finish()
 
     def add_learner(self) -> None:
@@ -224,16 +240,65 @@ class World:
         self._begin(rank)
 
     def _begin(self, rank: int) -> None:
-        learner = 1 + max(self.learners)
+        (learner,) = anew = self._anew([rank])
         self.coordinator.join(learner, rank)
-        self.learners[learner] = self.live[learner] = self.make_learner(learner, rank)
-        self.soon(self.learners[learner].start)
+        self._start(anew)
+
+    def _anew(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Ids that were never used, for these ranks."""
+        first = 1 + max(self.learners)
+        return {first + index: rank for index, rank in enumerate(ranks)}
+
+    def _start(self, learners: Mapping[int, int]) -> None:
+        for learner, rank in learners.items():
+            self.learners[learner] = self.live[learner] = self.make_learner(learner, rank)
+            self.soon(self.learners[learner].start)
+
+    # -- lost shards -------------------------------------------------------------------------------------
+
+    def _shards_dead(self) -> list[int]:
+        return [server.shard for server in self.servers if server.dead]
 
     def lose_shard(self, shard: int) -> None:
-        """A server dies."""
-        raise NotYetError(
-            f"shard {shard} cannot be lost in a simulated run yet: kill learners, or pause shards"
-        )
+        """It does nothing from now on; that is noticed a message later."""
+        if not self._shards_dead():
+            self.soon(lambda: self._shard_lost(shard))
+        self.servers[shard].dead = True
+
+    def _shard_lost(self, shard: int) -> None:
+        """All shards go back to the last checkpoint together (S7); learners wait and go on."""
+        lost = f"shard {shard} was killed by the script"
+        self.recorder.event(lost, kind="shard lost", shard=shard)
+        if (refused := self.recovery.refuse(lost)) is not None:
+            raise refused
+        last = self.recovery.go_back(lost)
+        anew = self._replaced()
+        for server in self.servers:
+            server.dead = True
+        self._norms.clear()
+        if self.watch is not None:
+            self.watch.went_back()
+        self.servers = [SimServer(self, index) for index in range(self.spec.shards)]
+        self.recorder.go_back(last)
+        self.coordinator.recover(last, anew)
+        self._start(anew)
+        version = last.version if last else 0
+        what = f"recovered: all shards are back at version {version}"
+        self.recorder.event(what, kind="recovered", version=version)
+
+    def _replaced(self) -> dict[int, int]:
+        """Who begins anew with new shards: all where nobody is left, and handlers, which have nothing to keep."""
+        if not self.live:
+            return self._anew(range(self.spec.learners))
+        if self.workshop is None:
+            return {}
+        self.workshop, _ = make_workshop(self.spec, self._ways)
+        running = [learner for learner in self.live.values() if not learner.dead]
+        for learner in running:
+            learner.kill()
+            del self.live[learner.learner]
+            self.coordinator.leave(learner.learner, lost=False)
+        return self._anew(learner.rank for learner in running)
 
     # -- the script --------------------------------------------------------------------------------------
 

@@ -33,7 +33,16 @@ def test_all_loops_policies_and_faults_are_drawn() -> None:
     cases = [random_case(seed, dial) for seed in range(40) for dial in DIALS]
     assert {case.loop for case in cases} == set(LOOPS) and {case.policy for case in cases} == set(POLICIES)
     scripts = "; ".join(case.script for case in cases)
-    for words in ("kill learner", "kill shard", "pause learner", "pause shard", "add", "change to", "stop", "version"):
+    for words in (
+        "kill learner",
+        "kill shard",
+        "pause learner",
+        "pause shard",
+        "add",
+        "change to",
+        "stop",
+        "version",
+    ):
         assert words in scripts
     assert any(case.warmstart for case in cases) and any(case.steps for case in cases)
 
@@ -47,7 +56,7 @@ def test_a_case_is_drawn_the_same_way_every_time_and_its_command_says_all(seed: 
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UsageError, match="loop is one of train, own, odd, got 'round'"):
+    with pytest.raises(UsageError, match="loop is one of train, own, odd, bare, got 'round'"):
         Case(loop="round")
     with pytest.raises(UsageError, match="--set depth=3: write key=value with one of batch_size"):
         Case().changed(["depth=3"])
@@ -64,16 +73,18 @@ def keep_what_the_lost_had(patch: Patch) -> None:
 
 
 def fold_again(patch: Patch) -> None:
-    """What was folded stays in the queue."""
+    """A gradient of the last update is in the next one too."""
+    rest, last = Folding.rest, dict[int, Ticket]()
 
-    def rest(self: Folding, version: int) -> list[Ticket]:
-        if self._lockstep:
-            return sorted(self._rounds.pop(version, {}).values(), key=lambda ticket: ticket.rank)
-        tickets = list(self._queue)
-        del self._queue[1:]
+    def again(self: Folding, version: int) -> list[Ticket]:
+        tickets = rest(self, version)
+        if tickets and not self._lockstep:
+            before = last.get(id(self))
+            last[id(self)] = tickets[0]
+            return [*tickets, before] if before is not None else tickets
         return tickets
 
-    patch.setattr(Folding, "rest", rest)
+    patch.setattr(Folding, "rest", again)
 
 
 def one_more_step_ahead(patch: Patch) -> None:
@@ -98,7 +109,9 @@ def go_on_before_the_fold(patch: Patch) -> None:
     """Lockstep learners read the version that their gradient is not in."""
     arrive = Gate.arrive
 
-    def early(self: Gate, learner: int, number: int, iteration: int, version: int, silent: bool = False) -> None:
+    def early(
+        self: Gate, learner: int, number: int, iteration: int, version: int, silent: bool = False
+    ) -> None:
         arrive(self, learner, number, iteration - 1 if self._lockstep else iteration, version, silent)
 
     patch.setattr(Gate, "arrive", early)
@@ -118,7 +131,9 @@ def drop_without_counting(patch: Patch) -> None:
 
 def quorum_of_the_first_learners(patch: Patch) -> None:
     """Quorums do not follow those that leave."""
-    patch.setattr(Folding, "quorum", lambda self, members: max(1, self._sync.quorum(members.initial, members.initial)))
+    patch.setattr(
+        Folding, "quorum", lambda self, members: max(1, self._sync.quorum(members.initial, members.initial))
+    )
 
 
 def remember_the_dead(patch: Patch) -> None:
@@ -229,7 +244,7 @@ PLANTED: list[tuple[Callable[[Patch], None], tuple[str, ...]]] = [
     (remember_the_dead, ("hardsync",)),
     (done_when_taken, ("softsync:1", "delayed:3")),
     (a_shard_that_skips, ("hardsync until 1 then softsync:1",)),
-    (slots_are_never_waited_for, ("downpour",)),
+    (slots_are_never_waited_for, ("downpour:push=1,fetch=6,local_lr=0.1",)),
     (versions_kept_in_the_wrong_place, ("delayed:1", "delayed:3")),
     (a_mean_without_weights, ("hardsync", "softsync:1")),
     (warm_start_one_short, ("async", "hardsync")),
@@ -258,10 +273,23 @@ def test_a_planted_bug_is_found_and_shortened(
 
 def test_shortening_keeps_only_what_is_needed() -> None:
     lines = [f"pause learner {rank} for 1 s at {rank}.1234 s" for rank in range(6)]
-    case = Case(script="; ".join(lines), epochs=3, learners=4, shards=2, examples=40, cluster="equal:latency=0.1,message=1")
+    case = Case(
+        script="; ".join(lines),
+        epochs=3,
+        learners=4,
+        shards=2,
+        examples=40,
+        cluster="equal:latency=0.1,message=1",
+    )
     short = shorten(case, lambda it: "learner 4" in it.script and it.learners >= 2)
     assert short.script == "pause learner 4 for 1 s at 4 s"
-    assert (short.learners, short.epochs, short.shards, short.examples, short.cluster) == (2, 1, 1, 1, "equal")
+    assert (short.learners, short.epochs, short.shards, short.examples, short.cluster) == (
+        2,
+        1,
+        1,
+        1,
+        "equal",
+    )
 
 
 def test_shortening_ends() -> None:

@@ -28,11 +28,17 @@ DIALS = (
     "delayed:3",
     "downpour",
     "downpour:push=3,fetch=4,local_lr=0.1",
+    "downpour:push=1,fetch=6,local_lr=0.1",
     "hardsync until 1 then softsync:1",
     "async until 1 then delayed:2 until 2 then ssp:1",
 )
 CHANGES = ("hardsync", "softsync:1", "async", "ssp:1", "backup:1", "downpour:push=2,fetch=3,local_lr=0.1")
-LOOPS = ("train", "own", "odd")  # `train`'s as a handler, a loop over a session, one that leaves, meets and accumulates
+LOOPS = (
+    "train",  # `train`'s, as a handler
+    "own",  # over a session's loader
+    "odd",  # leaves loops early, meets, accumulates, has a second loader
+    "bare",  # has data of its own
+)
 POLICIES = ("ledger", "partition", "sample")
 JITTERS = ("none", "uniform:0.5", "lognormal:0.5", "exponential:0.5", "pareto:1")
 FLAGS = {"true": True, "false": False}
@@ -84,7 +90,7 @@ class Case:
 
     def command(self) -> str:
         """Plays exactly this again."""
-        words = ["syncline", "simulate", "--seed", str(self.seed), "--sync", self.sync]
+        words = ["syncline", "simulate", "--faults", "script", "--seed", str(self.seed), "--sync", self.sync]
         words += ["--learners", str(self.learners), "--shards", str(self.shards), "--script", self.script]
         for text in self.settings():
             words += ["--set", text]

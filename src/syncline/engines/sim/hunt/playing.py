@@ -10,9 +10,9 @@ import os
 import tempfile
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +25,16 @@ from syncline.engines.script import parse_script
 from syncline.engines.sim.engine import Sim
 from syncline.engines.sim.hunt.case import Case
 from syncline.errors import InvariantError, LostError
-from syncline.learn.session import Session
+from syncline.learn.surface import Session
 from syncline.learn.training import Supervised, Training, run_training
 
 MOST_EVENTS = 60_000  # a run of the hunt has a few thousand
 SHARED = "/dev/shm"
 WIDTH = 70  # parameters of a layer: two shards' worth of the smallest cut
-BOUNDED = ("all learners are lost", "times without a checkpoint in between")  # ends that scripts may bring about
+BOUNDED = (
+    "all learners are lost",
+    "times without a checkpoint in between",
+)  # ends that scripts may bring about
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def digest(outcome: Outcome) -> str:
 
 def _spec(case: Case, folder: str | None) -> RunSpec:
     return RunSpec(
-        function=run_training if case.loop == "train" else _own if case.loop == "own" else _odd,
+        function=run_training if case.loop == "train" else OWN_LOOPS[case.loop],
         arguments=(_training(case) if case.loop == "train" else case,),
         learners=case.learners,
         course=Course.of(case.sync),
@@ -124,7 +127,7 @@ def _spec(case: Case, folder: str | None) -> RunSpec:
         threads=1,
         batch_size=case.batch_size,
         limit=case.steps,
-        epochs=case.epochs if case.loop != "odd" and case.steps is None else None,
+        epochs=case.epochs if case.loop in ("train", "own") and case.steps is None else None,
         clip_norm=0.5 if case.clip else None,
         replace=case.replace,
         patience=None,
@@ -174,6 +177,20 @@ def _odd(session: Session, case: Case) -> int:
         if case.seed % 3 == 0 and not _joins(case):  # who comes later has met less often
             session.mean(float(session.rank))
     return 0
+
+
+def _bare(session: Session, case: Case) -> int:
+    """One without a loader of the session's."""
+    model = Tiny()
+    optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
+    steps = case.examples * case.epochs // (case.batch_size * case.learners) + 1
+    for step in range(steps if case.steps is None else case.steps):
+        _gradient(model, torch.tensor([step, session.rank]))
+        optimizer.step()
+    return steps
+
+
+OWN_LOOPS: dict[str, Callable[[Session, Case], int]] = {"own": _own, "odd": _odd, "bare": _bare}
 
 
 def _joins(case: Case) -> bool:

@@ -108,6 +108,21 @@ class FeedAccount:
             raise Broken(f"epoch {epoch} skips {skipped} examples, and nobody left its loop")
         self.done += 1
 
+    def compare(self, standing: Standing) -> None:
+        """Nothing that is not settled has fallen under the table."""
+        for epoch, owners in standing.fresh.items():
+            theirs = sum(stop - start for start, stop in owners.values())
+            theirs += sum(stop - start for each, start, stop in standing.returned if each == epoch)
+            mine = (
+                self.size
+                - self._states.get(epoch, bytearray(self.size)).count(SETTLED)
+                - standing.skipped[epoch]
+            )
+            if theirs != mine:
+                raise Broken(
+                    f"of epoch {epoch} {mine} examples are not settled, the ledger knows of {theirs}"
+                )
+
     def complete(self) -> None:
         """The end of a run that was not stopped."""
         if self.epochs is not None and self.done < self.epochs:

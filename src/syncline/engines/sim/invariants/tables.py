@@ -210,7 +210,9 @@ class TableAccount:
             sigmas = [self.version - ticket.stamp for ticket in fold.tickets]
             factor /= max(1.0, sum(sigmas) / len(sigmas))
         if abs(fold.factor - factor) > 1e-9:
-            raise Broken(f"version {fold.version} is made at {fold.factor:g} of the rate, {self.sync} says {factor:g}")
+            raise Broken(
+                f"version {fold.version} is made at {fold.factor:g} of the rate, {self.sync} says {factor:g}"
+            )
 
     def _not_short(self) -> None:
         if self._short is not None:

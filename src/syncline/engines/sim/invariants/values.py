@@ -40,7 +40,9 @@ class Values:
             version: set(range(layout.shards))
         }  # version -> shards that have it
         self._gradients: dict[Key, list[Tensor]] = {}
-        self._log: list[deque[Entry]] = [deque() for _ in range(layout.shards)]  # of each, what others had first
+        self._log: list[deque[Entry]] = [
+            deque() for _ in range(layout.shards)
+        ]  # of each, what others had first
         self._ahead = 0  # entries that some shard has carried out
         self._done = [0] * layout.shards
         self._put = False  # weights were overwritten: the next update is not what it was computed to be

@@ -43,6 +43,7 @@ class Watch:
         self._resting: dict[int, int] = {}  # learner -> loader it waits for
         self._gone: set[int] = set()
         self._touched: set[int] = set()  # tables that something happened to
+        self._moved = False  # positions came back
         self._cut_short = False  # stopped, or by a set number of updates: epochs need not be whole
 
     # -- errors ------------------------------------------------------------------------------------------
@@ -52,7 +53,9 @@ class Watch:
         try:
             yield
         except Broken as broken:
-            raise self.error(str(broken)) from None
+            error = self.error(str(broken))
+            self._world.fail(error)  # before anything unwinds
+            raise error from None
 
     def error(self, what: str) -> InvariantError:
         """With the moment, and the state of the parties."""
@@ -100,6 +103,7 @@ class Watch:
             if note.kind == Kind.REST and learner not in self._gone:
                 self._rest(learner, note)
             elif note.kind == Kind.CLOSE:
+                self._moved = True
                 self._feeds[note.loader].closed(learner, note.upto)
 
     def _rest(self, learner: int, note: Note) -> None:
@@ -143,6 +147,7 @@ class Watch:
 
     def _left(self, learner: int) -> None:
         self._gone.add(learner)
+        self._moved = True
         self._resting.pop(learner, None)
         for number, table in self._tables.items():
             self._touched.add(number)
@@ -220,10 +225,20 @@ class Watch:
                 for number in self._touched:
                     self._tables[number].due()
             self._touched.clear()
+        if self._moved:
+            self._moved = False
+            self._compare()
+
+    def _compare(self) -> None:
+        """The ledgers know of all that is not settled."""
+        with self._checking():
+            for loader, standing in self._world.roles[0].standings().items():
+                self._feeds[loader].compare(standing)
 
     def went_back(self) -> None:
         """The servers are new ones: the accounts begin with what these are told."""
         self._begin()
+        self._cut_short = self._world.stopping
 
     def stopped(self) -> None:
         """Epochs need not be whole."""

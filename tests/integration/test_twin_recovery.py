@@ -1,0 +1,170 @@
+"""Lost shards in the simulator (S7): the recovery of the local engine, in virtual time, checked after every event."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import syncline as sl
+from syncline.engines.sim.hunt import Case, play
+from syncline.errors import LostError
+from syncline.protocols.restarts import begins_anew
+
+SIZE = 60
+PRESETS = [
+    "hardsync",
+    "softsync:1",
+    "async",
+    "ssp:2",
+    "backup:1",
+    "delayed:2",
+    "downpour",
+    "downpour:push=3,fetch=4,local_lr=0.1",
+    "hardsync until 1 then softsync:1",
+]
+
+
+def points() -> TensorDataset:
+    x = torch.randn(SIZE, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def train(script: str = "", *, handlers: bool = True, **options: Any) -> sl.Result:
+    engine = sl.Sim(script=script, check=True, handlers=handlers)
+    settings: dict[str, Any] = {
+        "learners": 3,
+        "topology": "servers:2",
+        "batch_size": 4,
+        "epochs": 3,
+        "threads": 1,
+    }
+    torch.manual_seed(0)
+    model = options.pop("model", nn.Linear(4, 2))
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    given = {**settings, **options}
+    return sl.train(model, points(), loss=F.cross_entropy, optimizer=optimizer, engine=engine, **given)
+
+
+def kinds(result: sl.Result) -> list[str]:
+    return [event.kind for event in result.events if event.kind != "checkpoint"]
+
+
+def same(a: sl.Result, b: sl.Result) -> bool:
+    return all(torch.equal(value, b.state_dict()[name]) for name, value in a.state_dict().items())
+
+
+@pytest.mark.parametrize("handlers", [True, False])
+@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize("sync", PRESETS)
+def test_a_lost_shard_comes_back_and_nothing_is_lost_but_time(
+    sync: str, shard: int, handlers: bool, tmp_path: Path
+) -> None:
+    script = f"kill shard {shard} at version 11"
+    result = train(script, handlers=handlers, sync=sync, run_dir=tmp_path, checkpoint_every=4)
+    assert kinds(result) == ["shard lost", "recovered"]
+    table = result.statistics.tables[0]
+    assert table.examples == 3 * SIZE or (result.dropped > 0 and table.examples < 3 * SIZE)
+    assert [record.epoch for record in result.history] == [0, 1, 2]
+    assert result.staleness.gradients == result.gradients and table.pending == 0
+
+
+@pytest.mark.parametrize("handlers", [True, False])
+@pytest.mark.parametrize(
+    "script", ["kill shard 0 at version 6", "kill shard 1 at 2 s", "kill shard 1 at 13.005 s"]
+)
+def test_lockstep_gives_the_bits_of_an_undisturbed_run(script: str, handlers: bool, tmp_path: Path) -> None:
+    calm = train(sync="hardsync")
+    result = train(script, handlers=handlers, sync="hardsync", run_dir=tmp_path, checkpoint_every=4)
+    assert kinds(result) == ["shard lost", "recovered"]
+    assert same(result, calm) and result.seconds > calm.seconds
+
+
+def test_handlers_that_begin_anew_draw_the_same_numbers(tmp_path: Path) -> None:
+    """Their random states come back with the checkpoint."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    calm = train(sync="hardsync", model=model())
+    disturbed = train(
+        "kill shard 0 at version 6", sync="hardsync", model=model(), run_dir=tmp_path, checkpoint_every=4
+    )
+    assert kinds(disturbed) == ["shard lost", "recovered"] and same(disturbed, calm)
+
+
+def test_without_checkpoints_the_run_ends_and_says_what_to_do() -> None:
+    with pytest.raises(LostError, match=r"shard 1 was killed .*give run_dir= and checkpoint_every="):
+        train("kill shard 1 at version 3", sync="async")
+
+
+def test_losses_without_a_checkpoint_in_between_are_bounded(tmp_path: Path) -> None:
+    script = "; ".join(f"kill shard 1 at {seconds} s" for seconds in range(2, 6))
+    with pytest.raises(LostError, match="4 times without a checkpoint in between; given up"):
+        train(script, sync="async", run_dir=tmp_path, checkpoint_every=1000)
+
+
+def test_who_begins_anew() -> None:
+    """Only the last one to go, if it never met the new shards; a loss only where somebody had returned before."""
+    usual = {
+        "unaware": True,
+        "lost": False,
+        "others": False,
+        "stopping": False,
+        "returned": False,
+        "replace": False,
+    }
+    assert begins_anew(**usual)
+    for change in ("others", "stopping"):
+        assert not begins_anew(**{**usual, change: True})
+    assert not begins_anew(**{**usual, "unaware": False})
+    assert not begins_anew(**{**usual, "lost": True}) and begins_anew(
+        **{**usual, "lost": True, "returned": True}
+    )
+    assert not begins_anew(**{**usual, "lost": True, "returned": True, "replace": True})
+
+
+# -- what the hunt has found, shortened --------------------------------------------------------------------
+
+FOUND = {
+    "a slot was used again before the fold, where the dial turned to delayed:k": Case(
+        seed=23,
+        sync="async until 1 then delayed:2 until 2 then ssp:1",
+        script="kill learner 3 at version 1",
+        examples=29,
+        warmstart=1,
+        cluster="equal:jitter=pareto:1,latency=0.001,setup=0.01",
+    ),
+    "a joiner without a part of its own ran through epochs without end": Case(
+        seed=56,
+        sync="async until 1 then delayed:2 until 2 then ssp:1",
+        script="add 1 at 0.003 s",
+        examples=34,
+        batch_size=3,
+        steps=11,
+        policy="partition",
+        cluster="equal:latency=0,setup=0.2",
+    ),
+    "loops over two loaders got out of step when a shard was lost": Case(
+        seed=9,
+        sync="hardsync until 1 then softsync:1",
+        learners=4,
+        script="kill shard 0 at 7.5631 s; kill shard 0 at 8.1821 s",
+        loop="odd",
+        examples=13,
+        epochs=3,
+        replace=True,
+        checkpoint_every=1000,
+        cluster="equal:jitter=uniform:0.5,latency=0,setup=0,message=0.05",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)
+def test_what_the_hunt_found_stays_fixed(case: Case) -> None:
+    assert play(case) is None
