@@ -12,67 +12,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
 
 from syncline.errors import RunError, UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """This learner computes positions start…stop−1 of that epoch's order."""
-
-    learner: int
-    index: int  # counts the grants and ends of this learner
-    epoch: int  # of the positions: older than the learner's own where they came back
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """This learner's loader of that epoch ends; its other asks for it are void."""
-
-    learner: int
-    index: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class EpochDone:
-    """Every position of the epoch is settled, but for those that nobody wanted."""
-
-    epoch: int
-    skipped: int = 0  # left over where learners broke out of their loops
-
-
-Decision = Grant | End | EpochDone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """What of each epoch is not settled: enough to go on with the feed later, with any number of learners."""
-
-    done: int  # epochs
-    newest: int
-    fresh: dict[int, dict[int, tuple[int, int]]]  # epoch -> owner -> positions not handed out
-    returned: list[tuple[int, int, int]]  # (epoch, start, stop) of all that was handed out and is not settled
-    skipped: dict[int, int]
-    broken: list[int]
-
-
-class Span(NamedTuple):
-    """Positions start…stop−1 of an epoch; sorts by age."""
-
-    epoch: int
-    start: int
-    stop: int
-
-    def cut(self, length: int) -> tuple[Span, Span | None]:
-        """The first `length` positions, and the rest if there is one."""
-        middle = self.start + length
-        if middle >= self.stop:
-            return self, None
-        return self._replace(stop=middle), self._replace(start=middle)
+from syncline.protocols.spans import Decision, End, EpochDone, Grant, Span, Standing
 
 
 @dataclass(slots=True)
