@@ -52,10 +52,17 @@ def simulate(
     ] = None,
     faults: Annotated[
         str | None,
-        typer.Option(metavar="random|script", help="Hunt for broken protocols with random faults; or play one case again."),
+        typer.Option(
+            metavar="random|script",
+            help="Hunt for broken protocols with random faults; or play one case again.",
+        ),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(metavar="N", help="Of a hunt: so many cases for each dial.")] = None,
-    shards: Annotated[int | None, typer.Option(metavar="S", help="Of a hunt's cases; drawn if not given.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(metavar="N", help="Of a hunt: so many cases for each dial.")
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(metavar="S", help="Of a hunt's cases; drawn if not given.")
+    ] = None,
     jobs: Annotated[int, typer.Option(metavar="N", help="Of a hunt: processes.")] = 1,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:

@@ -138,7 +138,8 @@ def _tell_found(console: Console, found: Found) -> None:
     _line(console, "again:")
     _line(console, f"  {found.case.command()}")
     _line(
-        console, f"as it was drawn: syncline simulate --faults random --seed {found.drawn.seed} --sync '{found.drawn.sync}'"
+        console,
+        f"as it was drawn: syncline simulate --faults random --seed {found.drawn.seed} --sync '{found.drawn.sync}'",
     )
 
 

@@ -292,7 +292,7 @@ class World:
             return self._anew(range(self.spec.learners))
         if self.workshop is None:
             return {}
-        self.workshop, _ = make_workshop(self.spec, self._ways)
+        self.workshop, _ = self.make_workshop(self._ways)
         running = [learner for learner in self.live.values() if not learner.dead]
         for learner in running:
             learner.kill()
