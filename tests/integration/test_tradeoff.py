@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import re
@@ -54,6 +55,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "losses_of_a_study.py").write_text(LOSSES)
 
 
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A study of GRID by one worker, and what it printed."""
+    folder = tmp_path_factory.mktemp("reference")
+    with contextlib.chdir(folder):
+        Path("losses_of_a_study.py").write_text(LOSSES)
+        result = tradeoff(job("plain"), *GRID, "--jobs", "1", "--out", "one")
+    assert result.exit_code == 0, result.output
+    return folder / "one", result.output
+
+
 def job(loss: str) -> str:
     path = Path(f"{loss}.toml")
     path.write_text(JOB.replace("LOSS", f"losses_of_a_study:{loss}"))
@@ -64,37 +76,39 @@ def tradeoff(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["tradeoff", *arguments, *SIM], env={"COLUMNS": "120"})
 
 
-def lasting(folder: str) -> list[dict[str, str]]:
+def lasting(folder: Path) -> list[dict[str, str]]:
     """The table without what may differ between equal studies."""
-    with (Path(folder) / "tradeoff.csv").open() as file:
+    with (folder / "tradeoff.csv").open() as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     return [{key: value for key, value in row.items() if key not in CHANGING} for row in rows]
 
 
-def test_the_same_rows_with_one_worker_and_with_two_and_none_are_run_again() -> None:
-    first = tradeoff(job("plain"), *GRID, "--jobs", "1", "--out", "one")
-    assert first.exit_code == 0, first.output
-    assert "8 runs with 1 worker" in first.output and len(re.findall(r"^\d/8 ", first.output, re.M)) == 8
-    assert "lowest test error" in first.output and "about equal μλ" in first.output
-    second = tradeoff(job("plain"), *GRID, "--jobs", "2", "--out", "two")
-    assert second.exit_code == 0, second.output
-    assert lasting("one") == lasting("two")
-    rows = read_rows(Path("one"))
+def test_a_row_for_every_combination(reference: tuple[Path, str]) -> None:
+    folder, output = reference
+    assert "8 runs with 1 worker" in output and len(re.findall(r"^\d/8 ", output, re.M)) == 8
+    assert "lowest test error" in output and "about equal μλ" in output
+    rows = read_rows(folder)
     assert [(row.sync, row.learners, row.batch_size) for row in rows] == [
         (sync, learners, size) for sync in ("hardsync", "async") for learners in (1, 3) for size in (32, 96)
     ]
     assert all(row.test_error is not None and row.epochs == 1.0 and row.wall_seconds for row in rows)
     assert rows[-1].n == 3 and rows[-1].mean_staleness > 1 and rows[0].mean_staleness == 0  # type: ignore[operator]
-    again = tradeoff(job("plain"), *GRID, "--out", "one")
+
+
+def test_the_same_rows_with_two_workers_and_none_is_run_again(reference: tuple[Path, str]) -> None:
+    result = tradeoff(job("plain"), *GRID, "--jobs", "2", "--out", "two")
+    assert result.exit_code == 0, result.output
+    assert lasting(Path("two")) == lasting(reference[0])
+    again = tradeoff(job("plain"), *GRID, "--out", "two")
     assert again.exit_code == 0 and "no run is left, 8 were done before" in again.output
     more = tradeoff(
-        job("plain"), *GRID[:4], "--sync", "async", "--seeds", "0,1", "--jobs", "1", "--out", "one"
+        job("plain"), *GRID[:4], "--sync", "async", "--seeds", "0,1", "--jobs", "1", "--out", "two"
     )
     assert "4 runs with 1 worker, 4 were done before" in more.output, more.output
-    assert len(read_rows(Path("one"))) == 12 and "over seeds" in more.output
-    Path("one/tradeoff.svg").unlink()
-    drawn = CliRunner().invoke(app, ["tradeoff", "--plot", "one"])
-    assert drawn.exit_code == 0 and "(σ, μ, λ)" in Path("one/tradeoff.svg").read_text()
+    assert len(read_rows(Path("two"))) == 12 and "over seeds" in more.output
+    Path("two/tradeoff.svg").unlink()
+    drawn = CliRunner().invoke(app, ["tradeoff", "--plot", "two"])
+    assert drawn.exit_code == 0 and "(σ, μ, λ)" in Path("two/tradeoff.svg").read_text()
 
 
 def test_a_run_that_fails_and_one_whose_process_dies_stop_no_other() -> None:
@@ -147,7 +161,7 @@ def ended(folder: str) -> int:
     return len(read_rows(Path(folder))) if Path(folder, "tradeoff.csv").exists() else 0
 
 
-def test_after_kill_9_the_same_command_goes_on_and_gives_the_same_rows() -> None:
+def test_after_kill_9_the_same_command_goes_on_and_gives_the_same_rows(reference: tuple[Path, str]) -> None:
     arguments = (job("slow"), *GRID, "--jobs", "2", "--out", "killed")
     process = started(*arguments)
     try:
@@ -165,8 +179,7 @@ def test_after_kill_9_the_same_command_goes_on_and_gives_the_same_rows() -> None
     went_on = tradeoff(*arguments)
     assert went_on.exit_code == 0, went_on.output
     assert f"{8 - done} runs with 2 workers, {done} were done before" in went_on.output
-    assert tradeoff(job("plain"), *GRID, "--jobs", "1", "--out", "whole").exit_code == 0
-    assert lasting("killed") == lasting("whole")
+    assert lasting(Path("killed")) == lasting(reference[0])
 
 
 def test_ctrl_c_ends_promptly_and_keeps_what_is_done() -> None:
@@ -224,6 +237,29 @@ def test_another_job_is_refused_and_combinations_that_cannot_be_are_said() -> No
     assert (
         refused.exit_code == 2 and "(steps: 3 there, none here; epochs: none there, 2 here)" in refused.stderr
     )
+
+
+def test_sizes_only_is_another_study() -> None:
+    small = (
+        job("plain"),
+        "--learners",
+        "1,200",
+        "--batch-size",
+        "8",
+        "--sync",
+        "async",
+        "--jobs",
+        "1",
+        "--out",
+        "out",
+    )
+    result = tradeoff(*small, "--timing")
+    assert result.exit_code == 0 and "timed" in result.output and "lowest" not in result.output, result.output
+    one, many = read_rows(Path("out"))
+    assert one.test_error is None and many.mean_staleness > 10 and many.seconds < one.seconds / 50  # type: ignore[operator]
+    assert "Speed-up at μ = 8" in Path("out/tradeoff.svg").read_text()
+    refused = tradeoff(*small)
+    assert refused.exit_code == 2 and "timing: True there, none here" in refused.stderr
 
 
 def test_real_processes_too() -> None:

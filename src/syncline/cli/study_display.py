@@ -136,20 +136,15 @@ def _table(title: str, *names: str) -> Table:
 
 
 def _places(title: str, found: Sequence[Place], column: str | None) -> Table:
-    spread = any(each.runs > 1 for each in found)
-    names = ("over seeds",) if spread else ()
-    table = _table(title, "dial", "(σ, μ, λ)", "μλ", NAMES.get(column or "", "–"), *names, "time", "updates")
+    spread = column is not None and any(each.runs > 1 for each in found)
+    names = [NAMES[column]] if column is not None else []
+    names += ["over seeds"] if spread else []
+    table = _table(title, "dial", "(σ, μ, λ)", "μλ", *names, "time", "updates", "examples/s")
     for each in found:
-        limits = f"{value_text(column, each.low)} – {value_text(column, each.high)}"
-        table.add_row(
-            each.sync,
-            each.name,
-            str(each.mu_lambda),
-            value_text(column, each.value),
-            *((limits,) if spread else ()),
-            f"{each.seconds:,.1f}",
-            f"{each.updates:,}",
-        )
+        values = [value_text(column, each.value)] if column is not None else []
+        values += [f"{value_text(column, each.low)} – {value_text(column, each.high)}"] if spread else []
+        numbers = (f"{each.seconds:,.1f}", f"{each.updates:,}", f"{each.throughput:,.0f}")
+        table.add_row(each.sync, each.name, str(each.mu_lambda), *values, *numbers)
     return table
 
 

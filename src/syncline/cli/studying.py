@@ -65,7 +65,7 @@ def study(asked: Asked, console: Console) -> int:
             store.finish(points)
     _draw(folder, store.rows)
     mine = set(points)
-    last_words([row for row in store.rows if row.point in mine], folder, _unit(job.table()), console)
+    last_words([row for row in store.rows if row.point in mine], folder, _unit(store.job), console)
     if interrupted:
         _line(
             console,
@@ -130,7 +130,7 @@ def _conduct(job: Job, asked: Asked, store: Store, progress: Progress, console: 
     """True where Ctrl-C ended it; what has ended by then is kept."""
     wanted = asked.jobs or (_cores() if asked.simulated is not None else 1)
     workers = min(wanted, len(progress.points))
-    _line(console, _headline(job, store, progress, workers))
+    _line(console, _headline(store, progress, workers))
     if not progress.points:
         return False
     board = Board(progress, console)
@@ -174,10 +174,12 @@ def _forget_empty(path: Path) -> None:
             path.unlink()
 
 
-def _headline(job: Job, store: Store, progress: Progress, workers: int) -> str:
+def _headline(store: Store, progress: Progress, workers: int) -> str:
     what = f"{len(progress.points)} runs with {workers} worker{'s' if workers != 1 else ''}"
     before = f", {progress.before} were done before" if progress.before else ""
-    return f"{near(store.folder)}: {_title(job.table())}: {what if progress.points else 'no run is left'}{before}"
+    return (
+        f"{near(store.folder)}: {_title(store.job)}: {what if progress.points else 'no run is left'}{before}"
+    )
 
 
 def _heard(news: News, job: Job, store: Store, progress: Progress, board: Board) -> None:

@@ -64,7 +64,7 @@ class Store:
 
     def __init__(self, folder: Path, table: Mapping[str, Any], *, fresh: bool = False) -> None:
         self.folder = folder
-        self._job = common(table)
+        self.job = common(table)
         with ExitStack() as opened:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class Store:
             return
         if not first.startswith(MARK):
             raise UsageError(f"{path} is no table of a study; give another --out")
-        if first.removeprefix(MARK).split()[0] != digest(self._job):
+        if first.removeprefix(MARK).split()[0] != digest(self.job):
             told = "; ".join(self._differences()) or "its job.toml is gone"
             raise UsageError(
                 f"{self.folder} holds the rows of another job ({told}); give another --out, or start anew with --fresh"
@@ -118,18 +118,18 @@ class Store:
             before = tomllib.loads((self.folder / JOB).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return []
-        return differences(common(before), self._job)
+        return differences(common(before), self.job)
 
     def _begin(self) -> list[Row]:
         """The rows that are there; the file then ends with a whole line."""
         path = self.folder / TABLE
         rows = read_rows(self.folder) if path.exists() else []
-        write_whole(self.folder / JOB, dumps(self._job))
+        write_whole(self.folder / JOB, dumps(self.job))
         self._write(rows)
         return rows
 
     def _write(self, rows: Sequence[Row]) -> None:
-        text = f"{MARK}{digest(self._job)}\n{head()}{''.join(map(line_of, rows))}"
+        text = f"{MARK}{digest(self.job)}\n{head()}{''.join(map(line_of, rows))}"
         write_whole(self.folder / TABLE, text)
 
     def add(self, row: Row) -> None:
