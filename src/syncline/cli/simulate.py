@@ -12,6 +12,7 @@ from syncline.cli.engines import Simulated
 from syncline.cli.messages import told
 from syncline.cli.simulating import Hunt, hunt_or_replay
 from syncline.cli.simulating_job import simulate_job
+from syncline.errors import UsageError
 
 
 def simulate(
@@ -104,6 +105,10 @@ def simulate(
         "seed": seed,
     }
     with told(debug):
+        if shards is not None:
+            raise UsageError(
+                f"--shards {shards} is of a hunt's cases; of a job write --topology servers:{shards}"
+            )
         simulated = Simulated(cluster=cluster, script=script, timing=timing)
         code = simulate_job(job, simulated, Console(), flags=flags, sets=set_ or [], run_dir=run_dir)
     raise typer.Exit(code)

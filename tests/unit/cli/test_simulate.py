@@ -95,6 +95,7 @@ BAD = {
     "no script": (["--script", "kill everybody"], "--script kill everybody: no fault"),
     "bad dial": (["--sync", "softsync:4"], "--sync softsync:4: softsync:4 needs n <= learners"),
     "both": (["--epochs", "1", "--steps", "2"], "either epochs or steps"),
+    "a hunt's option": (["--shards", "2"], "of a job write --topology servers:2"),
     "no file": (["missing.toml"], "missing.toml: cannot be read"),
 }
 
