@@ -95,7 +95,7 @@ def cut_rate(optimizer: torch.optim.Optimizer) -> None:
 
 
 def serial(plan: Plan) -> list[Score]:
-    """One process, plain PyTorch, all cores."""
+    """One process, plain PyTorch."""
     torch.manual_seed(plan.seed)
     model = make_model()
     optimizer = make_optimizer(model.parameters())
@@ -222,6 +222,7 @@ def main() -> None:
     unknown = [name for name in given.columns.split(",") if name != "serial" and name not in DIALS]
     if unknown:
         parser.error(f"no column {unknown[0]!r}; there are: serial, {', '.join(DIALS)}")
+    torch.set_num_threads(1)
     head = machine.describe()
     print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
     train, test = load(given.data, given.most)

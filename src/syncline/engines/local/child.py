@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from syncline.engines.allocator import keep_freed_memory
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.learner import run_evaluator, run_learner
 from syncline.engines.local.peer import PeerSpec, run_peer
@@ -48,9 +49,10 @@ def main(control: int, out: int, err: int, life_line: int) -> int:
             run_server(channel, setup.spec)
         elif setup.role == "evaluator":
             run_evaluator(channel)
-        elif isinstance(setup.spec, PeerSpec):
-            return run_peer(channel, setup.spec)
         else:
+            keep_freed_memory()
+            if isinstance(setup.spec, PeerSpec):
+                return run_peer(channel, setup.spec)
             return run_learner(channel, setup.spec)
     except Closed:
         return 1
