@@ -184,7 +184,7 @@ def test_after_kill_9_the_same_command_goes_on_and_gives_the_same_rows(reference
 
 def test_ctrl_c_ends_promptly_and_keeps_what_is_done() -> None:
     process = started(
-        job("slow"), "--learners", "1,2,3,4", "--batch-size", "8,16,32", "--jobs", "2", "--out", "out"
+        job("slow"), "--learners", "1,2,3,4", "--batch-size", "8,16,32", "--jobs", "1", "--out", "out"
     )
     try:
         until(lambda: ended("out") >= 1)
