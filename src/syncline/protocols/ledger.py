@@ -502,11 +502,14 @@ class Ledger:
         if self._returned:
             for member in list(self._held.values()):
                 self._serve(member)
-        self._release_held()
-        self._skip_leftovers()
-        if self._barrier and not self._lockstep:
-            self._admit_guests()
-        self._cross_barrier()
+        if self._held:
+            self._release_held()
+        if self._broken:
+            self._skip_leftovers()
+        if self._barrier:
+            if not self._lockstep:
+                self._admit_guests()
+            self._cross_barrier()
         self._finish_epochs()
         out, self._out = self._out, []
         return out

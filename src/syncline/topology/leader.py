@@ -258,13 +258,13 @@ class Leader:
             self._fold(place, decision)
         elif isinstance(decision, Release):
             self._release(place, decision)
+        elif isinstance(decision, Grant):
+            portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
+            self._grant(portion, decision.learner)
         elif isinstance(decision, Drop):
             self._later.append((self._settle, place, decision.ticket))
         elif isinstance(decision, Full):
             self._port.report(m.Reached(decision.version))
-        elif isinstance(decision, Grant):
-            portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
-            self._grant(portion, decision.learner)
         elif isinstance(decision, End):
             self._grant(Portion(place, decision.index, decision.epoch, 0, 0, 1), decision.learner)
         elif isinstance(decision, EpochDone):

@@ -49,6 +49,7 @@ class Builtin(SimLearner):
         self._fresh = False  # batches since the last gradient was published
         self._count = self._used = 0
         self._mark: torch.Tensor | None = None
+        self._ready: Callable[[], bool] = lambda: True
         self._kept_random = b""
 
     def _make_fiber(self) -> Handler:
@@ -118,13 +119,17 @@ class Builtin(SimLearner):
     # -- waiting, as a session does ----------------------------------------------------------------------
 
     def give_way(self, ready: Callable[[], bool], what: str, time: str = WAITING) -> Steps:
-        """Until it is so."""
+        """Until it is so: who wakes it looks first."""
         began = self._world.clock.now
-        while not ready():
-            self.waits_for = what
+        if not ready():
+            self.waits_for, self._ready = what, ready
             yield
-        self.waits_for = None
+            self.waits_for = None
         self.passed(began, time)
+
+    def wake(self) -> None:
+        if self.waits_for is not None and self._ready():
+            super().wake()
 
     def ask(self, message: Any) -> Generator[None, None, Any]:
         """Ask the coordinator; its answer."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable
 
 from syncline.engines.sim.cluster import Cluster
@@ -18,14 +17,17 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0  # actions so far
-        self._order = itertools.count()
+        self._planned = 0  # counts what was planned
         self._queue: list[tuple[float, int, Action]] = []
 
     def at(self, time: float, action: Action) -> None:
-        heapq.heappush(self._queue, (max(time, self.now), next(self._order), action))
+        self._planned += 1
+        now = self.now
+        heapq.heappush(self._queue, (time if time > now else now, self._planned, action))
 
     def after(self, delay: float, action: Action) -> None:
-        self.at(self.now + delay, action)
+        self._planned += 1
+        heapq.heappush(self._queue, (self.now + delay, self._planned, action))
 
     def step(self) -> bool:
         """Run the next action; False if there is none."""

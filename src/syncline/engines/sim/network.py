@@ -49,9 +49,10 @@ class Way:
             ends.insert(place, end)
 
     def _forget(self, now: float) -> None:
-        past = bisect_right(self._ends, now)
-        if past:
-            del self._starts[:past], self._ends[:past]
+        ends = self._ends
+        if ends and ends[0] <= now:
+            past = bisect_right(ends, now)
+            del self._starts[:past], ends[:past]
 
 
 class Network:
@@ -69,7 +70,9 @@ class Network:
         """When what leaves the source now (or as soon as its card is free) has arrived."""
         arrival = self._arrival(now, source, target, nbytes)
         pair = (source, target)
-        arrival = max(arrival, self._last.get(pair, 0.0))
+        last = self._last.get(pair, 0.0)
+        if last > arrival:
+            return last
         self._last[pair] = arrival
         return arrival
 

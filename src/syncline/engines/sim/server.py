@@ -39,6 +39,7 @@ class SimServer(ServerPort):
         self._work: deque[tuple[float, Action | None]] = deque()  # what the input in hand costs and causes
         self._busy = False
         cluster = world.cluster
+        self._message = cluster.message
         self._costs: dict[int, Cost] = {Kind.TAKE: cluster.take, Kind.FOLD: cluster.fold}
 
     # -- what comes in -----------------------------------------------------------------------------------
@@ -70,12 +71,15 @@ class SimServer(ServerPort):
         clock = self._world.clock
         while self._inputs and not self._busy and not self.dead:
             entry, action = self._inputs[0]
-            ready = max(self.pause.until, self._there(entry) if entry is not None else 0.0)
+            ready = self.pause.until
+            if entry is not None:
+                ready = max(ready, self._there(entry))
             if ready > clock.now:
                 clock.at(ready, self._next)
                 return
             self._inputs.popleft()
-            self._add_work(self._world.cluster.message)
+            if self._message:
+                self._work.append((self._message, None))
             action()
             self._go_on()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, SupportsFloat, cast
 
 import torch
 
+from syncline.dial import Sync
 from syncline.engines.sim.learner import TICKET
 from syncline.engines.sim.memory import Releases
 from syncline.engines.sim.promises import Promise, PromisedLane, Version
@@ -41,7 +42,7 @@ class TableEnd:
 
     def __init__(self, learner: Builtin) -> None:
         self._learner, self._shop = learner, learner.shop
-        self.sync = learner.config.sync  # as of the last read
+        self._turn(learner.config.sync)  # as of the last read
         self.version = -1
         self._tickets = self._steps = self._locals = 0
         self._dial = -1
@@ -90,14 +91,14 @@ class TableEnd:
         if learner.ending:
             raise RunStopped
         yield from learner.compute(examples)
-        if self.sync.local:
+        if self._local:
             yield from self._step_locally(promise)
         elif self._sum.steps:  # the dial has changed since: they go out together
             yield from self._add(promise)
             self._sum.loss = promise.loss
             yield from self._read(self.push())
         else:
-            index = self._steps % (self.sync.delay + 1)
+            index = self._steps % self._slots
             yield from self._read(self._post(index, promise, promise.loss))
 
     def _post(self, index: int, promise: Promise, loss: SupportsFloat) -> int:
@@ -136,7 +137,7 @@ class TableEnd:
         return promise.gradient is None or all(promise.gradient.present)
 
     def _flags(self, index: int) -> int:
-        flags = SILENT if self.sync.local else 0
+        flags = SILENT if self._local else 0
         self._learner.mark_random()
         if self._keep:  # a checkpoint follows
             self._keep = False
@@ -186,11 +187,16 @@ class TableEnd:
         self._keep = bool(reading.keep)
         if reading.dial != self._dial:
             self._dial = reading.dial
-            self.sync, self._fetching = self._learner.dial(reading.dial), None
+            self._turn(self._learner.dial(reading.dial))
         if reading.version != self.version:
             self._newest = self._whole(reading.version)
             self.version = reading.version
         self.weights = self._newest
+
+    def _turn(self, sync: Sync) -> None:
+        """Another dial."""
+        self.sync, self._fetching = sync, None
+        self._local, self._slots = sync.local, sync.delay + 1
 
     def _whole(self, number: int) -> Version:
         """The version that was released: as it came, or from the table, which holds still in lockstep."""

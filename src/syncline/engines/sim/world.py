@@ -155,8 +155,8 @@ class World:
         """A shard needs nothing more of a learner that left; the last one drops its lanes."""
         self._forgotten[learner] += 1
         if self._forgotten[learner] == len(self.servers):
-            for key in [key for key in self.lanes if key[1] == learner]:
-                del self.lanes[key]
+            for table in self.tables:
+                self.lanes.pop((table, learner), None)
 
     # -- learners come and go ----------------------------------------------------------------------------
 
