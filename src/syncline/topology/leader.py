@@ -511,6 +511,10 @@ class Leader:
         for key in [key for key in self._buffers if key[1] == learner and len(self._buffers) > 1]:
             del self._buffers[key]
 
+    def last_staleness(self, table: int) -> float:
+        """Mean over the gradients of the last update."""
+        return self._sequences[table].clock.last_update
+
     def statistics(self, number: int) -> m.Statistics:
         self._read_losses()
         ranks = self._ranks

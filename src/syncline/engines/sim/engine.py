@@ -11,7 +11,7 @@ from syncline.dial import Course, Sync
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.script import Script
-from syncline.engines.sim.sized import Sizes
+from syncline.engines.sim.sized import OnUpdate, Sizes
 from syncline.engines.sim.states import Random
 from syncline.engines.sim.timing import Length, Timing, time_run
 from syncline.engines.sim.workshop import Ways
@@ -158,11 +158,12 @@ class Sim(Engine):
         policy: str = "ledger",
         warmstart: int = 0,
         seed: int = 0,
+        on_update: OnUpdate | None = None,
     ) -> Timing:
         """How long a run would take: no gradients, just sizes, for any number of learners and parameters.
 
         `parameters` of `itemsize` bytes on so many `shards`, `examples` in an epoch; ends after epochs, updates (`steps`) or
-        virtual `seconds`.
+        virtual `seconds`. `on_update` gets each version, its moment and the mean staleness of its gradients.
         """
         script, course = Script.of(self.script), Course.of(sync)
         check_whole("shards", shards)
@@ -178,6 +179,7 @@ class Sim(Engine):
             warm=warmstart,
             script=script,
             seed=seed if self.seed is None else self.seed,
+            on_update=on_update,
         )
 
     def _ways(self, spec: RunSpec) -> Ways | None:

@@ -7,6 +7,7 @@ real gradients.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -98,6 +99,7 @@ class SizedShop:
         self.template = object()
 
 
+OnUpdate = Callable[[int, float, float], None]  # version, seconds, mean staleness of its gradients
 PROMISE = cast(Promise, type("Nothing", (), {"loss": float("nan")})())
 WEIGHTS = cast(Version, object())
 
@@ -189,6 +191,8 @@ class SizedReplay(Replay):
 class SizedWorld(World):
     """A simulated run of sizes."""
 
+    on_update: OnUpdate | None = None
+
     def make_workshop(self, ways: Any) -> tuple[Any, str | None]:
         return SizedShop(self.spec.arguments[0], self.spec.shards), None
 
@@ -208,6 +212,8 @@ class SizedWorld(World):
     def folded(self) -> None:
         """The first table has another version; nobody looks at samples on the way."""
         self.version += 1
+        if self.on_update is not None:
+            self.on_update(self.version, self.clock.now, self.servers[0].role.last_staleness(0))
         if self.script.faults:
             version = self.version
             self.clock.at(self.clock.now, lambda: self.script.reached(version, self.play))

@@ -16,7 +16,7 @@ from syncline.engines.run import EpochRecord, Outcome, RunSpec
 from syncline.engines.sim.account import LearnerTimes
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.script import Script
-from syncline.engines.sim.sized import SizedPlan, SizedWorld, Sizes
+from syncline.engines.sim.sized import OnUpdate, SizedPlan, SizedWorld, Sizes
 from syncline.errors import UsageError
 from syncline.learn.session import check_batches, check_policy, check_whole
 from syncline.protocols.clocks import Staleness
@@ -89,6 +89,7 @@ def time_run(
     warm: int = 0,
     script: Script | None = None,
     seed: int = 0,
+    on_update: OnUpdate | None = None,
 ) -> Timing:
     """Run it in virtual time."""
     check_whole("learners", learners)
@@ -112,6 +113,7 @@ def time_run(
         epochs=length.epochs,
     )
     world = SizedWorld(spec, cluster, script=script, seed=seed)
+    world.on_update = on_update
     if length.seconds is not None:
         world.clock.at(length.seconds, world.coordinator.stop)
     with _rarely_looking_for_garbage():
