@@ -10,6 +10,7 @@ from syncline.engines.sim.cluster import Cluster
 from syncline.errors import UsageError
 from syncline.jobs import Job, Named
 
+SETS = ("engine.name=sim",)  # before the user's own, so that --set engine.batched=true finds the simulator
 CLUSTER = "p775"  # where neither the job nor the command names one: its times grow with the batch
 
 

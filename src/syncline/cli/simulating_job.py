@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from syncline.cli.engines import Simulated
+from syncline.cli.engines import SETS, Simulated
 from syncline.cli.training import Wish, load, run_loaded
 from syncline.cli.words import account, duration
 from syncline.jobs import Job
@@ -27,7 +27,7 @@ def simulate_job(
     run_dir: str | None,
 ) -> int:
     """Run it to its end; the exit code comes back."""
-    wish = Wish(job=job, flags=flags, sets=sets, run_dir=run_dir, command="simulate")
+    wish = Wish(job=job, flags=flags, sets=[*SETS, *sets], run_dir=run_dir, command="simulate")
     loaded = simulated.apply(load(wish))
     began = time.monotonic()
     code = _time(loaded, console) if simulated.timing else run_loaded(loaded, wish, console)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from syncline.cli.engines import Simulated
+from syncline.cli.engines import SETS, Simulated
 from syncline.cli.messages import told
 from syncline.cli.studying import Asked, redraw, study
 from syncline.cli.training import Wish
@@ -76,7 +76,11 @@ def tradeoff(
             code = redraw(plot, console)
         else:
             asked = Asked(
-                wish=Wish(job=job, flags={"epochs": epochs, "steps": steps}, sets=set_ or []),
+                wish=Wish(
+                    job=job,
+                    flags={"epochs": epochs, "steps": steps},
+                    sets=[*(SETS if engine == "sim" else ()), *(set_ or [])],
+                ),
                 grid=Grid(
                     syncs=parse_dials(sync, _whole("--reference-batch", reference_batch)),
                     learners=parse_numbers("--learners", learners),

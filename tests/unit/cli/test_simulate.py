@@ -74,6 +74,13 @@ def test_the_job_s_own_cluster_stays_and_steps_stand_for_epochs() -> None:
     assert read_run(Path("out")).last["version"] == 4
 
 
+def test_options_of_the_simulator_can_be_set() -> None:
+    result = simulate("job.toml", "--set", "engine.check=true", "--set", "engine.seed=4", "--run-dir", "out")
+    assert result.exit_code == 0, result.output
+    kept = tomllib.loads(Path("out/job.toml").read_text())
+    assert kept["engine"] == {"name": "sim", "cluster": "p775", "check": True, "seed": 4}
+
+
 def test_sizes_only() -> None:
     result = simulate("job.toml", "--learners", "100", "--sync", "async", "--steps", "300", "--timing")
     assert result.exit_code == 0, result.output
@@ -96,6 +103,7 @@ BAD = {
     "bad dial": (["--sync", "softsync:4"], "--sync softsync:4: softsync:4 needs n <= learners"),
     "both": (["--epochs", "1", "--steps", "2"], "either epochs or steps"),
     "a hunt's option": (["--shards", "2"], "of a job write --topology servers:2"),
+    "no option of the simulator": (["--set", "engine.speed=3"], "unknown argument"),
     "no file": (["missing.toml"], "missing.toml: cannot be read"),
 }
 
