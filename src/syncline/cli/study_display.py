@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from syncline.cli.words import duration, near
-from syncline.tradeoff.judge import Place, best, fastest, groups, places, wanted
+from syncline.tradeoff.judge import Place, best, fastest, frontier, groups, places, wanted
 from syncline.tradeoff.progress import Progress
 from syncline.tradeoff.rows import Row
 
@@ -117,6 +117,8 @@ def last_words(rows: Sequence[Row], folder: Path, unit: str, console: Console) -
     if found:
         console.print(_places(f"fastest, time in {unit}", fastest(found, SHOWN), column))
     if found and column is not None:
+        title = f"to choose from: no other is both faster and better, time in {unit}"
+        console.print(_places(title, frontier(found), column))
         console.print(_groups(f"{NAMES[column]} of about equal μλ, time in {unit}", found, column))
     for row in rows:
         if row.failed:

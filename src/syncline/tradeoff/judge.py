@@ -93,7 +93,8 @@ def fastest(found: Iterable[Place], count: int) -> list[Place]:
 def frontier(found: Iterable[Place]) -> list[Place]:
     """Those that no other beats in both, from the fastest on: all that is worth choosing from."""
     kept: list[Place] = []
-    for each in fastest(found, count=1_000_000):
+    every = list(found)
+    for each in fastest(every, len(every)):
         if each.value is not None and (not kept or each.value < _value(kept[-1])):
             kept.append(each)
     return kept
