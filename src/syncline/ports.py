@@ -348,8 +348,8 @@ class CollectivePort(ABC):
     def now(self) -> float: ...
 
     @abstractmethod
-    def spend(self, examples: int) -> None:
-        """The computation of one gradient is done; only a simulated clock cares."""
+    def spend(self, examples: int, share: float = 1.0) -> None:
+        """The computation of one gradient is done, or a share of it; only a simulated clock cares."""
 
     @abstractmethod
     def reduce(self, buffer: Tensor) -> Reduction:

@@ -7,9 +7,10 @@ Both check everything that can be checked before a process starts, build a `RunS
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from syncline.engines.options import PATIENCE, Checkpoints, Faults
 from syncline.engines.run import Callback, Engine, EpochRecord, Event, Handle, Outcome, RunSpec
 from syncline.engines.sim.account import Simulated
 from syncline.engines.sim.engine import Sim
+from syncline.engines.torchrun.engine import Torchrun
+from syncline.engines.torchrun.place import Place
 from syncline.errors import DialError, NotYetError, UsageError
 from syncline.learn.session import (
     batch_of_each,
@@ -40,6 +43,7 @@ from syncline.report.recording import record_run
 from syncline.topology.messages import Statistics
 from syncline.topology.parse import AllReduce, Servers, auto_shards, check_all_reduce, parse_topology
 
+DEFAULT_LEARNERS = 2
 MOST_DIALS = 64  # in one run
 ENGINES: dict[str, type[Engine]] = {"local": Local, "sim": Sim}
 Dial = str | Sync | Mapping[int, str | Sync] | Course
@@ -87,7 +91,7 @@ class Run:
         self._changes = 0
         self.recording = record_run(spec, engine, model)  # None without a run folder
         if self.recording is not None:
-            spec = replace(spec, listeners=(*spec.listeners, self.recording.heard))
+            spec = dataclasses.replace(spec, listeners=(*spec.listeners, self.recording.heard))
         self._handle: Handle = engine.start(spec)
         if self.recording is not None:
             self.recording.follow(self._handle)
@@ -149,7 +153,7 @@ class Run:
 def launch(
     function: Callable[..., Any],
     *arguments: Any,
-    learners: int = 2,
+    learners: int = DEFAULT_LEARNERS,
     sync: Dial = "hardsync",
     topology: str = "servers",
     engine: str | Engine = "local",
@@ -176,9 +180,12 @@ def launch(
     through: models, data and functions defined in a script or notebook travel, tensors are shared. For faults and
     checkpoints see `train`; a function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
     """
+    runner = _engine(engine)
+    learners = _learners(runner, learners, topology, wait)
     if not callable(function):
         raise UsageError(f"launch takes a function of (session, ...), got {type(function).__name__}")
     spec = _spec(
+        place=_place(runner),
         function=function,
         arguments=arguments,
         keywords=keywords,
@@ -195,7 +202,7 @@ def launch(
         faults=Faults(on_error, replace, patience, kill_hung),
         checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
     )
-    run = Run(_engine(engine), spec, None)
+    run = Run(runner, spec, None)
     return run.wait() if wait else run
 
 
@@ -210,7 +217,7 @@ def train(
     sync: Dial = "softsync:1",
     topology: str = "servers",
     engine: str | Engine = "local",
-    learners: int = 2,
+    learners: int = DEFAULT_LEARNERS,
     batch_size: int = 32,
     global_batch_size: int | None = None,
     epochs: int | None = None,
@@ -245,6 +252,8 @@ def train(
     `replace` another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner
     not heard of for `patience` seconds is named, and ended with `kill_hung`.
     """
+    runner = _engine(engine)
+    learners = _learners(runner, learners, topology, wait)
     each, joint = _batches(batch_size, global_batch_size, learners, sync, topology)
     built, made = _check_training(
         model, data, loss, objective, optimizer, each, epochs, steps, policy, seed, sync
@@ -264,6 +273,7 @@ def train(
         collate=collate,
     )
     spec = _spec(
+        place=_place(runner),
         function=run_training,
         arguments=(plan,),
         learners=learners,
@@ -283,7 +293,7 @@ def train(
         faults=Faults(on_error, replace, patience, kill_hung),
         checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
     )
-    run = Run(_engine(engine), spec, built, made)
+    run = Run(runner, spec, built, made)
     return run.wait() if wait else run
 
 
@@ -355,6 +365,7 @@ def _check_training(
 
 def _spec(
     *,
+    place: Place | None,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     learners: int,
@@ -398,6 +409,9 @@ def _spec(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shards = servers.shards if servers.fixed else auto_shards(learners, cores, lockstep=course.first.lockstep)
     devices = _devices(device, learners)
+    if place is not None:
+        devices = (_devices(device, place.local)[place.local_rank],)
+        checkpoints = checkpoints if place.rank == 0 else dataclasses.replace(checkpoints, run_dir=None)
     return RunSpec(
         function=function,
         arguments=arguments,
@@ -439,9 +453,23 @@ def _engine(engine: str | Engine) -> Engine:
         return engine
     if engine == "ray":
         raise NotYetError('engine="ray" is understood but not built yet; working now: local, sim')
+    if engine == "local" and (place := Place.here()) is not None:
+        return Torchrun(place)
     if engine not in ENGINES:
         raise UsageError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
     return ENGINES[engine]()
+
+
+def _place(engine: Engine) -> Place | None:
+    """Of this process, where torchrun has started it."""
+    return engine.place if isinstance(engine, Torchrun) else None
+
+
+def _learners(engine: Engine, learners: int, topology: str, wait: bool) -> int:
+    place = _place(engine)
+    if place is None:
+        return learners
+    return place.check(topology=topology, learners=learners, default=DEFAULT_LEARNERS, wait=wait)
 
 
 def _result(outcome: Outcome, *, model: nn.Module | None, before: int) -> Result:

@@ -17,13 +17,14 @@ from torch.optim import SGD, Adam, lr_scheduler
 from torch.utils.data import IterableDataset, TensorDataset
 
 import syncline as sl
+from syncline.engines.sim.cluster import Cluster, Compute, Link
 from syncline.errors import LayoutError, RunError, UsageError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 State = dict[str, Tensor]
 MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)
-SMALL = "allreduce:layerwise,bucket=400b"
+SMALL = "allreduce:layerwise,bucket=60b"
 WAYS = ["allreduce", SMALL, SMALL + ",apply=reverse", SMALL + ",apply=arrival"]
 
 
@@ -472,6 +473,30 @@ def test_hooks(topology: str) -> None:
     assert seen[14:16] == ["forward", "applying"] and len(other) == 14 + 8
 
 
+def queued(session: sl.Session) -> tuple[State, list[int]]:
+    model, left = net(), []
+    opt: Any = session.optimizer(model, MOMENTUM)
+    for x, y in session.loader(points(48), batch_size=4):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with opt.applications() as queue:
+            queue.take("0.weight").apply()
+            left.append(len(queue))
+            for part in queue:
+                if "4.bias" in part.names:
+                    break  # what is left is applied at the end of the block
+                part.apply()
+    return model.state_dict(), left
+
+
+@pytest.mark.parametrize("topology", WAYS)
+def test_a_queue_hands_out_applications_in_any_order(topology: str) -> None:
+    got = sl.launch(queued, learners=2, topology=topology)
+    close(got.state_dict(), joint(net(), points(48), MOMENTUM, batch=8, epochs=1))
+    assert got.version == 6
+    assert set(got.returned[0][1]) == {0 if topology == "allreduce" else 3}
+
+
 # -- stopping, records, bad input ----------------------------------------------------------------------------
 
 
@@ -576,3 +601,61 @@ def other_model(session: sl.Session) -> None:
 def test_layouts_that_differ() -> None:
     with pytest.raises(sl.LearnerError, match="learner 0 and learner 1 opened table 0 with different models"):
         sl.launch(other_model, learners=2, topology="allreduce")
+
+
+# -- the twin ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "delayed:2", "hardsync until 1 then delayed:1"])
+@pytest.mark.parametrize("topology", WAYS[:2])
+def test_the_twin_has_the_same_bits(topology: str, sync: str) -> None:
+    options: dict[str, Any] = {"model": net(torch.float32), "data": points(dtype=torch.float32), "sync": sync}
+    local, twin = (
+        train(topology, engine=engine, evaluate=points(dtype=torch.float32), **options)
+        for engine in ("local", "sim")
+    )
+    same(twin.state_dict(), local.state_dict())
+    assert twin.staleness == local.staleness and twin.gradients == local.gradients
+    for a, b in zip(local.history, twin.history, strict=True):
+        assert (a.version, a.examples, a.loss, a.metrics) == (b.version, b.examples, b.loss, b.metrics)
+
+
+def test_the_twin_hides_communication_behind_computation() -> None:
+    """24 gradients of one second, reductions of half a second: visible, behind backward's later layers, or not at all."""
+
+    def seconds(topology: str, sync: str = "hardsync") -> float:
+        link = Link(bandwidth=7200.0)
+        engine = sl.Sim(Cluster(compute=Compute(base=1.0), card=link, memory=link))
+        return train(topology, engine=engine, sync=sync, data=points(96), epochs=2, learners=2).seconds
+
+    blocking, layerwise = seconds("allreduce"), seconds("allreduce:layerwise,bucket=60b")
+    delayed = seconds("allreduce", "delayed:1")
+    assert delayed < layerwise < blocking
+    assert delayed == pytest.approx(24, abs=1.5) and blocking == pytest.approx(36, abs=1.5)
+
+
+def test_a_simulated_delay_adapts_to_a_slow_network() -> None:
+    slow = sl.Sim(compute=1.0, transfer=2.5, latency=0.0)
+    got = train("allreduce", engine=slow, sync="delayed:auto<=4", epochs=10)
+    assert [event.details["delay"] for event in got.events if event.kind == "delay"][:1] == [2]
+    assert 2 <= got.staleness.max <= 4
+    fast = train("allreduce", engine=sl.Sim(compute=1.0, transfer=0.01), sync="delayed:auto<=4", epochs=10)
+    assert fast.staleness.max == 1
+
+
+def test_a_simulated_learner_that_is_lost_or_leaves_early() -> None:
+    with pytest.raises(RunError, match="learner 1 is lost: killed by the script"):
+        train("allreduce", engine=sl.Sim(script="kill learner 1 at version 5"))
+    with pytest.raises(
+        RunError, match="learner 1 returned after 3 steps while learner 0 is at a further step"
+    ):
+        sl.launch(unequal, topology="allreduce", engine="sim")
+
+
+def unequal(session: sl.Session) -> None:
+    model = net()
+    opt = session.optimizer(model, MOMENTUM)
+    for _ in range(5 - 2 * session.rank):
+        opt.zero_grad()
+        model(points()[:4][0]).sum().backward()
+        opt.step()

@@ -41,6 +41,11 @@ def test_own_loop() -> None:
     assert number("test accuracy by learner:", output) > 0.85
 
 
+def test_all_reduce() -> None:
+    output = run("torchrun.py", "--epochs", "6", "--sync", "delayed:1")
+    assert number("test accuracy by learner:", output) > 0.85 and number("mean staleness", output) == 0.99
+
+
 def test_the_plain_script_and_its_twin() -> None:
     for script in ("plain_pytorch.py", "with_syncline.py"):
         assert number("test accuracy", run(script, "4")) > 0.8

@@ -6,6 +6,7 @@ engines watch processes, and a collective that breaks says only that somebody is
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from syncline.ports import PeerLost, Reduction
 
+SLICE = timedelta(seconds=0.25)
 LONG = timedelta(days=7)  # deaths are noticed elsewhere, a slow learner is no error
 
 
@@ -29,16 +31,25 @@ class Done(Reduction):
 
 
 class Running(Reduction):
-    """A reduction of torch's."""
+    """A reduction of torch's. Gloo's are waited for in slices: nothing else gets a thread out of one."""
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, work: Any, group: Group) -> None:
+        self._work, self._group = work, group
 
     def wait(self) -> None:
+        while not self._waited():
+            if self._group.broken:
+                raise PeerLost("the run has failed")
+
+    def _waited(self) -> bool:
+        late = False
         try:
-            self._work.wait()
+            self._work.wait(SLICE) if self._group.sliced else self._work.wait()
         except RuntimeError as error:
-            raise PeerLost(str(error)) from error
+            late = not self._work.is_completed()
+            if not late and self._work.exception() is not None:
+                raise PeerLost(str(error)) from error
+        return not late
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -49,6 +60,8 @@ class Group:
 
     def __init__(self, store: Any, rank: int, learners: int, *, nccl: bool, host: str | None) -> None:
         self._alone = learners == 1 and not nccl
+        self.sliced = not nccl
+        self.broken = False  # nobody waits any more
         self._group: Any = None
         if not self._alone:
             self._group = _nccl(store, rank, learners) if nccl else _gloo(store, rank, learners, host)
@@ -57,7 +70,7 @@ class Group:
         if self._alone:
             return Done()
         try:
-            return Running(self._group.allreduce([buffer]))
+            return Running(self._group.allreduce([buffer]), self)
         except RuntimeError as error:
             raise PeerLost(str(error)) from error
 
@@ -65,16 +78,23 @@ class Group:
         if not self._alone and buffer.numel():
             whole = buffer if buffer.is_contiguous() else buffer.contiguous()
             try:
-                self._group.broadcast([whole]).wait()
+                Running(self._group.broadcast([whole]), self).wait()
             except RuntimeError as error:
                 raise PeerLost(str(error)) from error
             if whole is not buffer:
                 buffer.copy_(whole)
 
     def abort(self) -> None:
-        """Whoever waits in a collective is thrown out of it."""
-        if self._group is not None:
+        """Whoever waits in a collective is thrown out of it; from any thread."""
+        self.broken = True
+        if self._group is not None and not self.sliced:
             self._group.abort()
+
+    def close(self) -> None:
+        """Leave. After a failure a collective may never end, and torch waits for it: on a thread that nobody waits for."""
+        held, self._group = [self._group], None
+        if self.broken:
+            threading.Thread(target=held.clear, name="syncline-group", daemon=True).start()
 
 
 def _gloo(store: Any, rank: int, learners: int, host: str | None) -> Any:

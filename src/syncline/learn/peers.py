@@ -54,6 +54,7 @@ class PeerConfig:
     clip_norm: float | None = None
     joint_batch: int | None = None  # examples of one update, where `reference_batch` needs them
     snapshots: bool = False  # epochs are evaluated
+    reader: bool = True  # a thread reads ahead
 
     @property
     def most_delay(self) -> int:
@@ -214,6 +215,7 @@ class PeerSession(Session):
         else:
             if ahead is None:
                 ahead = 0 if isinstance(data, torch.utils.data.TensorDataset) else AHEAD
+            ahead = ahead if self.config.reader else 0
             loader = PeerLoader(
                 self, number, data, batches=batches, policy=policy, collate=collate, ahead=ahead
             )
@@ -274,7 +276,7 @@ class PeerSession(Session):
     def stepped(self, table: ReducedOptimizer) -> None:
         if table.number == 0:
             gradients, examples = table.counts
-            started = sum(each.started for each in self._tables)
+            started = self.steps
             self.port.note(
                 Progress(started, table.version, gradients, examples, table.last_loss, table.histogram)
             )
@@ -293,6 +295,20 @@ class PeerSession(Session):
         )
         self.port.tell(report)
 
+    @property
+    def steps(self) -> int:
+        """Of all its tables."""
+        return sum(table.started for table in self._tables)
+
+    def states(
+        self, buffers: dict[int, tuple[int, dict[str, Tensor]]]
+    ) -> dict[int, tuple[int, dict[str, Tensor]]]:
+        """Version and tensors by name of each table: this learner's parameters, the given buffers."""
+        return {
+            table.number: (buffers[table.number][0], {**table.named(), **buffers[table.number][1]})
+            for table in self._tables
+        }
+
     def close(self) -> None:
         """The learner's function is over: everything in flight is applied, and the end reported."""
         for table in self._tables:
@@ -300,7 +316,7 @@ class PeerSession(Session):
             table.release_hooks()
         self.port.tell(
             PeerClosed(
-                sum(table.started for table in self._tables),
+                self.steps,
                 self._tables[0].last_loss if self._tables else float("nan"),
                 {table.number: table.account() for table in self._tables},
                 {table.number: table.copy() for table in self._tables},

@@ -21,10 +21,11 @@ from syncline.topology import messages as m
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """A learner's contribution to its next meeting; answered by everybody's, by rank."""
+    """A learner's contribution to its next meeting, after so many collectives; answered by everybody's, by rank."""
 
     what: str
     value: Any
+    calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +151,9 @@ class Keeper:
         else:
             self._check_absent()
 
-    def waiting(self) -> set[int]:
-        """Who waits in a meeting."""
-        return {rank for meeting in self._meetings.values() for rank in meeting}
+    def waiting(self) -> dict[int, Meet]:
+        """Who waits in which meeting."""
+        return {rank: meet for meeting in self._meetings.values() for rank, meet in meeting.items()}
 
     def _check_absent(self) -> None:
         for meeting in self._meetings.values():
@@ -241,6 +242,14 @@ def _difference(closed: dict[int, PeerClosed]) -> str | None:
                     "Under all-reduce all learners must change gradients and parameters in the same way"
                 )
     return None
+
+
+def apart(rank: int, what: str, other: int) -> RunError:
+    """Somebody waits in a meeting to which another does not come."""
+    return RunError(
+        f"learner {rank} is at {what} while learner {other} is at a further collective, such as a step: under all-reduce "
+        "all learners must do the same in the same order"
+    )
 
 
 def early(rank: int, steps: int, other: int, what: str) -> RunError:

@@ -125,6 +125,8 @@ def check_all_reduce(
                 f"{dial} over {topology}: a collective waits for everybody, so no gradient can come early or late; "
                 "use hardsync, delayed:k or delayed:auto<=k, or topology='servers'"
             )
+    if len(course.dials) > 1 and any(dial.auto for _, dial in course.dials):
+        raise DialError(f"{course}: a delay that adapts does not go into a course; give it alone")
     if topology.apply != "end" and any(dial.delay for _, dial in course.dials):
         raise UsageError(
             f"{topology} with {course}: a delayed gradient is applied k steps later, whole; leave apply= out"

@@ -112,7 +112,7 @@ class LocalPeerPort(CollectivePort):
     def now(self) -> float:
         return time.monotonic()
 
-    def spend(self, examples: int) -> None:
+    def spend(self, examples: int, share: float = 1.0) -> None:
         pass
 
     def reduce(self, buffer: Tensor) -> Reduction:

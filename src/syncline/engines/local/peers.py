@@ -24,7 +24,7 @@ from syncline.errors import LostError, RunError, UsageError
 from syncline.protocols.clocks import StalenessClock
 from syncline.protocols.patience import Patience
 from syncline.topology import messages as m
-from syncline.topology.keeper import Keeper, early
+from syncline.topology.keeper import Keeper, apart, early
 
 GRACE = 10.0  # seconds that learners get to finish their step after a stop
 LOOK = 0.25  # seconds between looks at timers
@@ -210,18 +210,24 @@ class PeerSupervisor:
             self._look(now, self._patience, running)
 
     def _check_early(self) -> None:
-        """Somebody returned, and another waits for it in a collective."""
+        """Somebody returned, or waits in a meeting, and another needs it for a collective."""
         calls = {rank: self._boards[rank].words[Board.CALLS] for rank in self.learners}
         for rank, process in self.learners.items():
             other = max(calls, key=lambda each: calls[each])
             if process.state == "returned" and calls[other] > calls[rank]:
                 self._fail(early(rank, self._keeper.closed[rank].steps, other, "a further step"))
+        meeting = self._keeper.waiting()
+        for rank, meet in meeting.items():
+            for other, count in calls.items():
+                if other not in meeting and count > calls[rank]:
+                    self._fail(apart(rank, meet.what, other))
 
     def _look(self, now: float, patience: Patience, running: list[Process]) -> None:
         """Who should compute and has not been heard of?"""
         ranks = [process.rank for process in running]
         progress = {rank: self._boards[rank].words[Board.CALLS] for rank in ranks}
-        waiting = {rank for rank in ranks if self._boards[rank].words[Board.WAITS]} | self._keeper.waiting()
+        waiting = {rank for rank in ranks if self._boards[rank].words[Board.WAITS]}
+        waiting |= self._keeper.waiting().keys()
         for rank in patience.look(now, progress, waiting):
             process = self.learners[rank]
             what = f"hangs: not heard of for {patience.silence(rank, now):.1f} s (pid {process.pid})"

@@ -10,13 +10,14 @@ import torch
 from syncline.dial import Course, Sync
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.sim.cluster import Cluster
+from syncline.engines.sim.peers import PeerWorld, check_peer_script
 from syncline.engines.sim.script import Script
 from syncline.engines.sim.sized import OnUpdate, Sizes
 from syncline.engines.sim.states import Random
 from syncline.engines.sim.timing import Length, Timing, time_run
 from syncline.engines.sim.workshop import Ways
 from syncline.engines.sim.world import World, check_script
-from syncline.errors import NotYetError, RunError, UsageError
+from syncline.errors import RunError, UsageError
 from syncline.learn.session import check_whole
 from syncline.topology import messages as m
 
@@ -25,7 +26,7 @@ class SimHandle(Handle):
     """A simulated run on a thread of its own."""
 
     def __init__(self, engine: Sim, spec: RunSpec) -> None:
-        self._world: World | None = None
+        self._world: World | PeerWorld | None = None
         self._engine, self._spec = engine, spec
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
@@ -37,7 +38,8 @@ class SimHandle(Handle):
         threads, outside = torch.get_num_threads(), Random()
         torch.set_num_threads(self._spec.threads or 1)
         try:
-            self._world = self._engine.world(self._spec)
+            engine, spec = self._engine, self._spec
+            self._world = engine.peer_world(spec) if spec.allreduce else engine.world(spec)
             self._begun.set()
             self._outcome = self._world.run()
         except BaseException as error:
@@ -69,12 +71,12 @@ class SimHandle(Handle):
     def stop(self) -> None:
         self._begun.wait()
         if self._world is not None:
-            self._world.commands.append(lambda world: world.coordinator.stop())
+            self._world.commands.append(lambda world: world.ask_stop())
 
     def add_learners(self, count: int) -> None:
         self._begun.wait()
         if self._world is not None:
-            self._world.commands.extend([lambda world: world.add_learner()] * count)
+            self._world.commands.append(lambda world: world.ask_add(count))
 
     def change(self, sync: Sync) -> None:
         self._begun.wait()
@@ -85,7 +87,7 @@ class SimHandle(Handle):
         self._begun.wait()
         if self._world is None:
             raise RunError("the simulated run did not start")
-        return self._world.servers[0].role.statistics()
+        return self._world.statistics()
 
 
 class Sim(Engine):
@@ -128,6 +130,11 @@ class Sim(Engine):
         self.script, self.seed = script, seed
         self.check, self.handlers, self.batched = check, handlers, batched
         Script.of(script)  # refused here, not when the run starts
+
+    def peer_world(self, spec: RunSpec) -> PeerWorld:
+        """An all-reduce run that has not begun."""
+        seed = spec.seed if self.seed is None else self.seed
+        return PeerWorld(spec, self.cluster, script=Script.of(self.script), seed=seed)
 
     def world(self, spec: RunSpec) -> World:
         """A run that has not begun."""
@@ -190,8 +197,7 @@ class Sim(Engine):
 
     def start(self, spec: RunSpec) -> SimHandle:
         if spec.allreduce is not None:
-            raise NotYetError(
-                f'{spec.allreduce} on engine="sim" is understood but not built yet; use engine="local"'
-            )
+            check_peer_script(Script.of(self.script))
+            return SimHandle(self, spec)
         check_script(Script.of(self.script), spec)
         return SimHandle(self, spec)

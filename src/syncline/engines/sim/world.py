@@ -239,6 +239,16 @@ class World:
         self.recorder.event("joined", rank, kind="joined")
         self._begin(rank)
 
+    def ask_stop(self) -> None:
+        self.coordinator.stop()
+
+    def ask_add(self, count: int) -> None:
+        for _ in range(count):
+            self.add_learner()
+
+    def statistics(self) -> m.Statistics:
+        return self.servers[0].role.statistics()
+
     def _begin(self, rank: int) -> None:
         (learner,) = anew = self._anew([rank])
         self.coordinator.join(learner, rank)

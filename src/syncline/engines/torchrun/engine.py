@@ -1,0 +1,328 @@
+"""A run whose learners torchrun has started: this process is one of them, and the caller's thread runs its function.
+
+Rank 0's clerk keeps the record; every rank returns the same result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.dial import Sync
+from syncline.engines.collectives import Group, wants_nccl
+from syncline.engines.run import Engine, Handle, Outcome, RunSpec
+from syncline.engines.torchrun.clerk import Answer, Clerk, Done, Failed, Gone, Left, Stop, Waiting
+from syncline.engines.torchrun.place import Place, next_store
+from syncline.engines.torchrun.wire import TOKEN, Wire
+from syncline.errors import LearnerError, LostError, RunError, UsageError
+from syncline.learn.peers import PeerSession
+from syncline.learn.training import Training
+from syncline.ports import CollectivePort, PeerLost, Progress, Reduction, RunStopped
+from syncline.topology import messages as m
+from syncline.topology.keeper import Meet, apart, early
+
+BLAME = 4.0  # seconds that a broken collective waits for the clerk's word on who broke it
+
+
+class Line:
+    """This learner's connection to the clerk, and the thread that hears it."""
+
+    def __init__(self, wire: Wire, rank: int, token: bytes) -> None:
+        self._wire = wire
+        wire.socket.sendall(token)
+        wire.send(rank)
+        self._changed = threading.Condition()
+        self._answers: list[Any] = []
+        self.failure: BaseException | None = None
+        self.outcome: Outcome | None = None
+        self.stop = False
+        self.calls = 0  # collectives so far
+        self.rank = rank
+        self._gone: list[Gone] = []
+        self._meeting: list[Waiting] = []
+        self._group: Group | None = None
+        self._joining = False
+        self._thread = threading.Thread(target=self._hear, name="syncline-line", daemon=True)
+        self._thread.start()
+
+    def join(self, store: Any, place: Place, device: str) -> Group:
+        """The group of all learners; whoever waits in it is thrown out when the run fails."""
+        devices = self.ask(Meet("the start", f"{socket.gethostname()} {device}"))
+        nccl = wants_nccl((device,)) and len(set(devices)) == len(devices)
+        self._joining = True
+        self._group = Group(store, place.rank, place.learners, nccl=nccl, host=None)
+        self._joining = False
+        if self.failure is not None:
+            self._group.abort()
+        return self._group
+
+    def send(self, message: Any) -> None:
+        try:
+            self._wire.send(message)
+        except OSError as error:
+            raise PeerLost(f"rank 0 cannot be reached: {error}") from error
+
+    def _hear(self) -> None:
+        while self.outcome is None and self.failure is None:
+            try:
+                message = self._wire.receive()
+            except (OSError, EOFError):
+                message = Failed(LostError("learner 0 is lost: its process ended, and the record with it"))
+            with self._changed:
+                self._take(message)
+                self._changed.notify_all()
+        if self._group is not None and self.failure is not None:
+            self._group.abort()
+        elif self._joining:  # torch's own joining waits for minutes, and nothing gets a thread out of it
+            time.sleep(BLAME)
+            if self._joining:
+                sys.stderr.write(f"{type(self.failure).__name__}: {self.failure}\n")
+                sys.stderr.flush()
+                os._exit(1)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Answer):
+            self._answers.append(message.values)
+            self._meeting.clear()
+        elif isinstance(message, Failed):
+            self.failure = message.error
+        elif isinstance(message, Done):
+            self.outcome = message.outcome
+        elif isinstance(message, Gone):
+            self._gone.append(message)
+            self._notice()
+        elif isinstance(message, Waiting):
+            self._meeting.append(message)
+            self._notice()
+        elif isinstance(message, Stop):
+            self.stop = True
+
+    def called(self) -> None:
+        """One more collective begins."""
+        self.calls += 1
+        if self._gone or self._meeting:
+            with self._changed:
+                self._notice()
+            if self.failure is not None:
+                raise PeerLost
+
+    def _notice(self) -> None:
+        """Somebody has left that would be needed."""
+        for gone in self._gone:
+            if self.calls > gone.calls and self.failure is None:
+                self.failure = early(gone.rank, gone.steps, self.rank, "a further step")
+        for other in self._meeting:
+            if self.calls > other.calls and self.failure is None:
+                self.failure = apart(other.rank, other.what, self.rank)
+
+    def ask(self, message: Any) -> Any:
+        self.send(message)
+        with self._changed:
+            self._changed.wait_for(lambda: self._answers or self.failure)
+            if not self._answers:
+                raise PeerLost
+            return self._answers.pop()
+
+    def why(self, seconds: float) -> BaseException | None:
+        """What has failed, as soon as the clerk says so."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, seconds)
+            return self.failure
+
+    def end(self) -> Outcome:
+        """Wait for the record of the whole run."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.outcome or self.failure)
+        if self.outcome is None:
+            assert self.failure is not None
+            raise self.failure
+        return self.outcome
+
+    def close(self) -> None:
+        self._wire.close()
+
+
+class TorchrunPort(CollectivePort):
+    """All that a session asks, in a process of torchrun's."""
+
+    def __init__(self, place: Place, group: Group, line: Line) -> None:
+        self.rank, self.learners = place.rank, place.learners
+        self._group, self._line = group, line
+        self.progress: Progress | None = None
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def spend(self, examples: int, share: float = 1.0) -> None:
+        pass
+
+    def reduce(self, buffer: Tensor) -> Reduction:
+        self._line.called()
+        return self._group.reduce(buffer)
+
+    def broadcast(self, buffer: Tensor) -> None:
+        self._line.called()
+        self._group.broadcast(buffer)
+
+    def meet(self, what: str, value: Any) -> list[Any]:
+        values: list[Any] = self._line.ask(Meet(what, value, self._line.calls))
+        return values
+
+    def tell(self, message: Any) -> None:
+        self._line.send(message)
+
+    def note(self, progress: Progress) -> None:
+        self.progress = progress._replace(histogram=dict(progress.histogram))
+
+    def stopping(self) -> bool:
+        return self._line.stop
+
+
+class TorchrunHandle(Handle):
+    """A run of which this process is a learner: `wait` without a limit runs it, on the caller's thread."""
+
+    def __init__(self, spec: RunSpec, place: Place) -> None:
+        self._spec, self._place = spec, place
+        self._done = threading.Event()
+        self._outcome: Outcome | None = None
+        self._error: BaseException | None = None
+        self._port: TorchrunPort | None = None
+
+    def wait(self, timeout: float | None = None) -> Outcome:
+        if timeout is None and not self.done:
+            self._run()
+        elif not self._done.wait(timeout):
+            raise TimeoutError(f"the run goes on after {timeout} s")
+        if self._error is not None:
+            raise self._error
+        assert self._outcome is not None
+        return self._outcome
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def stop(self) -> None:
+        raise UsageError("under torchrun a run is ended by a callback, or by ending torchrun")
+
+    def add_learners(self, count: int) -> None:
+        raise UsageError("all-reduce has fixed membership: no learners can be added")
+
+    def change(self, sync: Sync) -> None:
+        raise UsageError("all-reduce cannot change its dial in the middle; give a course")
+
+    def statistics(self) -> m.Statistics:
+        """Of the running process: its own steps."""
+        if self._outcome is not None:
+            return self._outcome.statistics
+        shown = self._port.progress if self._port is not None else None
+        if shown is None:
+            raise RunError("the run has not begun")
+        return m.Statistics(0, {}, {self._place.rank: shown.started}, {self._place.rank: shown.loss})
+
+    # -- the run -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        clerk: Clerk | None = None
+        line: Line | None = None
+        try:
+            store = next_store()
+            if self._place.rank == 0:
+                clerk = Clerk(self._spec, self._place.master)
+                clerk.start()
+                store.set("clerk", clerk.token + f"{clerk.port}".encode())
+            line = _connect(store, self._place)
+            self._outcome = self._learn(store, line)
+        except BaseException as error:
+            self._error = error
+        finally:
+            if line is not None:
+                line.close()
+            if clerk is not None:
+                clerk.join()
+            self._done.set()
+
+    def _learn(self, store: Any, line: Line) -> Outcome:
+        group: Group | None = None
+        try:
+            group = line.join(store, self._place, self._spec.peer(self._place.rank).device)
+            return self._call(group, line)
+        except PeerLost as error:
+            raise self._blame(line, error) from None
+        except BaseException as error:
+            raise self._confess(line, error) from error
+        finally:
+            if group is not None:
+                group.close()
+
+    def _call(self, group: Group, line: Line) -> Outcome:
+        spec, config = self._spec, self._spec.peer(self._place.rank)
+        if torch.device(config.device).type == "cuda":
+            torch.cuda.set_device(config.device)
+        self._port = TorchrunPort(self._place, group, line)
+        session = PeerSession(self._port, config)
+        session.seed()
+        value = None
+        with contextlib.suppress(RunStopped):
+            value = spec.function(session, *map(_own, spec.arguments), **spec.keywords)
+        session.close()
+        line.send(Left(value, line.calls, session.steps))
+        outcome = line.end()
+        return replace(outcome, tables=session.states(outcome.tables))
+
+    def _blame(self, line: Line, broken: PeerLost) -> BaseException:
+        failure = line.why(BLAME)
+        if failure is None:
+            failure = RunError(f"a collective failed in learner {self._place.rank}: {broken}")
+        _try_send(line, Failed(failure))
+        return failure
+
+    def _confess(self, line: Line, error: BaseException) -> BaseException:
+        if error is line.failure:
+            return error
+        text = "".join(traceback.format_exception(error))
+        _try_send(line, m.Raised(None, text))
+        return LearnerError(rank=self._place.rank, traceback=text)
+
+
+def _try_send(line: Line, message: Any) -> None:
+    try:
+        line.send(message)
+    except PeerLost:
+        return
+
+
+def _connect(store: Any, place: Place) -> Line:
+    said = store.get("clerk")
+    token, port = said[:TOKEN], int(said[TOKEN:])
+    return Line(Wire(socket.create_connection((place.master, port), timeout=None)), place.rank, token)
+
+
+def _own(argument: Any) -> Any:
+    """`train` does not change the caller's model: processes that it starts have their own, too."""
+    return (
+        replace(argument, model=copy.deepcopy(argument.model)) if isinstance(argument, Training) else argument
+    )
+
+
+class Torchrun(Engine):
+    """The processes that torchrun has started, this one among them."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def start(self, spec: RunSpec) -> TorchrunHandle:
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        return TorchrunHandle(spec, self.place)

@@ -1,0 +1,66 @@
+"""Where this process stands among those that torchrun has started, and the store in which they find each other."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from syncline.errors import UsageError
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One of `learners` processes; `local_rank` of `local` on this machine."""
+
+    rank: int
+    learners: int
+    local_rank: int
+    local: int
+    master: str
+
+    @classmethod
+    def here(cls) -> Place | None:
+        """None where nobody has started this process for a group."""
+        if any(name not in os.environ for name in NEEDED):
+            return None
+        rank, learners = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return cls(
+            rank,
+            learners,
+            int(os.environ.get("LOCAL_RANK", rank)),
+            int(os.environ.get("LOCAL_WORLD_SIZE", learners)),
+            os.environ["MASTER_ADDR"],
+        )
+
+    def check(self, *, topology: str, learners: int, default: int, wait: bool) -> int:
+        """The number of learners; what cannot be under torchrun is refused."""
+        if topology.partition(":")[0] != "allreduce":
+            raise UsageError(
+                f"under torchrun every process is a learner, and nobody starts servers: topology={topology!r} cannot be; "
+                "pass topology='allreduce', or start the script without torchrun"
+            )
+        if learners not in (default, self.learners):
+            raise UsageError(
+                f"learners={learners}, but torchrun has started {self.learners} processes; leave learners= out"
+            )
+        if not wait:
+            raise UsageError("wait=False cannot be under torchrun: the caller's process is itself a learner")
+        return self.learners
+
+
+_runs = 0  # of this process
+_store: Any = None
+
+
+def next_store() -> Any:
+    """A part of torchrun's store for one run; all processes make their runs in the same order."""
+    global _runs, _store
+    if _store is None:
+        _store, _, _ = next(iter(dist.rendezvous("env://")))
+    _runs += 1
+    return dist.PrefixStore(f"syncline/{_runs}", _store)

@@ -1,0 +1,280 @@
+"""The reductions of one table: fills buckets, starts them in order, waits for them (A1, A2).
+
+Blocking starts all of them in `step`; layer-wise each as soon as backward has made its gradients. Not responsible for what is done with
+the averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline.errors import UsageError
+from syncline.learn.buckets import Bucket, Header, make_buckets
+from syncline.learn.callbacks import Callbacks
+from syncline.ports import Reduction
+from syncline.protocols.buckets import Filling
+from syncline.protocols.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from syncline.learn.peers import PeerSession
+
+FORWARD = 1 / 3  # of a gradient's time, where a clock is simulated
+
+
+@dataclass(slots=True)
+class Round:
+    """One iteration's reduction."""
+
+    buckets: list[Bucket]
+    weight: int  # of this learner's gradient in the mean
+    divisor: float
+    header: Header
+    stamp: int = 0
+    iteration: int = 0
+    reductions: list[Reduction] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)  # that end with this gradient
+    loss: tuple[float, int] = (0.0, 0)  # (sum over examples, examples)
+    waited: bool = False  # all is there, and scaled
+    seen: dict[int, tuple[Tensor, int]] = field(
+        default_factory=dict
+    )  # gradients as they were started, by index
+    options: list[dict[str, Any]] = field(default_factory=list)  # of the groups, where it is applied later
+
+
+class Reducer:
+    """One table's buckets, and the round that is being made."""
+
+    def __init__(
+        self,
+        session: PeerSession,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        hooks: Callbacks,
+        pipeline: Pipeline,
+    ) -> None:
+        self._session, self._port, self._hooks, self._pipeline = session, session.port, hooks, pipeline
+        self._parameters, self._names = list(parameters), list(names)
+        topology = session.config.topology
+        self._order = topology.apply
+        limit = topology.bucket if topology.layerwise else None
+        self._slots = [make_buckets(parameters, limit) for _ in range(session.config.most_delay + 1)]
+        self.buckets = first = self._slots[0]
+        self._place = {index: (n, at) for n, b in enumerate(first) for at, index in enumerate(b.indices)}
+        self.carrier = next(n for n, bucket in enumerate(first) if bucket.carries_header)
+        self._filling = Filling([bucket.indices for bucket in first])
+        sizes = [bucket.flat.nbytes for bucket in first]
+        self._shares = [size / sum(sizes) for size in sizes]  # of backward's time, as good as can be said
+        self._computing = 0  # examples of the gradient that backward is making
+        self.round: Round | None = None
+        self._queued = False  # backward's end will be noticed
+        self._batches = 0  # of the session's that are in gradients
+        self._used = 0  # the session's examples that this table has had in gradients
+        self._weight = 1  # of the last gradient
+        self.waited = self.spent = self.early = 0.0  # what the next header says
+        self._handles = self._hook() if topology.layerwise else []
+
+    @property
+    def pending(self) -> bool:
+        """A batch was handed out that is in no gradient yet."""
+        return self._session.batches > self._batches or self.round is not None
+
+    def compute(self) -> None:
+        """Before a step whose gradient is not being reduced yet: its computation is done."""
+        if self.round is None:
+            self._port.spend(self._session.consumed - self._used)
+
+    def take(self) -> Round:
+        """All buckets of this gradient are started; the next one begins."""
+        taken, self.round = self.round, None
+        assert taken is not None
+        self._filling.begin()
+        self._queued = False  # a backward that failed has not said so
+        return taken
+
+    def close(self) -> None:
+        """A backward without its step: nobody needs it, but it must be over."""
+        if self.round is not None:
+            for reduction in self.round.reductions:
+                reduction.wait()
+            self.round = None
+        for handle in self._handles:
+            handle.remove()
+
+    # -- one round ---------------------------------------------------------------------------------------
+
+    def _open_round(self, before: int = 0) -> Round:
+        """The gradient of a new iteration is being made; its weight in the mean is known by now."""
+        session = self._session
+        self._turn()
+        fresh, self._used = session.consumed - self._used, session.consumed
+        self._batches = session.batches
+        if fresh or session.repeating:
+            self._weight = before + fresh
+        weight = self._weight
+        header = Header(
+            examples=weight,
+            gradients=float(weight > 0),
+            stop=float(session.port.stopping()),
+            more=float(session.more),
+            waited=self.waited,
+            spent=self.spent,
+            early=self.early,
+        )
+        divisor = (
+            1.0 if session.learners == 1 else session.learners * session.reference / weight if weight else 0.0
+        )
+        self.waited = 0.0
+        slot = self._slots[self._pipeline.started % len(self._slots)]
+        return Round(slot, weight, divisor, header)
+
+    def _turn(self) -> None:
+        """A course of dials may have turned with the epoch."""
+        sync = self._session.sync
+        if not sync.auto:
+            self._pipeline.depth = sync.delay
+
+    def finish(self) -> None:
+        """Whatever backward has not started is started now."""
+        if self.round is None:
+            self.round = self._open_round()
+        self._start(self._filling.rest())
+
+    def _start(self, numbers: range) -> None:
+        """Start these buckets' reductions; gradients that were not put there yet are."""
+        current = self.round
+        assert current is not None
+        for number in numbers:
+            bucket = current.buckets[number]
+            flags = [self._present(bucket, at, index) for at, index in enumerate(bucket.indices)]
+            bucket.seal(flags, current.header)
+            current.reductions.append(self._port.reduce(bucket.flat))
+
+    def _present(self, bucket: Bucket, at: int, index: int) -> float:
+        """A flag; the gradient is in its place afterwards."""
+        current = self.round
+        assert current is not None
+        gradient = self._parameters[index].grad
+        if gradient is None or not current.divisor:
+            return 0.0
+        if not self._filling.has(index):
+            bucket.put(at, gradient, current.divisor)
+        return 1.0
+
+    def refuse_edits(self) -> None:
+        """What is being averaged since backward cannot be changed any more."""
+        seen = self.round.seen if self.round is not None else {}
+        for index, (gradient, version) in seen.items():
+            if self._parameters[index].grad is not gradient or gradient._version != version:
+                name = self._names[index]
+                raise UsageError(
+                    f"the gradient of '{name}' was changed between backward and step, but it is being averaged since "
+                    "backward made it; use allreduce:blocking, or apply=end under hardsync, or clip_norm="
+                )
+
+    # -- layer-wise --------------------------------------------------------------------------------------
+
+    def _hook(self) -> list[Any]:
+        return [
+            parameter.register_post_accumulate_grad_hook(self._hook_of(index))
+            for index, parameter in enumerate(self._parameters)
+            if parameter.requires_grad
+        ]
+
+    def _hook_of(self, index: int) -> Callable[[Tensor], None]:
+        def made(parameter: Tensor) -> None:
+            self._hooks.made(parameter)
+            if not self._session.accumulating:
+                self._made(index, parameter)
+
+        return made
+
+    def _made(self, index: int, parameter: Tensor) -> None:
+        """Backward has made a parameter's gradient."""
+        current = self.round
+        if current is None or (self._filling.complete and not self._queued):
+            current = self.round = self._again(current)
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)  # type: ignore[attr-defined]
+        number, at = self._place[index]
+        if current.divisor and parameter.grad is not None:
+            current.buckets[number].put(at, parameter.grad, current.divisor)
+            if self.early_bird:
+                current.seen[index] = (parameter.grad, parameter.grad._version)
+        ready = self._filling.come(index)
+        for number in ready:
+            self._port.spend(self._computing, (1 - FORWARD) * self._shares[number])
+        self._start(ready)
+
+    def _again(self, before: Round | None) -> Round:
+        """A backward begins: the first of an iteration, or a further one, after which all is reduced once more."""
+        self._filling.begin()
+        if before is None:
+            self._computing = self._session.consumed - self._used
+            self._port.spend(self._computing, FORWARD)
+            return self._open_round()
+        for reduction in before.reductions:
+            reduction.wait()
+        return self._open_round(self._weight)
+
+    def _backward_done(self) -> None:
+        self._queued = False
+        rest = self._filling.rest()
+        for number in rest:
+            self._port.spend(self._computing, (1 - FORWARD) * self._shares[number])
+        self._start(rest)
+        current = self.round
+        assert current is not None
+        if not self.early_bird:
+            self.complete(current)
+            self.give(current)
+
+    @property
+    def early_bird(self) -> bool:
+        """Reductions go on after backward: `p.grad` stays the learner's own until `step`."""
+        return self._order != "end" or self._pipeline.depth > 0
+
+    def complete(self, current: Round) -> None:
+        """Wait for all buckets; afterwards they hold the mean."""
+        before = self._port.now()
+        for reduction in current.reductions:
+            reduction.wait()
+        self.waited += self._port.now() - before
+        for bucket in current.buckets:
+            bucket.open()
+        current.header = current.buckets[self.carrier].header
+        factor = self.factor(current.header)
+        for bucket in current.buckets:
+            bucket.scale(factor)
+        current.waited = True
+
+    def factor(self, header: Header) -> float:
+        """From the sum of shares to the mean by example count."""
+        session = self._session
+        if session.learners == 1 or not header.examples:
+            return 1.0
+        return session.learners * session.reference / header.examples
+
+    def give(self, current: Round) -> None:
+        """Hang the means into `p.grad`."""
+        for bucket in current.buckets:
+            self.give_bucket(bucket)
+
+    def give_bucket(self, bucket: Bucket) -> None:
+        for index, view, present in zip(bucket.indices, bucket.views, bucket.present, strict=True):
+            self._parameters[index].grad = view if present else None
+
+    def wait_for(self, current: Round, number: int) -> None:
+        before = self._port.now()
+        current.reductions[number].wait()
+        self.waited += self._port.now() - before
+
+    def read_header(self, current: Round) -> None:
+        self.wait_for(current, self.carrier)
+        current.buckets[self.carrier].open()
+        current.header = current.buckets[self.carrier].header

@@ -1,0 +1,139 @@
+"""All-reduce on GPUs: NCCL with communication on its own stream, and two ranks through Gloo on one GPU."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import syncline as sl
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU"),
+]
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+WAYS = [
+    "allreduce",
+    "allreduce:layerwise,bucket=4KiB",
+    "allreduce:layerwise,bucket=4KiB,apply=reverse",
+    "allreduce:layerwise,bucket=4KiB,apply=arrival",
+]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
+    ).double()
+
+
+def points(count: int = 120) -> TensorDataset:
+    x = torch.randn(count, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(x, (x[:, 0] > 0).long())
+
+
+def joint(batch: int, epochs: int) -> dict[str, Tensor]:
+    model, data = net().cuda(), points()
+    opt = MOMENTUM(model.parameters())
+    for epoch in range(epochs):
+        for part in sl.epoch_order(len(data), seed=0, epoch=epoch).split(batch):
+            x, y = data[part]
+            opt.zero_grad()
+            F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+            opt.step()
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def train(topology: str, learners: int, **options: Any) -> sl.Result:
+    given: dict[str, Any] = {"sync": "hardsync", "epochs": 3, **options}
+    return sl.train(
+        net(),
+        points(),
+        loss=F.cross_entropy,
+        optimizer=MOMENTUM,
+        topology=topology,
+        learners=learners,
+        batch_size=16,
+        device="cuda:0",
+        evaluate=points(),
+        **given,
+    )
+
+
+def close(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, value in wanted.items():
+        assert torch.allclose(got[name], value, rtol=1e-8, atol=1e-8), name
+
+
+@pytest.mark.parametrize("topology", WAYS)
+@pytest.mark.parametrize("learners", [1, 2])
+def test_as_one_process_with_the_joint_batch(topology: str, learners: int) -> None:
+    """One learner has NCCL; two share the GPU, so that their tensors go through Gloo."""
+    got = train(topology, learners)
+    close(got.state_dict(), joint(16 * learners, 3))
+    assert got.version == 3 * -(-120 // (16 * learners)) and got.staleness.max == 0
+    assert got.history[-1]["accuracy"] > 0.8
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+@pytest.mark.parametrize("topology", WAYS[:2])
+def test_delayed(topology: str, learners: int) -> None:
+    got = train(topology, learners, sync="delayed:2")
+    rounds = 3 * -(-120 // (16 * learners))
+    assert got.version == rounds and got.staleness.max == 2
+    other = train("allreduce", learners, sync="delayed:2")
+    close(got.state_dict(), other.state_dict())
+
+
+def backend(session: sl.Session) -> tuple[str, bool]:
+    """The kind of group behind the port, and whether it reduces on another stream than the computation's."""
+    group = session.port._group._group  # type: ignore[attr-defined]
+    buffer = torch.ones(1 << 24, device=session.device)
+    torch.cuda.synchronize()
+    mine = torch.cuda.current_stream()
+    torch.cuda._sleep(200_000_000)  # this stream is busy from here on
+    busy = not mine.query()
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        session.port.reduce(buffer).wait()  # type: ignore[attr-defined]
+        other.synchronize()
+    free = busy and not mine.query()  # the reduction is over, the computation's stream still works
+    torch.cuda.synchronize()
+    return type(group).__name__, free
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")
+def test_nccl_communicates_on_its_own_stream() -> None:
+    assert sl.launch(backend, learners=1, topology="allreduce", device="cuda:0").returned == [
+        ("ProcessGroupNCCL", True)
+    ]
+
+
+def autocast(session: sl.Session) -> float:
+    model = net().float().to(session.device)
+    opt = session.optimizer(model, MOMENTUM)
+    x, y = points().tensors
+    for _ in range(20):
+        opt.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.cross_entropy(model(x.float().to(session.device)), y.to(session.device))
+        loss.backward()
+        opt.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_bfloat16_autocast(learners: int) -> None:
+    losses = sl.launch(autocast, learners=learners, topology="allreduce:layerwise", device="cuda:0").returned
+    assert all(loss < 0.5 for loss in losses)

@@ -1,0 +1,176 @@
+"""All-reduce when a learner dies, raises, hangs or leaves early: the run ends for all, soon, and says who it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import syncline as sl
+from syncline.errors import LostError, RunError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SGD = partial(torch.optim.SGD, lr=0.01)
+LIMIT = 5.0  # seconds in which everybody must know
+TOPOLOGIES = ["allreduce", "allreduce:layerwise,bucket=1"]
+
+
+def steps(session: sl.Session, fate: str, count: int = 100_000) -> int:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    if fate == "dies at once" and session.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    opt = session.optimizer(model, SGD)
+    for step in range(count):
+        if step == 20 and session.rank == 1:
+            meet(fate, session)
+        opt.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        opt.step()
+    return session.rank
+
+
+def meet(fate: str, session: sl.Session) -> None:
+    if fate == "raises":
+        raise ValueError("no more")
+    if fate == "returns":
+        raise EarlyReturn
+    if fate == "hangs":
+        time.sleep(1000)
+    if fate == "means":
+        session.mean(1.0)
+
+
+class EarlyReturn(Exception):
+    pass
+
+
+def early(session: sl.Session) -> int:
+    try:
+        return steps(session, "returns")
+    except EarlyReturn:
+        return -1
+
+
+def within(seconds: float, action: Callable[[], Any], error: type[Exception], words: str) -> Any:
+    began = time.monotonic()
+    with pytest.raises(error, match=words) as raised:
+        action()
+    assert time.monotonic() - began < seconds
+    return raised.value
+
+
+def pids(run: sl.Run) -> dict[int, int]:
+    return {each.rank: each.pid for each in run.statistics().processes if each.role == "learner"}
+
+
+def until(run: sl.Run, version: int) -> None:
+    while not (tables := run.statistics().tables) or tables[0].version < version:
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("sync", ["hardsync", "delayed:2"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_learner_ends_the_run_by_name(topology: str, sync: str, victim: int) -> None:
+    run = sl.launch(steps, "fine", learners=3, topology=topology, sync=sync, wait=False)
+    until(run, 10)
+    os.kill(pids(run)[victim], signal.SIGKILL)
+    within(LIMIT, run.wait, LostError, rf"learner {victim} \(pid \d+\) ended with signal SIGKILL")
+    assert not any(alive(pid) for pid in pids(run).values())
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_one_that_dies_while_the_others_join() -> None:
+    def launch() -> None:
+        sl.launch(steps, "dies at once", learners=3, topology="allreduce")
+
+    within(2 * LIMIT, launch, LostError, "learner 1 .* ended with signal SIGKILL")
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_one_that_raises(topology: str) -> None:
+    def launch() -> None:
+        sl.launch(steps, "raises", learners=3, topology=topology)
+
+    error = within(2 * LIMIT, launch, sl.LearnerError, "learner 1 raised")
+    assert "no more" in error.traceback and isinstance(error.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_one_that_returns_early(topology: str) -> None:
+    def launch() -> None:
+        sl.launch(early, learners=2, topology=topology)
+
+    within(
+        2 * LIMIT, launch, RunError, "learner 1 returned after 20 steps while learner 0 is at a further step"
+    )
+
+
+def test_one_that_does_something_else() -> None:
+    def launch() -> None:
+        sl.launch(steps, "means", learners=2, topology="allreduce", count=30)
+
+    within(
+        2 * LIMIT, launch, RunError, "learner 1 is at session.mean while learner 0 is at a further collective"
+    )
+
+
+def test_one_that_hangs_is_named_or_ended() -> None:
+    def launch() -> None:
+        sl.launch(steps, "hangs", learners=2, topology="allreduce", patience=0.5, kill_hung=True)
+
+    within(2 * LIMIT, launch, LostError, "learner 1 .* ended with signal SIGKILL")
+
+
+def broken_test(model: nn.Module) -> dict[str, float]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def test_an_evaluator_that_dies() -> None:
+    data = TensorDataset(torch.ones(8, 4), torch.ones(8, 1))
+
+    def train() -> None:
+        sl.train(
+            nn.Linear(4, 1),
+            data,
+            loss=nn.functional.mse_loss,
+            optimizer=SGD,
+            sync="hardsync",
+            topology="allreduce",
+            batch_size=2,
+            epochs=50,
+            evaluate=broken_test,
+        )
+
+    within(2 * LIMIT, train, LostError, "evaluator 0 .* ended with signal SIGKILL")
+
+
+def test_nothing_stays_behind() -> None:
+    def left() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    sl.launch(steps, "fine", learners=2, topology="allreduce", count=3)
+    before = left()
+    sl.launch(steps, "fine", learners=2, topology="allreduce:layerwise", count=3)
+    with pytest.raises(sl.LearnerError):
+        sl.launch(steps, "raises", learners=2, topology="allreduce")
+    assert left() == before

@@ -1,0 +1,189 @@
+"""The same script under torchrun: no process of our own, the same weights, and ranks that are lost are named on all others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+HEAD = """
+import json, os, signal, sys, time
+from functools import partial
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+import syncline as sl
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+generator = torch.Generator().manual_seed(1)
+DATA = TensorDataset(torch.randn(50, 6, generator=generator), torch.randint(3, (50,), generator=generator))
+
+def net():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+def write(name, **values):
+    with open(f"{sys.argv[1]}/{name}.{os.environ.get('RANK', 'local')}.json", "w") as file:
+        json.dump(values, file)
+
+def say(error):
+    return f"{type(error).__name__}: {error}"
+"""
+
+TRAIN = """
+result = sl.train(net, DATA, loss=F.cross_entropy, optimizer=SGD, sync=sys.argv[2], topology="allreduce:layerwise",
+                  batch_size=4, epochs=3, evaluate=DATA, run_dir=sys.argv[1] + "/run-" + os.environ.get("RANK", "local"))
+write("train", version=result.version, gradients=result.gradients, accuracy=result.history[-1]["accuracy"],
+      state={name: value.tolist() for name, value in result.state_dict().items()},
+      sigma=result.staleness.max, model=result.model(DATA.tensors[0][:2]).sum().item())
+"""
+
+FATES = """
+def steps(session, fate):
+    model = net()
+    opt = session.optimizer(model, SGD)
+    for step in range(60):
+        if step == 20 and session.rank == 1:
+            if fate == "raises": raise ValueError("no more")
+            if fate == "returns": return -1
+            if fate == "means": session.mean(1.0)
+            if fate == "dies": os.kill(os.getpid(), signal.SIGKILL)
+        opt.zero_grad()
+        F.cross_entropy(model(DATA.tensors[0]), DATA.tensors[1]).backward()
+        opt.step()
+    return session.rank
+
+fates = {}
+for fate in ("fine", "raises", "returns", "means", "dies"):
+    began = time.monotonic()
+    try:
+        fates[fate] = sl.launch(steps, fate, topology="allreduce").returned
+    except sl.RunError as error:
+        fates[fate] = say(error)
+    fates[fate + " took"] = time.monotonic() - began
+    write("fates", **fates)
+for options in ({}, {"topology": "allreduce", "learners": 5}, {"topology": "allreduce", "wait": False}):
+    try:
+        sl.launch(steps, "fine", **options)
+    except sl.UsageError as error:
+        fates.setdefault("refused", []).append(say(error))
+write("fates", **fates)
+"""
+
+
+def script(folder: Path, *parts: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent("".join(parts)))
+    return path
+
+
+def torchrun(*arguments: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
+    source = Path(__file__).resolve().parents[2] / "src"
+    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        text=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def finish(*processes: subprocess.Popen[str]) -> list[str]:
+    """What they print; whatever happens, nothing of them stays."""
+    try:
+        return [process.communicate(timeout=90)[0] for process in processes]
+    finally:
+        for process in processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def read(folder: Path, name: str, rank: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"{name}.{rank}.json").read_text())
+    return found
+
+
+def test_the_same_script_with_and_without_torchrun(tmp_path: Path) -> None:
+    path = script(tmp_path, HEAD, TRAIN)
+    run = torchrun("--standalone", "--nproc-per-node=2", path, tmp_path, "hardsync")
+    local = torchrun(
+        "--standalone", "--nproc-per-node=1", "--no-python", sys.executable, "-c", plain(path, tmp_path)
+    )
+    output = finish(run, local)
+    assert run.returncode == 0, output[0]
+    assert local.returncode == 0, output[1]
+    mine, first, second = (read(tmp_path, "train", rank) for rank in ("local", 0, 1))
+    assert first == second == mine
+    assert (tmp_path / "run-0" / "events.jsonl").exists() and not (tmp_path / "run-1").exists()
+
+
+def plain(path: Path, folder: Path) -> str:
+    """The script without torchrun's words in its environment."""
+    names = "('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')"
+    code = f"import os, runpy, sys; [os.environ.pop(name) for name in {names}]; "
+    return (
+        code
+        + f"sys.argv = ['x', {str(folder)!r}, 'hardsync']; runpy.run_path({str(path)!r}, run_name='__main__')"
+    )
+
+
+def test_several_nodes(tmp_path: Path) -> None:
+    path = script(tmp_path, HEAD, TRAIN)
+    port = 29400 + os.getpid() % 500
+    nodes = [
+        torchrun(
+            "--nnodes=2",
+            f"--node-rank={node}",
+            "--nproc-per-node=1",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+            path,
+            tmp_path,
+            "delayed:2",
+        )
+        for node in range(2)
+    ]
+    output = finish(*nodes)
+    assert [node.returncode for node in nodes] == [0, 0], output
+    first, second = (read(tmp_path, "train", rank) for rank in range(2))
+    assert first == second and first["sigma"] == 2 and first["version"] == 21
+
+
+def test_ranks_that_are_lost_are_named_on_all_others(tmp_path: Path) -> None:
+    path = script(tmp_path, HEAD, FATES)
+    began = time.monotonic()
+    run = torchrun("--standalone", "--nproc-per-node=3", path, tmp_path)
+    output = finish(run)[0]
+    assert run.returncode != 0 and time.monotonic() - began < 60
+    for rank in (0, 2):
+        fates = read(tmp_path, "fates", rank)
+        assert "LearnerError: learner 1 raised" in fates["raises"] and "no more" in fates["raises"], output
+        assert "learner 1 returned after 20 steps while learner" in fates["returns"]
+        assert "learner 1 is at session.mean while learner" in fates["means"]
+        assert fates["fine"] == [0, 1, 2]
+        assert "LostError: learner 1 is lost" in fates.get("dies", "LostError: learner 1 is lost")
+        assert all(
+            value < 5 for key, value in fates.items() if key.endswith("took") and key != "fine took"
+        ), fates
+
+
+def test_what_cannot_be_under_torchrun(tmp_path: Path) -> None:
+    path = script(tmp_path, HEAD, FATES.replace('("fine", "raises", "returns", "means", "dies")', "()"))
+    run = torchrun("--standalone", "--nproc-per-node=1", path, tmp_path)
+    output = finish(run)[0]
+    assert run.returncode == 0, output
+    servers, count, waiting = read(tmp_path, "fates", 0)["refused"]
+    assert "pass topology='allreduce'" in servers
+    assert "learners=5, but torchrun has started 1 processes" in count
+    assert "wait=False cannot be under torchrun" in waiting
