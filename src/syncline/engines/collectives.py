@@ -6,6 +6,7 @@ engines watch processes, and a collective that breaks says only that somebody is
 
 from __future__ import annotations
 
+import os
 import threading
 from datetime import timedelta
 from typing import Any
@@ -101,9 +102,16 @@ def _gloo(store: Any, rank: int, learners: int, host: str | None) -> Any:
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._timeout = LONG
-    device = kind.create_device(hostname=host) if host else kind.create_default_device()
-    options._devices = [device]
+    options._devices = gloo_devices(kind, host)
     return kind(store, rank, learners, options)
+
+
+def gloo_devices(kind: Any, host: str | None) -> list[Any]:
+    """Of this address, or of the interfaces that GLOO_SOCKET_IFNAME names, as everywhere in torch; else torch's choice."""
+    if host:
+        return [kind.create_device(hostname=host)]
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [kind.create_device(interface=name) for name in names] or [kind.create_default_device()]
 
 
 def _nccl(store: Any, rank: int, learners: int) -> Any:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync
+from syncline.engines.allocator import keep_freed_memory
 from syncline.engines.collectives import Group, wants_nccl
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.torchrun.clerk import Answer, Clerk, Done, Failed, Gone, Left, Stop, Waiting
@@ -323,6 +324,7 @@ class Torchrun(Engine):
         self.place = place
 
     def start(self, spec: RunSpec) -> TorchrunHandle:
+        keep_freed_memory()
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         return TorchrunHandle(spec, self.place)
