@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -345,3 +346,44 @@ def cleans_up(session: sl.Session) -> None:
 def test_a_killed_learner_says_nothing_more() -> None:
     result = sl.launch(cleans_up, learners=3, sync="async", engine=sl.Sim(script="kill learner 1 at 9.5 s"))
     assert sorted(rank for rank, _, _ in result.logs) == [0, 2]
+
+
+@pytest.mark.parametrize("handlers", [True, False])
+def test_a_run_that_goes_on_draws_what_it_would_have_drawn(handlers: bool, tmp_path: Path) -> None:
+    cluster = sl.Cluster(compute=Compute(base=1.0), jitter=Jitter(kind="exponential", spread=1.0))
+    options: dict[str, Any] = {"sync": "hardsync", "learners": 2}
+    whole = run(sl.Sim(cluster, handlers=handlers), epochs=4, **options)
+    run(sl.Sim(cluster, handlers=handlers), epochs=2, run_dir=tmp_path / "first", **options)
+    rest = run(sl.Sim(cluster, handlers=handlers), epochs=4, resume=tmp_path / "first", **options)
+    took = [[b.seconds - a.seconds for a, b in pairwise(result.history[2:])] for result in (whole, rest)]
+    assert took[0] == pytest.approx(took[1])
+    assert rest.seconds == pytest.approx(whole.seconds - whole.history[1].seconds)
+    assert same(whole.state_dict(), rest.state_dict())
+
+
+def rudra_loop(session: sl.Session, batch_size: int, steps: int) -> None:
+    """Sizes of cifar10_full, about 90,000 parameters, without its computation."""
+    model = nn.Linear(299, 299)
+    optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.0))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(steps):
+        session.count(batch_size)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "sync, batch_size, learners, seconds",
+    [
+        ("hardsync", 128, 1, 22_392),
+        ("softsync:1", 4, 30, 1_573),
+        ("async", 4, 30, 2_073),
+        ("hardsync", 8, 30, 1_995),
+    ],
+)
+def test_rudras_times(sync: str, batch_size: int, learners: int, seconds: float) -> None:
+    """Of 140 epochs of CIFAR-10; docs/simulator.md says how far the other rows are."""
+    steps = 20
+    result = sl.launch(rudra_loop, batch_size, steps, learners=learners, sync=sync, engine=sl.Sim("p775"))
+    told = result.seconds / steps * 140 * 50_000 / (batch_size * learners)
+    assert told == pytest.approx(seconds, rel=0.15)
