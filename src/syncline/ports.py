@@ -61,6 +61,8 @@ class Kind(IntEnum):
 
 SILENT = 1  # the learner goes on without a reading
 STATES = 2  # its random states lie in the slot
+KEEP = 1  # in a reading: a checkpoint follows, the next gradient brings the learner's random states
+DROPPED = 2  # in a reading: its last gradient is in no update, the slot is free already
 
 
 class Note(NamedTuple):
@@ -120,7 +122,7 @@ class Reading(NamedTuple):
 
     version: int
     dial: int = 0  # the number of the dial in force
-    keep: int = 0  # a checkpoint follows: the next gradient brings the learner's random states
+    flags: int = 0  # KEEP, DROPPED
 
 
 class TableLink(ABC):

@@ -477,13 +477,14 @@ def _result(outcome: Outcome, *, model: nn.Module | None, before: int) -> Result
     if model is not None and 0 in outcome.tables:
         model = copy.deepcopy(model).cpu()
         model.load_state_dict(outcome.tables[0][1], strict=False)
+    seconds = outcome.seconds - outcome.began
     return Result(
         version=table.version if table else 0,
         updates=table.version if table else 0,
         gradients=table.gradients if table else 0,
         dropped=table.dropped if table else 0,
         staleness=outcome.staleness,
-        throughput=(table.examples - before) / outcome.seconds if table and outcome.seconds else 0.0,
+        throughput=(table.examples - before) / seconds if table and seconds else 0.0,
         seconds=outcome.seconds,
         history=outcome.history,
         logs=outcome.logs,

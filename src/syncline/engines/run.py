@@ -184,6 +184,7 @@ class Outcome:
     logs: list[tuple[int, float, dict[str, Any]]] = field(default_factory=list)  # (rank, seconds, metrics)
     events: list[Event] = field(default_factory=list)
     seconds: float = 0.0
+    began: float = 0.0  # seconds of a simulated run before it went on from a checkpoint
     interrupted: bool = False
     simulated: Simulated | None = None  # where the time of a simulated run went
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
-from syncline.ports import SILENT, STATES, Kind, Note, Reading, Reset, RunStopped, TableLink
+from syncline.ports import DROPPED, KEEP, SILENT, STATES, Kind, Note, Reading, Reset, RunStopped, TableLink
 from syncline.table.layout import Tensors
 from syncline.table.template import Options, group_options, merge, split
 from syncline.topology import messages as m
@@ -230,7 +230,9 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, reading: Reading) -> None:
         version = reading.version
-        self._keep = bool(reading.keep)
+        self._keep = bool(reading.flags & KEEP)
+        if reading.flags & DROPPED:
+            self._slot -= 1  # the others of the ring are not free yet
         if reading.dial != self._dial:
             self._dial = reading.dial
             self._turn(self._session.port.dial(reading.dial))

@@ -102,9 +102,9 @@ class Ledger:
         if learner in self._learners or learner in self._gone:
             raise RunError(f"learner {learner} joins the feed twice; every learner needs an id of its own")
         epoch = max(0, self._newest)
-        if 0 <= self._newest < cycle and all(m.past(self._newest) for m in self._learners.values()):
-            epoch += 1
-        self._learners[learner] = _Learner(id=learner, rank=rank, epoch=epoch, first=epoch)
+        over = 0 <= self._newest < cycle and all(m.past(self._newest) for m in self._learners.values())
+        member = _Learner(id=learner, rank=rank, epoch=epoch, first=epoch + over, ended=over)
+        self._learners[learner] = member
         return []
 
     def ask(self, learner: int, epoch: int) -> list[Decision]:
@@ -227,7 +227,8 @@ class Ledger:
 
     def epoch(self, learner: int) -> int:
         """The epoch that this learner is in: a joiner's first ask is for this one."""
-        return self._learners[learner].epoch
+        member = self._learners[learner]
+        return max(member.epoch, member.first)
 
     def holds(self, learner: int) -> tuple[int, int]:
         """Positions it has that would come back, and those that are in gradients not yet folded."""
@@ -435,7 +436,7 @@ class Ledger:
         owned = self._owned(0)
         return member.rank not in owned and any(other.rank in owned for other in self._learners.values())
 
-    def _admit_guests(self) -> None:
+    def _admit_late(self) -> None:
         """What they wait for has begun."""
         for member in [self._learners[each] for each in self._barrier]:
             if member.wanted <= self._newest:
@@ -507,8 +508,7 @@ class Ledger:
         if self._broken:
             self._skip_leftovers()
         if self._barrier:
-            if not self._lockstep:
-                self._admit_guests()
+            self._admit_late()
             self._cross_barrier()
         self._finish_epochs()
         out, self._out = self._out, []

@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat, cast
 import torch
 from torch import Tensor
 
-from syncline.ports import OUTSIDE, SILENT, STATES, Entry, Kind, Note, Portion, ServerPort
+from syncline.ports import DROPPED, KEEP, OUTSIDE, SILENT, STATES, Entry, Kind, Note, Portion, ServerPort
 from syncline.protocols.cadence import Cadence
 from syncline.protocols.folding import Ticket
 from syncline.protocols.ledger import Decision as LedgerDecision
@@ -284,9 +284,13 @@ class Leader:
                 release.number,
                 full=2 if release.same else release.read,
                 version=release.version,
-                alone=self._cadence is not None and self._cadence.armed,
+                alone=self._flags(release),
             )
         )
+
+    def _flags(self, release: Release) -> int:
+        armed = self._cadence is not None and self._cadence.armed
+        return (KEEP if armed else 0) | (DROPPED if release.dropped else 0)
 
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket
@@ -477,19 +481,27 @@ class Leader:
             for (table, learner), values in self._buffers.items()
         }
         self._port.save(number, LEARNERS, learner_tensors(self._random, buffers), {})
-        steps = dict(self._steps_before)
-        for learner, count in self._steps.items():
-            rank = self._ranks[learner]
-            steps[rank] = steps.get(rank, 0) + count
         self._port.report(
             m.Cut(
                 number,
                 [*files, LEARNERS],
                 {table: sequence.account() for table, sequence in self._sequences.items()},
                 self.standings(),
-                m.Counts(dict(self._examples), {r: list(p) for r, p in self._losses.items()}, steps),
+                m.Counts(
+                    dict(self._examples),
+                    {r: list(p) for r, p in self._losses.items()},
+                    self._steps_of_ranks(),
+                ),
             )
         )
+
+    def _steps_of_ranks(self) -> dict[int, int]:
+        """Those before a checkpoint included."""
+        steps = dict(self._steps_before)
+        for learner, count in self._steps.items():
+            rank = self._ranks[learner]
+            steps[rank] = steps.get(rank, 0) + count
+        return steps
 
     def standings(self) -> dict[int, Standing]:
         return {loader: ledger.standing() for loader, ledger in self._ledgers.items()}
@@ -533,6 +545,6 @@ class Leader:
                 )
                 for table, sequence in self._sequences.items()
             },
-            {ranks[learner]: steps for learner, steps in self._steps.items()},
+            self._steps_of_ranks(),
             dict(self._last_loss),
         )

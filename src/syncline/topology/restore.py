@@ -75,6 +75,7 @@ class Restored:
     history: list[dict[str, Any]] = field(default_factory=list)
     sync: str = ""  # the dials of the run that wrote it
     chosen: list[tuple[Sync, int]] = field(default_factory=list)  # changed to on the way, with the epoch
+    simulated: dict[str, Any] | None = None  # where a simulated run stood; the simulator's own
 
     @property
     def version(self) -> int:
@@ -142,6 +143,7 @@ def restored(checkpoint: Checkpoint) -> Restored:
             history=found["history"],
             sync=found["sync"],
             chosen=[(Sync(**record), epoch) for record, epoch in found.get("chosen", [])],
+            simulated=found.get("simulated"),
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(

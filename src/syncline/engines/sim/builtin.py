@@ -199,6 +199,9 @@ class Builtin(SimLearner):
         if self.config.cuts:
             self._mark = self.own.random.torch_state
 
+    def states(self) -> bytes:
+        return self.random_states() if self.started and not self.dead else b""
+
     def random_states(self, *, marked: bool = False) -> bytes:
         outside = Random()
         self.own.random.restore()

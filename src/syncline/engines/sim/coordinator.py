@@ -14,9 +14,10 @@ from syncline.engines.files import commit
 from syncline.engines.sim.memory import SimTable, Traffic
 from syncline.engines.sim.states import OUTSIDE
 from syncline.ports import CoordinatorPort
-from syncline.table.checkpoints import Written
+from syncline.table.checkpoints import Written, find
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
+from syncline.topology.restore import restored
 
 if TYPE_CHECKING:
     from syncline.engines.sim.server import SimServer
@@ -63,11 +64,16 @@ class SimCoordinator(CoordinatorPort):
         return self._world.servers[0]
 
     def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Written]) -> bool:
-        assert self._world.folder is not None
-        done = commit(self._world.folder, number, manifest, files, self._world.spec.keep)
+        world = self._world
+        assert world.folder is not None
+        exact = world.goes_on()
+        manifest["simulated"] = world.moment(exact=exact).record()
+        done = commit(world.folder, number, manifest, files, world.spec.keep)
         self.emit(done)
         if not done.problem:
-            self._world.recovery.checkpointed(Path(done.path))
+            world.recovery.checkpointed(Path(done.path))
+            if exact:
+                world.next = restored(find(Path(done.path)))
         return not done.problem
 
     def abandon(self, number: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -19,6 +20,7 @@ from syncline.engines.sim.workshop import Ways
 from syncline.engines.sim.world import World, check_script
 from syncline.errors import RunError, UsageError
 from syncline.learn.session import check_whole
+from syncline.learn.training import run_training
 from syncline.topology import messages as m
 
 
@@ -39,15 +41,22 @@ class SimHandle(Handle):
         torch.set_num_threads(self._spec.threads or 1)
         try:
             engine, spec = self._engine, self._spec
-            self._world = engine.peer_world(spec) if spec.allreduce else engine.world(spec)
-            self._begun.set()
-            self._outcome = self._world.run()
+            if spec.allreduce:
+                peers = engine.peer_world(spec)
+                self._follow(peers)
+                self._outcome = peers.run()
+            else:
+                self._outcome = engine.run(spec, self._follow)
         except BaseException as error:
             self._error = error
         finally:
             torch.set_num_threads(threads)
             outside.restore()
             self._begun.set()
+
+    def _follow(self, world: World | PeerWorld) -> None:
+        self._world = world
+        self._begun.set()
 
     def wait(self, timeout: float | None = None) -> Outcome:
         try:
@@ -102,6 +111,8 @@ class Sim(Engine):
     model instead, with the same results.
     `batched`: gradients of `train`'s loop are computed many at once when the first is needed, on the run's `device`; the default on a
     GPU. Equal to the others to rounding; a `Ways` says more exactly how.
+    `exact`: learners begin anew at every checkpoint, so that a resumed run is the same to the bit, under every dial. The default
+    for `train`; functions of `launch` would start from their beginning at each, as they do when resumed.
     """
 
     virtual = True
@@ -115,6 +126,7 @@ class Sim(Engine):
         check: bool = False,
         handlers: bool = True,
         batched: bool | Ways | None = None,
+        exact: bool | None = None,
         compute: float | None = None,
         transfer: float | None = None,
         latency: float | None = None,
@@ -128,7 +140,7 @@ class Sim(Engine):
         named = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         self.cluster = named if named is not None else Cluster.equal(**given)
         self.script, self.seed = script, seed
-        self.check, self.handlers, self.batched = check, handlers, batched
+        self.check, self.handlers, self.batched, self.exact = check, handlers, batched, exact
         Script.of(script)  # refused here, not when the run starts
 
     def peer_world(self, spec: RunSpec) -> PeerWorld:
@@ -136,8 +148,18 @@ class Sim(Engine):
         seed = spec.seed if self.seed is None else self.seed
         return PeerWorld(spec, self.cluster, script=Script.of(self.script), seed=seed)
 
-    def world(self, spec: RunSpec) -> World:
-        """A run that has not begun."""
+    def run(self, spec: RunSpec, follow: Callable[[World], None] = lambda world: None) -> Outcome:
+        """To its end, from checkpoint to checkpoint where these are exact; `follow` gets each world before it runs."""
+        world = self.world(spec)
+        while True:
+            follow(world)
+            outcome = world.run()
+            if world.next is None:
+                return outcome
+            world = self.world(dataclasses.replace(spec, restored=world.next), previous=world)
+
+    def world(self, spec: RunSpec, previous: World | None = None) -> World:
+        """A run that has not begun, or the part after the checkpoint of another world."""
         seed = spec.seed if self.seed is None else self.seed
         return World(
             spec,
@@ -147,6 +169,8 @@ class Sim(Engine):
             check=self.check,
             handlers=self.handlers,
             ways=self._ways(spec),
+            exact=spec.function is run_training if self.exact is None else self.exact,
+            previous=previous,
         )
 
     def timing(

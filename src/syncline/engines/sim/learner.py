@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -19,6 +20,7 @@ from syncline.engines.sim.clock import Action, Pause
 from syncline.engines.sim.fibers import Fiber, Killed, make_fiber
 from syncline.engines.sim.memory import Releases, SimTable
 from syncline.errors import InvariantError
+from syncline.learn.randomness import pack_random
 from syncline.learn.session import ServerSession
 from syncline.ports import OUTSIDE, Kind, LearnerPort, Note, Portion, Reading, Reset, RunStopped, TableLink
 from syncline.table.layout import Layout
@@ -39,7 +41,7 @@ class SimLearner(LearnerPort):
         self.machine = world.cluster.machine_of_learner(rank)
         self._pace = world.cluster.pace(rank, seed=world.seed, learners=world.spec.learners)
         self.fiber = self._make_fiber()
-        self.dead = False
+        self.dead = self.started = False
         self._leader = world.servers[0]  # the one that it knows
         self.pause = Pause()
         self.stepped = False  # it has said something to the leading shard
@@ -85,11 +87,19 @@ class SimLearner(LearnerPort):
     def start(self) -> None:
         """Begin (from the scheduler)."""
         if not self.dead:
+            self.started = True
             self._resume()
 
     def _resume(self) -> None:
         self._world.streams.enter(self.learner)
         self.fiber.resume()
+
+    def states(self) -> bytes:
+        """Its random states as they are now (from the scheduler); nothing, if it has not begun."""
+        if not self.started or self.dead:
+            return b""
+        self._world.streams.enter(self.learner)
+        return pack_random(torch.device(self._world.spec.session(self.rank).device))
 
     def kill(self) -> None:
         """It ends where it is; what it sent arrives (from the scheduler)."""

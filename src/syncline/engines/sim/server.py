@@ -15,9 +15,11 @@ from syncline.engines.files import write_part
 from syncline.engines.sim.clock import Action, Pause
 from syncline.engines.sim.cluster import Cost
 from syncline.engines.sim.memory import Traffic
+from syncline.engines.sim.moments import with_states
 from syncline.engines.sim.promises import PromisedLane, PromisedSlot
 from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort
 from syncline.table.slot import Slot
+from syncline.topology.restore import LEARNERS
 
 if TYPE_CHECKING:
     from syncline.engines.sim.learner import SimLearner
@@ -199,6 +201,8 @@ class SimServer(ServerPort):
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         assert self._world.folder is not None
+        if name == LEARNERS and self._world.exact:
+            tensors = with_states(tensors, self._world.states())
         self.report(write_part(self._world.folder, (number, name, tensors, notes)))
 
     def report(self, message: Any) -> None:

@@ -16,7 +16,7 @@ from syncline.engines.sim.learner import TICKET
 from syncline.engines.sim.memory import Releases
 from syncline.engines.sim.promises import Promise, PromisedLane, Version
 from syncline.learn.session import copy_all
-from syncline.ports import SILENT, STATES, Kind, Note, Reading, RunStopped
+from syncline.ports import KEEP, SILENT, STATES, Kind, Note, Reading, RunStopped
 from syncline.topology import messages as m
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class TableEnd:
             self._take_over(reading)
 
     def _take_over(self, reading: Reading) -> None:
-        self._keep = bool(reading.keep)
+        self._keep = bool(reading.flags & KEEP)
         if reading.dial != self._dial:
             self._dial = reading.dial
             self._turn(self._learner.dial(reading.dial))

@@ -27,6 +27,7 @@ from syncline.engines.sim.coordinator import SimCoordinator
 from syncline.engines.sim.invariants.watch import Watch, WatchedRole
 from syncline.engines.sim.learner import SimLearner
 from syncline.engines.sim.memory import SimLane, SimTable
+from syncline.engines.sim.moments import Moment
 from syncline.engines.sim.network import Network
 from syncline.engines.sim.promises import PromisedLane
 from syncline.engines.sim.script import Script
@@ -41,6 +42,7 @@ from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
 from syncline.topology.coordinator import Coordinator
+from syncline.topology.restore import Restored
 from syncline.topology.servers import ServerRole
 
 SAMPLES = 100  # statistics while the version doubles from here on; every version before
@@ -59,12 +61,18 @@ class World:
         check: bool = False,
         handlers: bool = True,
         ways: Ways | None = None,
+        exact: bool = False,
+        previous: World | None = None,
     ) -> None:
         self.spec, self.cluster, self.seed, self._ways = spec, cluster, seed, ways
         self.watch = Watch(self) if check else None
         self.workshop, alone = self.make_workshop(ways) if handlers else (None, None)
-        self.script = script or Script(())
+        self._began = moment = Moment.of(spec)
+        self.exact = exact
+        self.next: Restored | None = None  # the checkpoint that another world goes on from
+        self.script = moment.rest(script or Script(()))
         self.clock = Clock()
+        self.clock.now = moment.seconds
         self.network = Network(cluster)
         self.machines = Machines(self.clock, cluster)
         on_gpu = any(device.startswith("cuda") for device in spec.devices)
@@ -76,7 +84,7 @@ class World:
         self.dials: dict[int, Sync] = {}
         self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._forgotten: Counter[int] = Counter()  # learner -> shards that have forgotten it
-        ids = {rank + 1: rank for rank in range(spec.learners)}
+        ids = {index + 1: rank for index, rank in enumerate(moment.ranks)}
         self.folder = Folder(Path(spec.folder)) if spec.folder else None
         self.coordinator = Coordinator(SimCoordinator(self), spec.plan(), ids, spec.restored)
         self.servers = [SimServer(self, shard) for shard in range(spec.shards)]
@@ -94,10 +102,29 @@ class World:
         self.learners = {learner: self.make_learner(learner, rank) for learner, rank in ids.items()}
         self.live = dict(self.learners)
         self.recovery = Recovery(self.folder, spec.restored)
-        self._cut_asked = 0.0
+        self._cut_asked = moment.cut_asked
+        self._dying: dict[int, str] = {}  # learner -> why, of those whose loss is not noticed yet
+        self._played = list(moment.played)
         self._evaluation: Evaluate | None = None
         self._sampled = 0
         self.commands: deque[Callable[[World], None]] = deque()  # from other threads
+        self._before = Simulated()  # of the worlds that it goes on from
+        self._take_up(moment, previous)
+
+    def _take_up(self, moment: Moment, previous: World | None) -> None:
+        """What a run that goes on has behind it: from a checkpoint, or from the world that wrote it."""
+        outcome = self.recorder.outcome
+        outcome.returned.update(dict.fromkeys(moment.returned))
+        outcome.began = moment.seconds
+        self.recovery.restarts.learners.update(dict(moment.losses))
+        if previous is not None:
+            before = previous.recorder.outcome
+            outcome.events, outcome.logs, outcome.began = before.events, before.logs, before.began
+            outcome.returned = before.returned
+            self.commands, self.recovery = previous.commands, previous.recovery
+            self._before = previous.simulated()
+            if self.watch is not None and previous.watch is not None:
+                self.watch.events, self.watch.most = previous.watch.events, previous.watch.most
 
     def make_workshop(self, ways: Ways | None) -> tuple[Workshop | None, str | None]:
         """For built-in learners; and why gradients are not computed together, where they were to be."""
@@ -188,10 +215,13 @@ class World:
         """It ends now; the others hear of it after all that it sent."""
         latest = learner.last_words()
         learner.kill()
-        self.clock.at(latest, lambda: self._lost(learner, why))
+        self._dying[learner.learner] = why
+        self.clock.at(latest, lambda: self._lost(learner))
 
-    def _lost(self, learner: SimLearner, why: str) -> None:
-        rank = learner.rank
+    def _lost(self, learner: SimLearner) -> None:
+        rank, why = learner.rank, self._dying.pop(learner.learner, None)
+        if why is None:
+            return
         self.recorder.event(f"lost: {why}", rank, kind="lost", learner=learner.learner)
         self._gone(learner, lost=True)
         if self.spec.replace and not self.stopping:
@@ -235,7 +265,7 @@ class World:
         if self.stopping or not self.live:
             self.recorder.event("a learner not added: the run is ending", kind="refused")
             return
-        rank = 1 + max(each.rank for each in self.learners.values())
+        rank = 1 + self._last_rank()
         self.recorder.event("joined", rank, kind="joined")
         self._begin(rank)
 
@@ -248,6 +278,9 @@ class World:
 
     def statistics(self) -> m.Statistics:
         return self.servers[0].role.statistics()
+
+    def _last_rank(self) -> int:
+        return max(self._began.last_rank, *(each.rank for each in self.learners.values()))
 
     def _begin(self, rank: int) -> None:
         (learner,) = anew = self._anew([rank])
@@ -310,10 +343,39 @@ class World:
             self.coordinator.leave(learner.learner, lost=False)
         return self._anew(learner.rank for learner in running)
 
+    # -- exact checkpoints -------------------------------------------------------------------------------
+
+    def goes_on(self) -> bool:
+        """The run goes on from the checkpoint that is being written, as a resumed one would."""
+        if not self.exact or self.stopping or self.recorder.error is not None or self._shards_dead():
+            return False
+        for learner in list(self._dying):  # whose loss belongs to this side of the checkpoint
+            self._lost(self.learners[learner])
+        return bool(self.live) and self.recorder.error is None
+
+    def moment(self, *, exact: bool) -> Moment:
+        """Where the run stands; not `exact`: all learners are to begin again."""
+        return Moment(
+            learners=self.spec.learners,
+            seconds=self.clock.now,
+            ranks=sorted(learner.rank for learner in self.live.values()) if exact else [],
+            last_rank=self._last_rank(),
+            returned=sorted(self.recorder.outcome.returned),
+            losses=sorted(self.recovery.restarts.learners.items()),
+            cut_asked=self._cut_asked,
+            played=list(self._played),
+        )
+
+    def states(self) -> list[tuple[int, bytes]]:
+        """Random states by rank, of all that have begun."""
+        found = [(learner.rank, learner.states()) for learner in self.live.values()]
+        return [(rank, states) for rank, states in found if states]
+
     # -- the script --------------------------------------------------------------------------------------
 
     def play(self, fault: Fault) -> None:
         """One line of the script, now."""
+        self._played.append(fault.text)
         if fault.action == "add":
             for _ in range(fault.count):
                 self.add_learner()
@@ -394,11 +456,15 @@ class World:
 
     def simulated(self) -> Simulated:
         """Where the time went so far."""
-        times: dict[int, LearnerTimes] = {}
+        before = self._before
+        times = dict(before.learners)
         for learner in self.learners.values():  # those that had a rank before count too
             times[learner.rank] = times.get(learner.rank, LearnerTimes()) + learner.times()
         return Simulated(
-            learners=times, moved=self.network.moved, copied=self.network.copied, events=self.clock.events
+            learners=times,
+            moved=before.moved + self.network.moved,
+            copied=before.copied + self.network.copied,
+            events=before.events + self.clock.events,
         )
 
     def run(self) -> Outcome:
@@ -417,7 +483,7 @@ class World:
         self.coordinator.begin()
         for fault in self.script.timed:
             self.clock.at(fault.seconds or 0.0, lambda fault=fault: self._timed(fault))  # type: ignore[misc]
-        for learner in self.learners.values():
+        for learner in list(self.learners.values()):
             self.clock.at(0.0, learner.start)
 
     def end(self) -> None:
@@ -434,7 +500,7 @@ class World:
             self.commands,
             self.spec.cut_seconds,
         )
-        while recorder.error is None and (self.live or not self._over()) and step():
+        while recorder.error is None and self.next is None and (self.live or not self._over()) and step():
             if self.watch is not None:
                 self.watch.after()
             while commands:
@@ -444,6 +510,8 @@ class World:
                 self.coordinator.ask_cut()
         if self.recorder.error is not None:
             raise self.recorder.error
+        if self.next is not None:
+            return
         if not self.recorder.complete():
             raise LostError(
                 f"the simulated run stands still at {self.clock.now:g} s; who waits for what: {self.waiting()}"
@@ -452,7 +520,7 @@ class World:
             self.watch.over()
 
     def _timed(self, fault: Fault) -> None:
-        if self.live:
+        if self.live and self.next is None:
             self.play(fault)
 
     def _over(self) -> bool:

@@ -24,6 +24,7 @@ from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.script import parse_script
 from syncline.engines.sim.engine import Sim
 from syncline.engines.sim.hunt.case import Case
+from syncline.engines.sim.world import World
 from syncline.errors import InvariantError, LostError
 from syncline.learn.surface import Session
 from syncline.learn.training import Supervised, Training, run_training
@@ -97,10 +98,12 @@ def run(case: Case, *, check: bool = True) -> Outcome:
     ):
         warnings.simplefilter("ignore")
         spec = _spec(case, folder if case.checkpoint_every is not None else None)
-        world = engine.world(spec)
-        if world.watch is not None:
-            world.watch.most = MOST_EVENTS
-        return world.run()
+        return engine.run(spec, _bounded)
+
+
+def _bounded(world: World) -> None:
+    if world.watch is not None:
+        world.watch.most = MOST_EVENTS
 
 
 def digest(outcome: Outcome) -> str:

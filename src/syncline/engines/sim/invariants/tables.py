@@ -176,7 +176,7 @@ class TableAccount:
         sync, sigma = self.sync, self.version - ticket.stamp
         if sigma < 0:
             raise Broken(f"a gradient of version {ticket.stamp} is folded into version {self.version + 1}")
-        if ticket.stamp < self.base:  # computed under the dial before
+        if ticket.stamp < self.base or (ticket.silent and not sync.local):  # computed under the dial before
             return
         if sync.lockstep and sigma != min(self.version - self.base, sync.delay):
             raise Broken(
