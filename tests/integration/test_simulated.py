@@ -357,7 +357,7 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(handlers: bool, tmp_p
     rest = run(sl.Sim(cluster, handlers=handlers), epochs=4, resume=tmp_path / "first", **options)
     took = [[b.seconds - a.seconds for a, b in pairwise(result.history[2:])] for result in (whole, rest)]
     assert took[0] == pytest.approx(took[1])
-    assert rest.seconds == pytest.approx(whole.seconds - whole.history[1].seconds)
+    assert rest.seconds == pytest.approx(whole.seconds)
     assert same(whole.state_dict(), rest.state_dict())
 
 
