@@ -58,7 +58,7 @@ class Moment:
 
 def with_states(tensors: dict[str, Tensor], states: Iterable[tuple[int, bytes]]) -> dict[str, Tensor]:
     """A checkpoint's learners with the random states that they have now, by rank."""
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("random/")}
+    kept = dict(tensors)  # who has left keeps its last ones
     for rank, state in states:
         kept[f"random/{rank}"] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     return kept
