@@ -24,7 +24,7 @@ from benchmarks import link
 from benchmarks.workload import Batch, make_optimizer
 from syncline.models import AlexNet, GoogLeNet
 
-WARM_UP_STEPS = 4
+WARM_UP_STEPS = 4  # times k + 1: gradients in flight must have met the link's limit before the clock starts
 START_S = 60.0
 CLASSES = 10
 
@@ -171,16 +171,19 @@ def communication(workload: Workload, task: Task) -> Times:
 
 def ours(workload: Workload, task: Task) -> Times:
     topology, sync = OURS[task.method]
-    result = sl.launch(learner, workload, task.steps, learners=2, sync=sync, topology=topology, threads=1)
+    delay = sl.Sync.parse(sync).delay
+    result = sl.launch(
+        learner, workload, task.steps, delay, learners=2, sync=sync, topology=topology, threads=1
+    )
     returned: list[Times] = [times for times in result.returned if times is not None]
     return returned[0]
 
 
-def learner(session: sl.Session, workload: Workload, steps: int) -> Times:
+def learner(session: sl.Session, workload: Workload, steps: int, delay: int) -> Times:
     model = workload.model()
     optimizer = session.optimizer(model, make_optimizer)
     step = stepping(model, workload.batch(session.rank), optimizer)
-    return timed(step, steps, lambda: session.mean(0.0))
+    return timed(step, steps, lambda: session.mean(0.0), WARM_UP_STEPS * (1 + delay))
 
 
 def stepping(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -195,9 +198,11 @@ def stepping(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -
     return step
 
 
-def timed(step: Callable[[], None], steps: int, meet: Callable[[], Any]) -> Times:
+def timed(
+    step: Callable[[], None], steps: int, meet: Callable[[], Any], warm_up: int = WARM_UP_STEPS
+) -> Times:
     """After a warm-up that all learners end together."""
-    for _ in range(WARM_UP_STEPS):
+    for _ in range(warm_up):
         step()
     meet()
     wall, core = time.perf_counter(), time.process_time()
