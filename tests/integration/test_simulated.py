@@ -387,3 +387,13 @@ def test_rudras_times(sync: str, batch_size: int, learners: int, seconds: float)
     result = sl.launch(rudra_loop, batch_size, steps, learners=learners, sync=sync, engine=sl.Sim("p775"))
     told = result.seconds / steps * 140 * 50_000 / (batch_size * learners)
     assert told == pytest.approx(seconds, rel=0.15)
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "async", "backup:1"])
+def test_norms_over_shards_that_are_at_different_places(sync: str) -> None:
+    slow = replace(ROUGH, shards_per_machine=1, learners_per_machine=1)
+    options: dict[str, Any] = {"sync": sync, "clip_norm": 0.5, "topology": "servers:3", "epochs": 3}
+    script = "pause shard 1 for 2 s at 2 s; kill learner 1 at version 5; pause shard 2 for 1 s at version 9"
+    first, second = (run(sl.Sim(slow, script=script, check=True), **options) for _ in range(2))
+    assert same(first.state_dict(), second.state_dict())
+    assert [record.epoch for record in first.history] == [0, 1, 2]

@@ -186,7 +186,8 @@ class Cluster:
         """By what this learner's usual times are multiplied throughout a run."""
         speed = self.speeds[rank] if rank < len(self.speeds) else 1.0
         slow = self.slowdown if self.straggles(rank, seed) else 1.0
-        return slow / speed * (1 + self.crowding * (self.crowd(rank, learners) - 1))
+        beside = min(self.crowd(rank, learners), self.cores or learners) - 1  # at the same time
+        return slow / speed * (1 + self.crowding * max(0, beside))
 
     def step_seconds(self, examples: int, *, rank: int, step: int, seed: int, learners: int) -> float:
         """The computation of one gradient."""

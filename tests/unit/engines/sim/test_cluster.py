@@ -111,6 +111,7 @@ def test_places_and_crowds() -> None:
     assert [cluster.machine_of_shard(shard) for shard in (0, 1, 2)] == [-1, -1, -2]
     assert [cluster.crowd(rank, 10) for rank in (0, 7, 8, 9)] == [4, 4, 2, 2]
     assert cluster.pace(8, seed=0, learners=10) == pytest.approx(1.1)
+    assert replace(cluster, cores=2).pace(0, seed=0, learners=10) == pytest.approx(1.1)  # two at a time
     assert replace(cluster, beside=True).machine_of_shard(2) == 1
     alone = Cluster(learners_per_machine=None, shards_per_machine=None, beside=True)
     assert {alone.machine_of_learner(9), alone.machine_of_shard(3)} == {0}
