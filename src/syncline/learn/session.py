@@ -29,6 +29,7 @@ from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.template import ELEMENTWISE, SCALE_INVARIANT, OptimizerTemplate, refuse_unsupported
 from syncline.topology import messages as m
 
+NO_LOADER = -1  # rests, and waits for no data
 SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names the number of shards
 
 
@@ -246,6 +247,8 @@ class ServerSession(Session):
     def _request(self, message: Any) -> Any:
         if self._idle is not None:  # others must not wait for a gradient while this learner waits for them
             self.rest(*self._idle)
+        elif self._fresh and self.sync.waits and not self.sync.lockstep:  # nor for what it has not published yet
+            self.rest(NO_LOADER, 0)
         return self.port.request(message)
 
     @contextlib.contextmanager

@@ -53,6 +53,10 @@ class Members:
         self._count(member)
         return member
 
+    def excuse(self, learner: int) -> None:
+        """Nobody waits for its start."""
+        self._expected.discard(learner)
+
     def leave(self, learner: int) -> Member | None:
         self._expected.discard(learner)
         member = self.live.pop(learner, None)

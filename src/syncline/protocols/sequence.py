@@ -113,7 +113,8 @@ class Sequence:
         """It counts from the version it now reads."""
         if self.version < self._warm and len(self.members):
             self._cold[learner] = (rank, number)
-            return []
+            self.members.excuse(learner)  # it was to work alone, and another does
+            return self._begin()
         self.members.join(learner, rank, self.version)
         self._gate.hold(learner, number)
         self._gate.resume(learner, self.version)

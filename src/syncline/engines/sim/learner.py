@@ -351,9 +351,9 @@ class SimLearner(LearnerPort):
         return SimLink(self, opened)
 
     def rejoin(self, tables: int, loaders: int) -> list[Any]:
+        self.portions.clear()  # before the new servers' come in
         answer: m.Rejoined = self.request(m.Rejoin(tables, loaders))
         self._leader = answer.desk
-        self.portions.clear()
         return answer.tables
 
     def dial(self, number: int) -> Sync:

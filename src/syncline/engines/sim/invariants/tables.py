@@ -69,6 +69,11 @@ class TableAccount:
 
     # -- learners ----------------------------------------------------------------------------------------
 
+    def joins(self, learner: int) -> None:
+        """Who waits for the warm start's end is not waited for."""
+        if self.version < self.warm and self.members:
+            self.expected.discard(learner)
+
     def published(self, learner: int, number: int, gradient: Gradient) -> None:
         key = (learner, number)
         if key in self.gradients:

@@ -108,7 +108,8 @@ class Watch:
 
     def _rest(self, learner: int, note: Note) -> None:
         self._touched.add(note.table)
-        if self._feeds[note.loader].given.get(learner, 0) > note.upto:
+        feed = self._feeds.get(note.loader)  # none: it meets others
+        if feed is not None and feed.given.get(learner, 0) > note.upto:
             self._resting.pop(learner, None)
             self._tables[note.table].roused(learner)
         else:
@@ -122,6 +123,8 @@ class Watch:
                 self._make_table(event)
             elif isinstance(event, m.MakeLoader):
                 self._feeds[event.loader] = FeedAccount(event.size, event.epochs, event.standing)
+            elif isinstance(event, m.JoinTable):
+                self._tables[event.table].joins(event.learner)
             elif isinstance(event, m.Leave):
                 self._left(event.learner)
             elif isinstance(event, m.Finish):
