@@ -100,9 +100,10 @@ def backend(session: sl.Session) -> tuple[str, bool]:
     """The kind of group behind the port, and whether it reduces on another stream than the computation's."""
     group = session.port._group._group  # type: ignore[attr-defined]
     buffer = torch.ones(1 << 24, device=session.device)
+    session.port.reduce(buffer).wait()  # type: ignore[attr-defined]  # the first one joins the learners
     torch.cuda.synchronize()
     mine = torch.cuda.current_stream()
-    torch.cuda._sleep(200_000_000)  # this stream is busy from here on
+    torch.cuda._sleep(2_000_000_000)  # this stream is busy from here on, for a second or so
     busy = not mine.query()
     other = torch.cuda.Stream()
     with torch.cuda.stream(other):

@@ -22,6 +22,7 @@ QUIET = (
     "checkpoint",
     "left",
     "warning",
+    "delay",
     "dial",
     "joined",
     "replaced",
