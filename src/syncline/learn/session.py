@@ -247,7 +247,9 @@ class ServerSession(Session):
     def _request(self, message: Any) -> Any:
         if self._idle is not None:  # others must not wait for a gradient while this learner waits for them
             self.rest(*self._idle)
-        elif self._fresh and self.sync.waits and not self.sync.lockstep:  # nor for what it has not published yet
+        elif (
+            self._fresh and self.sync.waits and not self.sync.lockstep
+        ):  # nor for what it has not published yet
             self.rest(NO_LOADER, 0)
         return self.port.request(message)
 
