@@ -216,6 +216,28 @@ FOUND = {
         checkpoint_every=9,
         cluster="equal:setup=0",
     ),
+    "a version that was being read under delayed:k was overwritten when the dial changed": Case(
+        seed=185,
+        sync="delayed:3",
+        learners=4,
+        script="kill learner 0 at 0.003 s; kill learner 1 at 4.6880 s; change to async at version 4",
+        loop="bare",
+        examples=30,
+        batch_size=3,
+        epochs=1,
+        steps=7,
+        cluster="equal:jitter=pareto:1,latency=0.3,setup=0.01",
+    ),
+    "a handler read a version of which one shard's part was not there": Case(
+        seed=223,
+        sync="hardsync until 1 then softsync:1",
+        learners=2,
+        shards=2,
+        loop="train",
+        examples=1,
+        batch_size=1,
+        cluster="equal:message=0.05",
+    ),
 }
 
 

@@ -134,8 +134,8 @@ class Shard:
         assert not self._taken and not self._promised and (self._mean is None or self._mean.total == 0)
         self._lockstep = sync.lockstep
         self._kept = self.history if sync.delay else []
-        for segments in self._kept:
-            _copy(segments, self.weights)
+        if self._kept:  # older ones are still read by who was released before
+            _copy(self._kept[self.version % len(self._kept)], self.weights)
 
     # -- taking and folding ------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class _Shared:
 def geometry_of(spec: RunSpec) -> Geometry:
     """How many slots and kept versions the dials need (M11); two slots, so that any dial may follow."""
     delay = spec.delay
-    return Geometry(slots=max(2, delay + 1), kept=delay + 1 if delay else 0)
+    return Geometry(slots=max(2, delay + 1), kept=spec.kept)
 
 
 class Supervisor:

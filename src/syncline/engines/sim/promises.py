@@ -66,7 +66,7 @@ class Versions:
     def whole(self, number: int, source: Sequence[Tensor]) -> Version:
         """Of a table that holds still meanwhile."""
         version = self.get(number)
-        if not version.filled:
+        if len(version.filled) < self._layout.shards:  # some shards' parts may be there under a free dial
             version.fill(source)
             version.filled.update(range(self._layout.shards))
         return version

@@ -131,9 +131,9 @@ class World:
         return make_workshop(self.spec, ways)
 
     def make_table(self, layout: Layout) -> SimTable:
-        delay, shop = self.spec.delay, self.workshop
+        shop = self.workshop
         device = shop.device if shop is not None else torch.device("cpu")
-        return SimTable(layout, delay + 1 if delay else 0, device)
+        return SimTable(layout, self.spec.kept, device)
 
     def make_lane(self, layout: Layout) -> SimLane | PromisedLane:
         shop, slots = self.workshop, max(2, self.spec.delay + 1)

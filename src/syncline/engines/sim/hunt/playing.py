@@ -177,7 +177,7 @@ def _odd(session: Session, case: Case) -> int:
         for (batch,) in other:
             _gradient(model, batch)
             optimizer.step()
-        if case.seed % 3 == 0 and not _joins(case):  # who comes later has met less often
+        if case.seed % 3 == 0 and not _apart(case):
             session.mean(float(session.rank))
     return 0
 
@@ -196,8 +196,11 @@ def _bare(session: Session, case: Case) -> int:
 OWN_LOOPS: dict[str, Callable[[Session, Case], int]] = {"own": _own, "odd": _odd, "bare": _bare}
 
 
-def _joins(case: Case) -> bool:
-    return case.replace or "add" in case.script or case.warmstart > 0
+def _apart(case: Case) -> bool:
+    """Learners may have met unequally often: some came later, or loops of lockstep went back to a checkpoint."""
+    later = case.replace or "add" in case.script or case.warmstart > 0
+    lockstep = "hardsync" in case.sync + case.script or "delayed" in case.sync
+    return later or (lockstep and "kill shard" in case.script)
 
 
 @torch.no_grad()
