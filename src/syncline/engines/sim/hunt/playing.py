@@ -197,8 +197,8 @@ OWN_LOOPS: dict[str, Callable[[Session, Case], int]] = {"own": _own, "odd": _odd
 
 
 def _apart(case: Case) -> bool:
-    """Learners may have met unequally often: some came later, or loops of lockstep went back to a checkpoint."""
-    later = case.replace or "add" in case.script or case.warmstart > 0
+    """Learners may have met unequally often: some came later, the end cut some short, or loops of lockstep went back."""
+    later = case.replace or "add" in case.script or case.warmstart > 0 or case.steps is not None
     lockstep = "hardsync" in case.sync + case.script or "delayed" in case.sync
     return later or (lockstep and "kill shard" in case.script)
 
