@@ -19,13 +19,18 @@ DIALS = ("hardsync", "softsync:1", "softsync:2", "async", "ssp:1", "delayed:1")
 @pytest.fixture(scope="module")
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    images = 60 * torch.randn(102, 3, 32, 32, generator=generator)  # 26 batches of 4, the last of 2
+    images = 60 * torch.randn(102, 3, 32, 32, generator=generator).double()  # 26 batches of 4, the last of 2
     return TensorDataset(images, torch.randint(0, 10, (102,), generator=generator))
+
+
+def network() -> Cifar10Full:
+    """In float64: where two values are all but equal, float32's rounding lets pooling choose the other."""
+    return Cifar10Full().double()
 
 
 def train(data: TensorDataset, sync: str, **options: object) -> sl.Result:
     return sl.train(
-        Cifar10Full,
+        network,
         data,
         loss=F.cross_entropy,
         optimizer=cifar10_full_sgd,
@@ -40,7 +45,7 @@ def train(data: TensorDataset, sync: str, **options: object) -> sl.Result:
 def apart(one: sl.Result, other: sl.Result) -> float:
     """The largest difference of any parameter, relative to how far it moved from the start."""
     torch.manual_seed(0)
-    start = Cifar10Full().state_dict()
+    start = network().state_dict()
     return max(
         float((one.state_dict()[name] - other.state_dict()[name]).norm())
         / max(1e-12, float((other.state_dict()[name] - value).norm()))
@@ -56,7 +61,7 @@ def test_the_gpu_trains_as_the_cpu_does(data: TensorDataset, sync: str, graphs: 
     assert not [event for event in together.events if "one at a time" in event.what], together.events
     assert (together.updates, together.seconds) == (alone.updates, alone.seconds)
     assert together.staleness == alone.staleness
-    assert apart(together, alone) < 1e-2
+    assert apart(together, alone) < 1e-6
 
 
 def test_the_same_bits_every_time(data: TensorDataset) -> None:
