@@ -72,6 +72,7 @@ def run(engine: bool | sl.Sim, **options: Any) -> sl.Result:
     }
     data = given.pop("data")
     engine = sl.Sim(handlers=engine) if isinstance(engine, bool) else engine
+    engine = sl.Sim(handlers=engine) if isinstance(engine, bool) else engine
     return sl.train(given.pop("model", network)(), data, engine=engine, threads=1, **given)
 
 
@@ -116,6 +117,40 @@ def test_a_set_number_of_updates(sync: str) -> None:
 def test_warm_start_and_an_early_stop(sync: str) -> None:
     options = {"sync": sync, "warmstart": 5, "callbacks": [lambda record: record.epoch == 1]}
     assert_same(*(run(handlers, **options) for handlers in (True, False)))
+
+
+SCRIPT = (
+    "kill learner 1 at version 6; add 2 at version 9; pause shard 0 for 0.3 s at 0.2 s; pause learner 0 for 0.1 s at 0.1 s; "
+    "kill learner 0 at version 14"
+)
+
+
+@pytest.mark.parametrize("topology", ["servers", "servers:2"])
+@pytest.mark.parametrize("sync", PRESETS)
+def test_deaths_joins_and_pauses_on_an_uneven_cluster(sync: str, topology: str) -> None:
+    cluster = "ethernet-1g:stragglers=0.3,bandwidth=1e4,base=0.02,per_example=0.01,jitter=exponential:0.5"
+    results = [
+        run(
+            sl.Sim(cluster, script=SCRIPT, handlers=handlers),
+            sync=sync,
+            topology=topology,
+            replace=True,
+            epochs=2,
+        )
+        for handlers in (True, False)
+    ]
+    assert_same(*results)
+    kinds = [[(event.kind, event.seconds) for event in result.events] for result in results]
+    assert kinds[0] == kinds[1]
+    assert {"lost", "replaced", "joined"} <= {kind for kind, _ in kinds[0]}
+    first, second = (result.simulated for result in results)
+    assert (first.learners, first.moved, first.copied) == (second.learners, second.moved, second.copied)
+
+
+@pytest.mark.parametrize("sync", PRESETS[:-1])
+def test_what_always_holds_is_checked_with_handlers_too(sync: str) -> None:
+    result = run(sl.Sim("p775", script=SCRIPT, check=True), sync=sync, topology="servers:2", epochs=2)
+    assert result.version > 6
 
 
 class Drawing(nn.Module):

@@ -25,7 +25,9 @@ from syncline.topology.restore import LEARNERS, learner_tensors, table_file
 
 Usage = list[tuple[int, int]]  # (loader, upto)
 NOTHING: Usage = []
-GRADIENT, TAKE, FOLD, RELEASE = map(int, (Kind.GRADIENT, Kind.TAKE, Kind.FOLD, Kind.RELEASE))
+GRADIENT, ASK, TAKE, FOLD, RELEASE, LEAVE = map(
+    int, (Kind.GRADIENT, Kind.ASK, Kind.TAKE, Kind.FOLD, Kind.RELEASE, Kind.LEAVE)
+)
 
 
 class Leader:
@@ -162,7 +164,7 @@ class Leader:
         kind = note.kind
         if kind == GRADIENT:
             self._gradient(learner, note)
-        elif kind == Kind.ASK:
+        elif kind == ASK:
             self._fed(note.loader, self._ledgers[note.loader].ask(learner, note.upto))
         elif kind == Kind.USED:
             self._usage[learner].append((note.loader, note.upto))
@@ -217,7 +219,7 @@ class Leader:
     # -- decisions to effects ----------------------------------------------------------------------------
 
     def _log(self, entry: Entry) -> None:
-        if entry.table in self._spread or entry.kind == Kind.LEAVE:
+        if entry.table in self._spread or entry.kind == LEAVE:
             self._port.append(entry)
         self._replay.replay(entry)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Steps = Generator[None, None, None]
 LOADER = 0
+ASK = int(Kind.ASK)
 CPU = torch.device("cpu")
 
 
@@ -220,6 +221,7 @@ class Feed:
         self.parts = 1
         self.waiting: deque[Portion] = deque()  # handed out ahead of their use
         self._index = self._asked = 0
+        self._asking = Note(ASK, loader=LOADER)
         self._started = self._ended = False
         self._more = True
 
@@ -264,8 +266,11 @@ class Feed:
         return portions.pop(key, None)
 
     def _ask(self) -> None:
-        while self._asked < self._index + AHEAD + self._shop.ahead:
-            self._learner.post(Note(Kind.ASK, loader=LOADER, upto=self.epoch), ring=False)
+        wanted = self._index + AHEAD + self._shop.ahead
+        if self._asked < wanted and self._asking.upto != self.epoch:
+            self._asking = Note(ASK, loader=LOADER, upto=self.epoch)
+        while self._asked < wanted:
+            self._learner.post(self._asking, ring=False)
             self._asked += 1
 
     def _next(self, *, block: bool) -> Generator[None, None, Portion | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.cores import Cores
@@ -28,6 +28,14 @@ class Clock:
     def after(self, delay: float, action: Action) -> None:
         self._planned += 1
         heapq.heappush(self._queue, (self.now + delay, self._planned, action))
+
+    def run(self, going: Sized) -> None:
+        """Actions for as long as there are any, and somebody is left in `going`."""
+        queue, pop = self._queue, heapq.heappop
+        while queue and going:
+            self.now, _, action = pop(queue)
+            self.events += 1
+            action()
 
     def step(self) -> bool:
         """Run the next action; False if there is none."""

@@ -29,7 +29,7 @@ from syncline.topology import messages as m
 if TYPE_CHECKING:
     from syncline.engines.sim.world import World
 
-BULK = (Kind.GRADIENT, Kind.PUT)
+BULK = (int(Kind.GRADIENT), int(Kind.PUT))
 COMPUTING, WAITING, TICKET = "computing", "waiting", "ticket"  # what a learner does while it gives way
 
 

@@ -60,6 +60,7 @@ class Network:
 
     def __init__(self, cluster: Cluster) -> None:
         self._card, self._memory = cluster.card, cluster.memory
+        self._far, self._near = cluster.card.latency, cluster.memory.latency  # of messages without bulk data
         self._out: dict[int, Way] = {}
         self._in: dict[int, Way] = {}
         self._last: dict[tuple[int, int], float] = {}  # (source, target) -> the last arrival
@@ -68,7 +69,10 @@ class Network:
 
     def send(self, now: float, source: int, target: int, nbytes: int = 0) -> float:
         """When what leaves the source now (or as soon as its card is free) has arrived."""
-        arrival = self._arrival(now, source, target, nbytes)
+        if nbytes:
+            arrival = self._arrival(now, source, target, nbytes)
+        else:
+            arrival = now + (self._near if source == target else self._far)
         pair = (source, target)
         last = self._last.get(pair, 0.0)
         if last > arrival:
@@ -80,10 +84,8 @@ class Network:
         if source == target:
             self.copied += nbytes
             link = self._memory
-            return now + link.latency + ((link.setup + link.seconds(nbytes)) if nbytes else 0.0)
+            return now + link.latency + (link.setup + link.seconds(nbytes))
         link = self._card
-        if not nbytes:
-            return now + link.latency
         self.moved += nbytes
         seconds = link.seconds(nbytes)
         if not seconds:

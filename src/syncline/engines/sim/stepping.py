@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Steps = Generator[None, None, None]
 TABLE = 0
+GRADIENT = int(Kind.GRADIENT)
 
 
 @dataclass(slots=True)
@@ -107,7 +108,7 @@ class TableEnd:
         number = self._ticket()
         count, loader, upto = learner.take_usage()
         note = Note(
-            Kind.GRADIENT,
+            GRADIENT,
             TABLE,
             number,
             self.version,
