@@ -220,3 +220,73 @@ def test_memory_does_not_grow_with_the_run(sync: str) -> None:
 def test_bad_input(options: dict[str, Any], message: str) -> None:
     with pytest.raises(sl.SynclineError, match=message):
         timed(sl.Sim("p775"), **{"sync": "async", **options})
+
+
+# -- all-reduce ----------------------------------------------------------------------------------------------
+
+
+def two_layers(engine: sl.Sim, topology: str, sync: str, steps: int) -> sl.Result:
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(4096, INPUTS))
+    model = nn.Sequential(nn.Linear(INPUTS, INPUTS, bias=False), nn.Linear(INPUTS, INPUTS, bias=False))
+    return sl.train(
+        model,
+        data,
+        objective=squares,
+        optimizer=partial(torch.optim.SGD, lr=0.01),
+        engine=engine,
+        topology=topology,
+        sync=sync,
+        learners=4,
+        batch_size=4,
+        steps=steps,
+        seed=3,
+    )
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "delayed:1", "delayed:3"])
+@pytest.mark.parametrize("topology", ["allreduce", "allreduce:layerwise,bucket=16KiB"])
+def test_rings_take_the_time_of_simulated_collectives(topology: str, sync: str) -> None:
+    engine = sl.Sim("ethernet-1g:bandwidth=2e5,base=0.1,per_example=0.01,stragglers=0.25,slowdown=1.3")
+    runs = [two_layers(engine, topology, sync, steps) for steps in (5, 25)]
+    sizes = {"parameters": 2 * INPUTS**2, "layers": [INPUTS**2] * 2, "examples": 4096, "seed": 3}
+    timings = [
+        engine.timing(topology=topology, sync=sync, learners=4, batch_size=4, steps=steps, **sizes)
+        for steps in (5, 25)
+    ]
+    real, timed = (pair[1].seconds - pair[0].seconds for pair in (runs, timings))
+    assert timed == pytest.approx(real, rel=0.01)  # headers and flags travel with real gradients
+    assert timings[1].staleness == runs[1].staleness
+    assert timings[1].overlap == pytest.approx(runs[1].simulated.overlap, abs=0.02)
+
+
+def test_delay_and_layers_hide_the_rings() -> None:
+    engine = sl.Sim("ethernet-1g:jitter=none:0")
+    sizes = {
+        "parameters": 6 * 10**7,
+        "layers": [10**7] * 6,
+        "examples": 10**6,
+        "learners": 8,
+        "batch_size": 32,
+    }
+    blocking, layerwise, delayed = (
+        engine.timing(topology=topology, sync=sync, steps=20, **sizes)
+        for topology, sync in (
+            ("allreduce", "hardsync"),
+            ("allreduce:layerwise", "hardsync"),
+            ("allreduce", "delayed:1"),
+        )
+    )
+    compute = engine.cluster.compute.seconds(32)
+    ring = 2 * 7 * (engine.cluster.card.latency + 6 * 10**7 * 4 / 8 / 125e6)
+    assert blocking.seconds == pytest.approx(20 * (compute + ring), rel=1e-6)
+    assert delayed.seconds == pytest.approx(compute + 19 * max(compute, ring) + ring, rel=0.02)
+    assert max(compute, ring) * 20 < layerwise.seconds < blocking.seconds
+    assert blocking.overlap < layerwise.overlap < delayed.overlap
+
+
+def test_async_over_all_reduce_is_refused() -> None:
+    with pytest.raises(sl.SynclineError, match="a collective waits for everybody"):
+        timed(sl.Sim("p775"), "async", topology="allreduce", steps=3)
+    with pytest.raises(sl.UsageError, match="layers hold 3 parameters together"):
+        timed(sl.Sim("p775"), "hardsync", topology="allreduce", layers=[1, 2], steps=3)

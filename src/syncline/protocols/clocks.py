@@ -34,6 +34,10 @@ class StalenessClock:
     def fold(self, version_before: int, stamps: Iterable[int]) -> float:
         """Account for one update; its mean staleness comes back."""
         sigmas = [version_before - stamp for stamp in stamps]
+        if len(sigmas) == 1 and sigmas[0] >= 0:
+            self.histogram[sigmas[0]] += 1
+            self.last_update = float(sigmas[0])
+            return self.last_update
         if min(sigmas, default=0) < 0:
             raise AssertionError(
                 f"a gradient from the future: version {version_before}, staleness {min(sigmas)}"

@@ -33,7 +33,8 @@ class Folding:
 
     def __init__(self, sync: Sync) -> None:
         self._sync = sync
-        self._lockstep = sync.lockstep
+        self._lockstep, self._waits = sync.lockstep, sync.waits
+        self._quorums: dict[int, int] = {}  # by the learners that count
         self._rounds: dict[int, dict[int, Ticket]] = defaultdict(dict)
         self._queue: list[Ticket] = []
 
@@ -55,8 +56,11 @@ class Folding:
 
     def quorum(self, members: Members) -> int:
         """Gradients of the next update; who rests is not counted where others would wait for it."""
-        present = members.present if self._sync.waits else len(members)
-        return max(1, self._sync.quorum(max(1, present), members.initial))
+        present = members.present if self._waits else len(members)
+        quorum = self._quorums.get(present)
+        if quorum is None:
+            quorum = self._quorums[present] = max(1, self._sync.quorum(max(1, present), members.initial))
+        return quorum
 
     def _ready_round(self, version: int, members: Members) -> list[Ticket]:
         tickets = self._rounds.get(version)

@@ -86,8 +86,7 @@ class Sequence:
         account: Account | None = None,
     ) -> None:
         account = account or Account()
-        self.sync = sync
-        self._lockstep = sync.lockstep
+        self._turn(sync)
         self.version = account.version
         self.gradients = account.gradients
         self.dropped = account.dropped
@@ -104,6 +103,11 @@ class Sequence:
             int, tuple[int, int]
         ] = {}  # learner -> (rank, ticket): waits for the warm start's end
         self._early: list[Ticket] = []  # published before all initial learners had started
+
+    def _turn(self, sync: Sync) -> None:
+        self.sync, self._lockstep = sync, sync.lockstep
+        self._weighs, self._damps = sync.weighs, sync.rate == "staleness" and not sync.weighs
+        self._factors: dict[int, float] = {}
 
     @property
     def full(self) -> bool:
@@ -186,7 +190,7 @@ class Sequence:
     def change(self, sync: Sync, dial: int) -> list[Decision]:
         """Another dial from the next version on; what was taken is folded first, an incomplete quorum too."""
         decisions = self.finish()
-        self.sync, self._lockstep = sync, sync.lockstep
+        self._turn(sync)
         self._folding = Folding(sync)
         self._gate.change(sync, self.version)
         self.members.restart(self.version)
@@ -249,7 +253,7 @@ class Sequence:
         if self._lockstep:
             ticket = _at(ticket, iteration)
             member.next_iteration = iteration + 1
-        elif self.sync.weighs:
+        elif self._weighs:
             ticket = replace(ticket, weight=1 / max(1, self.version - ticket.stamp))
         self._folding.add(ticket)
         self._gate.arrive(ticket.learner, ticket.number, ticket.iteration, self.version, ticket.silent)
@@ -261,12 +265,20 @@ class Sequence:
             decisions += self._fold(tickets)
         return decisions + list(self._gate.open(self.version))
 
+    def _factor(self) -> float:
+        """Of the rate, by the number of learners."""
+        live = len(self.members)
+        factor = self._factors.get(live)
+        if factor is None:
+            factor = self._factors[live] = self.sync.factor(max(1, live), self._batch_size)
+        return factor
+
     def _fold(self, tickets: list[Ticket]) -> list[Decision]:
         sigma = self.clock.fold(self.version, [ticket.stamp for ticket in tickets])
         self.version += 1
         self.gradients += len(tickets)
-        factor = self.sync.factor(max(1, len(self.members)), self._batch_size)
-        if self.sync.rate == "staleness" and not self.sync.weighs:
+        factor = self._factor()
+        if self._damps:
             factor /= max(1.0, sigma)
         decisions: list[Decision] = [Fold(self.version, tuple(tickets), leader(tickets).learner, factor)]
         if self.version == self._warm:

@@ -343,10 +343,17 @@ class Leader:
             if self._replay.options_changed:
                 self._replay.options_changed = False
                 self._compare_options(table, tickets)
-        entry = Entry(
-            FOLD, table, first.learner, first.number, iteration=first.iteration, version=fold.version
+        self._log(
+            Entry(
+                FOLD,
+                table,
+                first.learner,
+                first.number,
+                iteration=first.iteration,
+                version=fold.version,
+                factor=fold.factor,
+            )
         )
-        self._log(entry if fold.factor == 1.0 else entry._replace(factor=fold.factor))
         for ticket in tickets:
             self._later.append((self._account, table, ticket))
         if self._cadence is not None and table == max(self._sequences):

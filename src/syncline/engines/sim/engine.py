@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -15,13 +15,14 @@ from syncline.engines.sim.peers import PeerWorld, check_peer_script
 from syncline.engines.sim.script import Script
 from syncline.engines.sim.sized import OnUpdate, Sizes
 from syncline.engines.sim.states import Random
-from syncline.engines.sim.timing import Length, Timing, time_run
+from syncline.engines.sim.timing import Length, Timing, time_all_reduce, time_run
 from syncline.engines.sim.workshop import Ways
 from syncline.engines.sim.world import World, check_script
 from syncline.errors import RunError, UsageError
 from syncline.learn.session import check_whole
 from syncline.learn.training import run_training
 from syncline.topology import messages as m
+from syncline.topology.parse import AllReduce, Servers, check_all_reduce, parse_topology
 
 
 class SimHandle(Handle):
@@ -182,6 +183,8 @@ class Sim(Engine):
         batch_size: int,
         sync: str | Sync | Mapping[int, str | Sync] | Course = "softsync:1",
         shards: int = 1,
+        topology: str | None = None,
+        layers: Sequence[int] | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         seconds: float | None = None,
@@ -193,23 +196,41 @@ class Sim(Engine):
     ) -> Timing:
         """How long a run would take: no gradients, just sizes, for any number of learners and parameters.
 
-        `parameters` of `itemsize` bytes on so many `shards`, `examples` in an epoch; ends after epochs, updates (`steps`) or
+        `parameters` of `itemsize` bytes on so many `shards`, or over `topology="allreduce"`, there with the parameters of each of the
+        `layers` for `allreduce:layerwise`; `examples` in an epoch. Ends after epochs, updates (`steps`) or
         virtual `seconds`. `on_update` gets each version, its moment and the mean staleness of its gradients.
         """
         script, course = Script.of(self.script), Course.of(sync)
         check_whole("shards", shards)
+        sizes = Sizes(parameters=parameters, examples=examples, itemsize=itemsize)
+        length = Length(epochs=epochs, steps=steps, seconds=seconds)
+        seed = seed if self.seed is None else self.seed
+        place = parse_topology(topology) if topology is not None else Servers(shards, True)
+        if isinstance(place, AllReduce):
+            check_all_reduce(place, course, clip_norm=None, warm=warmstart, on_error="raise", replace=False)
+            return time_all_reduce(
+                self.cluster,
+                sizes,
+                course,
+                length,
+                topology=place,
+                layers=layers,
+                learners=learners,
+                batch_size=batch_size,
+                seed=seed,
+            )
         return time_run(
             self.cluster,
-            Sizes(parameters=parameters, examples=examples, itemsize=itemsize),
+            sizes,
             course,
-            Length(epochs=epochs, steps=steps, seconds=seconds),
+            length,
             learners=learners,
-            shards=shards,
+            shards=place.shards if topology is not None else shards,
             batch_size=batch_size,
             policy=policy,
             warm=warmstart,
             script=script,
-            seed=seed if self.seed is None else self.seed,
+            seed=seed,
             on_update=on_update,
         )
 

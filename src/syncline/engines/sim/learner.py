@@ -36,6 +36,34 @@ COMPUTING, WAITING, TICKET = "computing", "waiting", "ticket"  # what a learner 
 class SimLearner(LearnerPort):
     """One simulated learner: the session's port, and the fiber it runs on."""
 
+    __slots__ = (  # thousands of them: objects with many attributes are large and slow without
+        "_answers",
+        "_arrival",
+        "_communication",
+        "_computation",
+        "_compute",
+        "_copying",
+        "_incoming",
+        "_leader",
+        "_outbox",
+        "_pace",
+        "_steps",
+        "_waiting",
+        "_world",
+        "dead",
+        "decided",
+        "fiber",
+        "handled",
+        "learner",
+        "machine",
+        "pause",
+        "portions",
+        "rank",
+        "step",
+        "stepped",
+        "waits_for",
+    )
+
     def __init__(self, world: World, learner: int, rank: int) -> None:
         self._world, self.learner, self.rank = world, learner, rank
         self.machine = world.cluster.machine_of_learner(rank)

@@ -6,22 +6,21 @@ what the learners would learn.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from syncline.dial import Course
 from syncline.engines.run import EpochRecord, Outcome, RunSpec
 from syncline.engines.sim.account import LearnerTimes
 from syncline.engines.sim.cluster import Cluster
+from syncline.engines.sim.collector import calm_collector
 from syncline.engines.sim.script import Script
 from syncline.engines.sim.sized import OnUpdate, SizedPlan, SizedWorld, Sizes
+from syncline.engines.sim.timed_rings import Buckets, TimedRings, even_layers, run_rings
 from syncline.errors import UsageError
 from syncline.learn.session import check_batches, check_policy, check_whole
 from syncline.protocols.clocks import Staleness
-
-YOUNG = 100_000  # new objects between two looks for garbage: a run makes hardly any that needs looking for
+from syncline.topology.parse import AllReduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class Timing:
     times: LearnerTimes  # of all learners together
     cards: dict[int, tuple[float, float]]  # machine -> share of the time that its card sends, receives
     moved: int  # bytes between machines
-    events: int  # of the clock's queue
+    events: int  # of the clock's queue; over all-reduce computations and rings
     history: list[EpochRecord]
 
     @property
@@ -116,7 +115,7 @@ def time_run(
     world.on_update = on_update
     if length.seconds is not None:
         world.clock.at(length.seconds, world.coordinator.stop)
-    with _rarely_looking_for_garbage():
+    with calm_collector():
         outcome = world.run()
     return _timing(world, outcome)
 
@@ -143,14 +142,45 @@ def _timing(world: SizedWorld, outcome: Outcome) -> Timing:
     )
 
 
-@contextmanager
-def _rarely_looking_for_garbage() -> Iterator[None]:
-    """With thousands of learners each look takes as long as thousands of events."""
-    before = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(YOUNG, 100, 1000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
+def time_all_reduce(
+    cluster: Cluster,
+    sizes: Sizes,
+    course: Course,
+    length: Length,
+    *,
+    topology: AllReduce,
+    layers: Sequence[int] | None,
+    learners: int,
+    batch_size: int,
+    seed: int,
+) -> Timing:
+    """The same over all-reduce: lockstep, without servers."""
+    check_whole("learners", learners)
+    check_batches(sizes.examples, batch_size)
+    if len(course.dials) > 1:
+        raise UsageError(f"timing over all-reduce takes one dial, got {course}")
+    buckets = Buckets(cluster, learners, even_layers(sizes.parameters, sizes.itemsize, layers), topology)
+    rings = TimedRings(cluster, buckets, course.first, learners, seed)
+    history = run_rings(
+        rings,
+        examples=sizes.examples,
+        batch_size=batch_size,
+        epochs=length.epochs,
+        steps=length.steps,
+        seconds=length.seconds,
+    )
+    share = rings.busy / rings.seconds if rings.seconds else 0.0
+    machines = {cluster.machine_of_learner(rank) for rank in range(learners)}
+    return Timing(
+        seconds=rings.seconds,
+        updates=rings.iterations,
+        gradients=rings.gradients,
+        dropped=0,
+        examples=rings.examples,
+        staleness=rings.clock.account(),
+        times=rings.times(),
+        cards=dict.fromkeys(sorted(machines), (share, share)) if len(machines) > 1 else {},
+        moved=buckets.moved * rings.iterations if len(machines) > 1 else 0,
+        events=rings.iterations * (learners + len(buckets.seconds)),
+        history=history,
+    )
