@@ -87,12 +87,20 @@ class TimedRings:
         """For the iteration that is applied now: for others to come, then for the network."""
         self._ready = computed
         if len(self._under_way) > self._delay:
-            met, over = self._under_way.popleft()
-            self._ready = np.maximum(computed, over)
-            stood = self._ready - computed
-            others = np.clip(met - computed, 0.0, stood)
-            self._totals[1] += float((stood - others).sum())
-            self._totals[2] += float(others.sum())
+            self._apply()
+
+    def _apply(self) -> None:
+        met, over = self._under_way.popleft()
+        computed, self._ready = self._ready, np.maximum(self._ready, over)
+        stood = self._ready - computed
+        others = np.clip(met - computed, 0.0, stood)
+        self._totals[1] += float((stood - others).sum())
+        self._totals[2] += float(others.sum())
+
+    def flush(self) -> None:
+        """The end: what is in flight is applied."""
+        while self._under_way:
+            self._apply()
 
     def times(self) -> LearnerTimes:
         compute, communication, waiting = self._totals

@@ -169,6 +169,7 @@ def time_all_reduce(
         steps=length.steps,
         seconds=length.seconds,
     )
+    rings.flush()
     share = rings.busy / rings.seconds if rings.seconds else 0.0
     machines = {cluster.machine_of_learner(rank) for rank in range(learners)}
     return Timing(
