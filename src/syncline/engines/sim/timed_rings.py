@@ -49,9 +49,8 @@ class TimedRings:
         self.learners = learners
         self._ready = np.zeros(learners)
         self._free = 0.0  # when the network is
-        self._under_way: deque[tuple[float, float]] = (
-            deque()
-        )  # (all had come, over) of iterations not applied
+        # of iterations not applied, for each bucket: when all had come, and when its ring is over
+        self._under_way: deque[list[tuple[float, float]]] = deque()
         self._totals = [0.0, 0.0, 0.0]  # compute, communication, waiting
         self.busy = 0.0  # seconds of the network
         self.iterations = self.gradients = self.examples = 0
@@ -70,12 +69,13 @@ class TimedRings:
                 for rank, (pace, count) in enumerate(zip(self._pace, examples, strict=True))
             ]
         )
-        met = 0.0
+        rings = []
         for share, seconds in zip(self._buckets.shares, self._buckets.seconds, strict=True):
             met = float((self._ready + share * spent).max())
             self._free = max(self._free, met) + seconds
             self.busy += seconds
-        self._under_way.append((met, self._free))
+            rings.append((met, self._free))
+        self._under_way.append(rings)
         self._wait(self._ready + spent)
         self._totals[0] += float(spent.sum())
         self.clock.fold(step, [step - min(step, self._delay)] * sum(count > 0 for count in examples))
@@ -84,18 +84,19 @@ class TimedRings:
         self.examples += sum(examples)
 
     def _wait(self, computed: np.ndarray) -> None:
-        """For the iteration that is applied now: for others to come, then for the network."""
+        """For the iteration that is applied now."""
         self._ready = computed
         if len(self._under_way) > self._delay:
             self._apply()
 
     def _apply(self) -> None:
-        met, over = self._under_way.popleft()
-        computed, self._ready = self._ready, np.maximum(self._ready, over)
-        stood = self._ready - computed
-        others = np.clip(met - computed, 0.0, stood)
-        self._totals[1] += float((stood - others).sum())
-        self._totals[2] += float(others.sum())
+        """Bucket by bucket: for others to come, then for the network."""
+        for met, over in self._under_way.popleft():
+            before, self._ready = self._ready, np.maximum(self._ready, over)
+            stood = self._ready - before
+            others = np.clip(met - before, 0.0, stood)
+            self._totals[1] += float((stood - others).sum())
+            self._totals[2] += float(others.sum())
 
     def flush(self) -> None:
         """The end: what is in flight is applied."""
