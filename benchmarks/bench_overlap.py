@@ -20,6 +20,7 @@ import os
 import socket
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -167,14 +168,18 @@ def network_of(rate: str, balanced: float) -> Iterator[Network]:
         yield Network(link)
 
 
-def measure(model: str, rate: str, methods: Sequence[str], repeats: int, seconds: float) -> dict[str, Any]:
-    workload = WORKLOADS[model]
+def measure(
+    model: str, rate: str, methods: Sequence[str], repeats: int, seconds: float, limit_s: float
+) -> dict[str, Any]:
+    workload, start = WORKLOADS[model], time.monotonic()
     compute_s = compute_time(model, seconds)
     steps = steps_in(seconds, compute_s)
     with network_of(rate, balanced_rate(workload.parameters, compute_s)) as network:
         mbit = network.link.mbit if network.link else None
         row = Row(model, workload.parameters, workload.batch_size, mbit, steps)
-        for _ in range(repeats):
+        for repeat in range(repeats):
+            if repeat and time.monotonic() > start + limit_s:
+                break
             for method in methods:
                 task = Task(workload=model, method=method, steps=steps)
                 row.add(method, run(network, task, 4 * seconds))
@@ -205,7 +210,7 @@ def rows_of(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return
     for model in given.models.split(","):
         for rate in given.rates.split(","):
-            row = measure(model, rate, given.methods, given.repeats, given.seconds)
+            row = measure(model, rate, given.methods, given.repeats, given.seconds, given.limit)
             show(row)
             yield row
 
@@ -233,6 +238,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--methods", type=method_names, default=list(METHODS), help=", ".join(METHODS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="of computation in one measurement")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which no repeat begins")
     parser.add_argument("--loopback", action="store_true", help="DDP against ours by size, without a link")
     parser.add_argument("--sizes", default="0,1,2,3", help="which models of --loopback")
     parser.add_argument("--json", type=Path, help="also add all times to this file")
