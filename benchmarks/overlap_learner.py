@@ -71,8 +71,7 @@ WORKLOADS: Mapping[str, Workload] = {
 OURS: Mapping[str, tuple[str, str]] = {
     "blocking": ("allreduce:blocking", "hardsync"),
     "layerwise": ("allreduce:layerwise", "hardsync"),
-    "layerwise,bucket=1MiB": ("allreduce:layerwise,bucket=1MiB", "hardsync"),
-    "layerwise,bucket=512KiB": ("allreduce:layerwise,bucket=512KiB", "hardsync"),
+    "layerwise,bucket=4MiB": ("allreduce:layerwise,bucket=4MiB", "hardsync"),
     "layerwise,apply=reverse": ("allreduce:layerwise,apply=reverse", "hardsync"),
     "layerwise,apply=arrival": ("allreduce:layerwise,apply=arrival", "hardsync"),
     "delayed:1": ("allreduce", "delayed:1"),

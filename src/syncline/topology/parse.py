@@ -34,7 +34,7 @@ class AllReduce:
 
     mode: Mode = "blocking"
     apply: Apply = "end"  # of layer-wise: all at the end, from the last bucket to the first, as they arrive
-    bucket: int = 4 << 20  # bytes that are fused into one reduction
+    bucket: int = 1 << 20  # bytes that are fused into one reduction
 
     @property
     def layerwise(self) -> bool:
