@@ -88,7 +88,8 @@ def pids(run: sl.Run, role: str = "") -> dict[str, int]:
 # -- scripts ---------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run as a shell's background job
 from functools import partial
 import torch
 from torch import nn
