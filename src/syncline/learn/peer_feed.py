@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
@@ -19,6 +20,9 @@ from syncline.protocols.rounds import Rounds, Share
 
 if TYPE_CHECKING:
     from syncline.learn.peers import PeerSession
+
+
+PATIENCE = 1000  # batches that are repeated while nobody steps
 
 
 class PeerLoader:
@@ -132,18 +136,20 @@ def _read_ahead(
 class PeerSplitLoader:
     """An iterable data set, split by rank: every learner keeps its own share of the stream.
 
-    Who comes to its end first repeats its last batch with weight zero until all have: only then the epoch ends.
+    Who comes to its end first repeats its last batch with weight zero until all have: only then the epoch ends. Where
+    gradients are switched off nobody steps, and everybody comes to its own end.
     """
 
     def __init__(
         self,
         session: PeerSession,
+        number: int,
         data: IterableDataset[Any],
         *,
         batch_size: int,
         collate: Callable[[list[Any]], Any] | None,
     ) -> None:
-        self._session, self._data = session, data
+        self._session, self._data, self.number = session, data, number
         self.batch_size, self.epoch = batch_size, 0
         self._collate = collate or default_collate
 
@@ -151,22 +157,36 @@ class PeerSplitLoader:
         session = self._session
         held, more = None, True
         batches = self._batches()
-        session.epoch_begins(0, self.epoch)
+        session.epoch_begins(self.number, self.epoch)
         following = next(batches, None)
         if following is None:
             raise UsageError(
                 f"learner {session.rank} of {session.learners} has no example of this iterable data set: it is too short"
             )
+        idle, steps = 0, session.iterations
         while more and not session.ending:
             repeated = following is None
+            if repeated:
+                if not torch.is_grad_enabled():
+                    break
+                idle, steps = (idle + 1 if steps == session.iterations else 0), session.iterations
+                self._refuse_endless(idle)
             held = following if following is not None else held
             following = next(batches, None) if following is not None else None
             assert held is not None
             session.consume(0 if repeated else len(held), repeated=repeated, more=following is not None)
             yield to_device(self._collate(list(held)), session.device)
             more = session.more_anywhere
-        session.epoch_given(0, self.epoch)
+        session.epoch_given(self.number, self.epoch)
         self.epoch += 1
+
+    def _refuse_endless(self, idle: int) -> None:
+        if idle > PATIENCE:
+            raise UsageError(
+                f"loader {self.number}: learner {self._session.rank} has repeated its last batch {PATIENCE} times without a "
+                "step; only steps tell it that the others have come to their end. Step in the loop, or evaluate under "
+                "torch.no_grad(), where everybody comes to its own end"
+            )
 
     def _batches(self) -> Iterator[list[Any]]:
         rank, learners = self._session.rank, self._session.learners

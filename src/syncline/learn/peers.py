@@ -91,9 +91,18 @@ class PeerSession(Session):
 
     @property
     def ending(self) -> bool:
+        return self.full or self._agreed
+
+    @property
+    def full(self) -> bool:
+        """All updates that were asked for have been started."""
         limit = self.config.limit
-        reached = limit is not None and bool(self._tables) and self._tables[0].started >= limit
-        return reached or self._agreed
+        return limit is not None and bool(self._tables) and self._tables[0].started >= limit
+
+    @property
+    def iterations(self) -> int:
+        """Of all its tables, those without examples too."""
+        return sum(table.iterations for table in self._tables)
 
     @property
     def factor(self) -> float:
@@ -211,7 +220,7 @@ class PeerSession(Session):
             self.reference = max(batches)
         loader: PeerLoader | PeerSplitLoader
         if iterable:
-            loader = PeerSplitLoader(self, data, batch_size=batches[self.rank], collate=collate)
+            loader = PeerSplitLoader(self, number, data, batch_size=batches[self.rank], collate=collate)
         else:
             if ahead is None:
                 ahead = 0 if isinstance(data, torch.utils.data.TensorDataset) else AHEAD

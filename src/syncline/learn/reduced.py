@@ -114,6 +114,8 @@ class ReducedOptimizer(torch.optim.Optimizer):
         while (due := self._pipeline.due()) is not None:
             self._apply(self._flying.pop(due))
         self._end_step()
+        if self.number == 0 and self._session.full:
+            self.flush()  # some in flight may have no examples: then there is more to do
         return loss
 
     def _begin_step(self, loss: Any) -> None:

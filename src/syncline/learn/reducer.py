@@ -74,6 +74,7 @@ class Reducer:
         self._queued = False  # backward's end will be noticed
         self._batches = 0  # of the session's that are in gradients
         self._used = 0  # the session's examples that this table has had in gradients
+        self._fresh = 0  # of them, since the last step
         self._weight = 1  # of the last gradient
         self.waited = self.spent = self.early = 0.0  # what the next header says
         self._handles = self._hook() if topology.layerwise else []
@@ -93,6 +94,7 @@ class Reducer:
         taken, self.round = self.round, None
         assert taken is not None
         self._filling.begin()
+        self._fresh = 0
         self._queued = False  # a backward that failed has not said so
         return taken
 
@@ -107,14 +109,18 @@ class Reducer:
 
     # -- one round ---------------------------------------------------------------------------------------
 
-    def _open_round(self, before: int = 0) -> Round:
-        """The gradient of a new iteration is being made; its weight in the mean is known by now."""
+    def _open_round(self) -> Round:
+        """The gradient of a new iteration is being made; its weight in the mean is known by now.
+
+        Examples since the last step count, the weight of the last gradient where there were none: a backward that only
+        passes through this table (a generator's, through the discriminator) takes none away from the next.
+        """
         session = self._session
         self._turn()
-        fresh, self._used = session.consumed - self._used, session.consumed
-        self._batches = session.batches
-        if fresh or session.repeating:
-            self._weight = before + fresh
+        self._fresh += session.consumed - self._used
+        self._used, self._batches = session.consumed, session.batches
+        if self._fresh or session.repeating:
+            self._weight = self._fresh
         weight = self._weight
         header = Header(
             examples=weight,
@@ -214,13 +220,14 @@ class Reducer:
     def _again(self, before: Round | None) -> Round:
         """A backward begins: the first of an iteration, or a further one, after which all is reduced once more."""
         self._filling.begin()
-        if before is None:
-            self._computing = self._session.consumed - self._used
-            self._port.spend(self._computing, FORWARD)
-            return self._open_round()
-        for reduction in before.reductions:
-            reduction.wait()
-        return self._open_round(self._weight)
+        fresh = self._session.consumed - self._used
+        if before is None or fresh:
+            self._computing = fresh
+            self._port.spend(fresh, FORWARD)
+        if before is not None:
+            for reduction in before.reductions:
+                reduction.wait()
+        return self._open_round()
 
     def _backward_done(self) -> None:
         self._queued = False
@@ -233,6 +240,13 @@ class Reducer:
         if not self.early_bird:
             self.complete(current)
             self.give(current)
+            self._detach()
+
+    def _detach(self) -> None:
+        """Where the dial may turn to a delay, gradients that are kept must not lie in what a later round reduces."""
+        if len(self._slots) > 1:
+            for parameter in self._parameters:
+                parameter.grad = parameter.grad.clone() if parameter.grad is not None else None
 
     @property
     def early_bird(self) -> bool:
