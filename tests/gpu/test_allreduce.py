@@ -96,28 +96,34 @@ def test_delayed(topology: str, learners: int) -> None:
     close(got.state_dict(), other.state_dict())
 
 
-def backend(session: sl.Session) -> tuple[str, bool]:
-    """The kind of group behind the port, and whether it reduces on another stream than the computation's."""
+def backend(session: sl.Session) -> tuple[str, bool, bool]:
+    """The kind of group behind the port; was the computation's stream busy, and was it still after a reduction on another?"""
     group = session.port._group._group  # type: ignore[attr-defined]
     buffer = torch.ones(1 << 24, device=session.device)
-    session.port.reduce(buffer).wait()  # type: ignore[attr-defined]  # the first one joins the learners
+    mine, other = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    def reduce() -> None:
+        with torch.cuda.stream(other):
+            session.port.reduce(buffer).wait()  # type: ignore[attr-defined]
+            other.synchronize()
+
     torch.cuda.synchronize()
-    mine = torch.cuda.current_stream()
+    reduce()  # joins the learners; a first use of streams, events and kernels may wait for the whole device
+    reduce()
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # this stream is busy from here on, for a second or so
-    busy = not mine.query()
-    other = torch.cuda.Stream()
-    with torch.cuda.stream(other):
-        session.port.reduce(buffer).wait()  # type: ignore[attr-defined]
-        other.synchronize()
-    free = busy and not mine.query()  # the reduction is over, the computation's stream still works
+    before = not mine.query()
+    reduce()
+    after = not mine.query()
     torch.cuda.synchronize()
-    return type(group).__name__, free
+    return type(group).__name__, before, after
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")
 def test_nccl_communicates_on_its_own_stream() -> None:
     assert sl.launch(backend, learners=1, topology="allreduce", device="cuda:0").returned == [
-        ("ProcessGroupNCCL", True)
+        ("ProcessGroupNCCL", True, True)
     ]
 
 
