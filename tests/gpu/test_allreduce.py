@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -144,3 +147,49 @@ def autocast(session: sl.Session) -> float:
 def test_bfloat16_autocast(learners: int) -> None:
     losses = sl.launch(autocast, learners=learners, topology="allreduce:layerwise", device="cuda:0").returned
     assert all(loss < 0.5 for loss in losses)
+
+
+LEAVES = """
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import syncline as sl
+
+def learner(session):
+    model = nn.Linear(4, 2).to(session.device)
+    opt = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
+    for _ in range(5):
+        opt.zero_grad()
+        model(torch.ones(3, 4, device=session.device)).sum().backward()
+        opt.step()
+    return type(session.port._group._group).__name__
+
+for topology in ("allreduce", "allreduce:layerwise"):
+    result = sl.launch(learner, learners=1, topology=topology, device="cuda:0")
+    assert result.returned == ["ProcessGroupNCCL"], result.returned
+print("done")
+"""
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_nccl_has_nothing_to_complain_about_at_the_end(torchrun: bool, tmp_path: Path) -> None:
+    """Two runs after another, each in a group that is left: by a learner's process, and by torchrun's."""
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    source = str(Path(sl.__file__).parents[1])
+    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"] if torchrun else []
+    done = subprocess.run(
+        [sys.executable, *starter, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": source},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 1
+    assert "destroy_process_group" not in done.stderr and "leak" not in done.stderr, done.stderr

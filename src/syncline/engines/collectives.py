@@ -6,6 +6,7 @@ engines watch processes, and a collective that breaks says only that somebody is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from datetime import timedelta
@@ -19,6 +20,7 @@ from syncline.ports import PeerLost, Reduction
 
 SLICE = timedelta(seconds=0.25)
 LONG = timedelta(days=7)  # deaths are noticed elsewhere, a slow learner is no error
+LEAVING = 3.0  # seconds that a group gets to end; less than a supervisor waits for its processes
 
 
 class Done(Reduction):
@@ -92,10 +94,23 @@ class Group:
             self._group.abort()
 
     def close(self) -> None:
-        """Leave. After a failure a collective may never end, and torch waits for it: on a thread that nobody waits for."""
+        """Leave. Torch may wait for a collective that never ends: on a thread that nobody waits for, or only a while."""
+        if self._group is None:
+            return
         held, self._group = [self._group], None
-        if self.broken:
-            threading.Thread(target=held.clear, name="syncline-group", daemon=True).start()
+        flush = not self.sliced and not self.broken
+        leaving = threading.Thread(target=_leave, args=(held, flush), name="syncline-group", daemon=True)
+        leaving.start()
+        if not self.broken:
+            leaving.join(LEAVING)
+
+
+def _leave(held: list[Any], flush: bool) -> None:
+    """Let the group go. NCCL's wants to be told before: its destructor complains otherwise."""
+    if flush:
+        with contextlib.suppress(RuntimeError):
+            held[0].shutdown()
+    held.clear()
 
 
 def _gloo(store: Any, rank: int, learners: int, host: str | None) -> Any:

@@ -138,6 +138,11 @@ class LocalPeerPort(CollectivePort):
     def stopping(self) -> bool:
         return self._stop[0] != 0
 
+    def close(self) -> None:
+        """Everybody leaves. Gloo's group may go with the process: that is quicker, and nothing complains."""
+        if not self._group.sliced:
+            self._group.close()
+
 
 def run_peer(channel: Channel, spec: PeerSpec) -> int:
     """Call the user's function; say how it ended. Nobody leaves before the supervisor says so: others may still read."""
@@ -145,7 +150,8 @@ def run_peer(channel: Channel, spec: PeerSpec) -> int:
         task: Task = channel.receive()
         if torch.device(spec.config.device).type == "cuda":
             torch.cuda.set_device(spec.config.device)
-        session = PeerSession(LocalPeerPort(channel, spec), spec.config)
+        port = LocalPeerPort(channel, spec)
+        session = PeerSession(port, spec.config)
         session.seed()
         try:
             value = task.function(session, *task.arguments, **task.keywords)
@@ -155,6 +161,7 @@ def run_peer(channel: Channel, spec: PeerSpec) -> int:
         sys.stdout.flush()
         channel.send(m.Returned(value))
         channel.receive()
+        port.close()
     except Closed:
         return 0
     except PeerLost as error:
