@@ -63,6 +63,10 @@ class Machines:
         self._cores.setdefault(machine, Cores(self._count)).add(self._clock.now, seconds, then)
         self._plan(machine)
 
+    def served(self, machine: int) -> float:
+        """Seconds of work that a task which was there from the beginning has had."""
+        return self._cores[machine].served(self._clock.now) if machine in self._cores else self._clock.now
+
     def cancel(self, machine: int, then: Action) -> None:
         """That work ends where it is; without counted cores it stays planned, and must not mind."""
         if machine in self._cores:

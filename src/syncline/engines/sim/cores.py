@@ -33,6 +33,11 @@ class Cores:
         self._count += 1
         heapq.heappush(self._tasks, (self._served + seconds, self._count, task))
 
+    def served(self, now: float) -> float:
+        """What a task that was there from the beginning has had by now."""
+        self._advance(now)
+        return self._served
+
     def next(self) -> float | None:
         """When the first task is done."""
         if not self._tasks:

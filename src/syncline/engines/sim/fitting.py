@@ -1,0 +1,157 @@
+"""From what one learner was seen to do to a cluster that does the same, and what that cluster says of several.
+
+The run that was measured (one learner, plain loops beside it) is simulated; what it took longer than the simulator knows becomes
+latency, and what the plain loops lost becomes a cost of others' gradients. Not responsible for measuring (`calibrate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from syncline.dial import Course
+from syncline.engines.run import RunSpec
+from syncline.engines.sim.cluster import Cluster, Compute, Cost, Jitter, Link
+from syncline.engines.sim.world import World
+from syncline.learn.session import Session
+
+LEAST = 1e-6  # seconds of latency
+STAND_IN = (
+    64  # rows and columns of the table that stands for the model's; only its share of the costs matters
+)
+STEPS = 200  # of each learner
+CLOSER = 2  # times that the latency is corrected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Seconds on this machine: one learner under one dial, with so many plain loops beside it, and a shard's work."""
+
+    sync: str
+    shards: int  # of the table
+    beside: int  # plain loops
+    cores: int
+    nbytes: int  # of the table
+    step: float  # all of it
+    compute: float  # its own part of it
+    spread: float  # of single computations: the jitter's
+    lost: float  # by all plain loops together, for each of its gradients
+    copy: float  # all parameters, once
+    take: float  # a gradient into a mean
+    fold: float  # the optimizer's step
+    serve: float  # all weights into a learner's inbox
+    handle: float  # the leading shard's handling of a gradient's note, without the three
+
+    @property
+    def lockstep(self) -> bool:
+        return Course.of(self.sync).first.lockstep
+
+    def bare(self) -> Cluster:
+        """All that was measured directly; the rest takes no time."""
+        return Cluster(
+            name="this-machine",
+            compute=Compute(base=self.compute),
+            learners_per_machine=None,
+            shards_per_machine=None,
+            beside=True,
+            cores=self.cores,
+            copy=Cost(per_byte=self.copy / self.nbytes),
+            take=Cost(per_byte=self.take / self.nbytes),
+            fold=Cost(per_byte=self.fold / self.nbytes),
+            serve=Cost(per_byte=self.serve / self.nbytes),
+            message=self.handle,
+        )
+
+    def cluster(self) -> Cluster:
+        """With one learner and the plain loops it takes the time that was measured."""
+        found = self._with_latency()
+        known = simulate(found, self, learners=1, loops=self.beside).lost
+        compute = Compute(base=self.compute + self._intrusion(known))
+        return replace(found, compute=compute, jitter=Jitter(kind="lognormal", spread=self.spread))
+
+    def _with_latency(self) -> Cluster:
+        """What is missing of the step is on its way, in as many messages as the number of shards makes it."""
+        found = _delayed(self.bare(), LEAST)
+        least = simulate(found, self, learners=1, loops=self.beside).step
+        latency = (self.step - least) / 2
+        for _ in range(CLOSER):
+            if latency <= LEAST:
+                return found
+            trial = _delayed(found, latency)
+            longer = simulate(trial, self, learners=1, loops=self.beside).step - least
+            latency *= (self.step - least) / longer
+        return _delayed(found, latency)
+
+    def _intrusion(self, known: float) -> float:
+        """What others' gradients take from each computation, beyond what sharing cores explains.
+
+        Where all compute, each loses what its own gradients take from the others, while it computes; in lockstep nobody computes
+        while the shards fold.
+        """
+        if self.lockstep or not self.beside:
+            return 0.0
+        return max(0.0, self.lost - known) * self.compute / self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """Seconds of each learner's step, and what each plain loop lost meanwhile, all together."""
+
+    step: float
+    lost: float
+
+
+def simulate(cluster: Cluster, of: Measured, *, learners: int, loops: int = 0) -> Simulated:
+    """A run of the measured model, with plain loops beside it; a small table stands for the model's."""
+    spec = RunSpec(
+        function=_steps,
+        arguments=(STEPS,),
+        learners=learners,
+        course=Course.of(of.sync),
+        shards=of.shards,
+        fixed_shards=True,
+        devices=("cpu",),
+    )
+    world = World(spec, _scaled(cluster, of.nbytes))
+    machine = cluster.machine_of_learner(0)
+    for _ in range(loops):
+        world.machines.run(machine, float("inf"), _nothing)
+    outcome = world.run()
+    share = 1 - world.machines.served(machine) / outcome.seconds if loops else 0.0
+    step = outcome.seconds / STEPS
+    return Simulated(step, share * step * loops)
+
+
+def _delayed(cluster: Cluster, latency: float) -> Cluster:
+    link = Link(latency=latency)
+    return replace(cluster, card=link, memory=link)
+
+
+def _nothing() -> None:
+    raise AssertionError("a plain loop has no end")
+
+
+def _scaled(cluster: Cluster, nbytes: int) -> Cluster:
+    factor = nbytes / (STAND_IN * STAND_IN * 4)
+
+    def scale(cost: Cost) -> Cost:
+        return replace(cost, per_byte=cost.per_byte * factor)
+
+    costs: dict[str, Cost] = {
+        name: scale(getattr(cluster, name)) for name in ("copy", "take", "fold", "serve")
+    }
+    return replace(cluster, **costs)  # type: ignore[arg-type]
+
+
+def _steps(session: Session, count: int) -> None:
+    model = nn.Linear(STAND_IN, STAND_IN, bias=False)
+    optimizer = session.optimizer(model, _sgd)
+    model.weight.grad = torch.zeros_like(model.weight)
+    for _ in range(count):
+        optimizer.step()
+
+
+_sgd: Callable[..., torch.optim.Optimizer] = torch.optim.SGD

@@ -1,0 +1,261 @@
+"""Runs of the local engine that take turns: each works only when it is told to, for one short window.
+
+A machine's speed drifts by a third within seconds; what is to be compared is measured in turns, without starting processes in
+between. Not responsible for what the figures mean (`calibrate`).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline.dial import Course
+from syncline.engines.local.engine import Local
+from syncline.engines.run import Handle, RunSpec
+from syncline.learn.optimizer import SharedOptimizer
+from syncline.learn.session import Session
+from syncline.ports import Reading
+
+SETTLE = 0.02  # seconds until burners are at it
+FLAG = "flag"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a learner does again and again: a model, a batch of a given size, a loss."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    objective: Callable[[nn.Module, Any], Tensor]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What one process did in a window: steps, and the seconds of each of their parts."""
+
+    steps: int
+    step: float  # all of it
+    compute: float = 0.0
+    publish: float = 0.0  # until the shard was told
+    wait: float = 0.0
+    read: float = 0.0
+    inequality: float = 0.0  # of single computations: their Gini coefficient
+
+    @property
+    def rate(self) -> float:
+        return 1 / self.step
+
+
+class Turns:
+    """Processes of one run, which stand still between windows."""
+
+    def __init__(
+        self,
+        work: Workload,
+        *,
+        learners: int = 1,
+        sync: str | None = None,
+        shards: int = 1,
+        fixed_shards: bool = False,
+    ) -> None:
+        """Without a dial: plain loops, which say nothing to anybody."""
+        self._learners, self._lockstep = learners, sync is not None and Course.of(sync).first.lockstep
+        self._count = 3  # of a window in lockstep, where all must take as many steps
+        self._folder = tempfile.TemporaryDirectory(prefix="syncline-turns-")
+        folder = Path(self._folder.name)
+        (folder / FLAG).write_bytes(bytes(mmap.PAGESIZE))
+        for rank in range(learners):
+            os.mkfifo(folder / f"to-{rank}")
+            os.mkfifo(folder / f"from-{rank}")
+        self._run: Handle = Local().start(
+            RunSpec(
+                function=_take_turns,
+                arguments=(work, str(folder), sync is not None),
+                learners=learners,
+                course=Course.of(sync or "async"),
+                shards=shards if sync is not None else 1,
+                fixed_shards=fixed_shards,
+                devices=("cpu",) * learners,
+                threads=1,
+                patience=None,
+            )
+        )
+        self._flag = _mapped(folder / FLAG)
+        self._to = [open(folder / f"to-{rank}", "w", buffering=1) for rank in range(learners)]  # noqa: SIM115
+        self._from = [open(folder / f"from-{rank}") for rank in range(learners)]  # noqa: SIM115
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._tell("end")
+        for end in (*self._to, *self._from):
+            end.close()
+        self._run.wait()
+        self._folder.cleanup()
+
+    def window(self, seconds: float) -> list[Window]:
+        """What each did in about so many seconds."""
+        self._tell(f"work {seconds} {self._count if self._lockstep else 0}")
+        found = self._answers()
+        self._count = max(3, round(seconds / found[0].step))
+        return found
+
+    def burn(self) -> None:
+        """All work until `rest`."""
+        self._flag[0] = 0
+        self._tell("burn")
+        time.sleep(SETTLE)
+
+    def rest(self) -> list[Window]:
+        self._flag[0] = 1
+        return self._answers()
+
+    def _tell(self, text: str) -> None:
+        for end in self._to:
+            end.write(text + "\n")
+
+    def _answers(self) -> list[Window]:
+        return [Window(**json.loads(end.readline())) for end in self._from]
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+# -- in the process --------------------------------------------------------------------------------------------
+
+
+def _take_turns(session: Session, work: Workload, folder: str, shared: bool) -> None:
+    place = Path(folder)
+    flag = _mapped(place / FLAG)
+    step = _Shared(session, work) if shared else _Plain(work)
+    with open(place / f"to-{session.rank}") as orders, open(place / f"from-{session.rank}", "w") as answers:
+        for order in orders:
+            kind, *values = order.split()
+            if kind == "end":
+                return
+            window = step.until(lambda: flag[0] != 0) if kind == "burn" else step.work(*map(float, values))
+            answers.write(json.dumps({field.name: getattr(window, field.name) for field in fields(window)}))
+            answers.write("\n")
+            answers.flush()
+
+
+def inequality(values: Sequence[float]) -> float:
+    """The Gini coefficient: half the mean difference of two of them, over their mean."""
+    count, total = len(values), sum(values)
+    if count < 2 or not total:
+        return 0.0
+    ranked = sum((2 * rank - count + 1) * value for rank, value in enumerate(sorted(values)))
+    return ranked / ((count - 1) * total)
+
+
+class _Plain:
+    """Forward and backward, without an optimizer."""
+
+    def __init__(self, work: Workload) -> None:
+        self.model, self._batch = work.model(), work.batch(work.batch_size)
+        self._objective = work.objective
+
+    def compute(self) -> None:
+        self.model.zero_grad()
+        self._objective(self.model, self._batch).backward()
+
+    def step(self) -> None:
+        self.compute()
+
+    def begin(self) -> None:
+        """A window begins."""
+
+    def window(self, steps: int, seconds: float) -> Window:
+        return Window(steps=steps, step=seconds / steps, compute=seconds / steps)
+
+    def work(self, seconds: float, count: float) -> Window:
+        if count:
+            return self._counted(int(count))
+        end = time.perf_counter() + seconds
+        return self.until(lambda: time.perf_counter() >= end)
+
+    def _counted(self, count: int) -> Window:
+        for _ in range(1 + count // 20):  # caches are cold after others' turns
+            self.step()
+        self.begin()
+        start = time.perf_counter()
+        for _ in range(count):
+            self.step()
+        return self.window(count, time.perf_counter() - start)
+
+    def until(self, over: Callable[[], bool]) -> Window:
+        self.step()
+        self.begin()
+        steps, start = 0, time.perf_counter()
+        while not over() or not steps:
+            self.step()
+            steps += 1
+        return self.window(steps, time.perf_counter() - start)
+
+
+class _Shared(_Plain):
+    """A learner's step, with a watch on its parts."""
+
+    def __init__(self, session: Session, work: Workload) -> None:
+        super().__init__(work)
+        optimizer = session.optimizer(self.model, work.optimizer)
+        assert isinstance(optimizer, SharedOptimizer)
+        self._optimizer, self._link = optimizer, optimizer._link
+        self._wait = self._link.wait
+        self._link.wait = self._timed_wait  # type: ignore[method-assign]
+        self._posted = self._released = 0.0
+        self._parts = [0.0] * 3
+        self._computed: list[float] = []
+
+    def _timed_wait(self, number: int) -> Reading:
+        self._posted = time.perf_counter()
+        found = self._wait(number)
+        self._released = time.perf_counter()
+        return found
+
+    def begin(self) -> None:
+        self._parts, self._computed = [0.0] * 3, []
+
+    def step(self) -> None:
+        now, parts = time.perf_counter, self._parts
+        began = now()
+        self.compute()
+        computed = now()
+        self._optimizer.step()
+        self._computed.append(computed - began)
+        parts[0] += self._posted - computed
+        parts[1] += self._released - self._posted
+        parts[2] += now() - self._released
+
+    def window(self, steps: int, seconds: float) -> Window:
+        publish, wait, read = (part / steps for part in self._parts)
+        return Window(
+            steps=steps,
+            step=seconds / steps,
+            compute=sum(self._computed) / steps,
+            publish=publish,
+            wait=wait,
+            read=read,
+            inequality=inequality(self._computed),
+        )
