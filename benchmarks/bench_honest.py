@@ -1,6 +1,6 @@
 """Does the simulator tell the truth? Steps per second of the local engine, measured and predicted.
 
-    python -m benchmarks.bench_honest [--learners 2] [--sizes 0,1,2] [--seconds 20,20,50] [--json FILE]
+    python -m benchmarks.bench_honest [--learners 2] [--sizes 0,1,2] [--seconds 15,15,40] [--json FILE]
 
 The prediction knows one learner on a machine that plain loops keep busy, and a microbenchmark of the shard's work
 (`syncline.engines.sim.calibrate`), nothing of the runs that it predicts. Calibration and runs take turns, in windows of a fraction of a
@@ -168,7 +168,7 @@ def main() -> None:
     )
     parser.add_argument("--learners", default="2", help="numbers of learners, e.g. 2,8")
     parser.add_argument("--sizes", default="0,1,2", help="which of the models of bench_throughput")
-    parser.add_argument("--seconds", default="20,20,50", help="of measuring, for each of the models")
+    parser.add_argument("--seconds", default="15,15,40", help="of measuring, for each of the models")
     parser.add_argument("--json", type=Path, help="also write all figures here")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import NormalDist, median
 from types import TracebackType
 from typing import TypeVar
@@ -26,7 +27,7 @@ from syncline.dial import Course
 from syncline.engines.sim.cluster import Cluster, Compute
 from syncline.engines.sim.fitting import Measured
 from syncline.engines.sim.kept import keep
-from syncline.engines.sim.shard_work import Folding, Work, handling
+from syncline.engines.sim.shard_work import Folding, Work, service
 from syncline.engines.sim.turns import Turns, Window, Workload
 from syncline.learn.session import make_optimizer, shards_for
 from syncline.topology.parse import auto_shards
@@ -77,10 +78,9 @@ class Calibration:
 
     def __init__(self, work: Workload, syncs: Sequence[str], *, learners: int) -> None:
         self._stack = ExitStack()
-        self._learners = learners
+        self._work, self._learners = work, learners
         self._shards = {sync: table_shards(work, learners, sync) for sync in syncs}
         self._folding = Folding(work)
-        self._handling = {sync: handling(sync) for sync in syncs}
         enter = self._stack.enter_context
         self._plain = enter(Turns(work))
         self._loops = enter(Turns(work, learners=learners - 1)) if learners > 1 else None
@@ -90,6 +90,7 @@ class Calibration:
         }
         self.samples: dict[str, list[Sample]] = {sync: [] for sync in syncs}
         self.works: list[Work] = []
+        self.services: dict[str, list[float]] = {sync: [] for sync in syncs}
         for turns in (self._plain, *self._one.values()):
             turns.window(0.0)
 
@@ -116,6 +117,8 @@ class Calibration:
         """One more look at the shard's work."""
         found, _ = self._crowded(self._folding.measure)
         self.works.append(found)
+        for sync, seen in self.services.items():
+            seen.append(self._crowded(partial(service, self._work, sync))[0])
         return found
 
     def _crowded(self, action: Callable[[], T]) -> tuple[T, list[Window]]:
@@ -134,6 +137,8 @@ class Calibration:
         def share(part: Callable[[Sample], float]) -> float:
             return step * median(part(sample) for sample in samples)
 
+        fold, serve = (median(getattr(work, name) for work in self.works) for name in ("fold", "serve"))
+        table = fold if Course.of(sync).first.lockstep else fold + serve
         return Measured(
             sync=sync,
             shards=self._shards[sync],
@@ -146,9 +151,9 @@ class Calibration:
             lost=share(lambda sample: sample.lost),
             copy=median(work.copy for work in self.works),
             take=median(work.take for work in self.works),
-            fold=median(work.fold for work in self.works),
-            serve=median(work.serve for work in self.works),
-            handle=self._handling[sync],
+            fold=fold,
+            serve=serve,
+            handle=max(0.0, median(self.services[sync]) - table),
         )
 
 

@@ -1,18 +1,19 @@
-"""A microbenchmark of a shard's work on one model: folds, copies and decisions, in this process, without learners.
+"""A microbenchmark of a shard's work on one model: folds, copies and decisions, in this process, without other processes.
 
 Not responsible for what learners and shards do to each other.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from syncline.dial import Course, Sync
 from syncline.engines.run import RunSpec
@@ -44,42 +45,68 @@ class Folding:
     """A shard of the model, and two gradients to fold."""
 
     def __init__(self, work: Workload) -> None:
-        model = work.model()
+        self._work, self._batch = work, work.batch(work.batch_size)
+        self._model = model = work.model()
         inner = work.optimizer(model.parameters())
         groups = [group["params"] for group in inner.param_groups]
         layout, tensors = lay_out(model, groups, cuttable=type(inner) in ELEMENTWISE, shards=1)
         self.nbytes = sum(part_bytes(layout))
-        self._parameters = [parameter.detach() for parameter in tensors.parameters]
+        self._parameters = tensors.parameters
         self._template = OptimizerTemplate.of(inner)
         self._slots = [private_slot(layout) for _ in range(2)]
-        for slot in self._slots:
-            torch._foreach_copy_(slot.gradients, [torch.full_like(p, 1e-6) for p in self._parameters])
         self._inbox, weights = _memory(layout), _memory(layout)
-        torch._foreach_copy_(layout.parameters.views(weights), self._parameters)
+        values = [parameter.detach() for parameter in self._parameters]
+        torch._foreach_copy_(layout.parameters.views(weights), values)
         self._shard = Shard(layout, 0, self._template, weights, sync=Sync.parse("hardsync"))
 
-    def _update(self, count: int) -> None:
+    def _take(self, count: int) -> None:
         shard = self._shard
         for rank, slot in enumerate(self._slots[:count]):
             part = slot.part(shard.part)
             shard.take(part, full=True, count=1, rank=rank, iteration=0, alone=count == 1)
         shard.gather(0)
-        shard.apply(self._template.options, 1.0)
+
+    def _update(self, count: int) -> None:
+        self._take(count)
+        self._shard.apply(self._template.options, 1.0)
 
     def measure(self) -> Work:
-        """With one thread, as shards have."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            fold, two = timed(lambda: self._update(1)), timed(lambda: self._update(2))
-            return Work(
-                copy=timed(lambda: torch._foreach_copy_(self._slots[0].gradients, self._parameters)),
-                take=max(0.0, two - fold) / 2,  # half of what a second gradient, and with it the mean, adds
-                fold=fold,
-                serve=timed(lambda: self._shard.read(0, self._inbox)),
-            )
-        finally:
-            torch.set_num_threads(threads)
+        """With one thread, as shards have; after a computation each, as in a run, where the caches are the learners'."""
+        copy, fold, serve, two = (list[float]() for _ in range(4))
+        with one_thread():
+            start = time.perf_counter()
+            while time.perf_counter() - start < SECONDS or len(two) < 2:
+                self._compute()
+                copy.append(seconds_of(self._copy))
+                fold.append(seconds_of(lambda: self._update(1)))
+                serve.append(seconds_of(lambda: self._shard.read(0, self._inbox)))
+                self._compute()
+                two.append(seconds_of(lambda: self._update(2)))
+        return Work(
+            copy=median(copy),
+            take=max(0.0, median(two) - median(fold))
+            / 2,  # half of what a second gradient, and with it the mean, adds
+            fold=median(fold),
+            serve=median(serve),
+        )
+
+    def _compute(self) -> None:
+        self._model.zero_grad()
+        self._work.objective(self._model, self._batch).backward()
+
+    def _copy(self) -> None:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        torch._foreach_copy_(self._slots[0].gradients, gradients)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _memory(layout: Layout) -> list[Tensor]:
@@ -87,60 +114,48 @@ def _memory(layout: Layout) -> list[Tensor]:
     return flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
 
 
-def handling(sync: str) -> float:
-    """The leading shard's seconds for a gradient's note, apart from the table: of a simulated run, by the machine's clock."""
+def service(work: Workload, sync: str) -> float:
+    """The leading shard's seconds for a gradient's note, fold and all, where it has the whole table.
+
+    Of a simulated run of one learner that computes, by the machine's clock.
+    """
     spec = RunSpec(
-        function=_publish,
+        function=_steps,
+        arguments=(work,),
         learners=1,
         course=Course.of(sync),
         shards=1,
         fixed_shards=True,
         devices=("cpu",),
     )
-    world, taken = World(spec, Cluster.equal()), []
-    role = world.servers[0].role
-    handle = role.note
+    with one_thread():
+        world, taken = World(spec, Cluster.equal()), []
+        role = world.servers[0].role
+        handle = role.note
 
-    def note(learner: int, note: Note) -> None:
-        before = time.perf_counter()
-        handle(learner, note)
-        if note.kind == Kind.GRADIENT:
-            taken.append(time.perf_counter() - before)
+        def note(learner: int, note: Note) -> None:
+            before = time.perf_counter()
+            handle(learner, note)
+            if note.kind == Kind.GRADIENT:
+                taken.append(time.perf_counter() - before)
 
-    role.note = note  # type: ignore[method-assign]
-    world.run()
-    folding = Folding(Workload(model=_small, batch=int, objective=_no_loss, optimizer=_sgd, batch_size=1))
-    return max(0.0, statistics.median(taken) - timed(lambda: folding._update(1)))
-
-
-def _small() -> nn.Module:
-    return nn.Linear(8, 8)
+        role.note = note  # type: ignore[method-assign]
+        world.run()
+    return median(taken[1:])
 
 
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-
-
-def _no_loss(model: nn.Module, batch: Any) -> Tensor:
-    return model(torch.zeros(1, 8)).sum()
-
-
-def _publish(session: Session) -> None:
-    """The same gradient again and again."""
-    model = _small()
-    optimizer = session.optimizer(model, _sgd)
-    _no_loss(model, None).backward()
-    for _ in range(200):
+def _steps(session: Session, work: Workload) -> None:
+    model, batch = work.model(), work.batch(work.batch_size)
+    optimizer = session.optimizer(model, work.optimizer)
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < SECONDS or count < 3:
+        optimizer.zero_grad()
+        work.objective(model, batch).backward()
         optimizer.step()
+        count += 1
 
 
-def timed(action: Callable[[], Any]) -> float:
-    """Seconds of one call, the median of as many as there is time for."""
-    action()
-    taken: list[float] = []
+def seconds_of(action: Callable[[], Any]) -> float:
     start = time.perf_counter()
-    while time.perf_counter() - start < SECONDS or len(taken) < 2:
-        before = time.perf_counter()
-        action()
-        taken.append(time.perf_counter() - before)
-    return statistics.median(taken)
+    action()
+    return time.perf_counter() - start
