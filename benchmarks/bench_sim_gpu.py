@@ -29,6 +29,8 @@ import syncline as sl
 from benchmarks import machine
 from syncline.engines.sim.batched import Joined, Stacked
 from syncline.engines.sim.capture import repeatable
+from syncline.engines.sim.later import LaterSteps
+from syncline.engines.sim.rows import Rows, rows_of
 from syncline.engines.sim.task import Task
 from syncline.engines.sim.workshop import Ways
 from syncline.engines.sim.world import World
@@ -162,13 +164,13 @@ def plain(bench: Bench, size: int) -> dict[str, Any]:
 
 def joined(bench: Bench, size: int, count: int, *, graphs: bool, tf32: bool = False) -> dict[str, Any]:
     """A fold of `count` gradients of one version."""
-    way = Joined(bench.task, bench.losses, graphs=graphs, tf32=tf32)
     (weights,), batches = bench.weights(1), bench.batches(count, size)
+    way = Joined(bench.task, bench.losses, rows_of(bench.task, [weights]), graphs=graphs, tf32=tf32)
     shares, places = [1 / count] * count, list(range(count))
 
     def fold() -> None:
         way.zero()
-        way.add(weights, batches, shares, places)
+        way.add(0, batches, shares, places)
 
     way.prepare(batches)
     fold()
@@ -177,19 +179,25 @@ def joined(bench: Bench, size: int, count: int, *, graphs: bool, tf32: bool = Fa
     return {**bench.rate(fold, count), "difference": worst}
 
 
+def stacked_way(bench: Bench, weights: list[list[Tensor]], **ways: Any) -> Stacked:
+    versions, gradients = rows_of(bench.task, weights), Rows(bench.task, 2 * len(weights))
+    return Stacked(bench.task, bench.losses, versions, gradients, **ways)
+
+
 def stacked(
     bench: Bench, size: int, count: int, *, graphs: bool, convolutions: str, tf32: bool = False
 ) -> dict[str, Any]:
     """All outstanding gradients of `count` learners, each of its own version."""
-    way = Stacked(bench.task, bench.losses, 2 * count, graphs=graphs, convolutions=convolutions, tf32=tf32)
     weights, batches = bench.weights(count), bench.batches(count, size)
-    rows, places = list(range(count)), list(range(count))
-    way.fill(weights, batches, rows, places)
-    worst = difference(way.rows[0][:count], plain_rows(bench, weights, batches), tf32=tf32)
-    first = way.rows[0][:count].clone()
-    way.fill(weights, batches, rows, places)
-    same = bool(torch.equal(first, way.rows[0][:count]))
-    rated = bench.rate(lambda: way.fill(weights, batches, rows, places), count)
+    way = stacked_way(bench, weights, graphs=graphs, convolutions=convolutions, tf32=tf32)
+    every = list(range(count))  # versions, rows and places
+    made = way.rows.stacks[0][:count]
+    way.fill(every, batches, every, every)
+    worst = difference(made, plain_rows(bench, weights, batches), tf32=tf32)
+    first = made.clone()
+    way.fill(every, batches, every, every)
+    same = bool(torch.equal(first, made))
+    rated = bench.rate(lambda: way.fill(every, batches, every, every), count)
     return {**rated, "difference": worst, "same_bits_again": same}
 
 
@@ -229,6 +237,34 @@ def step(bench: Bench, way: str) -> dict[str, Any]:
             work()
         work = graph.replay
     return {**bench.rate(work, 1), "difference": worst}
+
+
+def later(bench: Bench, count: int, *, graphs: bool) -> dict[str, Any]:
+    """So many steps at once, each with a gradient of its own, against as many one by one."""
+    reference, table = Table(bench), Table(bench)
+    for gradient, other in zip(table.gradient, reference.gradient, strict=True):
+        gradient.copy_(other)
+    for each in (reference, table):
+        each.plain()  # from here on there is momentum
+    versions, gradients = Rows(bench.task, count), Rows(bench.task, count)
+    for stack, gradient in zip(gradients.stacks, table.gradient, strict=True):
+        stack[:] = gradient
+    steps = LaterSteps(gradients, versions, lambda version: version, together=graphs)
+
+    def work() -> None:
+        plan = table.flat.plan(table.parameters)
+        assert plan is not None
+        for number in range(count):
+            steps.add(table.flat, plan, number, number)
+        steps.settle()
+
+    for _ in range(4):
+        work()
+        for _ in range(count):
+            assert reference.flat.step(reference.parameters, reference.gradient)
+    same = bool(torch.equal(reference.weights[0], table.weights[0]))
+    assert same and torch.equal(versions.stacks[0][count - 1], table.weights[0])
+    return {**bench.rate(work, count), "same_bits": same}
 
 
 def copies(bench: Bench) -> dict[str, Any]:
@@ -300,16 +336,16 @@ def profiled(bench: Bench, work: Callable[[], object]) -> None:
 
 def profile_joined(bench: Bench, *, graphs: bool) -> dict[str, Any]:
     """Without graphs the names of the operations are seen, with them the kernels alone."""
-    way = Joined(bench.task, bench.losses, graphs=graphs)
     (weights,), batches = bench.weights(1), bench.batches(30, 4)
-    profiled(bench, lambda: way.add(weights, batches, [1 / 30] * 30, list(range(30))))
+    way = Joined(bench.task, bench.losses, rows_of(bench.task, [weights]), graphs=graphs)
+    profiled(bench, lambda: way.add(0, batches, [1 / 30] * 30, list(range(30))))
     return {}
 
 
 def profile_stacked(bench: Bench, *, graphs: bool) -> dict[str, Any]:
-    way = Stacked(bench.task, bench.losses, 32, graphs=graphs)
-    weights, batches = bench.weights(30), bench.batches(30, 4)
-    profiled(bench, lambda: way.fill(weights, batches, list(range(30)), list(range(30))))
+    every, batches = list(range(30)), bench.batches(30, 4)
+    way = stacked_way(bench, bench.weights(30), graphs=graphs)
+    profiled(bench, lambda: way.fill(every, batches, every, every))
     return {}
 
 
@@ -335,6 +371,8 @@ def cases(bench: Bench) -> dict[str, Callable[[], dict[str, Any]]]:
         found["profile run (30,4,30)"] = lambda: profile_run(bench, "softsync:30")
     for way in ("plain", "flat", *(("captured",) if modes[0] else ())):
         found[f"step {way}"] = lambda w=way: step(bench, w)
+    for graphs in modes:
+        found[f"step 30 later {tag[graphs]}"] = lambda g=graphs: later(bench, 30, graphs=g)
     found["step copy of a version"] = lambda: copies(bench)
     found["plain (·,4,·)"] = lambda: plain(bench, 4)
     found["plain (·,128,·)"] = lambda: plain(bench, 128)

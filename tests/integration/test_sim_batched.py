@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import syncline as sl
 from syncline.engines.sim.engine import Sim
+from syncline.engines.sim.together import Together
 from syncline.engines.sim.workshop import Ways
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
@@ -154,6 +155,47 @@ def test_the_same_bits_twice(sync: str) -> None:
     assert all(torch.equal(second.state_dict()[key], value) for key, value in first.state_dict().items())
     assert [record.loss for record in first.history] == [record.loss for record in second.history]
     assert first.history[-1].loss < first.history[0].loss
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        "async",
+        "softsync:5",
+        "ssp:1",
+        "downpour:push=1,fetch=1",
+        "async until 1 then hardsync",
+        "hardsync until 1 then async",
+    ],
+)
+def test_steps_that_wait_have_the_same_bits(
+    sync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    settings: dict[str, Any] = {"sync": sync, "optimizer": groups, "schedule": halve, "evaluate": points(40)}
+    later = run(True, run_dir=tmp_path / "later", **settings)
+    monkeypatch.setattr(Together, "waits", False)
+    at_once = run(True, run_dir=tmp_path / "at_once", **settings)
+    assert all(torch.equal(later.state_dict()[key], value) for key, value in at_once.state_dict().items())
+    for mine, theirs in zip(later.history, at_once.history, strict=True):
+        assert (mine.loss, mine.metrics) == (theirs.loss, theirs.metrics)
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async"])
+def test_invariants_hold(sync: str) -> None:
+    plain = run(True, sync=sync)
+    checked = sl.train(
+        network(),
+        points(),
+        loss=F.cross_entropy,
+        optimizer=SGD,
+        sync=sync,
+        learners=5,
+        batch_size=4,
+        epochs=3,
+        engine=Sim(batched=True, check=True),
+    )
+    torch.testing.assert_close(checked.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 def test_what_cannot_is_computed_one_at_a_time_and_says_so() -> None:

@@ -29,9 +29,9 @@ class _Rates:
     each: list[Tensor] | None
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A step with given options."""
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A step with given options; the same object for as long as they and the momentum's memory are the same."""
 
     fits: bool
     rates: _Rates
@@ -46,13 +46,14 @@ class FlatSGD:
     """Steps an `SGD` whose parameters are views of `weights`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, part: Part, weights: Sequence[Tensor]) -> None:
-        self._optimizer, self._part, self._weights = optimizer, part, list(weights)
+        self._optimizer, self._part, self.weights = optimizer, part, list(weights)
         self._group: dict[int, int] = {}  # id of a parameter -> its group
         for number, group in enumerate(optimizer.param_groups):
             self._group.update((id(parameter), number) for parameter in group["params"])
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
         self._kept: dict[tuple[float, ...], list[Tensor]] = {}
-        self._momentum: list[Tensor] = []
+        self.momentum: list[Tensor] = []
+        self._last: Plan | None = None
         self._first: Tensor | None = None  # a view of it, to notice that it was replaced
 
     @staticmethod
@@ -64,6 +65,37 @@ class FlatSGD:
 
     def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
         """One step with the gradient's segments; False where only the plain step will do, and nothing was done."""
+        plan = self.plan(parameters)
+        if plan is None:
+            return False
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            for index, weights in enumerate(self.weights):
+                self.move(plan, index, weights, gradients[index], weights)
+        finally:
+            torch._C._set_grad_enabled(before)
+        return True
+
+    def changed(self) -> None:
+        """The optimizer's options are others."""
+        self._last = None
+
+    def plan(self, parameters: Sequence[Tensor]) -> Plan | None:
+        """Of a step with the options as they are; None where only the plain step will do."""
+        plan = self._last
+        if plan is None:
+            plan = self._last = self._find_plan(parameters)
+        if not plan.fits:
+            return None
+        if plan.momentum and not self._adopted(parameters):
+            if not self._adopt(parameters):
+                return None
+            self._plans.clear()
+            plan = self._last = self._find_plan(parameters)
+        return plan
+
+    def _find_plan(self, parameters: Sequence[Tensor]) -> Plan:
         groups = self._optimizer.param_groups
         key = tuple([group[name] for group in groups for name in COUNT])
         plan = self._plans.get(key)
@@ -71,21 +103,12 @@ class FlatSGD:
             plan = self._plans[key] = self._plan(parameters)
             if len(self._plans) > PLANS_KEPT:
                 del self._plans[next(iter(self._plans))]
-        if not plan.fits or (plan.momentum and not self._adopt(parameters)):
-            return False
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            for index, weights in enumerate(self._weights):
-                self._move(index, weights, gradients[index], plan)
-        finally:
-            torch._C._set_grad_enabled(before)
-        return True
+        return plan
 
-    def _plan(self, parameters: Sequence[Tensor]) -> _Plan:
+    def _plan(self, parameters: Sequence[Tensor]) -> Plan:
         groups = self._optimizer.param_groups
         first = groups[0]
-        return _Plan(
+        return Plan(
             fits=bool(parameters)
             and all(group[name] == first[name] for group in groups for name in SAME)
             and not any(isinstance(group["lr"], Tensor) for group in groups),
@@ -94,13 +117,14 @@ class FlatSGD:
             **{name: first[name] for name in SAME},
         )
 
-    def _move(self, index: int, weights: Tensor, gradient: Tensor, plan: _Plan) -> None:
+    def move(self, plan: Plan, index: int, weights: Tensor, gradient: Tensor, into: Tensor) -> None:
+        """One segment's step from these weights, into others or the same."""
         if plan.maximize:
             gradient = -gradient
         if plan.decays.scale:
             gradient = _add(gradient, weights, plan.decays, index)
         if plan.momentum:
-            kept = self._momentum[index]
+            kept = self.momentum[index]
             if plan.dampening:
                 kept.mul_(plan.momentum).add_(gradient, alpha=1 - plan.dampening)
             else:
@@ -108,9 +132,9 @@ class FlatSGD:
             gradient = torch.add(gradient, kept, alpha=plan.momentum) if plan.nesterov else kept
         rates = plan.rates
         if rates.each is None:
-            weights.add_(gradient, alpha=-rates.scale)
+            torch.add(weights, gradient, alpha=-rates.scale, out=into)
         else:
-            weights.addcmul_(rates.each[index], gradient, value=-rates.scale)
+            torch.addcmul(weights, rates.each[index], gradient, value=-rates.scale, out=into)
 
     def _rates(self, values: Sequence[float], parameters: Sequence[Tensor]) -> _Rates:
         """The largest times a number for each element; kept, for schedules mostly change the largest alone."""
@@ -124,25 +148,27 @@ class FlatSGD:
         return _Rates(scale, each)
 
     def _spread(self, values: Sequence[float], parameters: Sequence[Tensor]) -> list[Tensor]:
-        each = [torch.zeros_like(segment) for segment in self._weights]
+        each = [torch.zeros_like(segment) for segment in self.weights]
         for piece, parameter in zip(self._part.pieces, parameters, strict=True):
             end = piece.position + piece.stop - piece.start
             each[piece.segment][piece.position : end] = values[self._group[id(parameter)]]
         return each
 
+    def _adopted(self, parameters: Sequence[Tensor]) -> bool:
+        """The optimizer's momentum is still what `_adopt` made of it."""
+        state = self._optimizer.state.get(parameters[0])
+        return state is not None and self._first is not None and state.get("momentum_buffer") is self._first
+
     def _adopt(self, parameters: Sequence[Tensor]) -> bool:
         """The momentum as one flat buffer of which the optimizer's are views; False before the first step."""
         state = self._optimizer.state
-        first = state[parameters[0]].get("momentum_buffer") if parameters[0] in state else None
-        if first is not None and first is self._first:
-            return True
         buffers = [state[p].get("momentum_buffer") if p in state else None for p in parameters]
         if any(buffer is None for buffer in buffers):
             return False
-        self._momentum = [torch.zeros_like(segment) for segment in self._weights]
+        self.momentum = [torch.zeros_like(segment) for segment in self.weights]
         for piece, parameter, buffer in zip(self._part.pieces, parameters, buffers, strict=True):
             end = piece.position + piece.stop - piece.start
-            view = self._momentum[piece.segment][piece.position : end].view_as(parameter)
+            view = self.momentum[piece.segment][piece.position : end].view_as(parameter)
             view.copy_(buffer)  # type: ignore[arg-type]
             state[parameter]["momentum_buffer"] = view
         self._first = state[parameters[0]]["momentum_buffer"]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from syncline.table.flat_sgd import FlatSGD, Plan
 from syncline.table.layout import Part
 
 
@@ -35,12 +36,22 @@ class Taken(NamedTuple):
 class Maker(ABC):
     """Makes promised gradients."""
 
+    waits = False  # it can make the optimizer's steps later
+
     @abstractmethod
     def fold(self, part: Part, taken: Sequence[Taken]) -> Made:
         """The mean of these, cut to a shard's part; every shard of the table asks once, in its own time.
 
         The tensors are the shard's until it asks again.
         """
+
+    def step_later(self, promise: Any, flat: FlatSGD, plan: Plan, version: int) -> bool:
+        """Make the optimizer's step to this version with one promise, at the latest in `settle`; False: do it now."""
+        return False
+
+    def settle(self) -> None:
+        """Steps that wait are made: somebody looks at the weights, or at the optimizer's state."""
+        return None
 
 
 class PromisedPart:

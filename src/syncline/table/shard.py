@@ -108,9 +108,9 @@ class Shard:
     ) -> None:
         self.layout, self.part = layout, layout.parts[index]
         self.version = version
-        self.weights = self.part.segments(weights)
+        self._weights = self.part.segments(weights)
         self.history = [self.part.segments(segments) for segments in history]
-        views = self.part.views(self.weights, layout.parameters.entries)
+        views = self.part.views(self._weights, layout.parameters.entries)
         self.optimizer, self.parameters = template.build(self.part, layout, views)
         self._step = bare_step(self.optimizer)
         self.clip_norm = clip_norm
@@ -123,19 +123,38 @@ class Shard:
         self._flat: FlatSGD | None = None
         self._flat_gradient: list[Tensor] | None = None  # what the next step goes by, where that is one piece
         self._views_later: list[Tensor] | None = None
+        self._one: Taken | None = None  # the only gradient of the next step, which may wait
         self._put: dict[int, list[Tensor]] = {}
         self._options: Options = template.options
         self._factor = 1.0
         self._copies: dict[str, Tensor] = {}  # of the last cut
         self.change(sync)
 
+    @property
+    def weights(self) -> list[Tensor]:
+        self._settle()
+        return self._weights
+
+    def _settle(self) -> None:
+        """Steps that wait are made first."""
+        if self._maker is not None:
+            self._maker.settle()
+
     def change(self, sync: Sync) -> None:
         """Another dial; nothing that was taken waits for its fold."""
+        self._settle()
         assert not self._taken and not self._promised and (self._mean is None or self._mean.total == 0)
         self._lockstep = sync.lockstep
         self._kept = self.history if sync.delay else []
+        self._steps_wait = (
+            not self._lockstep
+            and not self._kept
+            and self.clip_norm is None
+            and self.layout.shards == 1
+            and FlatSGD.fits(self.optimizer, self._weights)
+        )
         if self._kept:  # older ones are still read by who was released before
-            _copy(self._kept[self.version % len(self._kept)], self.weights)
+            _copy(self._kept[self.version % len(self._kept)], self._weights)
 
     # -- taking and folding ------------------------------------------------------------------------------
 
@@ -169,13 +188,16 @@ class Shard:
 
     def _running_mean(self) -> Mean:
         if self._mean is None:
-            segments = [torch.zeros_like(segment) for segment in self.weights]
+            segments = [torch.zeros_like(segment) for segment in self._weights]
             self._mean = Mean(segments, self.part.views(segments, self.layout.parameters.entries))
         return self._mean
 
     def gather(self, iteration: int) -> int:
         """Set every parameter's gradient to the mean of what the fold takes; how many were added up only now."""
         self._apply_puts()
+        if self._waits():
+            self._one = self._promised.pop()
+            return 0
         before = len(self._taken) + len(self._promised)
         if self._promised:
             views, present, flat = self._gather_promised(iteration)
@@ -191,6 +213,13 @@ class Shard:
         else:
             self._set_gradients(views, present)
         return added if added > 1 else 0
+
+    def _waits(self) -> bool:
+        """The next step is of one promise, and nobody need look at its gradient."""
+        promised = self._promised
+        if not self._steps_wait or len(promised) != 1 or self._maker is None:
+            return False
+        return self._maker.waits and promised[0].damping == 1.0
 
     def _set_gradients(self, views: list[Tensor], present: tuple[bool, ...]) -> None:
         if views is self._grad_views and all(present):
@@ -216,12 +245,15 @@ class Shard:
         return mean.views, mean.present
 
     def _gather_promised(self, iteration: int) -> Made:
-        assert self._maker is not None
         chosen = self._promised
         if self._lockstep:
             chosen = sorted((t for t in chosen if t.iteration == iteration), key=lambda taken: taken.rank)
         self._promised = [t for t in self._promised if self._lockstep and t.iteration != iteration]
-        return self._maker.fold(self.part, [t for t in chosen if t.examples > 0] or chosen[:1])
+        return self._make([t for t in chosen if t.examples > 0] or chosen[:1])
+
+    def _make(self, taken: Sequence[Taken]) -> Made:
+        assert self._maker is not None
+        return self._maker.fold(self.part, taken)
 
     def norms(self) -> Tensor:
         """Norm of every piece's gradient (0 where there is none)."""
@@ -250,21 +282,44 @@ class Shard:
                 group.update(option)
                 if factor != 1.0:
                     group["lr"] = option["lr"] * factor
+            if self._flat is not None:
+                self._flat.changed()
+        if self._one is None or not self._step_later(self._one):
+            self._step_now()
+        self.version += 1
+        if self._kept:
+            _copy(self._kept[self.version % len(self._kept)], self._weights)
+
+    def _step_later(self, taken: Taken) -> bool:
+        """The step waits until somebody needs what it makes; if it cannot, its gradient is gathered now."""
+        assert self._maker is not None
+        self._one = None
+        steps = self._flat_steps()
+        plan = steps.plan(self.parameters)
+        if plan is not None and self._maker.step_later(taken.promise, steps, plan, self.version + 1):
+            return True
+        views, present, flat = self._make([taken])
+        self._flat_gradient = flat if all(present) else None
+        self._set_gradients(views, present)
+        return False
+
+    def _step_now(self) -> None:
+        self._settle()
         if self._flat_gradient is None or not self._step_flat(self._flat_gradient):
             if self._views_later is not None:
                 self._set_gradients(self._views_later, self._all)
             self._step()
         self._flat_gradient = self._views_later = None
-        self.version += 1
-        if self._kept:
-            _copy(self._kept[self.version % len(self._kept)], self.weights)
 
     def _step_flat(self, gradient: list[Tensor]) -> bool:
-        if not FlatSGD.fits(self.optimizer, self.weights):
+        if not FlatSGD.fits(self.optimizer, self._weights):
             return False
+        return self._flat_steps().step(self.parameters, gradient)
+
+    def _flat_steps(self) -> FlatSGD:
         if self._flat is None:
-            self._flat = FlatSGD(self.optimizer, self.part, self.weights)
-        return self._flat.step(self.parameters, gradient)
+            self._flat = FlatSGD(self.optimizer, self.part, self._weights)
+        return self._flat
 
     # -- reading and writing -----------------------------------------------------------------------------
 
@@ -291,6 +346,7 @@ class Shard:
 
     def cut(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
         """Weights and optimizer state as they are now, by name; the copies are good until the next cut."""
+        self._settle()
         views = [parameter.detach() for parameter in self.parameters]
         states = {
             (piece.entry, piece.start, piece.stop): dict(state)
@@ -307,10 +363,12 @@ class Shard:
         return {name: self._copies[name] for name in live}, notes
 
     def state(self) -> tuple[Options, PieceState]:
+        self._settle()
         return self._options, piece_states(self.optimizer, self.part, self.parameters)
 
     def load(self, options: Options, state: dict[int, dict[str, Any]]) -> None:
         """Replace the optimizer's state (entries as `template.split` gives them)."""
+        self._settle()
         self._options = options
         self.optimizer.state.clear()
         for piece, parameter in zip(self.part.pieces, self.parameters, strict=True):

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 from syncline.engines.sim.batched import Joined, Stacked, padded
 from syncline.engines.sim.convolutions import convolve
 from syncline.engines.sim.losses import Loss, LossLog
+from syncline.engines.sim.rows import Rows, rows_of
 from syncline.engines.sim.task import Task
 from syncline.engines.sim.trial import plain, trial
 from syncline.errors import UsageError
@@ -94,7 +95,7 @@ class Odd(nn.Module):
         return (self.frozen(x) * self.scale + self.shift) * self.held  # type: ignore[operator]
 
 
-class Rows(Dataset[dict[str, Tensor]]):
+class Records(Dataset[dict[str, Tensor]]):
     """Examples as dicts, one by one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -118,7 +119,7 @@ def unlike(model: nn.Module, batch: Any) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.dtype], Any], Any]] = {
-    "odd": (Odd, lambda dtype: Rows(dtype), unlike),
+    "odd": (Odd, lambda dtype: Records(dtype), unlike),
     "shapes": (Shapes, lambda dtype: images(dtype), Supervised(F.cross_entropy)),
     "cifar10_full": (
         Cifar10Full,
@@ -172,14 +173,14 @@ def close(mine: list[Tensor], theirs: list[Tensor], dtype: torch.dtype) -> None:
 def test_joined_is_the_weighted_sum(name: str, dtype: torch.dtype, size: int) -> None:
     task = task_of(name, dtype)
     losses = torch.zeros(6, dtype=torch.float64)
-    joined = Joined(task, losses)
+    (weights,) = versions_of(task, 1)
+    joined = Joined(task, losses, rows_of(task, [weights]))
     batches = [torch.randperm(40)[: size + 1] for _ in range(3)]  # batch norm wants more than one
     shares = [0.5, 0.125, 2.0]
-    (weights,) = versions_of(task, 1)
-    joined.add(weights, batches, [1.0] * 3, [5] * 3)
+    joined.add(0, batches, [1.0] * 3, [5] * 3)
     joined.zero()
-    joined.add(weights, batches[:2], shares[:2], [4, 1])
-    joined.add(weights, batches[2:], shares[2:], [0])
+    joined.add(0, batches[:2], shares[:2], [4, 1])
+    joined.add(0, batches[2:], shares[2:], [0])
     found = [plain(task, weights, batch) for batch in batches]
     wanted = [
         sum(share * gradient[index] for share, (_, gradient) in zip(shares, found, strict=True))
@@ -195,24 +196,26 @@ def test_joined_is_the_weighted_sum(name: str, dtype: torch.dtype, size: int) ->
 def test_stacked_is_each_by_itself(name: str, dtype: torch.dtype, convolutions: str) -> None:
     task = task_of(name, dtype)
     losses = torch.zeros(4, dtype=torch.float64)
-    stacked = Stacked(task, losses, 3, convolutions=convolutions)
     weights, batches = versions_of(task, 3), [torch.randperm(40)[:4] for _ in range(3)]
-    stacked.fill(weights, batches, [2, 0, 1], [0, 1, 2])
+    rows = Rows(task, 3)
+    stacked = Stacked(task, losses, rows_of(task, weights), rows, convolutions=convolutions)
+    stacked.fill([0, 1, 2], batches, [2, 0, 1], [0, 1, 2])
     for index, row in enumerate([2, 0, 1]):
         loss, gradient = plain(task, weights[index], batches[index])
         close(stacked.row(row)[0], gradient, dtype)
         torch.testing.assert_close(losses[index].to(dtype), loss)
     kept = [row.clone() for row in stacked.row(0)[0]]
-    stacked.grow()
+    held = [rows.take() for _ in range(4)]  # one more than there are
+    assert [row.number for row in held] == [0, 1, 2, 3]
     torch.testing.assert_close(stacked.row(0)[0], kept, rtol=0, atol=0)
-    stacked.fill(weights, batches, [3, 4, 5], [0, 1, 2])
+    stacked.fill([0, 1, 2], batches, [3, 4, 5], [0, 1, 2])
     torch.testing.assert_close(stacked.row(4)[0], kept)
 
 
 def test_parameters_without_a_gradient_are_said() -> None:
     task = task_of("odd", torch.float32)
-    joined = Joined(task, torch.zeros(2, dtype=torch.float64))
-    joined.add(versions_of(task, 1)[0], [torch.arange(3)], [1.0], [0])
+    joined = Joined(task, torch.zeros(2, dtype=torch.float64), rows_of(task, versions_of(task, 1)))
+    joined.add(0, [torch.arange(3)], [1.0], [0])
     names = [entry.name for entry in task.layout.parameters.entries]
     without = {name for name, present in zip(names, joined.present, strict=True) if not present}
     assert without == {"held", "unused", "empty"}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from syncline.engines.sim.capture import Captured, Program
 from syncline.engines.sim.convolutions import Unfolded
+from syncline.engines.sim.rows import Rows
 from syncline.engines.sim.task import Task
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of batches that are captured
@@ -32,11 +33,13 @@ def padded(count: int) -> int:
 class Batches:
     """What both have in common: programs for each (n, μ), and the numbers that go to the device with each call."""
 
-    def __init__(self, task: Task, losses: Tensor, *, graphs: bool, tf32: bool) -> None:
+    def __init__(self, task: Task, losses: Tensor, versions: Rows, *, graphs: bool, tf32: bool) -> None:
         self._task, self._losses = task, losses  # losses: one for each place, and one that is nobody's
+        self._versions = versions
         self._graphs = graphs and task.device.type == "cuda"
         self._tf32 = tf32
         self._programs: dict[tuple[int, int], Program] = {}
+        self._made_at = self._growths()
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self.present: tuple[bool, ...] = ()  # which parameters have a gradient, once one was computed
 
@@ -46,23 +49,29 @@ class Batches:
 
     def program(self, count: int, batches: Sequence[Tensor]) -> Program:
         """For this many batches of this size, captured if it is new."""
+        if self._made_at != self._growths():  # the memory is another
+            self._made_at = self._growths()
+            self._programs.clear()
         key = (count, len(batches[0]))
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._make(*key, self._task.examples.leaves([batches[0]] * count))
         return program
 
-    def _make(self, count: int, size: int, leaves: list[Tensor]) -> Program:
-        device = self._task.device
-        header = torch.zeros(2 * count + count * size, dtype=torch.int64, device=device)
-        header[:count] = len(self._losses) - 1
-        inputs = [header, *self._weights(count), *(leaf.to(device) for leaf in leaves)]
+    def _growths(self) -> tuple[int, ...]:
+        return (self._versions.growths,)
 
-        def function(header: Tensor, *rest: Tensor) -> None:
-            segments = len(self._task.layout.parameters.lengths)
-            indices = header[2 * count :].view(count, size)
-            batch = self._task.examples.stack(indices, rest[segments:])
-            self._compute(header[:count], header[count : 2 * count], rest[:segments], batch)
+    def _make(self, count: int, size: int, leaves: list[Tensor]) -> Program:
+        device, first = self._task.device, 2 * count + self._weighted(count)
+        header = torch.zeros(first + count * size, dtype=torch.int64, device=device)
+        header[:count] = len(self._losses) - 1
+        inputs = [header, *(leaf.to(device) for leaf in leaves)]
+
+        def function(header: Tensor, *leaves: Tensor) -> None:
+            batch = self._task.examples.stack(header[first:].view(count, size), leaves)
+            rows = header[2 * count : first]
+            weights = [stack.index_select(0, rows) for stack in self._versions.stacks]
+            self._compute(header[:count], header[count : 2 * count], weights, batch)
 
         if self._pool is None:
             return Program(function, inputs, tf32=self._tf32)
@@ -70,11 +79,10 @@ class Batches:
         return Captured(function, inputs, self._pool, tf32=self._tf32)
 
     def _run(self, program: Program, header: Tensor, batches: Sequence[Tensor]) -> None:
-        """With new numbers; the weights are there already."""
+        """With new numbers."""
         program.inputs[0].copy_(header, non_blocking=True)
         leaves = self._task.examples.leaves(batches)
-        first = len(program.inputs) - len(leaves)
-        for static, leaf in zip(program.inputs[first:], leaves, strict=True):
+        for static, leaf in zip(program.inputs[1:], leaves, strict=True):
             static.copy_(leaf, non_blocking=True)
         program.run()
 
@@ -82,8 +90,8 @@ class Batches:
         self.present = tuple(gradient is not None for gradient in gradients)
 
     @abstractmethod
-    def _weights(self, count: int) -> list[Tensor]:
-        """Where the weights of a program's inputs lie."""
+    def _weighted(self, count: int) -> int:
+        """How many versions this many batches are computed at."""
 
     @abstractmethod
     def _harmless(self, header: Tensor, count: int) -> None:
@@ -96,8 +104,10 @@ class Batches:
 class Joined(Batches):
     """Several batches at one version: the weighted sum of their gradients, added to `total`."""
 
-    def __init__(self, task: Task, losses: Tensor, *, graphs: bool = True, tf32: bool = False) -> None:
-        super().__init__(task, losses, graphs=graphs, tf32=tf32)
+    def __init__(
+        self, task: Task, losses: Tensor, versions: Rows, *, graphs: bool = True, tf32: bool = False
+    ) -> None:
+        super().__init__(task, losses, versions, graphs=graphs, tf32=tf32)
         self.total = task.segments()
         self.views = task.views(self.total)
 
@@ -110,30 +120,30 @@ class Joined(Batches):
 
     def add(
         self,
-        weights: Sequence[Tensor],
+        version: int,
         batches: Sequence[Tensor],
         shares: Sequence[float],
         places: Sequence[int],
     ) -> None:
-        """Add Σ share · gradient of the batches (of equal size) at these weights; losses go to their places."""
+        """Add Σ share · gradient of the batches (of equal size) at this row of the versions; losses go to their places."""
         count = self._pad(len(batches))
         program, more = self.program(count, batches), count - len(batches)
         numbers = [*places, *[len(self._losses) - 1] * more]
         parts = torch.tensor([*shares, *[0.0] * more], dtype=torch.float64).view(torch.int64)
         batches = [*batches, *[batches[0]] * more]
-        for static, segment in zip(program.inputs[1:], weights, strict=False):
-            static.copy_(segment, non_blocking=True)
-        self._run(program, torch.cat([torch.tensor(numbers), parts, *batches]), batches)
+        self._run(
+            program, torch.cat([torch.tensor(numbers), parts, torch.tensor([version]), *batches]), batches
+        )
 
-    def _weights(self, count: int) -> list[Tensor]:
-        return self._task.segments()
+    def _weighted(self, count: int) -> int:
+        return 1
 
     def _harmless(self, header: Tensor, count: int) -> None:
         pass  # shares of 0
 
     def _compute(self, places: Tensor, second: Tensor, weights: Sequence[Tensor], batch: Any) -> None:
         task, shares = self._task, second.view(torch.float64)
-        leaves = task.leaves(weights)
+        leaves = task.leaves([segment[0] for segment in weights])
         losses = torch.vmap(task.loss, in_dims=(None, 0), randomness="different")(leaves, batch)
         self._losses.index_copy_(0, places, losses.detach().to(self._losses.dtype))
         gradients = task.gradients((losses * shares.to(losses.dtype)).sum(), leaves)
@@ -149,52 +159,53 @@ class Stacked(Batches):
         self,
         task: Task,
         losses: Tensor,
-        rows: int,
+        versions: Rows,
+        rows: Rows,
         *,
         graphs: bool = True,
         tf32: bool = False,
         convolutions: str = "unfolded",
     ) -> None:
-        super().__init__(task, losses, graphs=graphs, tf32=tf32)
+        self.rows = rows
+        super().__init__(task, losses, versions, graphs=graphs, tf32=tf32)
         assert convolutions in CONVOLUTIONS
         self._unfolded = convolutions == "unfolded"
-        self.rows = task.segments(rows + 1)  # the last is nobody's
         self._views: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._viewed = rows.growths
+
+    def _growths(self) -> tuple[int, ...]:
+        return self._versions.growths, self.rows.growths
 
     def row(self, row: int) -> tuple[list[Tensor], list[Tensor]]:
         """A gradient's segments, and its views for each parameter."""
+        if self._viewed != self.rows.growths:
+            self._viewed = self.rows.growths
+            self._views.clear()
         if row not in self._views:
-            segments = [stack[row] for stack in self.rows]
+            segments = self.rows.segments(row)
             self._views[row] = segments, self._task.views(segments)
         return self._views[row]
 
-    def grow(self) -> None:
-        self.rows = [torch.cat([stack, torch.zeros_like(stack[1:])]) for stack in self.rows]
-        self._views.clear()
-        self._programs.clear()
-
     def fill(
         self,
-        weights: Sequence[Sequence[Tensor]],
+        versions: Sequence[int],
         batches: Sequence[Tensor],
         rows: Sequence[int],
         places: Sequence[int],
     ) -> None:
-        """The gradients of the batches (of equal size), each at its weights, into their rows."""
+        """The gradients of the batches (of equal size), each at its row of the versions, into their rows."""
         count = self._pad(len(batches))
         program, more = self.program(count, batches), count - len(batches)
-        numbers = [*places, *[len(self._losses) - 1] * more, *rows, *[len(self.rows[0]) - 1] * more]
+        numbers = [*places, *[len(self._losses) - 1] * more, *rows, *[self.rows.nobodys] * more]
+        numbers += [*versions, *[versions[0]] * more]
         batches = [*batches, *[batches[0]] * more]
-        versions = [*weights, *[weights[0]] * more]
-        for index, static in enumerate(program.inputs[1 : 1 + len(self.rows)]):
-            torch.stack([segments[index] for segments in versions], out=static)
         self._run(program, torch.cat([torch.tensor(numbers), *batches]), batches)
 
-    def _weights(self, count: int) -> list[Tensor]:
-        return self._task.segments(count)
+    def _weighted(self, count: int) -> int:
+        return count
 
     def _harmless(self, header: Tensor, count: int) -> None:
-        header[count : 2 * count] = len(self.rows[0]) - 1
+        header[count : 2 * count] = self.rows.nobodys
 
     def _compute(self, places: Tensor, second: Tensor, weights: Sequence[Tensor], batch: Any) -> None:
         task = self._task
@@ -208,5 +219,5 @@ class Stacked(Batches):
         for view, gradient in zip(task.views(made), gradients, strict=True):
             if gradient is not None:
                 view.copy_(gradient)
-        for rows, values in zip(self.rows, made, strict=True):
+        for rows, values in zip(self.rows.stacks, made, strict=True):
             rows.index_copy_(0, second, values)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -30,16 +30,34 @@ if TYPE_CHECKING:
     from syncline.engines.sim.workshop import Workshop
 
 
+class Place(Protocol):
+    """Memory for one version's weights; free again when nobody holds this."""
+
+    @property
+    def segments(self) -> list[Tensor]: ...
+
+
+@dataclass(slots=True, eq=False)
+class Loose:
+    """A place in memory of its own."""
+
+    segments: list[Tensor]
+
+
 class Version:
     """Weights that somebody computes on: shared by all of them, never changed once every shard has filled it."""
 
-    def __init__(self, layout: Layout, number: int, device: torch.device) -> None:
-        self._flat = flat = layout.parameters
-        self.number = number
-        self.segments = flat.new(device)
+    __slots__ = ("__weakref__", "_flat", "filled", "number", "place")
+
+    def __init__(self, layout: Layout, number: int, place: Place) -> None:
+        self._flat, self.number, self.place = layout.parameters, number, place
         self.filled: set[int] = set()  # by which shards
 
-    @cached_property
+    @property
+    def segments(self) -> list[Tensor]:
+        return self.place.segments
+
+    @property
     def views(self) -> list[Tensor]:
         """One per parameter."""
         return self._flat.views(self.segments)
@@ -52,16 +70,20 @@ class Version:
 class Versions:
     """The versions of one table that somebody still needs: one copy of each."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self._layout, self._device = layout, device
+    def __init__(self, layout: Layout, place: Callable[[], Place]) -> None:
+        self._layout, self._place = layout, place
         self._kept: weakref.WeakValueDictionary[int, Version] = weakref.WeakValueDictionary()
 
     def get(self, number: int) -> Version:
         """Empty where it is new; whoever wants it must hold it."""
         version = self._kept.get(number)
         if version is None:
-            version = self._kept[number] = Version(self._layout, number, self._device)
+            version = self._kept[number] = Version(self._layout, number, self._place())
         return version
+
+    def wanted(self, number: int) -> Version | None:
+        """Only if somebody holds it."""
+        return self._kept.get(number)
 
     def whole(self, number: int, source: Sequence[Tensor]) -> Version:
         """Of a table that holds still meanwhile."""
@@ -69,6 +91,12 @@ class Versions:
         if len(version.filled) < self._layout.shards:  # some shards' parts may be there under a free dial
             version.fill(source)
             version.filled.update(range(self._layout.shards))
+        return version
+
+    def own(self, source: Sequence[Tensor]) -> Version:
+        """A copy that is nobody else's."""
+        version = Version(self._layout, -1, self._place())
+        version.fill(source)
         return version
 
     def __len__(self) -> int:
@@ -115,6 +143,11 @@ class Promise:
 class Computer(Maker):
     """Makes promised gradients; one for all learners of a run."""
 
+    @property
+    @abstractmethod
+    def versions(self) -> Versions:
+        """That its gradients are computed at."""
+
     @abstractmethod
     def promise(self, promise: Promise) -> None:
         """A learner has read: it begins this gradient now. A learner's gradients are promised in their order.
@@ -125,6 +158,10 @@ class Computer(Maker):
     @abstractmethod
     def make(self, promise: Promise) -> Gradient:
         """This one, now: for learners that step by themselves, and for their buffers."""
+
+    def fills(self, version: Version) -> bool:
+        """A step that waits makes this version, and fills it."""
+        return False
 
     def buffers(self, promise: Promise) -> list[Tensor]:
         """Of its learner's model, as they are after this gradient."""
@@ -183,15 +220,18 @@ class PromisedLane(Traffic):
 
     def __init__(self, computer: Computer, slots: int) -> None:
         super().__init__()
+        self._computer = computer
         self.slots = [PromisedSlot(computer) for _ in range(slots)]
         self.arriving: dict[int, Version] = {}  # by number
 
     def inbox(self, version: Version, shard: int) -> list[Tensor] | None:
-        """Where the shard's part of this version goes; None where it is there already."""
+        """Where the shard's part of this version goes; None where it is there already, or will be."""
         self.arriving[version.number] = version
         if shard in version.filled:
             return None
         version.filled.add(shard)
+        if self._computer.fills(version):
+            return None
         return version.segments
 
 
@@ -201,6 +241,11 @@ class EachAlone(Computer):
     def __init__(self, workshop: Workshop) -> None:
         self._shop = workshop
         self._loaded: Version | None = None  # what the module's parameters hold
+
+    @cached_property
+    def versions(self) -> Versions:
+        layout = self._shop.layout
+        return Versions(layout, lambda: Loose(layout.parameters.new(self._shop.device)))
 
     def promise(self, promise: Promise) -> None:
         shop, own = self._shop, promise.own

@@ -208,6 +208,7 @@ class TableEnd:
         if version is None:
             memory = self._memory
             source = memory.history[number % len(memory.history)] if self.sync.delay else memory.weights
+            self._shop.computer.settle()
             version = self._shop.versions.whole(number, source)
         if self._learner.watched:
             self._learner.reads(TABLE, number, version.views)
@@ -234,10 +235,10 @@ class TableEnd:
         moving = [index for index, present in enumerate(gradient.present) if present]
         if moving:
             assert self.sync.local_lr is not None
-            own = Version(self._shop.layout, -1, self._shop.device)
-            own.fill(self.weights.segments)
+            own = self._shop.versions.own(self.weights.segments)
+            views = own.views
             torch._foreach_add_(
-                [own.views[index] for index in moving],
+                [views[index] for index in moving],
                 [gradient.views[index] for index in moving],
                 alpha=-self.sync.local_lr,
             )

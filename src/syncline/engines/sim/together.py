@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from syncline.engines.sim.batched import Joined, Stacked
+from syncline.engines.sim.later import LaterSteps
 from syncline.engines.sim.losses import Loss, LossLog
-from syncline.engines.sim.promises import Computer, Gradient, Promise
+from syncline.engines.sim.promises import Computer, Gradient, Promise, Version, Versions
+from syncline.engines.sim.rows import Row, Rows
 from syncline.engines.sim.states import Random
 from syncline.engines.sim.task import Task
+from syncline.table.flat_sgd import FlatSGD, Plan
 from syncline.table.layout import Part
 from syncline.table.promised import Made, Taken
 
@@ -29,29 +32,25 @@ FULL = 64  # examples that fill a device: with larger batches stacking gains not
 FEW = 3  # rows that are added one by one
 
 
-class Row:
-    """A kept gradient's place; free again when nobody wants it."""
-
-    __slots__ = ("_free", "number")
-
-    def __init__(self, number: int, free: list[int]) -> None:
-        self.number, self._free = number, free
-
-    def __del__(self) -> None:
-        self._free.append(self.number)
-
-
 class Together(Computer):
     """Computes outstanding gradients together."""
 
-    def __init__(self, task: Task, *, draws: bool, convolutions: str, graphs: bool, tf32: bool) -> None:
+    waits = True
+
+    def __init__(
+        self, task: Task, *, learners: int, draws: bool, convolutions: str, graphs: bool, tf32: bool
+    ) -> None:
         self.task, self._layout = task, task.layout
         self._log = LossLog(task.device)
-        self.joined = Joined(task, self._log.values, graphs=graphs, tf32=tf32)
+        gradients, versions = Rows(task, ROWS), Rows(task, min(ROWS, 2 * learners + 2))
+        self._versions = Versions(task.layout, versions.take)
+        captured = graphs and task.device.type == "cuda"
+        self._later = LaterSteps(gradients, versions, self._target, together=captured)
+        self._nobodys = versions
+        self.joined = Joined(task, self._log.values, versions, graphs=graphs, tf32=tf32)
         self.stacked = Stacked(
-            task, self._log.values, ROWS, graphs=graphs, tf32=tf32, convolutions=convolutions
+            task, self._log.values, versions, gradients, graphs=graphs, tf32=tf32, convolutions=convolutions
         )
-        self._free = list(range(ROWS))[::-1]
         self._waiting: list[Loss] = []  # of promises that nobody has needed
         self._folds: dict[tuple[int, ...], tuple[Gradient, set[Part]]] = {}  # that not all shards have made
         self._random = Random() if draws else None
@@ -88,6 +87,34 @@ class Together(Computer):
             del self._folds[key]
         return self._cut(part, gradient)
 
+    @property
+    def versions(self) -> Versions:
+        return self._versions
+
+    def step_later(self, promise: Promise, flat: FlatSGD, plan: Plan, version: int) -> bool:
+        if promise.gradient is not None:
+            return False
+        if not _loss(promise).computed:
+            if self._joins([promise]):
+                return False
+            self._stack([promise])
+        if not all(self.stacked.present):
+            return False
+        self._later.add(flat, plan, self._kept(promise), version)
+        promise.row = None
+        return True
+
+    def settle(self) -> None:
+        self._later.settle()
+
+    def fills(self, version: Version) -> bool:
+        return len(self._later) > 0 and version.number == self._later.newest
+
+    def _target(self, number: int) -> int:
+        """Where a version goes."""
+        version = self._versions.wanted(number)
+        return self._nobodys.nobodys if version is None else _row(version)
+
     def _cut(self, part: Part, gradient: Gradient) -> Made:
         if self._layout.shards == 1:  # the same lists again for the same memory: the shard looks at that
             return Made(gradient.views, tuple(gradient.present), gradient.segments)
@@ -110,6 +137,7 @@ class Together(Computer):
             segments, views = self.stacked.row(self._kept(promises[0]))
             promises[0].row = None
             return Gradient(segments, views, list(self.stacked.present))
+        self.settle()
         self._join(missing if alone else [], promises, shares)
         return Gradient(self.joined.total, self.joined.views, self._present())
 
@@ -137,7 +165,7 @@ class Together(Computer):
         with self._drawing():
             for chunk in chosen:
                 self.joined.add(
-                    chunk[0].version.segments,
+                    _row(chunk[0].version),
                     [promise.indices for promise in chunk],
                     [share[id(promise)] for promise in chunk],
                     [self._log.place(_loss(promise)) for promise in chunk],
@@ -155,12 +183,12 @@ class Together(Computer):
     def _add_rows(self, rows: Sequence[int], shares: Sequence[float]) -> None:
         if len(rows) <= FEW:
             for row, share in zip(rows, shares, strict=True):
-                for total, stack in zip(self.joined.total, self.stacked.rows, strict=True):
+                for total, stack in zip(self.joined.total, self.stacked.rows.stacks, strict=True):
                     total.add_(stack[row], alpha=share)
             return
         where = torch.tensor(rows).to(self.task.device, non_blocking=True)
         factors = torch.tensor(shares, dtype=torch.float64).to(self.task.device, non_blocking=True)
-        for total, stack in zip(self.joined.total, self.stacked.rows, strict=True):
+        for total, stack in zip(self.joined.total, self.stacked.rows.stacks, strict=True):
             total.addmv_(stack.index_select(0, where).mT, factors.to(stack.dtype))
 
     def _need(self, promise: Promise) -> None:
@@ -170,6 +198,7 @@ class Together(Computer):
 
     def _stack(self, missing: Sequence[Promise]) -> None:
         """These, and all that wait with batches of the same sizes."""
+        self.settle()
         sizes = {len(promise.indices) for promise in missing}
         found = [loss.promise() for loss in self._waiting if not loss.computed]
         wanted = dict.fromkeys(missing)
@@ -177,21 +206,14 @@ class Together(Computer):
         with self._drawing():
             for chunk in _chunks(wanted, lambda promise: len(promise.indices)):
                 for promise in chunk:
-                    promise.row = self._row()
+                    promise.row = self.stacked.rows.take()
                 self.stacked.fill(
-                    [promise.version.segments for promise in chunk],
+                    [_row(promise.version) for promise in chunk],
                     [promise.indices for promise in chunk],
                     [self._kept(promise) for promise in chunk],
                     [self._log.place(_loss(promise)) for promise in chunk],
                 )
         self._waiting = [loss for loss in self._waiting if not loss.computed]
-
-    def _row(self) -> Row:
-        if not self._free:
-            rows = len(self.stacked.rows[0]) - 1
-            self.stacked.grow()
-            self._free.extend(range(2 * rows - 1, rows - 1, -1))
-        return Row(self._free.pop(), self._free)
 
     def _drawing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._random is None else _drawing(self._random)
@@ -212,6 +234,11 @@ def _drawing(stream: Random) -> Iterator[None]:
 def _loss(promise: Promise) -> Loss:
     assert isinstance(promise.loss, Loss)
     return promise.loss
+
+
+def _row(version: Version) -> int:
+    assert isinstance(version.place, Row)
+    return version.place.number
 
 
 def _chunks(promises: Iterable[Promise], key: Callable[[Promise], object]) -> Iterable[list[Promise]]:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as tree
 
 from syncline.engines.sim.batched import Joined, Stacked
 from syncline.engines.sim.capture import repeatable
+from syncline.engines.sim.rows import Rows, rows_of
 from syncline.engines.sim.states import Random
 from syncline.engines.sim.task import Task
 
@@ -86,10 +87,11 @@ def _apart(
 ) -> float:
     """How far from the plain gradients, relative to their norm."""
     losses = torch.zeros(3, dtype=torch.float64, device=task.device)
-    joined = Joined(task, losses, graphs=False)
-    joined.add(weights[0], [batches[0], batches[0]], [0.5, 0.5], [0, 1])
-    stacked = Stacked(task, losses, 2, graphs=False, convolutions=convolutions)
-    stacked.fill(weights, batches, [0, 1], [0, 1])
+    versions = rows_of(task, weights)
+    joined = Joined(task, losses, versions, graphs=False)
+    joined.add(0, [batches[0], batches[0]], [0.5, 0.5], [0, 1])
+    stacked = Stacked(task, losses, versions, Rows(task, 2), graphs=False, convolutions=convolutions)
+    stacked.fill([0, 1], batches, [0, 1], [0, 1])
     pairs = [(joined.total, references[0]), *((stacked.row(i)[0], references[i]) for i in range(2))]
     worst = 0.0
     for mine, theirs in pairs:

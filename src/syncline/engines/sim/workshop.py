@@ -73,7 +73,12 @@ class Workshop:
         tried = trial(task, self.parameters, self.size, convolutions=convolutions)
         if tried.reason is None:
             self.computer = Together(
-                task, draws=tried.draws, convolutions=convolutions, graphs=ways.graphs, tf32=ways.tf32
+                task,
+                learners=self.spec.learners,
+                draws=tried.draws,
+                convolutions=convolutions,
+                graphs=ways.graphs,
+                tf32=ways.tf32,
             )
             self.device = device
         return tried.reason
@@ -117,9 +122,9 @@ class Workshop:
     def buffers(self) -> list[Tensor]:
         return self._laid_out[1].buffers
 
-    @cached_property
+    @property
     def versions(self) -> Versions:
-        return Versions(self.layout, self.device)
+        return self.computer.versions
 
     # -- the data ----------------------------------------------------------------------------------------
 
