@@ -28,6 +28,13 @@ class Header(NamedTuple):
     waited: float = 0.0  # seconds of the step before
     spent: float = 0.0
     early: float = 0.0  # the next reduction was complete when this one was applied
+    turn_0: float = 0.0  # learners by the number of steps that they have taken (protocols/pipeline.py)
+    turn_1: float = 0.0
+    turn_2: float = 0.0
+
+    @property
+    def turns(self) -> tuple[float, ...]:
+        return self.turn_0, self.turn_1, self.turn_2
 
 
 EXACT = (torch.float32, torch.float64)  # dtypes that can count

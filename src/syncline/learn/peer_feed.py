@@ -65,9 +65,7 @@ class PeerLoader:
                 if self._session.ending:
                     break
                 given += 1
-                self._session.consume(
-                    share.weight, repeated=share.weight == 0, more=given < self._rounds.count
-                )
+                self._session.consume(self.number, share.weight, more=given < self._rounds.count)
                 if given == self._rounds.count:
                     self._session.epoch_given(self.number, self.epoch)
                 yield to_device(batch, self._session.device)
@@ -75,6 +73,7 @@ class PeerLoader:
             source.close()  # type: ignore[attr-defined]
             if given < self._rounds.count and not self._session.ending:
                 self._session.epoch_given(self.number, self.epoch)  # the loop was left early
+            self._session.epoch_left()
             self._iterating = False
             self.epoch += 1
 
@@ -154,6 +153,12 @@ class PeerSplitLoader:
         self._collate = collate or default_collate
 
     def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._epoch()
+        finally:
+            self._session.epoch_left()
+
+    def _epoch(self) -> Iterator[Any]:
         session = self._session
         held, more = None, True
         batches = self._batches()
@@ -174,7 +179,7 @@ class PeerSplitLoader:
             held = following if following is not None else held
             following = next(batches, None) if following is not None else None
             assert held is not None
-            session.consume(0 if repeated else len(held), repeated=repeated, more=following is not None)
+            session.consume(self.number, 0 if repeated else len(held), more=following is not None)
             yield to_device(self._collate(list(held)), session.device)
             more = session.more_anywhere
         session.epoch_given(self.number, self.epoch)

@@ -30,6 +30,7 @@ from syncline.learn.session import (
     refuse_sparse,
     seed_random,
 )
+from syncline.learn.silence import Silence
 from syncline.learn.surface import Factory, Session
 from syncline.ports import CollectivePort, Progress
 from syncline.protocols.rounds import equal_shares
@@ -77,6 +78,7 @@ class PeerSession(Session):
         self.more_anywhere = True  # and at any learner, as of the last update
         self.reference = 1  # a batch of so many examples is a whole one
         self.accumulating = False
+        self._silence = Silence()
         self._tables: list[ReducedOptimizer] = []
         self._owned: dict[int, str] = {}
         self._loaders: list[PeerLoader | PeerSplitLoader] = []
@@ -135,6 +137,7 @@ class PeerSession(Session):
             self.port.tell(PeerTable(number, layout))
         table = ReducedOptimizer(self, number, inner, model, layout, tensors)
         self._tables.append(table)
+        self._silence.add(tensors.parameters)
         return table
 
     def _compare(self, number: int, layout: Layout) -> None:
@@ -231,11 +234,17 @@ class PeerSession(Session):
         self._loaders.append(loader)
         return loader
 
-    def consume(self, count: int, *, repeated: bool, more: bool) -> None:
-        """A batch was handed to the loop: it belongs to the next gradient."""
+    def consume(self, loader: int, count: int, *, more: bool) -> None:
+        """A batch was handed to the loop: it belongs to the next gradient, without weight if it is a repeated one."""
         self.consumed += count
         self.batches += 1
-        self.repeating, self.more = repeated, more
+        self.repeating, self.more = count == 0, more
+        self._silence.handed_out(loader, repeated=self.repeating)
+
+    def epoch_left(self) -> None:
+        """The loop over a loader is over: what follows is computed on something else."""
+        self.repeating = False
+        self._silence.end()
 
     def epoch_begins(self, loader: int, epoch: int) -> None:
         self.more = self.more_anywhere = True
@@ -323,6 +332,7 @@ class PeerSession(Session):
         for table in self._tables:
             table.flush()
             table.release_hooks()
+        self._silence.end()
         self.port.tell(
             PeerClosed(
                 self.steps,

@@ -62,7 +62,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         self.hooks = Callbacks(
             model, list(zip(names, self._parameters, strict=True)), hooked=topology.layerwise
         )
-        self._reducer = Reducer(session, self._parameters, names, self.hooks, self._pipeline)
+        self._reducer = Reducer(session, number, self._parameters, names, self.hooks, self._pipeline)
         self._by_bucket = self._groups_by_bucket()
 
     def __repr__(self) -> str:
@@ -124,6 +124,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
             raise RunStopped
         self._reducer.compute()
         self._note_loss(loss)
+        self._reducer.refuse_torn()
         self._reducer.refuse_edits()
         self._reducer.finish()
         self._start_iteration()
@@ -153,7 +154,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
             current.epochs = self._session.take_marks()
         if self._session.config.most_delay:
             current.options = [_options(group) for group in self.param_groups]
-        current.iteration = self._pipeline.start()
+        self._pipeline.start()
         self._flying[current.iteration] = current
 
     # -- applying ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ the averages.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ from syncline.learn.buckets import Bucket, Header, make_buckets
 from syncline.learn.callbacks import Callbacks
 from syncline.ports import Reduction
 from syncline.protocols.buckets import Filling
-from syncline.protocols.pipeline import Pipeline
+from syncline.protocols.pipeline import Pipeline, ahead, behind, turn
+from syncline.topology.keeper import left_out
 
 if TYPE_CHECKING:
     from syncline.learn.peers import PeerSession
@@ -34,8 +36,8 @@ class Round:
     weight: int  # of this learner's gradient in the mean
     divisor: float
     header: Header
+    iteration: int
     stamp: int = 0
-    iteration: int = 0
     reductions: list[Reduction] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)  # that end with this gradient
     loss: tuple[float, int] = (0.0, 0)  # (sum over examples, examples)
@@ -52,13 +54,14 @@ class Reducer:
     def __init__(
         self,
         session: PeerSession,
+        table: int,
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
         hooks: Callbacks,
         pipeline: Pipeline,
     ) -> None:
         self._session, self._port, self._hooks, self._pipeline = session, session.port, hooks, pipeline
-        self._parameters, self._names = list(parameters), list(names)
+        self._table, self._parameters, self._names = table, list(parameters), list(names)
         topology = session.config.topology
         self._order = topology.apply
         limit = topology.bucket if topology.layerwise else None
@@ -71,11 +74,14 @@ class Reducer:
         self._shares = [size / sum(sizes) for size in sizes]  # of backward's time, as good as can be said
         self._computing = 0  # examples of the gradient that backward is making
         self.round: Round | None = None
-        self._queued = False  # backward's end will be noticed
+        self._backward: weakref.ref[_End] | None = (
+            None  # while one runs; torch lets go of it also where that fails
+        )
         self._batches = 0  # of the session's that are in gradients
+        self._given = 0  # of them, since the last step
         self._used = 0  # the session's examples that this table has had in gradients
         self._fresh = 0  # of them, since the last step
-        self._weight = 1  # of the last gradient
+        self._weight = 1  # of the last gradient with examples
         self.waited = self.spent = self.early = 0.0  # what the next header says
         self._handles = self._hook() if topology.layerwise else []
 
@@ -94,8 +100,8 @@ class Reducer:
         taken, self.round = self.round, None
         assert taken is not None
         self._filling.begin()
-        self._fresh = 0
-        self._queued = False  # a backward that failed has not said so
+        self._fresh = self._given = 0
+        self._backward = None
         return taken
 
     def close(self) -> None:
@@ -112,31 +118,33 @@ class Reducer:
     def _open_round(self) -> Round:
         """The gradient of a new iteration is being made; its weight in the mean is known by now.
 
-        Examples since the last step count, the weight of the last gradient where there were none: a backward that only
-        passes through this table (a generator's, through the discriminator) takes none away from the next.
+        Examples since the last step count, the weight of the last gradient where there were no batches: a backward that
+        only passes through this table (a generator's, through the discriminator) takes none away from the next.
         """
         session = self._session
         self._turn()
         self._fresh += session.consumed - self._used
+        self._given += session.batches - self._batches
         self._used, self._batches = session.consumed, session.batches
-        if self._fresh or session.repeating:
-            self._weight = self._fresh
-        weight = self._weight
+        self._weight = self._fresh or self._weight
+        only_repeated = not self._fresh and (self._given > 0 or session.repeating)
+        weight = 0 if only_repeated else self._weight
+        started = self._pipeline.started
         header = Header(
-            examples=weight,
-            gradients=float(weight > 0),
-            stop=float(session.port.stopping()),
-            more=float(session.more),
-            waited=self.waited,
-            spent=self.spent,
-            early=self.early,
+            weight,
+            float(weight > 0),
+            float(session.port.stopping()),
+            float(session.more),
+            self.waited,
+            self.spent,
+            self.early,
+            *turn(started),
         )
         divisor = (
             1.0 if session.learners == 1 else session.learners * session.reference / weight if weight else 0.0
         )
         self.waited = 0.0
-        slot = self._slots[self._pipeline.started % len(self._slots)]
-        return Round(slot, weight, divisor, header)
+        return Round(self._slots[started % len(self._slots)], weight, divisor, header, started)
 
     def _turn(self) -> None:
         """A course of dials may have turned with the epoch."""
@@ -201,15 +209,22 @@ class Reducer:
 
     def _made(self, index: int, parameter: Tensor) -> None:
         """Backward has made a parameter's gradient."""
+        self.refuse_torn()
+        if self._failed:
+            self.round = self._backward = None  # nothing of it is on its way
         current = self.round
-        if current is None or (self._filling.complete and not self._queued):
+        if current is None or (self._filling.complete and self._backward is None):
             current = self.round = self._again(current)
-        if not self._queued:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)  # type: ignore[attr-defined]
+        if self._backward is None:
+            end = _End(self._backward_done)
+            self._backward = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
         number, at = self._place[index]
         if current.divisor and parameter.grad is not None:
-            current.buckets[number].put(at, parameter.grad, current.divisor)
+            bucket = current.buckets[number]
+            if self.early_bird and parameter.grad is bucket.views[at]:  # the last mean, and added to
+                parameter.grad = parameter.grad.clone()
+            bucket.put(at, parameter.grad, current.divisor)
             if self.early_bird:
                 current.seen[index] = (parameter.grad, parameter.grad._version)
         ready = self._filling.come(index)
@@ -225,12 +240,28 @@ class Reducer:
             self._computing = fresh
             self._port.spend(fresh, FORWARD)
         if before is not None:
+            if not before.waited:
+                self.read_header(before)
             for reduction in before.reductions:
                 reduction.wait()
         return self._open_round()
 
+    @property
+    def _failed(self) -> bool:
+        """A backward raised, and its end was never noticed."""
+        return self._backward is not None and self._backward() is None
+
+    def refuse_torn(self) -> None:
+        """What was started in a backward that failed can be neither completed nor taken back."""
+        if self._failed and self.round is not None and self.round.reductions:
+            raise UsageError(
+                f"a backward of learner {self._session.rank} failed when {len(self.round.reductions)} of "
+                f"{len(self.buckets)} buckets of its gradient were on their way to the others, who have them now: this step "
+                "can neither be tried again nor left out. Use allreduce:blocking where a backward may fail"
+            )
+
     def _backward_done(self) -> None:
-        self._queued = False
+        self._backward = None
         rest = self._filling.rest()
         for number in rest:
             self._port.spend(self._computing, (1 - FORWARD) * self._shares[number])
@@ -261,7 +292,7 @@ class Reducer:
         self.waited += self._port.now() - before
         for bucket in current.buckets:
             bucket.open()
-        current.header = current.buckets[self.carrier].header
+        self._hear(current)
         factor = self.factor(current.header)
         for bucket in current.buckets:
             bucket.scale(factor)
@@ -291,4 +322,22 @@ class Reducer:
     def read_header(self, current: Round) -> None:
         self.wait_for(current, self.carrier)
         current.buckets[self.carrier].open()
-        current.header = current.buckets[self.carrier].header
+        self._hear(current)
+
+    def _hear(self, current: Round) -> None:
+        """What all have said; whether they are at the same step."""
+        header = current.header = current.buckets[self.carrier].header
+        if others := ahead(header.turns, current.iteration):
+            raise left_out(self._session.rank, self._table, current.iteration, others)
+        if others := behind(header.turns, current.iteration):
+            self._port.meet(f"a step of table {self._table} that {others} of the learners left out", None)
+
+
+class _End:
+    """What torch calls at the end of a backward."""
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._done = done
+
+    def __call__(self) -> None:
+        self._done()

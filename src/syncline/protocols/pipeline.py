@@ -7,7 +7,25 @@ At step t the reduction of iteration t starts, and all older than the last k are
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+TURNS = 3  # enough to tell one step more from one less
+
+
+def turn(steps: int) -> tuple[float, ...]:
+    """One learner's part of a count that all of them see: who has taken how many steps, modulo three."""
+    return tuple(float(steps % TURNS == each) for each in range(TURNS))
+
+
+def ahead(counts: Sequence[float], steps: int) -> int:
+    """How many have taken one step more than a learner with so many; a step left out is seen before the next is taken."""
+    return int(counts[(steps + 1) % TURNS])
+
+
+def behind(counts: Sequence[float], steps: int) -> int:
+    """How many have taken one step less."""
+    return int(counts[(steps - 1) % TURNS])
 
 
 class Pipeline:
@@ -17,10 +35,6 @@ class Pipeline:
         self.depth = depth  # k
         self.started = 0  # iterations
         self._flying: deque[int] = deque()
-
-    @property
-    def flying(self) -> int:
-        return len(self._flying)
 
     def start(self) -> int:
         """One more iteration's reduction starts; its number."""

@@ -252,6 +252,15 @@ def apart(rank: int, what: str, other: int) -> RunError:
     )
 
 
+def left_out(rank: int, table: int, steps: int, others: int) -> RunError:
+    """Somebody did not take a step that others took."""
+    return RunError(
+        f"learner {rank} has taken {steps} steps of table {table} where {others} other learners have taken {steps + 1}: it "
+        f"left out the step after backward {steps + 1}. Layer-wise, gradients are averaged while backward runs, so all "
+        "learners must step after the same backwards: decide together (session.mean), or use allreduce:blocking"
+    )
+
+
 def early(rank: int, steps: int, other: int, what: str) -> RunError:
     """Somebody left while the others go on."""
     return RunError(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from syncline.protocols.buckets import Filling, plan_buckets
 from syncline.protocols.ledger import Grant, Ledger
-from syncline.protocols.pipeline import Pipeline, Vote
+from syncline.protocols.pipeline import Pipeline, Vote, ahead, behind, turn
 from syncline.protocols.rounds import Rounds, equal_shares
 
 PARAMETERS = st.lists(
@@ -74,7 +74,7 @@ def test_a_delay_of_k_applies_exactly_k_steps_later(delay: int, steps: int) -> N
         applied.append(due)
     assert applied == list(range(steps)), "each once, in order, the last ones at the end"
     assert [step - stamp for step, stamp in sigmas] == [min(step, delay) for step in range(steps)]
-    assert pipeline.flying == 0 and pipeline.oldest() is None
+    assert pipeline.oldest() is None
 
 
 @given(st.lists(st.integers(0, 4), max_size=40))
@@ -85,10 +85,19 @@ def test_a_depth_that_changes_loses_nothing(depths: list[int]) -> None:
         pipeline.start()
         while (due := pipeline.due()) is not None:
             applied.append(due)
-        assert pipeline.flying <= depth
+        assert pipeline.started - len(applied) <= depth
     while (due := pipeline.flush()) is not None:
         applied.append(due)
     assert applied == list(range(len(depths)))
+
+
+@given(st.integers(1, 10**6), st.lists(st.booleans(), min_size=1, max_size=50))
+def test_a_step_that_some_have_left_out_is_seen_by_all(steps: int, left_out: list[bool]) -> None:
+    taken = [steps - missing for missing in left_out]
+    counts = [sum(column) for column in zip(*map(turn, taken), strict=True)]
+    for each in taken:
+        assert ahead(counts, each) == sum(other > each for other in taken)
+        assert behind(counts, each) == sum(other < each for other in taken)
 
 
 SUMS = st.lists(st.tuples(st.floats(0, 2), st.floats(0, 2), st.integers(0, 3)), max_size=300)
