@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from syncline.errors import RunError
 from syncline.protocols.clocks import Staleness
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
+from syncline.topology.belongings import joint_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,14 +220,6 @@ class Keeper:
             assert first.segments is not None
             buffers = joint_buffers([each[table].buffers for each in copies])
             self._emit(m.WeightsPart(tag, table, 0, first.version, first.segments, buffers))
-
-
-def joint_buffers(columns: list[list[Tensor]]) -> list[Tensor]:
-    """Mean of float buffers, maximum of the others (M6)."""
-    return [
-        torch.stack(column).mean(0) if column[0].is_floating_point() else torch.stack(column).amax(0)
-        for column in map(list, zip(*columns, strict=True))
-    ]
 
 
 def _difference(closed: dict[int, PeerClosed]) -> str | None:

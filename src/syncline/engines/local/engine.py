@@ -19,7 +19,7 @@ class LocalHandle(Handle):
 
     def __init__(self, spec: RunSpec, crashes: Mapping[str, int] | None = None) -> None:
         self._run = PeerSupervisor(spec) if spec.allreduce else Supervisor(spec, crashes)
-        self._thread = threading.Thread(target=self._run.main, name="syncline-supervisor", daemon=True)
+        self._thread = threading.Thread(target=self._run.thread.main, name="syncline-supervisor", daemon=True)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> Outcome:
@@ -31,20 +31,20 @@ class LocalHandle(Handle):
                 return self._wait(None)
             except KeyboardInterrupt:
                 self._run.command("kill")
-                self._run.done.wait(10)
+                self._run.thread.done.wait(10)
                 raise
 
     def _wait(self, timeout: float | None) -> Outcome:
-        if not self._run.done.wait(timeout):
+        if not self._run.thread.done.wait(timeout):
             raise TimeoutError(f"the run goes on after {timeout} s")
         self._thread.join()
-        if self._run.error is not None:
-            raise self._run.error
-        return self._run.outcome
+        if self._run.thread.error is not None:
+            raise self._run.thread.error
+        return self._run.thread.outcome
 
     @property
     def done(self) -> bool:
-        return self._run.done.is_set()
+        return self._run.thread.done.is_set()
 
     def stop(self) -> None:
         self._run.command("stop")
@@ -62,7 +62,7 @@ class LocalHandle(Handle):
         """Process ids by "learner r", "shard s" and so on."""
         return {
             f"{process.role} {process.rank}": process.pid
-            for process in self._run.processes
+            for process in self._run.thread.processes
             if process.state == "running"
         }
 

@@ -33,7 +33,7 @@ class Office(CoordinatorPort):
     # -- memory ------------------------------------------------------------------------------------------
 
     def make_table(self, table: int, layout: Layout) -> Region:
-        return self._run.region(Shelf.nbytes(layout, kept=self._run.geometry.kept))
+        return self._run.staff.region(Shelf.nbytes(layout, kept=self._run.staff.geometry.kept))
 
     def fill_table(self, handle: Region, layout: Layout, values: Sequence[Tensor]) -> None:
         shelf = self._shelf(handle, layout)
@@ -48,32 +48,32 @@ class Office(CoordinatorPort):
     def _shelf(self, handle: Region, layout: Layout) -> Shelf:
         """A mapping of its own: the run's could not be closed while tensors look at it."""
         region = Region(handle.nbytes, os.dup(handle.fd))
-        return Shelf(region, layout, kept=self._run.geometry.kept)
+        return Shelf(region, layout, kept=self._run.staff.geometry.kept)
 
     def make_lane(self, table: int, learner: int, layout: Layout) -> Region:
-        return self._run.region(Lane.nbytes(layout, slots=self._run.geometry.slots), learner)
+        return self._run.staff.region(Lane.nbytes(layout, slots=self._run.staff.geometry.slots), learner)
 
     # -- words -------------------------------------------------------------------------------------------
 
     def reply(self, learner: int, message: Any) -> None:
-        process = self._run.learners.get(learner)
+        process = self._run.staff.learners.get(learner)
         if process is not None:
             process.channel.try_send(message)
 
     def tell_shards(self, message: Any) -> None:
         parcel = pack(message)  # once: a table's state is as large as the model
-        for process in reversed(self._run.shards):
+        for process in reversed(self._run.staff.shards):
             process.channel.try_send(parcel)
         parcel.close()
 
     def add_dial(self, number: int, sync: Sync) -> None:
-        self._run.hub.add_dial(number, sync)
+        self._run.staff.hub.add_dial(number, sync)
 
     def reset_learners(self) -> None:
-        self._run.next_generation()
+        self._run.staff.next_generation()
 
     def new_desk(self, learner: int) -> tuple[int, Region]:
-        return self._run.generation, self._run.introduce(learner)
+        return self._run.staff.generation, self._run.staff.introduce(learner)
 
     def stop_learners(self) -> None:
         self._run.stop_learners()

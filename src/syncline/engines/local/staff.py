@@ -1,0 +1,158 @@
+"""The learners and shards of a run over servers: how they are started, and the shared memory between them.
+
+Not responsible for when: the supervisor says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+
+from syncline.engines.local.cargo import Parcel
+from syncline.engines.local.exchange import Ring
+from syncline.engines.local.learner import GENERATION, STOP, Hub, LearnerSpec
+from syncline.engines.local.memory import Bell, Region
+from syncline.engines.local.processes import Process, Processes
+from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometry, ServerSpec
+from syncline.engines.run import RunSpec
+
+SHARED, SERVERS = 0, -1  # owners of memory that are no learners
+YIELDS = {"learner": 1000, "shard": 200}
+"""A learner yields for the length of a small fold, a shard for the time between two learners' gradients: waking a sleeping
+core costs more than either."""
+
+
+def geometry_of(spec: RunSpec) -> Geometry:
+    """How many slots and kept versions the dials need (M11); two slots, so that any dial may follow."""
+    return Geometry(slots=max(2, spec.delay + 1), kept=spec.kept)
+
+
+class Staff:
+    """Those that run, and what they share."""
+
+    def __init__(self, spec: RunSpec, processes: Processes, task: Parcel, crashes: Mapping[str, int]) -> None:
+        self._spec, self._processes, self._task = spec, processes, task
+        self._crashes = dict(crashes)  # for tests: process name -> the operation it dies in, once
+        self.geometry = geometry_of(spec)
+        self.learners: dict[int, Process] = {}  # by learner id, while running
+        self.shards: list[Process] = []
+        self.generation = 0  # how often the servers were started anew
+        self.ids = spec.learners  # given so far
+        self._desks: dict[int, Region] = {}
+        self._regions: dict[int, list[Region]] = defaultdict(list)  # by learner; SHARED, and SERVERS' own
+        self._shared = self.region(Hub.nbytes())
+        self._shard_bells = [Bell() for _ in range(spec.shards)]
+        self.hub = Hub(self._shared)
+
+    # -- memory ------------------------------------------------------------------------------------------
+
+    def region(self, nbytes: int, owner: int = SHARED) -> Region:
+        """Shared memory that goes with the run, or with its owner."""
+        self._regions[owner].append(Region(nbytes))
+        return self._regions[owner][-1]
+
+    def release(self, owner: int) -> None:
+        """Whoever got it has mapped it; here it is needed no more."""
+        for region in self._regions.pop(owner, ()):
+            region.release()
+
+    # -- starting ----------------------------------------------------------------------------------------
+
+    def start_shards(self) -> None:
+        count = self._spec.shards
+        self.release(SERVERS)
+        log = self.region(8 * Ring.words(LOG_ENTRIES, max(1, count - 1)), SERVERS)
+        self.shards = []
+        for shard in range(count):
+            spec = ServerSpec(
+                shard,
+                count,
+                log,
+                self._shard_bells,
+                self.geometry,
+                YIELDS["shard"],
+                self._spec.folder,
+                self._crashes.pop(f"shard {shard}", None),
+            )
+            self.shards.append(self._processes.fork("shard", shard, shard, spec, None, 1))
+
+    def introduce(self, learner: int, bell: Bell | None = None) -> Region:
+        """A desk between a learner and the shards; its bell stays the same."""
+        self.release(learner)  # what it had with servers that are gone
+        desk = self._desks[learner] = self.region(Desk.nbytes(), learner)
+        bell = bell or self.learners[learner].bell
+        assert bell is not None
+        for shard in self.shards:
+            shard.channel.try_send(AddLearner(learner, desk, bell))
+        return desk
+
+    def start_learner(self, learner: int, rank: int) -> None:
+        bell = Bell()
+        desk = self.introduce(learner, bell)
+        spec = LearnerSpec(
+            learner,
+            self._shared,
+            desk,
+            bell,
+            self._shard_bells[0],
+            self.geometry,
+            YIELDS["learner"],
+            self.generation,
+            self._spec.session(rank),
+            self._crashes.pop(f"learner {rank}", None),
+        )
+        process = self._processes.fork("learner", learner, rank, spec, bell, self._threads())
+        self.learners[learner] = process
+        process.channel.try_send(self._task)
+
+    def _threads(self) -> int:
+        """Of a learner."""
+        if self._spec.threads is not None:
+            return self._spec.threads
+        spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
+        return max(1, spare // self._spec.learners)
+
+    def new_ids(self) -> dict[int, int]:
+        """As many learners as in the beginning: ids with their ranks."""
+        first = self.ids + 1
+        self.ids += self._spec.learners
+        return {first + rank: rank for rank in range(self._spec.learners)}
+
+    # -- telling learners --------------------------------------------------------------------------------
+
+    def stop_learners(self) -> None:
+        """They leave after their step."""
+        self.hub.words[STOP] = 1
+        self._ring_learners()
+
+    def next_generation(self) -> None:
+        """Learners notice that the servers are new ones."""
+        self.generation += 1
+        self.hub.words[GENERATION] = self.generation
+        self._ring_learners()
+
+    def _ring_learners(self) -> None:
+        for process in self.learners.values():
+            if process.bell is not None:
+                process.bell.ring()
+
+    # -- what desks show ---------------------------------------------------------------------------------
+
+    def stepped(self, learner: int) -> bool:
+        """It has sent a note."""
+        return self._desks[learner].words[0] > 0
+
+    def heard(self) -> tuple[dict[int, int], set[int]]:
+        """How far each learner is, and who waits."""
+        seen = {number: Desk.heard(self._desks[number]) for number in self.learners}
+        progress = {number: count for number, (count, _) in seen.items()}
+        return progress, {number for number, (_, waits) in seen.items() if waits}
+
+    def close(self) -> None:
+        """Nothing stays behind; the processes have ended."""
+        for bell in self._shard_bells:
+            bell.close()
+        del self.hub
+        for owner in list(self._regions):
+            self.release(owner)

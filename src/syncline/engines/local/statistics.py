@@ -1,0 +1,53 @@
+"""Statistics of a running run: the caller's questions, their answers, and the processes in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from syncline.engines.local.processes import Process
+from syncline.engines.local.thread import RunThread
+from syncline.topology import messages as m
+
+PATIENCE = 10.0  # seconds that a caller waits for an answer
+
+
+def with_processes(
+    statistics: m.Statistics, processes: Iterable[Process], state: Callable[[Process], str]
+) -> m.Statistics:
+    """The same with all processes in it; `state` says what a running learner does."""
+    found = []
+    for process in processes:
+        learner = process.role == "learner"
+        now = state(process) if learner and process.state == "running" else process.state
+        steps = statistics.steps.get(process.rank, 0) if learner else 0
+        loss = statistics.losses.get(process.rank) if learner else None
+        found.append(m.ProcessStatistics(process.role, process.rank, process.pid, now, steps, loss))
+    return dataclasses.replace(statistics, processes=tuple(found))
+
+
+class Questions:
+    """Asked by callers on their own threads, answered by the leading shard."""
+
+    def __init__(self, thread: RunThread) -> None:
+        self._thread = thread
+        self._asked = 0
+        self._answers: dict[int, m.Statistics] = {}
+        self.open: list[m.AskStatistics] = []  # not answered yet
+
+    def ask(self) -> m.Statistics:
+        """At the end of a run, those of its end."""
+        with self._thread.changed:
+            self._asked += 1
+            number = self._asked
+            self._thread.command(m.AskStatistics(number))
+            self._thread.changed.wait_for(
+                lambda: number in self._answers or self._thread.done.is_set(), PATIENCE
+            )
+            return self._answers.pop(number, self._thread.outcome.statistics)
+
+    def answer(self, statistics: m.Statistics) -> None:
+        self.open = [asked for asked in self.open if asked.number != statistics.number]
+        with self._thread.changed:
+            self._answers[statistics.number] = statistics
+            self._thread.changed.notify_all()

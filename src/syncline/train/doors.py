@@ -1,0 +1,166 @@
+"""`train` and `launch`. `train`'s learners run `learn.training`, a loop that any user could have written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from syncline.engines.options import PATIENCE, Checkpoints, Faults
+from syncline.engines.run import Callback, Engine
+from syncline.errors import UsageError
+from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
+from syncline.train.checks import batches_of, check_training
+from syncline.train.run import Run
+from syncline.train.spec import DEFAULT_LEARNERS, Dial, engine_of, learners_of, place_of, run_spec
+
+
+def launch(
+    function: Callable[..., Any],
+    *arguments: Any,
+    learners: int = DEFAULT_LEARNERS,
+    sync: Dial = "hardsync",
+    topology: str = "servers",
+    engine: str | Engine = "local",
+    device: str | Sequence[str] | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    clip_norm: float | None = None,
+    batch_size: int | None = None,
+    warmstart: int = 0,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    checkpoint_every: int | str | None = None,
+    keep_checkpoints: int = 2,
+    on_error: str = "raise",
+    replace: bool = False,
+    patience: float | None = PATIENCE,
+    kill_hung: bool = False,
+    wait: bool = True,
+    **keywords: Any,
+) -> Any:
+    """Run `function(session, *arguments, **keywords)` in every learner; a `Result`, or a `Run` with wait=False.
+
+    `batch_size` is needed only by dials whose rate depends on it. Everything else a learner needs is passed
+    through: models, data and functions defined in a script or notebook travel, tensors are shared. For faults and
+    checkpoints see `train`; a function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
+    """
+    runner = engine_of(engine)
+    learners = learners_of(runner, learners, topology, wait)
+    if not callable(function):
+        raise UsageError(f"launch takes a function of (session, ...), got {type(function).__name__}")
+    spec = run_spec(
+        place=place_of(runner),
+        function=function,
+        arguments=arguments,
+        keywords=keywords,
+        learners=learners,
+        sync=sync,
+        topology=topology,
+        device=device,
+        seed=seed,
+        threads=threads,
+        clip_norm=clip_norm,
+        batch_size=batch_size,
+        joint_batch=batch_size * learners if batch_size else None,
+        warm=warmstart,
+        faults=Faults(on_error, replace, patience, kill_hung),
+        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
+    )
+    run = Run(runner, spec, None)
+    return run.wait() if wait else run
+
+
+def train(
+    model: nn.Module | Callable[[], nn.Module],
+    data: Dataset[Any],
+    *,
+    loss: Loss | None = None,
+    objective: Objective | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    sync: Dial = "softsync:1",
+    topology: str = "servers",
+    engine: str | Engine = "local",
+    learners: int = DEFAULT_LEARNERS,
+    batch_size: int = 32,
+    global_batch_size: int | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    evaluate: Dataset[Any] | Callable[[nn.Module], dict[str, float]] | None = None,
+    clip_norm: float | None = None,
+    warmstart: int = 0,
+    device: str | Sequence[str] | None = None,
+    seed: int = 0,
+    policy: str = "ledger",
+    collate: Callable[[list[Any]], Any] | None = None,
+    threads: int | None = None,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    checkpoint_every: int | str | None = None,
+    keep_checkpoints: int = 2,
+    on_error: str = "raise",
+    replace: bool = False,
+    patience: float | None = PATIENCE,
+    kill_hung: bool = False,
+    callbacks: Sequence[Callback] = (),
+    wait: bool = True,
+) -> Any:
+    """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
+
+    Give `loss(output, target)` for (input, target) batches, or `objective(model, batch)` for any other. The run ends after
+    `epochs`, or after `steps` updates. `global_batch_size`, of all learners together, takes the place of `batch_size`. `evaluate` is a data set like `data`, or a function of the model; it
+    runs beside the learners at each epoch's end, on one version. A callback gets each epoch's record and ends the run by returning True.
+
+    The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
+    number) or seconds (a text such as "30s") and at the end; `resume` goes on from one. A learner that dies is left out, with
+    `replace` another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner
+    not heard of for `patience` seconds is named, and ended with `kill_hung`.
+    """
+    runner = engine_of(engine)
+    learners = learners_of(runner, learners, topology, wait)
+    each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)
+    built, made = check_training(
+        model, data, loss, objective, optimizer, each, epochs, steps, policy, seed, sync
+    )
+    if steps is None and epochs is None:
+        epochs = 1
+    plan = Training(
+        model=built,
+        data=data,
+        objective=objective or Supervised(loss),  # type: ignore[arg-type]
+        optimizer=optimizer,
+        schedule=schedule,
+        batch_size=each,
+        global_batch_size=joint,
+        epochs=epochs,
+        policy=policy,
+        collate=collate,
+    )
+    spec = run_spec(
+        place=place_of(runner),
+        function=run_training,
+        arguments=(plan,),
+        learners=learners,
+        sync=sync,
+        topology=topology,
+        device=device,
+        seed=seed,
+        threads=threads,
+        clip_norm=clip_norm,
+        batch_size=each,
+        joint_batch=joint or each * learners,
+        limit=steps,
+        warm=warmstart,
+        epochs=epochs,
+        evaluate=evaluation_of(built, evaluate, loss, objective, each, collate),
+        callbacks=tuple(callbacks),
+        faults=Faults(on_error, replace, patience, kill_hung),
+        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
+    )
+    run = Run(runner, spec, built, made)
+    return run.wait() if wait else run

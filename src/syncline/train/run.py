@@ -1,0 +1,154 @@
+"""A run in progress, and what it leaves (M10)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline.dial import Sync, as_sync
+from syncline.engines.run import Engine, EpochRecord, Event, Handle, Outcome, RunSpec
+from syncline.engines.sim.account import Simulated
+from syncline.errors import DialError, UsageError
+from syncline.learn.session import check_whole, refuse_weighted
+from syncline.protocols.clocks import Staleness
+from syncline.report.recording import record_run
+from syncline.topology.messages import Statistics
+
+MOST_DIALS = 64  # in one run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run leaves (M10)."""
+
+    version: int
+    updates: int
+    gradients: int
+    dropped: int
+    staleness: Staleness
+    throughput: float  # examples/s
+    seconds: float
+    history: list[EpochRecord]
+    logs: list[tuple[int, float, dict[str, Any]]]
+    events: list[Event]
+    returned: list[Any]
+    interrupted: bool
+    statistics: Statistics
+    simulated: Simulated | None = None  # where the time of a simulated run went
+    model: nn.Module | None = None
+    _tables: dict[int, tuple[int, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
+
+    def state_dict(self, table: int = 0) -> dict[str, Tensor]:
+        """Parameters and buffers of one table at its last version, by name."""
+        if table not in self._tables:
+            raise UsageError(f"the run has tables {sorted(self._tables)}, not {table}")
+        return self._tables[table][1]
+
+
+class Run:
+    """A run in progress, from `wait=False`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        spec: RunSpec,
+        model: nn.Module | None,
+        made: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self._spec, self._model, self._made = spec, model, made
+        self._changes = 0
+        self.recording = record_run(spec, engine, model)  # None without a run folder
+        if self.recording is not None:
+            spec = dataclasses.replace(spec, listeners=(*spec.listeners, self.recording.heard))
+        self._handle: Handle = engine.start(spec)
+        if self.recording is not None:
+            self.recording.follow(self._handle)
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """The result; raises what went wrong."""
+        try:
+            outcome = self._handle.wait(timeout)
+        except TimeoutError:
+            raise
+        except BaseException:
+            self._recorded()
+            raise
+        self._recorded()
+        before = self._spec.restored.counts.examples.get(0, 0) if self._spec.restored else 0
+        return result_of(outcome, model=self._model, before=before)
+
+    def _recorded(self) -> None:
+        if self.recording is not None:
+            self.recording.finish()
+
+    @property
+    def done(self) -> bool:
+        """The run has ended, well or not."""
+        return self._handle.done
+
+    def stop(self) -> None:
+        """End soon: learners finish their step."""
+        if self.recording is not None:
+            self.recording.stopped = True
+        self._handle.stop()
+
+    def add_learners(self, count: int = 1) -> None:
+        """More learners join the run; they count from the version they first read."""
+        check_whole("count", count)
+        self._handle.add_learners(count)
+
+    def change(self, sync: str | Sync) -> None:
+        """Another dial, from the next version on."""
+        dial = as_sync(sync)
+        self._changes += 1
+        if self._changes + len(self._spec.course.dials) > MOST_DIALS:
+            raise DialError(f"a run may have {MOST_DIALS} dials, this one has had them; start another run")
+        dial.check(self._spec.learners, self._spec.batch_size)
+        if dial.delay > self._spec.delay:
+            raise DialError(
+                f"{dial} keeps {dial.delay + 1} versions, this run was started to keep {self._spec.delay + 1}: "
+                f"start it with a course that holds it, for example '{self._spec.course} until 100 then {dial}'"
+            )
+        if self._made is not None:
+            refuse_weighted(dial, self._made)
+        self._handle.change(dial)
+
+    def statistics(self) -> Statistics:
+        """Versions, staleness, who waits for whom."""
+        return self._handle.statistics()
+
+
+def result_of(outcome: Outcome, *, model: nn.Module | None, before: int) -> Result:
+    table = outcome.statistics.tables.get(0)
+    if model is not None and 0 in outcome.tables:
+        model = copy.deepcopy(model).cpu()
+        model.load_state_dict(outcome.tables[0][1], strict=False)
+    seconds = outcome.seconds - outcome.began
+    return Result(
+        version=table.version if table else 0,
+        updates=table.version if table else 0,
+        gradients=table.gradients if table else 0,
+        dropped=table.dropped if table else 0,
+        staleness=outcome.staleness,
+        throughput=(table.examples - before) / seconds if table and seconds else 0.0,
+        seconds=outcome.seconds,
+        history=outcome.history,
+        logs=outcome.logs,
+        events=outcome.events,
+        returned=[outcome.returned.get(rank) for rank in range(_ranks(outcome))],
+        interrupted=outcome.interrupted,
+        statistics=outcome.statistics,
+        simulated=outcome.simulated,
+        model=model,
+        _tables=outcome.tables,
+    )
+
+
+def _ranks(outcome: Outcome) -> int:
+    lost = [event.rank for event in outcome.events if event.rank is not None]
+    return max([*outcome.returned, *lost], default=-1) + 1

@@ -1,0 +1,134 @@
+"""What every run needs before it starts: its engine and devices, a course of dials and a topology that fit, a `RunSpec`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from syncline.dial import Course, Sync
+from syncline.engines.local.engine import Local
+from syncline.engines.options import Checkpoints, Faults
+from syncline.engines.run import Engine, RunSpec
+from syncline.engines.sim.engine import Sim
+from syncline.engines.torchrun.engine import Torchrun
+from syncline.engines.torchrun.place import Place
+from syncline.errors import DialError, NotYetError, UsageError
+from syncline.learn.session import check_whole
+from syncline.topology.parse import AllReduce, Servers, auto_shards, check_all_reduce, parse_topology
+
+DEFAULT_LEARNERS = 2
+ENGINES: dict[str, type[Engine]] = {"local": Local, "sim": Sim}
+Dial = str | Sync | Mapping[int, str | Sync] | Course
+
+
+def run_spec(
+    *,
+    place: Place | None,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    learners: int,
+    sync: Dial,
+    topology: str,
+    device: str | Sequence[str] | None,
+    batch_size: int | None,
+    faults: Faults,
+    checkpoints: Checkpoints,
+    **rest: Any,
+) -> RunSpec:
+    check_whole("learners", learners)
+    if isinstance(rest["warm"], bool) or not isinstance(rest["warm"], int) or rest["warm"] < 0:
+        raise UsageError(f"warmstart is a number of updates, at least 0, got {rest['warm']!r}")
+    if rest["threads"] is not None:
+        check_whole("threads", rest["threads"])
+    if rest["clip_norm"] is not None and not rest["clip_norm"] > 0:
+        raise UsageError(
+            f"clip_norm must be a number > 0, got {rest['clip_norm']!r}; leave it out not to clip"
+        )
+    course = Course.of(sync)
+    for _, dial in course.dials:
+        dial.check(learners, batch_size)
+    found = parse_topology(topology)
+    allreduce = found if isinstance(found, AllReduce) else None
+    if allreduce is not None:
+        check_all_reduce(
+            allreduce,
+            course,
+            clip_norm=rest["clip_norm"],
+            warm=rest["warm"],
+            on_error=faults.on_error,
+            replace=faults.replace,
+        )
+        checkpoints.refuse_all_reduce()
+    elif any(dial.auto for _, dial in course.dials):
+        raise DialError(
+            f"{course}: the delay adapts over all-reduce only; give delayed:k, or topology='allreduce'"
+        )
+    servers = found if isinstance(found, Servers) else Servers(1, True)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shards = servers.shards if servers.fixed else auto_shards(learners, cores, lockstep=course.first.lockstep)
+    devices = devices_of(device, learners)
+    if place is not None:
+        devices = (devices_of(device, place.local)[place.local_rank],)
+        checkpoints = checkpoints if place.rank == 0 else dataclasses.replace(checkpoints, run_dir=None)
+    return RunSpec(
+        function=function,
+        arguments=arguments,
+        learners=learners,
+        course=course,
+        shards=shards,
+        fixed_shards=servers.fixed,
+        allreduce=allreduce,
+        devices=devices,
+        batch_size=batch_size,
+        **rest,
+        **faults.fields(),
+        **checkpoints.fields(rest["seed"]),
+    )
+
+
+def devices_of(device: str | Sequence[str] | None, learners: int) -> tuple[str, ...]:
+    """One device per learner; "cuda" deals the GPUs out in turn."""
+    if device is None:
+        return ("cpu",) * learners
+    names = [device] if isinstance(device, str) else list(device)
+    if names == ["cuda"]:
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise UsageError('device="cuda" but torch sees no GPU here; leave device= out to train on CPUs')
+        names = [f"cuda:{index}" for index in range(count)]
+    for name in names:
+        try:
+            found = torch.device(name)
+        except RuntimeError as error:
+            raise UsageError(f"device {name!r} is none that torch knows") from error
+        if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+            raise UsageError(f"device {name!r}, but torch sees {torch.cuda.device_count()} GPUs here")
+    return tuple(names[rank % len(names)] for rank in range(learners))
+
+
+def engine_of(engine: str | Engine) -> Engine:
+    if isinstance(engine, Engine):
+        return engine
+    if engine == "ray":
+        raise NotYetError('engine="ray" is understood but not built yet; working now: local, sim')
+    if engine == "local" and (place := Place.here()) is not None:
+        return Torchrun(place)
+    if engine not in ENGINES:
+        raise UsageError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
+    return ENGINES[engine]()
+
+
+def place_of(engine: Engine) -> Place | None:
+    """Of this process, where torchrun has started it."""
+    return engine.place if isinstance(engine, Torchrun) else None
+
+
+def learners_of(engine: Engine, learners: int, topology: str, wait: bool) -> int:
+    place = place_of(engine)
+    if place is None:
+        return learners
+    return place.check(topology=topology, learners=learners, default=DEFAULT_LEARNERS, wait=wait)
