@@ -27,6 +27,7 @@ from syncline.dial import Course
 from syncline.engines.sim.cluster import Cluster, Compute
 from syncline.engines.sim.fitting import Measured
 from syncline.engines.sim.kept import keep
+from syncline.engines.sim.scheduling import spin_seconds, time_slice
 from syncline.engines.sim.shard_work import Folding, Work, service
 from syncline.engines.sim.turns import Turns, Window, Workload
 from syncline.learn.session import make_optimizer, shards_for
@@ -78,12 +79,14 @@ class Calibration:
 
     def __init__(self, work: Workload, syncs: Sequence[str], *, learners: int) -> None:
         self._stack = ExitStack()
-        self._work, self._learners = work, learners
+        self._work = work
+        self._beside = min(learners, cores()) - 1  # more would take time from the one that is measured
         self._shards = {sync: table_shards(work, learners, sync) for sync in syncs}
         self._folding = Folding(work)
+        self._slice, self._spin = time_slice(), median(spin_seconds() for _ in range(5))
         enter = self._stack.enter_context
         self._plain = enter(Turns(work))
-        self._loops = enter(Turns(work, learners=learners - 1)) if learners > 1 else None
+        self._loops = enter(Turns(work, learners=self._beside)) if self._beside else None
         self._one = {
             sync: enter(Turns(work, sync=sync, shards=shards, fixed_shards=True))
             for sync, shards in self._shards.items()
@@ -142,8 +145,10 @@ class Calibration:
         return Measured(
             sync=sync,
             shards=self._shards[sync],
-            beside=self._learners - 1,
+            beside=self._beside,
             cores=cores(),
+            slice=self._slice,
+            spin=self._spin,
             nbytes=self._folding.nbytes,
             step=step,
             compute=share(lambda sample: sample.one.compute / sample.one.step),

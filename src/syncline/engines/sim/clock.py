@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Hashable, Sized
 
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.cores import Cores
+from syncline.engines.sim.queues import Queues
 
 Action = Callable[[], None]
 
@@ -51,21 +52,29 @@ class Machines:
     """Work that takes time: at once where cores are not counted, else shared by all that work on a machine."""
 
     def __init__(self, clock: Clock, cluster: Cluster) -> None:
-        self._clock, self._count = clock, cluster.cores
-        self._cores: dict[int, Cores] = {}
+        self._clock, self._cluster, self._count = clock, cluster, cluster.cores
+        self._cores: dict[int, Cores | Queues] = {}
         self._planned: dict[int, int] = {}  # machine -> which of its plans is the last
 
-    def run(self, machine: int, seconds: float, then: Action) -> None:
-        """`then` happens when so many seconds of work are done."""
+    def run(self, machine: int, seconds: float, then: Action, who: Hashable) -> None:
+        """`then` happens when so many seconds of this process's work are done."""
         if self._count is None:
             self._clock.after(seconds, then)
             return
-        self._cores.setdefault(machine, Cores(self._count)).add(self._clock.now, seconds, then)
+        if machine not in self._cores:
+            self._cores[machine] = self._make(self._count)
+        self._cores[machine].add(self._clock.now, seconds, then, who)
         self._plan(machine)
 
-    def served(self, machine: int) -> float:
-        """Seconds of work that a task which was there from the beginning has had."""
-        return self._cores[machine].served(self._clock.now) if machine in self._cores else self._clock.now
+    def _make(self, count: int) -> Cores | Queues:
+        cluster = self._cluster
+        if cluster.slice is None:
+            return Cores(count)
+        return Queues(count, slice=cluster.slice, spin=cluster.spin)
+
+    def served(self, machine: int, who: Hashable) -> float:
+        """Seconds of work that a process which has worked from the beginning has had."""
+        return self._cores[machine].served(self._clock.now, who)
 
     def cancel(self, machine: int, then: Action) -> None:
         """That work ends where it is; without counted cores it stays planned, and must not mind."""
@@ -83,7 +92,8 @@ class Machines:
         if number == self._planned[machine]:  # else others came or went since
             then = self._cores[machine].done(self._clock.now)
             self._plan(machine)
-            then()
+            if then is not None:
+                then()
 
 
 class Pause:

@@ -133,6 +133,10 @@ class Cluster:
     shards_per_machine: int | None = 1
     beside: bool = False  # shards are on the learners' machines, not on their own
     cores: int | None = None  # of a machine; None: everybody has one
+    slice: float | None = (
+        None  # seconds that a core is somebody's before others' turn; None: shared evenly at every moment
+    )
+    spin: float = 0.0  # seconds for which somebody who waits keeps its core (with slices)
     card: Link = field(default_factory=Link)  # each machine's network card, each way
     memory: Link = field(default_factory=Link)  # inside a machine
     copy: Cost = field(default_factory=Cost)  # a learner's: hand over a gradient, take over weights
@@ -146,6 +150,9 @@ class Cluster:
         _number("Cluster", "slowdown", self.slowdown, least=1.0)
         _number("Cluster", "crowding", self.crowding)
         _number("Cluster", "message", self.message)
+        _number("Cluster", "spin", self.spin)
+        if self.slice is not None:
+            _number("Cluster", "slice", self.slice, above=True)
         if self.stragglers > 1:
             raise UsageError(
                 f"Cluster: stragglers is a share of the learners, at most 1, got {self.stragglers:g}"

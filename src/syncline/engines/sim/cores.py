@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Hashable
 from typing import Any
 
 
@@ -28,13 +29,13 @@ class Cores:
         """Seconds of work that every task gets in a second."""
         return min(1.0, self._cores / len(self._tasks)) if self._tasks else 1.0
 
-    def add(self, now: float, seconds: float, task: Any) -> None:
+    def add(self, now: float, seconds: float, task: Any, who: Hashable = None) -> None:
         self._advance(now)
         self._count += 1
         heapq.heappush(self._tasks, (self._served + seconds, self._count, task))
 
-    def served(self, now: float) -> float:
-        """What a task that was there from the beginning has had by now."""
+    def served(self, now: float, who: Hashable = None) -> float:
+        """What a task that was there from the beginning has had by now, whosever it is."""
         self._advance(now)
         return self._served
 

@@ -23,7 +23,7 @@ STAND_IN = (
     64  # rows and columns of the table that stands for the model's; only its share of the costs matters
 )
 STEPS = 200  # of each learner
-CLOSER = 2  # times that the latency is corrected
+CLOSER, CLOSE = 10, 0.002  # times that the latency is corrected at most, and when a step is long enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,8 @@ class Measured:
     shards: int  # of the table
     beside: int  # plain loops
     cores: int
+    slice: float | None  # of a core, where two want it
+    spin: float  # for which a learner yields before it sleeps
     nbytes: int  # of the table
     step: float  # all of it
     compute: float  # its own part of it
@@ -58,6 +60,8 @@ class Measured:
             shards_per_machine=None,
             beside=True,
             cores=self.cores,
+            slice=self.slice,
+            spin=self.spin,
             copy=Cost(per_byte=self.copy / self.nbytes),
             take=Cost(per_byte=self.take / self.nbytes),
             fold=Cost(per_byte=self.fold / self.nbytes),
@@ -76,14 +80,18 @@ class Measured:
         """What is missing of the step is on its way, in as many messages as the number of shards makes it."""
         found = _delayed(self.bare(), LEAST)
         least = simulate(found, self, learners=1, loops=self.beside).step
-        latency = (self.step - least) / 2
+        low, high, latency = LEAST, self.step, (self.step - least) / 2
         for _ in range(CLOSER):
             if latency <= LEAST:
                 return found
-            trial = _delayed(found, latency)
-            longer = simulate(trial, self, learners=1, loops=self.beside).step - least
-            latency *= (self.step - least) / longer
-        return _delayed(found, latency)
+            found = _delayed(found, latency)
+            step = simulate(found, self, learners=1, loops=self.beside).step
+            if abs(step / self.step - 1) < CLOSE:
+                break
+            low, high = (latency, high) if step < self.step else (low, latency)
+            latency *= (self.step - least) / max(LEAST, step - least)
+            latency = latency if low < latency < high else (low + high) / 2
+        return found
 
     def _intrusion(self, known: float) -> float:
         """What others' gradients take from each computation, beyond what sharing cores explains.
@@ -117,12 +125,11 @@ def simulate(cluster: Cluster, of: Measured, *, learners: int, loops: int = 0) -
     )
     world = World(spec, _scaled(cluster, of.nbytes))
     machine = cluster.machine_of_learner(0)
-    for _ in range(loops):
-        world.machines.run(machine, float("inf"), _nothing)
+    for loop in range(loops):
+        world.machines.run(machine, float("inf"), _nothing, loop)
     outcome = world.run()
-    share = 1 - world.machines.served(machine) / outcome.seconds if loops else 0.0
-    step = outcome.seconds / STEPS
-    return Simulated(step, share * step * loops)
+    served = sum(world.machines.served(machine, loop) for loop in range(loops))
+    return Simulated(outcome.seconds / STEPS, (loops * outcome.seconds - served) / STEPS)
 
 
 def _delayed(cluster: Cluster, latency: float) -> Cluster:

@@ -244,7 +244,7 @@ class SimLearner(LearnerPort):
         while line:
             seconds, arrive = line[0]
             if seconds:
-                self._world.machines.run(self.machine, seconds, lambda: self._copied_in(line))
+                self._world.machines.run(self.machine, seconds, lambda: self._copied_in(line), self)
                 return
             line.popleft()
             arrive()
@@ -272,7 +272,7 @@ class SimLearner(LearnerPort):
         self._steps += 1
         self._computation += 1
         number, self.pause.working = self._computation, True
-        world.machines.run(self.machine, seconds, self._computed)
+        world.machines.run(self.machine, seconds, self._computed, self)
         return lambda: not self.pause.working or number != self._computation
 
     def _computed(self) -> None:
@@ -315,7 +315,7 @@ class SimLearner(LearnerPort):
             self._copied()
 
         self._copying = True
-        self._world.machines.run(self.machine, seconds, done)
+        self._world.machines.run(self.machine, seconds, done, self)
 
     def ring(self) -> None:
         pass

@@ -119,7 +119,7 @@ class SimServer(ServerPort):
                 action()
             else:
                 self._busy = self.pause.working = True
-                self._world.machines.run(self.machine, seconds, self._worked)
+                self._world.machines.run(self.machine, seconds, self._worked, self)
                 return
 
     def _worked(self) -> None:
