@@ -63,6 +63,7 @@ def table_shards(work: Workload, learners: int, sync: str) -> int:
 class Sample:
     """Windows that followed each other: one learner, and the plain loops beside it and without it."""
 
+    plain: Window  # a loop in the learner's place
     one: Window
     beside: tuple[Window, ...]  # plain loops beside the learner
     before: tuple[Window, ...]  # the same beside another plain loop
@@ -83,7 +84,7 @@ class Calibration:
         self._beside = min(learners, cores()) - 1  # more would take time from the one that is measured
         self._shards = {sync: table_shards(work, learners, sync) for sync in syncs}
         self._folding = Folding(work)
-        self._slice, self._spin = time_slice(), median(spin_seconds() for _ in range(5))
+        self._slice, self._spin = time_slice(), spin_seconds()
         enter = self._stack.enter_context
         self._plain = enter(Turns(work))
         self._loops = enter(Turns(work, learners=self._beside)) if self._beside else None
@@ -110,9 +111,9 @@ class Calibration:
 
     def sample(self, sync: str, seconds: float) -> Sample:
         """One more look at one learner under this dial."""
-        _, before = self._crowded(lambda: self._plain.window(seconds / 2))
+        (plain,), before = self._crowded(lambda: self._plain.window(seconds / 2))
         (one,), beside = self._crowded(lambda: self._one[sync].window(seconds))
-        found = Sample(one=one, beside=tuple(beside), before=tuple(before))
+        found = Sample(plain=plain, one=one, beside=tuple(beside), before=tuple(before))
         self.samples[sync].append(found)
         return found
 
@@ -140,8 +141,12 @@ class Calibration:
         def share(part: Callable[[Sample], float]) -> float:
             return step * median(part(sample) for sample in samples)
 
-        fold, serve = (median(getattr(work, name) for work in self.works) for name in ("fold", "serve"))
-        table = fold if Course.of(sync).first.lockstep else fold + serve
+        unit = share(lambda sample: sample.plain.step / sample.one.step)
+        shares = {
+            name: median(getattr(work, name) / work.compute for work in self.works)
+            for name in ("copy", "take", "fold", "serve")
+        }
+        table = shares["fold"] + (0.0 if Course.of(sync).first.lockstep else shares["serve"])
         return Measured(
             sync=sync,
             shards=self._shards[sync],
@@ -154,11 +159,8 @@ class Calibration:
             compute=share(lambda sample: sample.one.compute / sample.one.step),
             spread=spread_of(sample.one.inequality for sample in samples),
             lost=share(lambda sample: sample.lost),
-            copy=median(work.copy for work in self.works),
-            take=median(work.take for work in self.works),
-            fold=fold,
-            serve=serve,
-            handle=max(0.0, median(self.services[sync]) - table),
+            handle=unit * max(0.0, median(self.services[sync]) - table),
+            **{name: unit * value for name, value in shares.items()},
         )
 
 

@@ -35,6 +35,7 @@ SECONDS = 0.03  # of each measurement
 class Work:
     """Seconds, for the whole table on one shard."""
 
+    compute: float  # a computation beside the others: the unit, since the machine's speed drifts
     copy: float  # all parameters, once
     take: float  # a gradient into a mean
     fold: float  # the optimizer's step
@@ -72,17 +73,18 @@ class Folding:
 
     def measure(self) -> Work:
         """With one thread, as shards have; after a computation each, as in a run, where the caches are the learners'."""
-        copy, fold, serve, two = (list[float]() for _ in range(4))
+        compute, copy, fold, serve, two = (list[float]() for _ in range(5))
         with one_thread():
             start = time.perf_counter()
             while time.perf_counter() - start < SECONDS or len(two) < 2:
-                self._compute()
+                compute.append(seconds_of(self._compute))
                 copy.append(seconds_of(self._copy))
                 fold.append(seconds_of(lambda: self._update(1)))
                 serve.append(seconds_of(lambda: self._shard.read(0, self._inbox)))
                 self._compute()
                 two.append(seconds_of(lambda: self._update(2)))
         return Work(
+            compute=median(compute),
             copy=median(copy),
             take=max(0.0, median(two) - median(fold))
             / 2,  # half of what a second gradient, and with it the mean, adds
@@ -115,9 +117,9 @@ def _memory(layout: Layout) -> list[Tensor]:
 
 
 def service(work: Workload, sync: str) -> float:
-    """The leading shard's seconds for a gradient's note, fold and all, where it has the whole table.
+    """The leading shard's time for a gradient's note, fold and all, where it has the whole table; in computations' time.
 
-    Of a simulated run of one learner that computes, by the machine's clock.
+    Of a simulated run of one learner, by the machine's clock.
     """
     spec = RunSpec(
         function=_steps,
@@ -140,19 +142,25 @@ def service(work: Workload, sync: str) -> float:
                 taken.append(time.perf_counter() - before)
 
         role.note = note  # type: ignore[method-assign]
-        world.run()
-    return median(taken[1:])
+        outcome = world.run()
+    return median(taken[1:]) / float(outcome.returned[0])
 
 
-def _steps(session: Session, work: Workload) -> None:
+def _steps(session: Session, work: Workload) -> float:
+    """The median time of a computation."""
     model, batch = work.model(), work.batch(work.batch_size)
     optimizer = session.optimizer(model, work.optimizer)
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < SECONDS or count < 3:
+
+    def compute() -> None:
         optimizer.zero_grad()
         work.objective(model, batch).backward()
+
+    taken: list[float] = []
+    start = time.perf_counter()
+    while time.perf_counter() - start < SECONDS or len(taken) < 3:
+        taken.append(seconds_of(compute))
         optimizer.step()
-        count += 1
+    return median(taken)
 
 
 def seconds_of(action: Callable[[], Any]) -> float:

@@ -102,7 +102,7 @@ def test_the_spread_of_a_lognormal_is_found_again() -> None:
 
 def test_lost_shares_add_up() -> None:
     before, beside = Window(steps=1, step=1.0), Window(steps=1, step=1.25)
-    sample = Sample(one=before, beside=(beside, before), before=(before, before))
+    sample = Sample(plain=before, one=before, beside=(beside, before), before=(before, before))
     assert sample.lost == pytest.approx(0.2)
 
 
