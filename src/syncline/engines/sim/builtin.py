@@ -16,7 +16,7 @@ import torch
 
 from syncline.engines.record import learner_error
 from syncline.engines.sim.fibers import Handler
-from syncline.engines.sim.learner import COMPUTING, WAITING, SimLearner
+from syncline.engines.sim.learner import WAITING, SimLearner
 from syncline.engines.sim.promises import Own, Promise
 from syncline.engines.sim.states import Random
 from syncline.engines.sim.stepping import TableEnd
@@ -69,7 +69,7 @@ class Builtin(SimLearner):
             self.send(lambda: self._world.raised(self, failure))
 
     def _resume(self) -> None:
-        self.fiber.resume()  # it draws only where a gradient is made, from its own states
+        self.fiber.resume()
 
     def _make_own(self) -> Own:
         outside = Random()
@@ -129,8 +129,13 @@ class Builtin(SimLearner):
         self.passed(began, time)
 
     def wake(self) -> None:
-        if self.waits_for is not None and self._ready():
-            super().wake()
+        if self.waits_for is None or not self._ready() or self.fiber.done:
+            return
+        clock, until = self._world.clock, self.pause.until
+        if clock.now < until:
+            clock.at(until, self.wake)
+        else:
+            self.fiber.resume()  # it draws only where a gradient is made, from its own states
 
     def ask(self, message: Any) -> Generator[None, None, Any]:
         """Ask the coordinator; its answer."""
@@ -143,13 +148,23 @@ class Builtin(SimLearner):
 
     def compute(self, examples: int) -> Steps:
         """The time of one gradient."""
-        yield from self.give_way(self.start_computing(examples), "its own computation", COMPUTING)
+        clock = self._world.clock
+        began = clock.now
+        self._begin_computing(examples)
+        self.waits_for, self._ready = "its own computation", self._idle
+        yield
+        self.waits_for = None
+        self._compute += clock.now - began
+
+    def _idle(self) -> bool:
+        return not self.pause.working
 
     @property
     def ending(self) -> bool:
         limit = self.config.limit
-        reached = limit is not None and self.table is not None and self.table.version >= limit
-        return reached or self.stopping()
+        if limit is not None and self.table is not None and self.table.version >= limit:
+            return True
+        return self.stopping()
 
     def rest(self, index: int) -> None:
         """Nothing to compute: nobody need wait for this learner."""
@@ -240,7 +255,7 @@ class Feed:
         """Have the next portion, and as many after it as are read ahead."""
         ahead = self._shop.ahead
         while self._more and len(self.waiting) <= ahead and not self._learner.ending:
-            portion = yield from self._next(block=not self.waiting)
+            portion = self._at_hand() or (yield from self._next(block=not self.waiting))
             if portion is None:
                 break
             self._more = not portion.end
@@ -291,6 +306,15 @@ class Feed:
             learner.rest(self._index)
             yield from learner.rested()
         return self._seen(portion)
+
+    def _at_hand(self) -> Portion | None:
+        """What `_next` gives in most cases, for less."""
+        learner = self._learner
+        if not self._started or learner.resting:
+            return None
+        self._ask()
+        portion = learner.portions.pop((LOADER, self._index), None)
+        return None if portion is None else self._seen(portion)
 
     def _rest_until(self) -> Generator[None, None, Portion | None]:
         self._learner.post(Note(Kind.BLOCKED, loader=LOADER, upto=self._index))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Hashable, Sized
+from heapq import heappop, heappush
 
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.cores import Cores
@@ -24,15 +24,15 @@ class Clock:
     def at(self, time: float, action: Action) -> None:
         self._planned += 1
         now = self.now
-        heapq.heappush(self._queue, (time if time > now else now, self._planned, action))
+        heappush(self._queue, (time if time > now else now, self._planned, action))
 
     def after(self, delay: float, action: Action) -> None:
         self._planned += 1
-        heapq.heappush(self._queue, (self.now + delay, self._planned, action))
+        heappush(self._queue, (self.now + delay, self._planned, action))
 
     def run(self, going: Sized) -> None:
         """Actions for as long as there are any, and somebody is left in `going`."""
-        queue, pop = self._queue, heapq.heappop
+        queue, pop = self._queue, heappop
         while queue and going:
             self.now, _, action = pop(queue)
             self.events += 1
@@ -42,7 +42,7 @@ class Clock:
         """Run the next action; False if there is none."""
         if not self._queue:
             return False
-        self.now, _, action = heapq.heappop(self._queue)
+        self.now, _, action = heappop(self._queue)
         self.events += 1
         action()
         return True
@@ -99,17 +99,19 @@ class Machines:
 class Pause:
     """Somebody is held for a while; work that is under way is done so much later."""
 
+    __slots__ = ("debt", "until", "working")
+
     def __init__(self) -> None:
         self.until = 0.0
         self.working = False
-        self._owed = 0.0
+        self.debt = 0.0  # seconds to wait at the end of the work
 
     def begin(self, now: float, seconds: float) -> None:
         self.until = max(self.until, now) + seconds
         if self.working:
-            self._owed += seconds
+            self.debt += seconds
 
     def owed(self) -> float:
         """Seconds to wait at the end of a piece of work, once."""
-        owed, self._owed = self._owed, 0.0
+        owed, self.debt = self.debt, 0.0
         return owed

@@ -7,6 +7,7 @@ import dataclasses
 import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,31 +202,32 @@ class SimLearner(LearnerPort):
         if self.dead:
             return
         if self._copying:
-            self._outbox.append(lambda: self._send(action, target, nbytes))
+            self._outbox.append(partial(self._send, action, target, nbytes))
         else:
             self._send(action, target, nbytes)
 
     def _send(self, action: Action, target: int | None, nbytes: int) -> None:
         world = self._world
-        arrival = (
-            world.clock.now + world.cluster.card.latency
-            if target is None
-            else world.network.send(world.clock.now, self.machine, target, nbytes)
-        )
-        self._arrival = max(self._arrival, arrival)
-        world.clock.at(self._arrival, action)
+        clock = world.clock
+        if target is None:
+            arrival = clock.now + world.cluster.card.latency
+        else:
+            arrival = world.network.send(clock.now, self.machine, target, nbytes)
+        if arrival > self._arrival:
+            self._arrival = arrival
+        clock.at(self._arrival, action)
 
     def _send_bulk(self, note: Note, parts: list[int], action: Action) -> None:
         """Each shard's part goes to its machine; the note is there with the leading shard's."""
         world = self._world
-        lane = world.lanes.get((note.table, self.learner))
+        lane = world.lanes.get((note.table, self.learner)) if len(parts) > 1 else None
         for shard in range(1, len(parts)):
             if lane is not None:
                 arrival = world.network.send(
                     world.clock.now, self.machine, world.cluster.machine_of_shard(shard), parts[shard]
                 )
                 lane.under_way[shard, note.number] = arrival
-        self._send(action, world.cluster.machine_of_shard(0), parts[0])
+        self._send(action, world.first_machine, parts[0])
 
     def _copied(self) -> None:
         """The gradient lies ready: it leaves, and what waited behind it."""
@@ -235,7 +237,12 @@ class SimLearner(LearnerPort):
 
     def take_in(self, shard: int, seconds: float, arrive: Action) -> None:
         """What a shard sent is here: it is copied, after all that this shard sent before."""
-        line = self._incoming.setdefault(shard, deque())
+        line = self._incoming.get(shard)
+        if line is None:
+            line = self._incoming[shard] = deque()
+        if not line and not seconds:
+            arrive()
+            return
         line.append((seconds, arrive))
         if len(line) == 1:
             self._copy_in(line)
@@ -244,7 +251,7 @@ class SimLearner(LearnerPort):
         while line:
             seconds, arrive = line[0]
             if seconds:
-                self._world.machines.run(self.machine, seconds, lambda: self._copied_in(line), self)
+                self._world.machines.run(self.machine, seconds, partial(self._copied_in, line), self)
                 return
             line.popleft()
             arrive()
@@ -264,6 +271,11 @@ class SimLearner(LearnerPort):
 
     def start_computing(self, examples: int) -> Callable[[], bool]:
         """One gradient's computation begins; says whether it is done. Wakes the learner then."""
+        self._begin_computing(examples)
+        number = self._computation
+        return lambda: not self.pause.working or number != self._computation
+
+    def _begin_computing(self, examples: int) -> None:
         world = self._world
         seconds = self._pace * world.cluster.one_step(
             examples, rank=self.rank, step=self.step, seed=world.seed
@@ -271,15 +283,15 @@ class SimLearner(LearnerPort):
         self.step += 1
         self._steps += 1
         self._computation += 1
-        number, self.pause.working = self._computation, True
+        self.pause.working = True
         world.machines.run(self.machine, seconds, self._computed, self)
-        return lambda: not self.pause.working or number != self._computation
 
     def _computed(self) -> None:
-        if owed := self.pause.owed():
-            self._world.clock.after(owed, self._computed)
+        pause = self.pause
+        if pause.debt:
+            self._world.clock.after(pause.owed(), self._computed)
             return
-        self.pause.working = False
+        pause.working = False
         if not self.dead:
             self.wake()
 
@@ -291,31 +303,28 @@ class SimLearner(LearnerPort):
         if world.watch is not None and not self.stale:
             world.watch.posted(self.learner, note)
         server = self._leader
+        arrive = partial(server.note, self, note)
         if note.kind not in BULK:
-            self.send(lambda: server.note(self, note), server.machine)
+            self.send(arrive, server.machine)
             return
         parts = world.tables[note.table].part_bytes
-
-        def leave() -> None:
-            self._send_bulk(note, parts, lambda: server.note(self, note))
-
+        leave = partial(self._send_bulk, note, parts, arrive)
         seconds = world.cluster.copy.seconds(sum(parts))
         if self._copying:
-            self._outbox.append(lambda: self._copy_first(seconds, leave))
+            self._outbox.append(partial(self._copy_first, seconds, leave))
         else:
             self._copy_first(seconds, leave)
 
     def _copy_first(self, seconds: float, leave: Action) -> None:
-        if not seconds:
+        if seconds:
+            self._copying = True
+            self._world.machines.run(self.machine, seconds, partial(self._leave, leave), self)
+        else:
             leave()
-            return
 
-        def done() -> None:
-            leave()
-            self._copied()
-
-        self._copying = True
-        self._world.machines.run(self.machine, seconds, done, self)
+    def _leave(self, leave: Action) -> None:
+        leave()
+        self._copied()
 
     def ring(self) -> None:
         pass

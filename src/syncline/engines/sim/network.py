@@ -15,6 +15,8 @@ from syncline.engines.sim.cluster import Cluster
 class Way:
     """One direction of a card: when it is taken. Spans that touch are one."""
 
+    __slots__ = ("_ends", "_starts", "busy")
+
     def __init__(self) -> None:
         self._starts: list[float] = []
         self._ends: list[float] = []
@@ -22,9 +24,15 @@ class Way:
 
     def book(self, now: float, ready: float, seconds: float) -> float:
         """The start of the first free time of that length, not before `ready`; it is taken then."""
-        self._forget(now)
         self.busy += seconds
         starts, ends = self._starts, self._ends
+        if ends and ends[0] <= now:
+            past = bisect_right(ends, now)
+            del starts[:past], ends[:past]
+        if not ends or ends[-1] < ready:
+            starts.append(ready)
+            ends.append(ready + seconds)
+            return ready
         place = bisect_right(ends, ready)  # the first span that ends later
         start = ready
         while place < len(starts) and starts[place] < start + seconds:
@@ -48,12 +56,6 @@ class Way:
             starts.insert(place, start)
             ends.insert(place, end)
 
-    def _forget(self, now: float) -> None:
-        ends = self._ends
-        if ends and ends[0] <= now:
-            past = bisect_right(ends, now)
-            del self._starts[:past], ends[:past]
-
 
 class Network:
     """All cards of a cluster, made as they are used."""
@@ -63,7 +65,7 @@ class Network:
         self._far, self._near = cluster.card.latency, cluster.memory.latency  # of messages without bulk data
         self._out: dict[int, Way] = {}
         self._in: dict[int, Way] = {}
-        self._last: dict[tuple[int, int], float] = {}  # (source, target) -> the last arrival
+        self._last: dict[int, float] = {}  # source and target in one number -> the last arrival
         self.moved = 0  # bytes between machines
         self.copied = 0  # bytes inside machines
 
@@ -73,7 +75,7 @@ class Network:
             arrival = self._arrival(now, source, target, nbytes)
         else:
             arrival = now + (self._near if source == target else self._far)
-        pair = (source, target)
+        pair = (source << 32) + target
         last = self._last.get(pair, 0.0)
         if last > arrival:
             return last
@@ -90,9 +92,16 @@ class Network:
         seconds = link.seconds(nbytes)
         if not seconds:
             return now + link.latency + link.setup
-        out = self._out.setdefault(source, Way()).book(now, now + link.setup, seconds)
-        into = self._in.setdefault(target, Way()).book(now, out + link.latency, seconds)
+        out = self._way(self._out, source).book(now, now + link.setup, seconds)
+        into = self._way(self._in, target).book(now, out + link.latency, seconds)
         return into + seconds
+
+    @staticmethod
+    def _way(ways: dict[int, Way], machine: int) -> Way:
+        way = ways.get(machine)
+        if way is None:
+            way = ways[machine] = Way()
+        return way
 
     def cards(self) -> dict[int, tuple[float, float]]:
         """Seconds for which each machine's card was sending, and receiving."""

@@ -6,6 +6,7 @@ What the role decides happens at once in memory; its effects go out when the wor
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from syncline.engines.sim.learner import SimLearner
     from syncline.engines.sim.world import World
 
+FOLD = int(Kind.FOLD)
 PARTS = (Kind.TAKE, Kind.PUT)  # entries that need the shard's part of a slot
 
 
@@ -37,23 +39,22 @@ class SimServer(ServerPort):
         self.role = world.make_role(self)
         self.pause = Pause()
         self.dead = False  # nothing reaches it, and what it sent is lost
-        self._inputs: deque[tuple[Entry | None, Action]] = deque()
+        self._inputs: deque[tuple[Entry | None, SimLearner | None, Any]] = deque()
         self._work: deque[tuple[float, Action | None]] = deque()  # what the input in hand costs and causes
         self._busy = False
         cluster = world.cluster
-        self._message = cluster.message
-        self._costs: dict[int, Cost] = {Kind.TAKE: cluster.take, Kind.FOLD: cluster.fold}
+        self._clock, self._message = world.clock, cluster.message
+        self._costs: dict[int, Cost] = {int(Kind.TAKE): cluster.take, FOLD: cluster.fold}
+        self._known_costs: dict[tuple[int, int], float] = {}  # by kind and table
 
     # -- what comes in -----------------------------------------------------------------------------------
 
     def note(self, learner: SimLearner, note: Note) -> None:
         """A learner's note has arrived (leading shard only)."""
-
-        def handle() -> None:
-            learner.handled = self._world.clock.now
-            self.role.note(learner.learner, note)
-
-        self.receive(handle)
+        if not self.dead:
+            self._inputs.append((None, learner, note))
+            if not self._busy:
+                self._next()
 
     def handle(self, event: Any) -> None:
         """An event from the coordinator or another shard has arrived."""
@@ -66,24 +67,29 @@ class SimServer(ServerPort):
     def receive(self, action: Action, entry: Entry | None = None) -> None:
         """One thing after another, in the order they came."""
         if not self.dead:
-            self._inputs.append((entry, action))
+            self._inputs.append((entry, None, action))
             self._next()
 
     def _next(self) -> None:
-        clock = self._world.clock
-        while self._inputs and not self._busy and not self.dead:
-            entry, action = self._inputs[0]
+        clock, inputs = self._clock, self._inputs
+        while inputs and not self._busy and not self.dead:
+            entry, learner, what = inputs[0]
             ready = self.pause.until
             if entry is not None:
                 ready = max(ready, self._there(entry))
             if ready > clock.now:
                 clock.at(ready, self._next)
                 return
-            self._inputs.popleft()
+            inputs.popleft()
             if self._message:
                 self._work.append((self._message, None))
-            action()
-            self._go_on()
+            if learner is None:
+                what()
+            else:
+                learner.handled = clock.now
+                self.role.note(learner.learner, what)
+            if self._work:
+                self._go_on()
 
     def _there(self, entry: Entry) -> float:
         """When this shard's part of what the entry speaks of has arrived."""
@@ -95,10 +101,13 @@ class SimServer(ServerPort):
     # -- work --------------------------------------------------------------------------------------------
 
     def spend(self, kind: int, table: int, times: int = 1) -> None:
-        world = self._world
-        if kind == Kind.FOLD and table == 0 and self.shard == 0:
-            self._effect(world.folded)
-        self._add_work(times * self._costs[kind].seconds(world.tables[table].part_bytes[self.shard]))
+        if kind == FOLD and table == 0 and self.shard == 0:
+            self._effect(self._world.folded)
+        seconds = self._known_costs.get((kind, table))
+        if seconds is None:
+            nbytes = self._world.tables[table].part_bytes[self.shard]
+            seconds = self._known_costs[kind, table] = self._costs[kind].seconds(nbytes)
+        self._add_work(times * seconds)
 
     def _add_work(self, seconds: float) -> None:
         if seconds:
@@ -112,9 +121,9 @@ class SimServer(ServerPort):
             action()
 
     def _go_on(self) -> None:
-        self._busy = False
-        while self._work and not self.dead:
-            seconds, action = self._work.popleft()
+        self._busy, work = False, self._work
+        while work and not self.dead:
+            seconds, action = work.popleft()
             if action is not None:
                 action()
             else:
@@ -123,12 +132,17 @@ class SimServer(ServerPort):
                 return
 
     def _worked(self) -> None:
-        if owed := self.pause.owed():
-            self._world.clock.after(owed, self._worked)
+        pause = self.pause
+        if pause.debt:
+            self._clock.after(pause.owed(), self._worked)
             return
-        self.pause.working = False
-        self._go_on()
-        self._next()
+        pause.working = False
+        if self._work:
+            self._go_on()
+        else:
+            self._busy = False
+        if self._inputs and not self._busy:
+            self._next()
 
     # -- the port ----------------------------------------------------------------------------------------
 
@@ -158,21 +172,24 @@ class SimServer(ServerPort):
         if lane is None:
             return
         target = world.learners[learner]
-        lane.under_way.pop((self.shard, number), None)
-        nbytes = self._to_move(table, lane, target, reading) if reading is not None else 0
-        if reading is not None and self.shard == 0:
-            target.decided = world.clock.now
+        if self.shard:
+            lane.under_way.pop((self.shard, number), None)
+        nbytes = 0
+        if reading is not None:
+            nbytes = self._to_move(table, lane, target, reading)
+            if self.shard == 0:
+                target.decided = self._clock.now
+        arrive = partial(self._arrive, lane, target, number, reading)
+        self._effect(partial(world.send_weights, self, target, nbytes, arrive))
 
-        def arrive() -> None:
-            if self.dead:
-                return
-            if reading is None:
-                lane.freed[self.shard] = number
-            else:
-                lane.released[self.shard] = (number, reading)
-            target.wake()
-
-        self._effect(lambda: world.send_weights(self, target, nbytes, arrive))
+    def _arrive(self, lane: Traffic, target: SimLearner, number: int, reading: Reading | None) -> None:
+        if self.dead:
+            return
+        if reading is None:
+            lane.freed[self.shard] = number
+        else:
+            lane.released[self.shard] = (number, reading)
+        target.wake()
 
     def _to_move(self, table: int, lane: Traffic, target: SimLearner, reading: Reading) -> int:
         """Bytes of weights that go to a learner: none that it has (R4)."""
@@ -187,11 +204,12 @@ class SimServer(ServerPort):
 
     def grant(self, learner: int, portion: Portion) -> None:
         target = self._world.learners[learner]
-        arrive = self._if_alive(lambda: target.give(portion))
-        self._effect(lambda: self._world.send(self.machine, target.machine, arrive))
+        arrive = partial(self._if_alive, target.give, portion)
+        self._effect(partial(self._world.send, self.machine, target.machine, arrive))
 
-    def _if_alive(self, action: Action) -> Action:
-        return lambda: None if self.dead else action()
+    def _if_alive(self, action: Callable[[Any], None], what: Any) -> None:
+        if not self.dead:
+            action(what)
 
     def share_norms(self, table: int, version: int, norms: Tensor) -> None:
         self._effect(lambda: self._world.share_norms(self.shard, table, version, norms))
@@ -206,5 +224,5 @@ class SimServer(ServerPort):
         self.report(write_part(self._world.folder, (number, name, tensors, notes)))
 
     def report(self, message: Any) -> None:
-        arrive = self._if_alive(lambda: self._world.coordinator.from_shard(message))
-        self._effect(lambda: self._world.soon(arrive))
+        arrive = partial(self._if_alive, self._world.coordinator.from_shard, message)
+        self._effect(partial(self._world.soon, arrive))

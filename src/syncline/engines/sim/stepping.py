@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, SupportsFloat, cast
 
 import torch
@@ -168,10 +169,11 @@ class TableEnd:
     # -- reading -----------------------------------------------------------------------------------------
 
     def _wait(self, number: int) -> Generator[None, None, Reading]:
-        releases = self._releases
-        what = f"ticket {number} of table {TABLE}"
-        yield from self._learner.give_way(lambda: releases.reading(number) is not None, what, TICKET)
-        reading = releases.reading(number)
+        reading = self._releases.reading(number)
+        if reading is None:
+            there = partial(self._releases.there, number)
+            yield from self._learner.give_way(there, f"ticket {number} of table {TABLE}", TICKET)
+            reading = self._releases.reading(number)
         assert reading is not None
         return reading
 

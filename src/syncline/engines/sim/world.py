@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ class World:
         self.clock = Clock()
         self.clock.now = moment.seconds
         self.network = Network(cluster)
+        self.first_machine = cluster.machine_of_shard(0)
         self.machines = Machines(self.clock, cluster)
         on_gpu = any(device.startswith("cuda") for device in spec.devices)
         self.streams = Streams(gpus=on_gpu and self.workshop is None)
@@ -165,8 +167,9 @@ class World:
     def send_weights(self, server: SimServer, learner: SimLearner, nbytes: int, arrive: Action) -> None:
         """To a learner, which copies them."""
         seconds = self.cluster.copy.seconds(nbytes) if nbytes else 0.0
-        shard = server.shard
-        self.send(server.machine, learner.machine, lambda: learner.take_in(shard, seconds, arrive), nbytes)
+        self.send(
+            server.machine, learner.machine, partial(learner.take_in, server.shard, seconds, arrive), nbytes
+        )
 
     def share_norms(self, shard: int, table: int, version: int, norms: Tensor) -> None:
         brought = self._norms.setdefault((table, version), {})
