@@ -50,9 +50,11 @@ class Folding:
             return []
         if self._lockstep:
             return self._ready_round(version, members)
-        if len(self._queue) < self.quorum(members):
+        queue = self._queue
+        if not queue or len(queue) < self.quorum(members):
             return []
-        return self.rest(version)
+        self._queue = []
+        return queue
 
     def quorum(self, members: Members) -> int:
         """Gradients of the next update; who rests is not counted where others would wait for it."""

@@ -336,12 +336,15 @@ class Ledger:
         return self._next_returned(member) or self._next_fresh(member)
 
     def _next_fresh(self, member: _Learner) -> Span | None:
-        state, owner = self._unfinished.get(member.epoch), self._owner(member)
-        if state is None or owner not in state.fresh:
+        state, owner = self._unfinished.get(member.epoch), member.rank if self._partition else 0
+        whole = state.fresh.get(owner) if state is not None else None
+        if state is None or whole is None:
             return None
-        span, rest = state.fresh.pop(owner).cut(self._batch_size)
+        span, rest = whole.cut(self._batch_size)
         if rest:
             state.fresh[owner] = rest
+        else:
+            del state.fresh[owner]
         return span
 
     def _next_returned(self, member: _Learner) -> Span | None:
@@ -510,7 +513,11 @@ class Ledger:
         if self._barrier:
             self._admit_late()
             self._cross_barrier()
-        self._finish_epochs()
+        state = self._unfinished.get(self._done)
+        if state is not None and state.left == 0:
+            self._finish_epochs()
+        if not self._out:
+            return []
         out, self._out = self._out, []
         return out
 

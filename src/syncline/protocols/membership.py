@@ -33,6 +33,7 @@ class Members:
         self._clocks: dict[int, int] = {}  # clock -> active members that have it
         self._slowest: int | None = None
         self.present = 0  # active members
+        self.started = not self._expected  # the first fold waits for all initial learners' start (M3)
 
     def __len__(self) -> int:
         return len(self.live)
@@ -40,14 +41,9 @@ class Members:
     def __contains__(self, learner: int) -> bool:
         return learner in self.live
 
-    @property
-    def started(self) -> bool:
-        """The first fold waits for all initial learners' start (M3)."""
-        return not self._expected
-
     def join(self, learner: int, rank: int, iteration: int) -> Member:
         """A joiner's clock starts at the slowest's (M8)."""
-        self._expected.discard(learner)
+        self._came(learner)
         member = Member(learner, rank, iteration, clock=self.slowest() or 0)
         self.live[learner] = member
         self._count(member)
@@ -55,10 +51,14 @@ class Members:
 
     def excuse(self, learner: int) -> None:
         """Nobody waits for its start."""
+        self._came(learner)
+
+    def _came(self, learner: int) -> None:
         self._expected.discard(learner)
+        self.started = not self._expected
 
     def leave(self, learner: int) -> Member | None:
-        self._expected.discard(learner)
+        self._came(learner)
         member = self.live.pop(learner, None)
         if member is not None and not member.resting:
             self._discount(member)

@@ -257,13 +257,17 @@ class Sequence:
             ticket = replace(ticket, weight=1 / max(1, self.version - ticket.stamp))
         self._folding.add(ticket)
         self._gate.arrive(ticket.learner, ticket.number, ticket.iteration, self.version, ticket.silent)
-        return [Take(ticket), *self._advance()]
+        decisions = self._advance()
+        decisions.insert(0, Take(ticket))
+        return decisions
 
     def _advance(self) -> list[Decision]:
         decisions: list[Decision] = []
-        while not self.full and (tickets := self._folding.ready(self.version, self.members)):
+        limit, folding, members = self._limit, self._folding, self.members
+        while (limit is None or self.version < limit) and (tickets := folding.ready(self.version, members)):
             decisions += self._fold(tickets)
-        return decisions + list(self._gate.open(self.version))
+        decisions += self._gate.open(self.version)
+        return decisions
 
     def _factor(self) -> float:
         """Of the rate, by the number of learners."""
@@ -280,7 +284,8 @@ class Sequence:
         factor = self._factor()
         if self._damps:
             factor /= max(1.0, sigma)
-        decisions: list[Decision] = [Fold(self.version, tuple(tickets), leader(tickets).learner, factor)]
+        first = leader(tickets) if len(tickets) > 1 else tickets[0]
+        decisions: list[Decision] = [Fold(self.version, tuple(tickets), first.learner, factor)]
         if self.version == self._warm:
             cold, self._cold = self._cold, {}
             for learner, (rank, number) in sorted(cold.items(), key=lambda item: item[1]):

@@ -64,4 +64,4 @@ class Span(NamedTuple):
         middle = self.start + length
         if middle >= self.stop:
             return self, None
-        return self._replace(stop=middle), self._replace(start=middle)
+        return Span(self.epoch, self.start, middle), Span(self.epoch, middle, self.stop)

@@ -253,7 +253,7 @@ class Leader:
 
     def _fold(self, table: int, fold: Fold) -> None:
         tickets = fold.tickets
-        first = next(ticket for ticket in tickets if ticket.learner == fold.leader)
+        first = tickets[0]
         if len(tickets) > 1:
             first = max((t for t in tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
             if self._replay.options_changed:

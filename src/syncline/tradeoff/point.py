@@ -16,7 +16,7 @@ from syncline.engines.sim.timing import Timing
 from syncline.errors import LearnerError, UsageError
 from syncline.jobs import Job
 from syncline.learn.training import evaluation_of
-from syncline.topology.parse import Servers, parse_topology
+from syncline.topology.parse import AllReduce, parse_topology
 from syncline.tradeoff.grid import Point
 from syncline.tradeoff.rows import Row, asked
 from syncline.train import Result, train
@@ -101,10 +101,13 @@ def time_job(job: Job) -> Timing:
     engine, topology = made["engine"], parse_topology(job.topology)
     if not isinstance(engine, Sim):
         raise UsageError(f"timing is the simulator's, this job runs on {job.engine}")
-    if not isinstance(topology, Servers):
-        raise UsageError(f"timing knows servers only, not {topology}; write topology = 'servers:1'")
     parameters = [each for each in made["model"].parameters() if each.requires_grad]
     count = sum(each.numel() for each in parameters)
+    where: dict[str, Any] = {}
+    if isinstance(topology, AllReduce):
+        where = {"topology": job.topology, "layers": [each.numel() for each in parameters if each.numel()]}
+    elif topology.fixed:
+        where["shards"] = topology.shards
     return engine.timing(
         parameters=count,
         itemsize=round(sum(each.numel() * each.element_size() for each in parameters) / count),
@@ -112,12 +115,12 @@ def time_job(job: Job) -> Timing:
         learners=job.learners,
         batch_size=job.batch_size,
         sync=made["sync"],
-        shards=topology.shards if topology.fixed else 1,
         epochs=job.epochs or (None if job.steps else 1),
         steps=job.steps,
         policy=job.policy,
         warmstart=job.warmstart,
         seed=job.seed,
+        **where,
     )
 
 

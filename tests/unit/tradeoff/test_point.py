@@ -60,9 +60,30 @@ def test_what_goes_wrong_is_in_the_row() -> None:
     assert said(RunError("one")) == "RunError: one" and said(KeyError()) == "KeyError: "
 
 
-def test_timing_is_the_simulator_s_with_servers() -> None:
+def test_timing_is_the_simulator_s() -> None:
     point = Point(sync="hardsync", learners=2, batch_size=32)
     with pytest.raises(UsageError, match="timing is the simulator's"):
         time_job(job(point, "engine=local"))
-    with pytest.raises(UsageError, match="timing knows servers only"):
-        time_job(job(point, "topology=allreduce"))
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "delayed:1"])
+@pytest.mark.parametrize("topology", ["allreduce", "allreduce:layerwise"])
+@pytest.mark.parametrize("policy", ["ledger", "partition"])
+def test_sizes_alone_over_all_reduce(sync: str, topology: str, policy: str) -> None:
+    point = Point(sync=sync, learners=3, batch_size=32)
+    changes = (f"topology='{topology}'", f"policy={policy}", "model={name='mlp',sizes=[64,32,10]}")
+    trained, timed = (
+        run_point(job(point, *changes), point),
+        run_point(job(point, *changes), point, timing=True),
+    )
+    assert not trained.error and not timed.error
+    for name in ("updates", "gradients", "mean_staleness", "max_staleness", "epochs"):
+        assert getattr(timed, name) == getattr(trained, name), name
+    for name in ("seconds", "throughput"):
+        assert getattr(timed, name) == pytest.approx(getattr(trained, name), rel=0.02), name
+
+
+def test_a_dial_that_all_reduce_does_not_have_is_said() -> None:
+    point = Point(sync="async", learners=2, batch_size=32)
+    row = run_point(job(point, "topology=allreduce"), point, timing=True)
+    assert "async" in row.error and row.seconds is None

@@ -113,7 +113,7 @@ class Builtin(SimLearner):
 
     def _promise(self, table: TableEnd, portion: Portion, parts: int) -> Promise:
         indices = self.shop.indices(portion.epoch, portion.start, portion.stop, parts)
-        promise = Promise(table.weights, indices, self.own)
+        promise = Promise(table.weights, indices, portion.stop - portion.start, self.own)
         self.shop.computer.promise(promise)
         return promise
 
@@ -161,10 +161,10 @@ class Builtin(SimLearner):
 
     @property
     def ending(self) -> bool:
-        limit = self.config.limit
+        world, limit = self._world, self.config.limit
         if limit is not None and self.table is not None and self.table.version >= limit:
             return True
-        return self.stopping()
+        return world.stopping or self.dead or world.recorder.error is not None
 
     def rest(self, index: int) -> None:
         """Nothing to compute: nobody need wait for this learner."""

@@ -54,6 +54,7 @@ class Machines:
     def __init__(self, clock: Clock, cluster: Cluster) -> None:
         self._clock, self._cluster, self._count = clock, cluster, cluster.cores
         self._cores: dict[int, Cores | Queues] = {}
+        self.shared = cluster.cores is not None  # else work just takes its time
         self._planned: dict[int, int] = {}  # machine -> which of its plans is the last
 
     def run(self, machine: int, seconds: float, then: Action, who: Hashable) -> None:

@@ -217,6 +217,7 @@ class Sim(Engine):
                 layers=layers,
                 learners=learners,
                 batch_size=batch_size,
+                policy=policy,
                 seed=seed,
             )
         return time_run(

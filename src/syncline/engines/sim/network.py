@@ -92,16 +92,13 @@ class Network:
         seconds = link.seconds(nbytes)
         if not seconds:
             return now + link.latency + link.setup
-        out = self._way(self._out, source).book(now, now + link.setup, seconds)
-        into = self._way(self._in, target).book(now, out + link.latency, seconds)
-        return into + seconds
-
-    @staticmethod
-    def _way(ways: dict[int, Way], machine: int) -> Way:
-        way = ways.get(machine)
-        if way is None:
-            way = ways[machine] = Way()
-        return way
+        sender, receiver = self._out.get(source), self._in.get(target)
+        if sender is None:
+            sender = self._out[source] = Way()
+        if receiver is None:
+            receiver = self._in[target] = Way()
+        out = sender.book(now, now + link.setup, seconds)
+        return receiver.book(now, out + link.latency, seconds) + seconds
 
     def cards(self) -> dict[int, tuple[float, float]]:
         """Seconds for which each machine's card was sending, and receiving."""

@@ -44,14 +44,22 @@ class Loose:
     segments: list[Tensor]
 
 
+Home = dict[int, "weakref.ref[Version]"]  # versions that somebody holds, by number
+
+
 class Version:
     """Weights that somebody computes on: shared by all of them, never changed once every shard has filled it."""
 
-    __slots__ = ("__weakref__", "_flat", "filled", "number", "place")
+    __slots__ = ("__weakref__", "_flat", "_home", "filled", "number", "place")
 
-    def __init__(self, layout: Layout, number: int, place: Place) -> None:
-        self._flat, self.number, self.place = layout.parameters, number, place
+    def __init__(self, layout: Layout, number: int, place: Place, home: Home) -> None:
+        self._flat, self.number, self.place, self._home = layout.parameters, number, place, home
         self.filled: set[int] = set()  # by which shards
+
+    def __del__(self) -> None:
+        kept = self._home.get(self.number)
+        if kept is not None and kept() in (None, self):  # else it is another's by now
+            del self._home[self.number]
 
     @property
     def segments(self) -> list[Tensor]:
@@ -72,18 +80,20 @@ class Versions:
 
     def __init__(self, layout: Layout, place: Callable[[], Place]) -> None:
         self._layout, self._place = layout, place
-        self._kept: weakref.WeakValueDictionary[int, Version] = weakref.WeakValueDictionary()
+        self._kept: Home = {}
 
     def get(self, number: int) -> Version:
         """Empty where it is new; whoever wants it must hold it."""
-        version = self._kept.get(number)
+        version = self.wanted(number)
         if version is None:
-            version = self._kept[number] = Version(self._layout, number, self._place())
+            version = Version(self._layout, number, self._place(), self._kept)
+            self._kept[number] = weakref.ref(version)
         return version
 
     def wanted(self, number: int) -> Version | None:
         """Only if somebody holds it."""
-        return self._kept.get(number)
+        found = self._kept.get(number)
+        return None if found is None else found()
 
     def whole(self, number: int, source: Sequence[Tensor]) -> Version:
         """Of a table that holds still meanwhile."""
@@ -95,7 +105,7 @@ class Versions:
 
     def own(self, source: Sequence[Tensor]) -> Version:
         """A copy that is nobody else's."""
-        version = Version(self._layout, -1, self._place())
+        version = Version(self._layout, -1, self._place(), {})
         version.fill(source)
         return version
 
@@ -133,6 +143,7 @@ class Promise:
 
     version: Version
     indices: Tensor  # of its examples, in the data set
+    size: int  # how many there are
     own: Own
     gradient: Gradient | None = None
     loss: SupportsFloat = float("nan")

@@ -43,7 +43,7 @@ class SimServer(ServerPort):
         self._work: deque[tuple[float, Action | None]] = deque()  # what the input in hand costs and causes
         self._busy = False
         cluster = world.cluster
-        self._clock, self._message = world.clock, cluster.message
+        self._clock, self._message, self._shared = world.clock, cluster.message, world.machines.shared
         self._costs: dict[int, Cost] = {int(Kind.TAKE): cluster.take, FOLD: cluster.fold}
         self._known_costs: dict[tuple[int, int], float] = {}  # by kind and table
 
@@ -128,7 +128,10 @@ class SimServer(ServerPort):
                 action()
             else:
                 self._busy = self.pause.working = True
-                self._world.machines.run(self.machine, seconds, self._worked, self)
+                if self._shared:
+                    self._world.machines.run(self.machine, seconds, self._worked, self)
+                else:
+                    self._clock.after(seconds, self._worked)
                 return
 
     def _worked(self) -> None:

@@ -118,11 +118,13 @@ def run_rings(
     epochs: int | None,
     steps: int | None,
     seconds: float | None,
+    policy: str = "ledger",
 ) -> list[EpochRecord]:
-    """To the given length; data is split by rank, as a collective of fixed members splits it."""
+    """To the given length; data in joint slices of an epoch's order, or with `partition` a part for each rank."""
     learners = rings.learners
     shares = [examples * (rank + 1) // learners - examples * rank // learners for rank in range(learners)]
-    rounds = -(-max(shares) // batch_size)
+    joint = learners * batch_size
+    rounds = -(-max(shares) // batch_size) if policy == "partition" else -(-examples // joint)
     history: list[EpochRecord] = []
     while epochs is None or len(history) < epochs:
         for number in range(rounds):
@@ -130,7 +132,12 @@ def run_rings(
                 seconds is not None and rings.seconds >= seconds
             ):
                 return history
-            rings.step([max(0, min(batch_size, share - number * batch_size)) for share in shares])
+            left = (
+                [share - number * batch_size for share in shares]
+                if policy == "partition"
+                else [examples - number * joint - rank * batch_size for rank in range(learners)]
+            )
+            rings.step([max(0, min(batch_size, each)) for each in left])
         history.append(
             EpochRecord(
                 epoch=len(history),

@@ -152,11 +152,13 @@ def time_all_reduce(
     layers: Sequence[int] | None,
     learners: int,
     batch_size: int,
+    policy: str = "ledger",
     seed: int,
 ) -> Timing:
     """The same over all-reduce: lockstep, without servers."""
     check_whole("learners", learners)
     check_batches(sizes.examples, batch_size)
+    check_policy(policy)
     if len(course.dials) > 1:
         raise UsageError(f"timing over all-reduce takes one dial, got {course}")
     buckets = Buckets(cluster, learners, even_layers(sizes.parameters, sizes.itemsize, layers), topology)
@@ -168,6 +170,7 @@ def time_all_reduce(
         epochs=length.epochs,
         steps=length.steps,
         seconds=length.seconds,
+        policy=policy,
     )
     rings.flush()
     share = rings.busy / rings.seconds if rings.seconds else 0.0

@@ -152,13 +152,13 @@ class Together(Computer):
         """Is it cheaper to join these, version by version, than to stack all that wait?"""
         self._waiting = [loss for loss in self._waiting if not loss.computed and loss.promise() is not None]
         versions = len({id(promise.version) for promise in missing})
-        gain = max(1, min(GAIN, FULL // len(missing[0].indices), len(self._waiting)))
+        gain = max(1, min(GAIN, FULL // missing[0].size, len(self._waiting)))
         return versions * gain <= len(missing)
 
     def _join(self, missing: Sequence[Promise], promises: Sequence[Promise], shares: Sequence[float]) -> None:
         """The weighted sum of all, into `joined.total`."""
         share = dict(zip(map(id, promises), shares, strict=True))
-        chosen = list(_chunks(missing, lambda promise: (id(promise.version), len(promise.indices))))
+        chosen = list(_chunks(missing, lambda promise: (id(promise.version), promise.size)))
         for chunk in chosen:
             self.joined.prepare([promise.indices for promise in chunk])
         self.joined.zero()
@@ -199,12 +199,12 @@ class Together(Computer):
     def _stack(self, missing: Sequence[Promise]) -> None:
         """These, and all that wait with batches of the same sizes."""
         self.settle()
-        sizes = {len(promise.indices) for promise in missing}
+        sizes = {promise.size for promise in missing}
         found = [loss.promise() for loss in self._waiting if not loss.computed]
         wanted = dict.fromkeys(missing)
-        wanted.update(dict.fromkeys(p for p in found if p is not None and len(p.indices) in sizes))
+        wanted.update(dict.fromkeys(p for p in found if p is not None and p.size in sizes))
         with self._drawing():
-            for chunk in _chunks(wanted, lambda promise: len(promise.indices)):
+            for chunk in _chunks(wanted, lambda promise: promise.size):
                 for promise in chunk:
                     promise.row = self.stacked.rows.take()
                 self.stacked.fill(
@@ -247,6 +247,6 @@ def _chunks(promises: Iterable[Promise], key: Callable[[Promise], object]) -> It
     for promise in promises:
         groups.setdefault(key(promise), []).append(promise)
     for group in groups.values():
-        most = max(1, MOST_EXAMPLES // max(1, len(group[0].indices)))
+        most = max(1, MOST_EXAMPLES // max(1, group[0].size))
         for first in range(0, len(group), most):
             yield group[first : first + most]

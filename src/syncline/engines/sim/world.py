@@ -437,7 +437,8 @@ class World:
         """The first table has another version."""
         self.version += 1
         version = self.version
-        self.clock.at(self.clock.now, lambda: self.script.reached(version, self.play))
+        if self.script.faults:
+            self.clock.at(self.clock.now, lambda: self.script.reached(version, self.play))
         if version >= self._sampled:
             self._sampled = version + max(1, version // SAMPLES)
             self.clock.at(self.clock.now, self._sample)
