@@ -180,12 +180,13 @@ class Leader:
         """`place` is the table, or the loader of a ledger's decision."""
         if self.watch is not None:
             self.watch(place, decision)
-        if isinstance(decision, Take):
-            self._take(place, decision)
-        elif isinstance(decision, Fold):
-            self._fold(place, decision)
-        elif isinstance(decision, Release):
-            self._release(place, decision)
+        kind = type(decision)
+        if kind is Take:
+            self._take(place, decision)  # type: ignore[arg-type]
+        elif kind is Fold:
+            self._fold(place, decision)  # type: ignore[arg-type]
+        elif kind is Release:
+            self._release(place, decision)  # type: ignore[arg-type]
         elif isinstance(decision, Grant):
             portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
             self._grant(portion, decision.learner)

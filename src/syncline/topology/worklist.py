@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from syncline.protocols.folding import Ticket
@@ -34,10 +34,11 @@ class Worklist:
     def later(self, action: Action, table: int, ticket: Ticket) -> None:
         self._later.append((action, table, ticket))
 
-    def add(self, place: int, decisions: Iterable[Any]) -> None:
+    def add(self, place: int, decisions: Sequence[Any]) -> None:
         """A table's decisions, or a loader's; they are carried out now, unless some are being carried out already."""
-        self._todo.extend((place, decision) for decision in decisions)
-        if self._working:
+        for decision in decisions:
+            self._todo.append((place, decision))
+        if self._working or not decisions:
             return
         self._working = True
         try:
@@ -46,12 +47,12 @@ class Worklist:
             self._working = False
 
     def _work(self) -> None:
-        while self._todo or self._later:
-            if self._todo and not (self.cut_due and isinstance(self._todo[0][1], Take | Fold)):
-                place, decision = self._todo.popleft()
-                self._carry_out(place, decision)
-            elif self._later:
-                action, table, ticket = self._later.popleft()
+        todo, later = self._todo, self._later
+        while todo or later:
+            if todo and not (self.cut_due and isinstance(todo[0][1], Take | Fold)):
+                self._carry_out(*todo.popleft())
+            elif later:
+                action, table, ticket = later.popleft()
                 action(table, ticket)
             else:
                 self._cut()
