@@ -14,6 +14,7 @@ from rich.table import Table
 from syncline.cli.comparing import comparison, write_plot
 from syncline.cli.display import panel
 from syncline.cli.messages import told, warn_shortly
+from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where
 from syncline.cli.simulate import simulate
 from syncline.cli.tradeoff import tradeoff
 from syncline.cli.training import Wish, run_job
@@ -36,7 +37,6 @@ app = typer.Typer(
     """,
     epilog="A job is a TOML file, docs/job_file.md; what a run leaves is in docs/run_folder.md.",
 )
-Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 Name = Annotated[str | None, typer.Option(metavar="NAME")]
 
 
@@ -75,37 +75,25 @@ def train(
             metavar="DIAL", help="The dial: hardsync, softsync:2, async, … See [bold]syncline presets[/]."
         ),
     ] = None,
-    topology: Annotated[
-        str | None, typer.Option(metavar="WHERE", help="Where gradients are folded: servers, servers:2.")
-    ] = None,
+    topology: Where = None,
     engine: Annotated[
         str | None, typer.Option(metavar="NAME", help="local (processes) or sim (virtual time, one process).")
     ] = None,
-    learners: Annotated[int | None, typer.Option(metavar="λ", help="How many compute gradients.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(metavar="μ", help="Examples in a learner's batch.")
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(metavar="N", help="Passes over the data.")] = None,
+    learners: Learners = None,
+    batch_size: BatchSize = None,
+    epochs: Epochs = None,
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="cpu, cuda, or several: cuda:0,cuda:1.")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Of the start, the order and the noise.")
-    ] = None,
-    run_dir: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="The run folder; runs/<date-time>-<name> if not given."),
-    ] = None,
+    seed: Seed = None,
+    run_dir: RunDir = None,
     resume: Annotated[
         str | None,
         typer.Option(
             metavar="RUN", help="Go on with a run from its last checkpoint; its own job if none is given."
         ),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Anything else of the job: --set optimizer.lr=0.1"),
-    ] = None,
+    set_: Sets = None,
     debug: Debug = False,
 ) -> None:
     """Train a model, and watch it.

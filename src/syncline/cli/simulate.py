@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,62 +9,57 @@ from rich.console import Console
 
 from syncline.cli.engines import Simulated
 from syncline.cli.messages import told
+from syncline.cli.options import (
+    BatchSize,
+    Cluster,
+    Debug,
+    Dial,
+    Epochs,
+    Job,
+    Learners,
+    RunDir,
+    Seed,
+    Sets,
+    Steps,
+    Timing,
+    Where,
+)
 from syncline.cli.simulating import Hunt, hunt_or_replay
 from syncline.cli.simulating_job import simulate_job
 from syncline.errors import UsageError
 
+Faults = Annotated[
+    str | None,
+    typer.Option(
+        metavar="random|script", help="Hunt for broken protocols with random faults; or play one case again."
+    ),
+]
+Script = Annotated[
+    str | None, typer.Option(metavar="EVENTS", help="What happens: 'kill learner 3 at 40 s; add 2 at 60 s'.")
+]
+Seeds = Annotated[int | None, typer.Option(metavar="N", help="Of a hunt: so many cases for each dial.")]
+Shards = Annotated[int | None, typer.Option(metavar="S", help="Of a hunt's cases; drawn if not given.")]
+
 
 def simulate(
-    job: Annotated[
-        Path | None, typer.Argument(metavar="JOB.toml", help="A job file; without one, the built-in job.")
-    ] = None,
-    learners: Annotated[int | None, typer.Option(metavar="λ", help="How many compute gradients.")] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="p775, ethernet-1g, dgx-1, this-machine, p775:stragglers=0.1, …"),
-    ] = None,
-    sync: Annotated[
-        str | None, typer.Option(metavar="DIAL", help="The dial; see [bold]syncline presets[/].")
-    ] = None,
-    topology: Annotated[str | None, typer.Option(metavar="WHERE", help="Where gradients are folded.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(metavar="μ", help="Examples in a learner's batch.")
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(metavar="N", help="Passes over the data.")] = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Updates, instead of epochs.")] = None,
-    script: Annotated[
-        str | None,
-        typer.Option(metavar="EVENTS", help="What happens: 'kill learner 3 at 40 s; add 2 at 60 s'."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Of the start, the order, the noise and the jitter.")
-    ] = None,
-    timing: Annotated[
-        bool, typer.Option("--timing", help="Sizes only, no gradients: times, no errors.")
-    ] = False,
-    run_dir: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="The run folder; runs/<date-time>-<name> if not given."),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Anything else of the job: --set optimizer.lr=0.1"),
-    ] = None,
-    faults: Annotated[
-        str | None,
-        typer.Option(
-            metavar="random|script",
-            help="Hunt for broken protocols with random faults; or play one case again.",
-        ),
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(metavar="N", help="Of a hunt: so many cases for each dial.")
-    ] = None,
-    shards: Annotated[
-        int | None, typer.Option(metavar="S", help="Of a hunt's cases; drawn if not given.")
-    ] = None,
+    job: Job = None,
+    learners: Learners = None,
+    cluster: Cluster = None,
+    sync: Dial = None,
+    topology: Where = None,
+    batch_size: BatchSize = None,
+    epochs: Epochs = None,
+    steps: Steps = None,
+    script: Script = None,
+    seed: Seed = None,
+    timing: Timing = False,
+    run_dir: RunDir = None,
+    set_: Sets = None,
+    faults: Faults = None,
+    seeds: Seeds = None,
+    shards: Shards = None,
     jobs: Annotated[int, typer.Option(metavar="N", help="Of a hunt: processes.")] = 1,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Run a job on a simulated cluster, in virtual time.
 
@@ -80,35 +74,32 @@ def simulate(
     A hunt plays small random jobs on random clusters, in which learners and shards die, pause and join, and dials change; after every event
     it checks what always holds. The first failure is shortened and printed with the command that plays it again; the exit code is 1 then.
     """
-    if faults is not None or seeds is not None:
-        wish = Hunt(
-            seeds=seeds,
-            seed=seed,
-            faults=faults or "random",
-            sync=sync,
-            learners=learners,
-            shards=shards,
-            script=script,
-            sets=set_ or [],
-            jobs=jobs,
-        )
-        with told(debug):
-            code = hunt_or_replay(wish, Console())
-        raise typer.Exit(code)
-    flags = {
-        "sync": sync,
-        "topology": topology,
-        "learners": learners,
-        "batch_size": batch_size,
-        "epochs": epochs,
-        "steps": steps,
-        "seed": seed,
-    }
+    sets, console = set_ or [], Console()
     with told(debug):
-        if shards is not None:
-            raise UsageError(
-                f"--shards {shards} is of a hunt's cases; of a job write --topology servers:{shards}"
+        if faults is not None or seeds is not None:
+            hunt = Hunt(
+                seeds=seeds,
+                seed=seed,
+                faults=faults or "random",
+                sync=sync,
+                learners=learners,
+                shards=shards,
+                script=script,
+                sets=sets,
+                jobs=jobs,
             )
-        simulated = Simulated(cluster=cluster, script=script, timing=timing)
-        code = simulate_job(job, simulated, Console(), flags=flags, sets=set_ or [], run_dir=run_dir)
+            code = hunt_or_replay(hunt, console)
+        else:
+            _refuse_shards(shards)
+            flags = {"sync": sync, "topology": topology, "learners": learners, "seed": seed}
+            flags |= {"batch_size": batch_size, "epochs": epochs, "steps": steps}
+            simulated = Simulated(cluster=cluster, script=script, timing=timing)
+            code = simulate_job(job, simulated, console, flags=flags, sets=sets, run_dir=run_dir)
     raise typer.Exit(code)
+
+
+def _refuse_shards(shards: int | None) -> None:
+    if shards is not None:
+        raise UsageError(
+            f"--shards {shards} is of a hunt's cases; of a job write --topology servers:{shards}"
+        )
