@@ -227,6 +227,19 @@ def test_more_processes_than_cores_slow_each_other() -> None:
     assert times == pytest.approx([5.0, 10.0, 20.0])
 
 
+def test_slices_share_cores_too_and_killed_work_leaves_its_core() -> None:
+    alone = sl.Cluster(compute=Compute(base=1.0), learners_per_machine=None, cores=4, slice=0.1)
+    times = [run(sl.Sim(replace(alone, cores=cores)), epochs=1).seconds for cores in (4, 2, 1)]
+    assert times == pytest.approx([5.0, 10.0, 20.0], rel=0.05)
+    rough = replace(ROUGH, slice=0.05, spin=0.02)
+    engine = sl.Sim(rough, script="kill learner 1 at 3 s; add 1 at 5 s")
+    for sync in ("softsync:1", "hardsync"):
+        first, again = (run(engine, sync=sync) for _ in range(2))
+        assert first.gradients >= 40
+        assert first.seconds == again.seconds
+        assert same(first.state_dict(), again.state_dict())
+
+
 @pytest.mark.parametrize("name", ["p775", "ethernet-1g", "dgx-1"])
 def test_named_clusters_run(name: str) -> None:
     result = run(sl.Sim(f"{name}:stragglers=0.25"), sync="softsync:1")

@@ -32,6 +32,8 @@ PRESETS = [
 INPUTS, OUTPUTS, EXAMPLES = 64, 32, 130
 SLOW = "p775:stragglers=0.3,bandwidth=1e6,jitter=exponential:0.5"
 
+SLICED = "p775:cores=2,slice=0.01,spin=0.005"
+
 
 def squares(model: nn.Module, batch: Any) -> Tensor:
     return model(batch[0]).square().mean()
@@ -63,7 +65,7 @@ def assert_same(timing: Any, result: sl.Result) -> None:
 
 
 @pytest.mark.parametrize("sync", PRESETS)
-@pytest.mark.parametrize(("cluster", "shards"), [("p775", 1), (SLOW, 2)])
+@pytest.mark.parametrize(("cluster", "shards"), [("p775", 1), (SLOW, 2), (SLICED, 2)])
 def test_times_are_those_of_a_run_with_gradients(sync: str, cluster: str, shards: int) -> None:
     result = with_gradients(sl.Sim(cluster), sync, epochs=2, topology=f"servers:{shards}")
     assert_same(timed(sl.Sim(cluster), sync, epochs=2, shards=shards), result)

@@ -133,9 +133,7 @@ class Cluster:
     shards_per_machine: int | None = 1
     beside: bool = False  # shards are on the learners' machines, not on their own
     cores: int | None = None  # of a machine; None: everybody has one
-    slice: float | None = (
-        None  # seconds that a core is somebody's before others' turn; None: shared evenly at every moment
-    )
+    slice: float | None = None  # seconds of a core before the next in its queue; None: shared at every moment
     spin: float = 0.0  # seconds for which somebody who waits keeps its core (with slices)
     card: Link = field(default_factory=Link)  # each machine's network card, each way
     memory: Link = field(default_factory=Link)  # inside a machine
@@ -268,7 +266,7 @@ _PARTS: dict[str, Any] = {
     "serve": Cost,
 }
 _WHOLE = ("learners_per_machine", "shards_per_machine", "cores")
-_PLAIN = ("stragglers", "slowdown", "crowding", "message")
+_PLAIN = ("stragglers", "slowdown", "crowding", "message", "slice", "spin")
 _SHORT = {  # words of the text form for parts of parts
     "base": ("compute", "base"),
     "per_example": ("compute", "per_example"),

@@ -141,6 +141,7 @@ def test_a_text() -> None:
     assert (cluster.cores, cluster.learners_per_machine, cluster.beside) == (4, None, True)
     assert cluster.card == Link(latency=1e-3, bandwidth=125e6)
     assert cluster.compute.base == 2
+    assert Cluster.parse("equal:cores=2,slice=4e-3,spin=1e-3").slice == 4e-3
 
 
 @pytest.mark.parametrize(
