@@ -1,0 +1,175 @@
+"""A step of torch's own optimizers over neighbouring parameters at once: the same bits in far fewer operations.
+
+Small parameters of one group that lie side by side are stepped as one flat tensor. The optimizer's own state is given back
+whenever somebody looks at it. Not responsible for gradients that lack a parameter, for fused steps (their last elements
+round otherwise) nor for 16-bit numbers (likewise): those are stepped plainly.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline.table.layout import Part, Piece
+
+MOST = 1 << 16  # elements of a run: it stays in a core's cache between the operations of a step
+WORTH = 0.75  # runs to parameters, at most
+DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring pieces of one group, and the flat tensor over all of them."""
+
+    group: int
+    segment: int
+    start: int
+    stop: int
+    pieces: list[tuple[nn.Parameter, Piece]]
+    flat: nn.Parameter
+
+    def cut(self, value: Tensor, parameter: Tensor, piece: Piece) -> Tensor:
+        """A piece's part of something that is shaped like the run."""
+        first = piece.position - self.start
+        return value[first : first + piece.stop - piece.start].view_as(parameter)
+
+
+class JoinedStep:
+    """Steps `optimizer`, whose parameters are views of `weights`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        part: Part,
+        parameters: Sequence[nn.Parameter],
+        weights: Sequence[Tensor],
+        bare: Callable[[torch.optim.Optimizer], Callable[[], Any]],
+    ) -> None:
+        self._optimizer = optimizer
+        self._runs = _runs(optimizer, part, parameters, weights)
+        self._joined = copy.copy(optimizer)
+        self._joined.state = defaultdict(dict)
+        self._joined.param_groups = [
+            {**group, "params": [run.flat for run in self._runs if run.group == number]}
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        self._step = bare(self._joined)
+        self._holds = False  # the state lies here
+        self._gradients: Sequence[Tensor] | None = None
+
+    @staticmethod
+    def fits(
+        optimizer: torch.optim.Optimizer,
+        kinds: tuple[type, ...],
+        part: Part,
+        parameters: Sequence[nn.Parameter],
+        weights: Sequence[Tensor],
+    ) -> bool:
+        """Only where the bits are the same, and where it gains something."""
+        if type(optimizer) not in kinds or any(segment.dtype not in DTYPES for segment in weights):
+            return False
+        if any(segment.is_cuda for segment in weights):
+            return False
+        return len(_runs(optimizer, part, parameters, weights)) <= WORTH * len(parameters)
+
+    def step(self, gradients: Sequence[Tensor]) -> bool:
+        """One step with the gradient's segments; False where only the plain step will do, and nothing was done."""
+        groups = self._optimizer.param_groups
+        if any(group.get("fused") or group.get("capturable") for group in groups):
+            return False
+        if not self._holds and not self._take_over():
+            return False
+        for mine, theirs in zip(self._joined.param_groups, groups, strict=True):
+            mine.update((key, value) for key, value in theirs.items() if key != "params")
+        if gradients is not self._gradients:
+            for run in self._runs:
+                run.flat.grad = gradients[run.segment][run.start : run.stop]
+            self._gradients = gradients
+        self._step()
+        return True
+
+    def give_back(self, *, whole: bool = False) -> None:
+        """Let the optimizer's own state be as if it had stepped itself; `whole`: and take it over again next time."""
+        if not self._holds:
+            return
+        self._holds = not whole
+        for run in self._runs:
+            state = self._joined.state[run.flat]
+            for parameter, piece in run.pieces:
+                if state:
+                    self._optimizer.state[parameter] = {
+                        key: _part_of(run, value, parameter, piece) for key, value in state.items()
+                    }
+
+    def _take_over(self) -> bool:
+        """The state of each run, from those of its parameters; False where they do not go together."""
+        found = [
+            _join(run, [self._optimizer.state.get(parameter) or {} for parameter, _ in run.pieces])
+            for run in self._runs
+        ]
+        if any(state is None for state in found):
+            return False
+        self._joined.state.clear()
+        self._joined.state.update(
+            (run.flat, state) for run, state in zip(self._runs, found, strict=True) if state
+        )
+        self._holds = True
+        return True
+
+
+def _runs(
+    optimizer: torch.optim.Optimizer,
+    part: Part,
+    parameters: Sequence[nn.Parameter],
+    weights: Sequence[Tensor],
+) -> list[_Run]:
+    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    chunks: list[tuple[tuple[int, int], list[tuple[nn.Parameter, Piece]]]] = []
+    for parameter, piece in zip(parameters, part.pieces, strict=True):
+        key = group_of[id(parameter)], piece.segment
+        end = piece.position + piece.stop - piece.start
+        last = chunks[-1] if chunks else None
+        if last is not None and last[0] == key and end - last[1][0][1].position <= MOST:
+            last[1].append((parameter, piece))
+        else:
+            chunks.append((key, [(parameter, piece)]))
+    return [_run(key, pieces, weights) for key, pieces in chunks]
+
+
+def _run(key: tuple[int, int], pieces: list[tuple[nn.Parameter, Piece]], weights: Sequence[Tensor]) -> _Run:
+    start, last = pieces[0][1].position, pieces[-1][1]
+    stop = last.position + last.stop - last.start
+    return _Run(*key, start, stop, pieces, nn.Parameter(weights[key[1]][start:stop].detach()))
+
+
+def _join(run: _Run, states: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """One state for a run: what is shaped like a parameter side by side, all else must be the same in all."""
+    first = states[0]
+    if any(state.keys() != first.keys() for state in states):
+        return None
+    joined: dict[str, Any] = {}
+    for key, value in first.items():
+        values = [state[key] for state in states]
+        if isinstance(value, Tensor) and value.dim() > 0:
+            if any(v.shape != p.shape for v, (p, _) in zip(values, run.pieces, strict=True)):
+                return None
+            joined[key] = torch.zeros_like(run.flat, dtype=value.dtype, requires_grad=False)
+            for each, (parameter, piece) in zip(values, run.pieces, strict=True):
+                run.cut(joined[key], parameter, piece).copy_(each)
+        elif all(type(each) is type(value) and each == value for each in values):
+            joined[key] = value.clone() if isinstance(value, Tensor) else value
+        else:
+            return None
+    return joined
+
+
+def _part_of(run: _Run, value: Any, parameter: Tensor, piece: Piece) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return run.cut(value, parameter, piece) if value.shape == run.flat.shape else value.clone()
