@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.table.layout import Part, Piece
+from syncline.table.template import ELEMENTWISE, bare_step
 
 MOST = 1 << 16  # elements of a run: it stays in a core's cache between the operations of a step
 WORTH = 0.75  # runs to parameters, at most
@@ -49,7 +50,6 @@ class JoinedStep:
         part: Part,
         parameters: Sequence[nn.Parameter],
         weights: Sequence[Tensor],
-        bare: Callable[[torch.optim.Optimizer], Callable[[], Any]],
     ) -> None:
         self._optimizer = optimizer
         self._runs = _runs(optimizer, part, parameters, weights)
@@ -59,29 +59,28 @@ class JoinedStep:
             {**group, "params": [run.flat for run in self._runs if run.group == number]}
             for number, group in enumerate(optimizer.param_groups)
         ]
-        self._step = bare(self._joined)
+        self._step = bare_step(self._joined)
         self._holds = False  # the state lies here
         self._gradients: Sequence[Tensor] | None = None
 
     @staticmethod
     def fits(
         optimizer: torch.optim.Optimizer,
-        kinds: tuple[type, ...],
         part: Part,
         parameters: Sequence[nn.Parameter],
         weights: Sequence[Tensor],
     ) -> bool:
         """Only where the bits are the same, and where it gains something."""
-        if type(optimizer) not in kinds or any(segment.dtype not in DTYPES for segment in weights):
+        if type(optimizer) not in ELEMENTWISE or any(segment.dtype not in DTYPES for segment in weights):
             return False
-        if any(segment.is_cuda for segment in weights):
+        if any(segment.is_cuda for segment in weights) or _fused(optimizer):
             return False
         return len(_runs(optimizer, part, parameters, weights)) <= WORTH * len(parameters)
 
     def step(self, gradients: Sequence[Tensor]) -> bool:
         """One step with the gradient's segments; False where only the plain step will do, and nothing was done."""
         groups = self._optimizer.param_groups
-        if any(group.get("fused") or group.get("capturable") for group in groups):
+        if _fused(self._optimizer):
             return False
         if not self._holds and not self._take_over():
             return False
@@ -121,6 +120,10 @@ class JoinedStep:
         )
         self._holds = True
         return True
+
+
+def _fused(optimizer: torch.optim.Optimizer) -> bool:
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def _runs(

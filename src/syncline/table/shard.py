@@ -7,8 +7,7 @@ the optimizer straight on the slot. Promised gradients are kept as promises unti
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from syncline.dial import Sync
 from syncline.table.checkpoints import piece_tensors
 from syncline.table.flat_sgd import FlatSGD
+from syncline.table.joined_step import JoinedStep
 from syncline.table.layout import Layout
 from syncline.table.promised import Made, Maker, PromisedPart, Taken
 from syncline.table.slot import SlotPart
@@ -24,6 +24,7 @@ from syncline.table.template import (
     OptimizerTemplate,
     Options,
     PieceState,
+    bare_step,
     beside,
     cut_state,
     piece_states,
@@ -113,6 +114,7 @@ class Shard:
         views = self.part.views(self._weights, layout.parameters.entries)
         self.optimizer, self.parameters = template.build(self.part, layout, views)
         self._step = bare_step(self.optimizer)
+        self._joined = self._joined_steps()
         self.clip_norm = clip_norm
         self._taken: list[tuple[SlotPart, tuple[bool, ...], int, int, int]] = []
         self._promised: list[Taken] = []
@@ -123,6 +125,7 @@ class Shard:
         self._flat: FlatSGD | None = None
         self._flat_gradient: list[Tensor] | None = None  # what the next step goes by, where that is one piece
         self._views_later: list[Tensor] | None = None
+        self._whole: list[Tensor] | None = None  # segments of a gradient that lacks nothing
         self._one: Taken | None = None  # the only gradient of the next step, which may wait
         self._put: dict[int, list[Tensor]] = {}
         self._options: Options = template.options
@@ -203,10 +206,12 @@ class Shard:
             views, present, flat = self._gather_promised(iteration)
             self._flat_gradient = flat if all(present) else None
         elif self._taken:
-            views, present = self._gather_taken(iteration)
+            views, present, self._whole = self._gather_taken(iteration)
         else:
             mean = self._running_mean()
-            views, present, mean.total = mean.views, mean.present, 0
+            views, present, mean.total, self._whole = mean.views, mean.present, 0, mean.segments
+        if self._whole is not None and not all(present):
+            self._whole = None
         added = before - len(self._taken) - len(self._promised) if self._lockstep else 1
         if self._flat_gradient is not None and self.clip_norm is None and self.layout.shards == 1:
             self._views_later = views  # only the plain step looks at each parameter's gradient
@@ -228,7 +233,7 @@ class Shard:
             parameter.grad = view if has else None
         self._grad_views = views if all(present) else None
 
-    def _gather_taken(self, iteration: int) -> tuple[list[Tensor], tuple[bool, ...]]:
+    def _gather_taken(self, iteration: int) -> tuple[list[Tensor], tuple[bool, ...], list[Tensor]]:
         if self._lockstep:
             chosen = sorted((t for t in self._taken if t[4] == iteration), key=lambda taken: taken[3])
             self._taken = [t for t in self._taken if t[4] != iteration]
@@ -237,12 +242,12 @@ class Shard:
         weighted = [taken for taken in chosen if taken[2] > 0] or chosen[:1]
         first, present, count, _, _ = weighted[0]
         if len(weighted) == 1:
-            return first.views, present
+            return first.views, present, first.segments
         mean = Mean(first.segments, first.views)  # in place: the slot is the shard's until it is released
         mean.start(first, present, count)
         for gradient, present, count, _, _ in weighted[1:]:
             mean.add(gradient, present, count)
-        return mean.views, mean.present
+        return mean.views, mean.present, mean.segments
 
     def _gather_promised(self, iteration: int) -> Made:
         chosen = self._promised
@@ -308,8 +313,24 @@ class Shard:
         if self._flat_gradient is None or not self._step_flat(self._flat_gradient):
             if self._views_later is not None:
                 self._set_gradients(self._views_later, self._all)
-            self._step()
-        self._flat_gradient = self._views_later = None
+            self._step_whole()
+        self._flat_gradient = self._views_later = self._whole = None
+
+    def _step_whole(self) -> None:
+        if self._joined is not None:
+            if self._whole is not None and self._joined.step(self._whole):
+                return
+            self._joined.give_back(whole=True)
+        self._step()
+
+    def _joined_steps(self) -> JoinedStep | None:
+        these = self.optimizer, self.part, self.parameters, self._weights
+        return JoinedStep(*these) if JoinedStep.fits(*these) else None
+
+    def _look(self, *, change: bool = False) -> None:
+        """Before anybody reads the optimizer's state, or changes it."""
+        if self._joined is not None:
+            self._joined.give_back(whole=change)
 
     def _step_flat(self, gradient: list[Tensor]) -> bool:
         if not FlatSGD.fits(self.optimizer, self._weights):
@@ -317,6 +338,7 @@ class Shard:
         return self._flat_steps().step(self.parameters, gradient)
 
     def _flat_steps(self) -> FlatSGD:
+        self._look(change=True)
         if self._flat is None:
             self._flat = FlatSGD(self.optimizer, self.part, self._weights)
         return self._flat
@@ -347,6 +369,7 @@ class Shard:
     def cut(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
         """Weights and optimizer state as they are now, by name; the copies are good until the next cut."""
         self._settle()
+        self._look()
         views = [parameter.detach() for parameter in self.parameters]
         states = {
             (piece.entry, piece.start, piece.stop): dict(state)
@@ -364,37 +387,19 @@ class Shard:
 
     def state(self) -> tuple[Options, PieceState]:
         self._settle()
+        self._look()
         return self._options, piece_states(self.optimizer, self.part, self.parameters)
 
     def load(self, options: Options, state: dict[int, dict[str, Any]]) -> None:
         """Replace the optimizer's state (entries as `template.split` gives them)."""
         self._settle()
+        self._look(change=True)
         self._options = options
         self.optimizer.state.clear()
         for piece, parameter in zip(self.part.pieces, self.parameters, strict=True):
             if piece.entry in state:
                 cut = cut_state(state[piece.entry], piece, self.layout)
                 self.optimizer.state[parameter] = beside(parameter, cut)
-
-
-def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """The optimizer's step; for torch's own without the wrappers that profile it and switch gradients off.
-
-    They take half of a small step's time. `no_grad` is entered here instead; the arithmetic is the same.
-    """
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return optimizer.step
-    inner = inspect.unwrap(type(optimizer).step)
-
-    def step() -> None:
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            inner(optimizer)
-        finally:
-            torch._C._set_grad_enabled(before)
-
-    return step
 
 
 def total_norm(layout: Layout, norms: Sequence[Tensor]) -> Tensor:

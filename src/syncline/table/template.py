@@ -8,8 +8,9 @@ into plain PyTorch's `state_dict` and back.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,26 @@ class OptimizerTemplate:
         attributes = copy.deepcopy(self.attributes)  # shards of one process share nothing
         optimizer.__setstate__({**attributes, "state": state, "param_groups": groups})
         return optimizer, parameters
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The optimizer's step; for torch's own without the wrappers that profile it and switch gradients off.
+
+    They take half of a small step's time. `no_grad` is entered here instead; the arithmetic is the same.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return optimizer.step
+    inner = inspect.unwrap(type(optimizer).step)
+
+    def step() -> None:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            inner(optimizer)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return step
 
 
 def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from syncline.table import joined_step
 from syncline.table.joined_step import JoinedStep
 from syncline.table.layout import lay_out
-from syncline.table.shard import bare_step
-from syncline.table.template import ELEMENTWISE, OptimizerTemplate, piece_states
+from syncline.table.template import ELEMENTWISE, OptimizerTemplate, bare_step, piece_states
 
 SHAPES = [(7, 13), (10,), (33,), (128, 5), (1,), (17,), (), (0,), (3, 3, 3, 3), (65,)]
 OPTIONS: dict[type, list[dict[str, Any]]] = {
@@ -68,7 +67,7 @@ class Pair:
             optimizer, parameters = template.build(self.part, layout, views)
             self.sides.append((weights, optimizer, parameters))
         weights, optimizer, parameters = self.sides[0]
-        self.joined = JoinedStep(optimizer, self.part, parameters, weights, bare_step)
+        self.joined = JoinedStep(optimizer, self.part, parameters, weights)
         self.plain = [bare_step(side[1]) for side in self.sides]
         self.taken = 0
 
@@ -108,9 +107,7 @@ class Pair:
 
 @pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda case: getattr(case, "__name__", str(case)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["32", "64"])
-def test_same_bits_as_parameter_by_parameter(
-    kind: type, options: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_same_bits_as_parameter_by_parameter(kind: type, options: dict[str, Any], dtype: torch.dtype) -> None:
     pair = Pair(kind, options, SHAPES, dtype=dtype)
     for _ in range(6):
         pair.step()
@@ -176,6 +173,7 @@ def test_states_that_differ_are_stepped_plainly() -> None:
         (torch.optim.Adam, {}, [(300, 300)], torch.float32, False),
         (torch.optim.Adam, {}, [(300, 300), (300, 300)], torch.float32, False),
         (torch.optim.ASGD, {}, SHAPES, torch.float32, False),
+        (torch.optim.Adam, {"fused": True}, SHAPES, torch.float32, False),
     ],
 )
 def test_where_it_fits(
@@ -183,7 +181,7 @@ def test_where_it_fits(
 ) -> None:
     pair = Pair(kind, options, shapes, dtype=dtype)
     weights, optimizer, parameters = pair.sides[0]
-    assert JoinedStep.fits(optimizer, ELEMENTWISE, pair.part, parameters, weights) is fits
+    assert JoinedStep.fits(optimizer, pair.part, parameters, weights) is fits
 
 
 def test_fused_steps_stay_as_they_are() -> None:
