@@ -37,8 +37,9 @@ from syncline.engines.sim.turns import Turns, Window
 
 PRESETS = ("hardsync", "softsync:1", "async")
 AIM = 0.15
-LEAST_ROUNDS = 3
-WINDOW, STEPS = 0.15, 5  # a window has this many seconds, or steps where these take longer
+LEAST_ROUNDS = 2
+LINKS = 3  # windows of a run in one chain
+WINDOW, STEPS = 0.2, 5  # a window has this many seconds, or steps where these take longer
 
 
 def objective(model: nn.Module, batch: Batch) -> Tensor:
@@ -66,12 +67,15 @@ class Cell:
         self.units: list[float] = []  # steps of the one learner around each of them
 
     def look(self, seconds: float) -> None:
+        """Some windows of the run, each between two of the one learner's."""
         before = self._calibration.sample(self._sync, seconds)
-        windows = self._run.window(seconds)
-        after = self._calibration.sample(self._sync, seconds)
-        self.runs.append(windows)
-        self.steps.append(len(windows) / sum(window.rate for window in windows))
-        self.units.append((before.one.step + after.one.step) / 2)
+        for _ in range(LINKS):
+            windows = self._run.window(seconds)
+            after = self._calibration.sample(self._sync, seconds)
+            self.runs.append(windows)
+            self.steps.append(len(windows) / sum(window.rate for window in windows))
+            self.units.append((before.one.step + after.one.step) / 2)
+            before = after
 
     def compare(self, learners: int) -> dict[str, Any]:
         """Gradients per second over all learners: the run's, and the predicted."""
@@ -118,7 +122,7 @@ def compare(index: int, learners: int, seconds: float) -> list[dict[str, Any]]:
         rounds = take_turns(calibration, cells, seconds)
     rows = [cell.compare(learners) for cell in cells]
     for row in rows:
-        row |= {"dims": dims, "batch_size": batch_size, "learners": learners, "rounds": rounds}
+        row |= {"dims": dims, "batch_size": batch_size, "learners": learners, "windows": LINKS * rounds}
     show(rows, calibration)
     return rows
 
@@ -142,7 +146,7 @@ def show(rows: list[dict[str, Any]], calibration: Calibration) -> None:
         f"\n{'-'.join(map(str, first['dims']))}, μ {first['batch_size']}, {first['learners']} learners, ",
         end="",
     )
-    print(f"{first['rounds']} rounds; µs")
+    print(f"{first['windows']} windows; µs")
     for row in rows:
         print_row(row, Measured(**row["measured"]))
 
