@@ -65,6 +65,9 @@ KEEP = 1  # in a reading: a checkpoint follows, the next gradient brings the lea
 DROPPED = 2  # in a reading: its last gradient is in no update, the slot is free already
 
 
+GRADIENT = int(Kind.GRADIENT)  # an enum's member takes longer to look up, and this is on every step's path
+
+
 class Note(NamedTuple):
     """What a learner tells the leading shard; fixed size, in order."""
 
@@ -81,6 +84,23 @@ class Note(NamedTuple):
     upto: int = 0  # batches of that loader used so far; for ASK the epoch
     flags: int = 0  # SILENT, STATES
     loss: float = float("nan")  # or something that `float` reads later, where no ring of words carries it
+
+
+def gradient_note(
+    table: int,
+    number: int,
+    stamp: int,
+    step: int,
+    usage: tuple[int, int, int],
+    slot: tuple[int, int, bool],
+    flags: int,
+    loss: Any,
+) -> Note:
+    """Of a gradient that lies in a slot; `usage` is (examples, loader, upto), `slot` (its index, serial, full)."""
+    (examples, loader, upto), (index, serial, full) = usage, slot
+    return Note(
+        GRADIENT, table, number, stamp, step, examples, index, serial, full, loader, upto, flags, loss
+    )
 
 
 class Entry(NamedTuple):

@@ -21,12 +21,14 @@ from syncline.engines.run import (
     Listener,
     Logged,
     Outcome,
+    RunSpec,
     Sampled,
     Snapshot,
 )
 from syncline.errors import LearnerError, RunError
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
+from syncline.topology.keeper import Keeper
 from syncline.topology.restore import Restored
 from syncline.topology.weights import Assembly
 
@@ -216,3 +218,25 @@ def learner_error(rank: int, error: BaseException | None, text: str) -> LearnerE
     told = LearnerError(rank=rank, traceback=text)
     told.__cause__ = error
     return told
+
+
+def peer_record(
+    spec: RunSpec,
+    *,
+    now: Callable[[], float],
+    evaluate: Callable[[int, dict[str, Tensor]], None],
+    stop: Callable[[], None],
+    reply: Callable[[int, Any], None],
+    fail: Callable[[BaseException], None],
+) -> tuple[Recorder, Keeper]:
+    """The recorder of an all-reduce run, and the keeper to whom its learners report."""
+    recorder = Recorder(
+        now=now,
+        evaluate=evaluate,
+        stop=stop,
+        layouts=lambda: keeper.layouts,
+        callbacks=spec.callbacks,
+        listeners=spec.listeners,
+    )
+    keeper = Keeper(spec.learners, emit=recorder.emit, event=recorder.event, reply=reply, fail=fail)
+    return recorder, keeper

@@ -41,6 +41,13 @@ def epoch_order(size: int, *, seed: int, epoch: int, policy: str = "ledger", par
     return torch.cat(pieces)
 
 
+def read_ahead(data: Dataset[Any], ahead: int | None = None) -> int:
+    """How many batches a thread reads before they are needed: as the user says, else none of tensors in memory."""
+    if ahead is not None:
+        return ahead
+    return 0 if isinstance(data, TensorDataset) else AHEAD
+
+
 def reader(data: Dataset[Any], collate: Callable[[list[Any]], Any] | None) -> Callable[[Tensor], Any]:
     """Indices to a batch."""
     if isinstance(data, TensorDataset) and collate is None:

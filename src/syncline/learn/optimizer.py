@@ -15,7 +15,19 @@ from torch import Tensor
 
 from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
-from syncline.ports import DROPPED, KEEP, SILENT, STATES, Kind, Note, Reading, Reset, RunStopped, TableLink
+from syncline.ports import (
+    DROPPED,
+    KEEP,
+    SILENT,
+    STATES,
+    Kind,
+    Note,
+    Reading,
+    Reset,
+    RunStopped,
+    TableLink,
+    gradient_note,
+)
 from syncline.table.layout import Tensors
 from syncline.table.template import Options, group_options, merge, split
 from syncline.topology import messages as m
@@ -136,23 +148,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
         number = self.ticket()
-        count, loader, upto = session.take_usage()
+        usage, slot = session.take_usage(), (index, self._serial, full)
         value = loss.item() if isinstance(loss, Tensor) else float(loss) if loss is not None else session.loss
-        note = Note(
-            Kind.GRADIENT,
-            self.number,
-            number,
-            self.version,
-            self._steps,
-            count,
-            index,
-            self._serial,
-            full,
-            loader,
-            upto,
-            self._flags(index),
-            value,
-        )
+        flags = self._flags(index)
+        note = gradient_note(self.number, number, self.version, self._steps, usage, slot, flags, value)
         session.loss = float("nan")
         self._steps += 1
         session.port.post(note)

@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline.dial import Course, Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.buckets import Header
-from syncline.learn.feed import AHEAD
+from syncline.learn.feed import read_ahead
+from syncline.learn.ownership import Ownership, tables_of
 from syncline.learn.peer_feed import PeerLoader, PeerSplitLoader
 from syncline.learn.reduced import ReducedOptimizer
 from syncline.learn.session import (
@@ -80,7 +81,7 @@ class PeerSession(Session):
         self.accumulating = False
         self._silence = Silence()
         self._tables: list[ReducedOptimizer] = []
-        self._owned: dict[int, str] = {}
+        self._owned = Ownership()
         self._loaders: list[PeerLoader | PeerSplitLoader] = []
         self._same: dict[tuple[Any, ...], PeerLoader | PeerSplitLoader] = {}
         self._marks: list[int] = []  # epochs that end with the next gradient
@@ -128,7 +129,8 @@ class PeerSession(Session):
         layout, tensors = lay_out(
             model, [group["params"] for group in inner.param_groups], cuttable=False, shards=1
         )
-        self._refuse_shared(layout, tensors.parameters)
+        names = [entry.name for entry in layout.parameters.entries]
+        self._owned.claim(zip(names, tensors.parameters, strict=True))
         self._compare(number, layout)
         with torch.no_grad():
             for tensor in (*tensors.parameters, *tensors.buffers, *tensors.others):
@@ -149,23 +151,9 @@ class PeerSession(Session):
                     "learner must make the same model; its values may differ, its names, order, shapes and groups may not."
                 )
 
-    def _refuse_shared(self, layout: Layout, parameters: list[nn.Parameter]) -> None:
-        names = [entry.name for entry in layout.parameters.entries]
-        for name, parameter in zip(names, parameters, strict=True):
-            if id(parameter) in self._owned:
-                raise LayoutError(
-                    f"'{name}' is in two optimizers (the first calls it '{self._owned[id(parameter)]}'): its updates would "
-                    "overwrite each other. Give each optimizer its own parameters."
-                )
-        self._owned.update({id(p): name for name, p in zip(names, parameters, strict=True)})
-
     def put(self, model: nn.Module) -> None:
         """Learner 0's present values of the model become everybody's; every learner must call it."""
-        own = {id(parameter) for parameter in model.parameters()}
-        found = [table for table in self._tables if table.holds(own)]
-        if not found:
-            raise UsageError("session.put: no optimizer of this session holds a parameter of that model")
-        for table in found:
+        for table in tables_of(model, self._tables):
             table.put()
 
     @contextlib.contextmanager
@@ -225,9 +213,7 @@ class PeerSession(Session):
         if iterable:
             loader = PeerSplitLoader(self, number, data, batch_size=batches[self.rank], collate=collate)
         else:
-            if ahead is None:
-                ahead = 0 if isinstance(data, torch.utils.data.TensorDataset) else AHEAD
-            ahead = ahead if self.config.reader else 0
+            ahead = read_ahead(data, ahead) if self.config.reader else 0
             loader = PeerLoader(
                 self, number, data, batches=batches, policy=policy, collate=collate, ahead=ahead
             )

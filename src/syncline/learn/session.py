@@ -20,8 +20,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
-from syncline.learn.feed import AHEAD, POLICIES, Loader, SplitLoader
+from syncline.learn.feed import POLICIES, Loader, SplitLoader, read_ahead
 from syncline.learn.optimizer import SharedOptimizer
+from syncline.learn.ownership import Ownership, tables_of
 from syncline.learn.randomness import pack_random, unpack_random
 from syncline.learn.surface import Factory, Session
 from syncline.ports import Kind, LearnerPort, Note, Reset
@@ -59,7 +60,7 @@ class ServerSession(Session):
         self.rank, self.learners = config.rank, config.learners
         self.device = torch.device(config.device)
         self._tables: list[SharedOptimizer] = []
-        self._owned: dict[int, str] = {}
+        self._owned = Ownership()
         self._loaders: list[Loader] = []
         self._same: dict[tuple[Any, ...], Loader] = {}
         self._count = 0
@@ -132,7 +133,9 @@ class ServerSession(Session):
         refuse_sparse(model)
         inner = make_optimizer(model, factory)
         refuse_weighted(self.sync, inner)
-        self._refuse_shared(inner, model)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        given = [parameter for group in inner.param_groups for parameter in group["params"]]
+        self._owned.claim((names.get(id(parameter), "a parameter"), parameter) for parameter in given)
         cuttable = type(inner) in ELEMENTWISE
         layout, tensors = lay_out(
             model,
@@ -164,27 +167,9 @@ class ServerSession(Session):
             self, number, inner, link, tensors, personal.steps if personal is not None else 0
         )
 
-    def _refuse_shared(self, inner: torch.optim.Optimizer, model: nn.Module) -> None:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                name = names.get(id(parameter), "a parameter")
-                if id(parameter) in self._owned:
-                    raise LayoutError(
-                        f"'{name}' is in two optimizers (the first calls it '{self._owned[id(parameter)]}'): its updates would "
-                        "overwrite each other. Give each optimizer its own parameters."
-                    )
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                self._owned[id(parameter)] = names.get(id(parameter), "a parameter")
-
     def put(self, model: nn.Module) -> None:
         """Make this learner's present values of the model global, with the next update (M6)."""
-        own = {id(parameter) for parameter in model.parameters()}
-        found = [table for table in self._tables if table.holds(own)]
-        if not found:
-            raise UsageError("session.put: no optimizer of this session holds a parameter of that model")
-        for table in found:
+        for table in tables_of(model, self._tables):
             table.put()
 
     # -- data --------------------------------------------------------------------------------------------
@@ -218,8 +203,7 @@ class ServerSession(Session):
     ) -> Loader:
         check_batches(len(data), batch_size)  # type: ignore[arg-type]
         number = len(self._loaders)
-        if ahead is None:
-            ahead = 0 if isinstance(data, torch.utils.data.TensorDataset) else AHEAD
+        ahead = read_ahead(data, ahead)
         epochs = self.config.epochs if number == 0 else None
         opening = m.OpenLoader(number, len(data), batch_size, policy, epochs)  # type: ignore[arg-type]
 

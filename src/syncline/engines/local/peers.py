@@ -20,12 +20,12 @@ from syncline.engines.local.peer import Board, Broken, PeerSpec
 from syncline.engines.local.processes import Process
 from syncline.engines.local.statistics import with_processes
 from syncline.engines.local.thread import RunThread
-from syncline.engines.record import Recorder, learner_error
+from syncline.engines.record import learner_error, peer_record
 from syncline.engines.run import RunSpec
 from syncline.errors import LostError, RunError, UsageError
 from syncline.protocols.clocks import StalenessClock
 from syncline.topology import messages as m
-from syncline.topology.keeper import Keeper, apart, early
+from syncline.topology.keeper import apart, early
 
 GRACE = 10.0  # seconds that learners get to finish their step after a stop
 LOOK = 0.25  # seconds between looks at timers
@@ -38,23 +38,16 @@ class PeerSupervisor:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self._started = time.monotonic()
-        self.recorder = Recorder(
+        self.recorder, self._keeper = peer_record(
+            spec,
             now=lambda: time.monotonic() - self._started,
             evaluate=lambda epoch, state: self._evaluator.give(epoch, state),  # type: ignore[union-attr]
             stop=self._stop,
-            layouts=lambda: self._keeper.layouts,
-            callbacks=spec.callbacks,
-            listeners=spec.listeners,
+            reply=self._reply,
+            fail=lambda error: self.thread.fail(error),
         )
         self.thread = RunThread(
             self.recorder, self._started, begin=self._begin, loop=self._loop, end=self._end
-        )
-        self._keeper = Keeper(
-            spec.learners,
-            emit=self.recorder.emit,
-            event=self.recorder.event,
-            reply=self._reply,
-            fail=self.thread.fail,
         )
         self.learners: dict[int, Process] = {}  # by rank
         self._meeting = os.memfd_create("syncline-meeting", os.MFD_CLOEXEC)

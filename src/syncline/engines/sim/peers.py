@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline.dial import Sync
-from syncline.engines.record import Recorder, learner_error
+from syncline.engines.record import learner_error, peer_record
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.script import Fault
 from syncline.engines.sim.account import LearnerTimes, Simulated
@@ -31,7 +31,7 @@ from syncline.learn.peers import PeerSession
 from syncline.ports import CollectivePort, Progress, Reduction, RunStopped
 from syncline.protocols.clocks import StalenessClock
 from syncline.topology import messages as m
-from syncline.topology.keeper import Keeper, Meet, early
+from syncline.topology.keeper import Meet, early
 
 
 class SimReduction(Reduction):
@@ -163,18 +163,11 @@ class PeerWorld:
         self.streams = Streams(gpus=any(device.startswith("cuda") for device in spec.devices))
         self.rings = Rings(self.clock, cluster, spec.learners, self._wake)
         self.stopping = False
-        self.recorder = Recorder(
+        self.recorder, self.keeper = peer_record(
+            spec,
             now=lambda: self.clock.now,
             evaluate=self._evaluate,
             stop=self.ask_stop,
-            layouts=lambda: self.keeper.layouts,
-            callbacks=spec.callbacks,
-            listeners=spec.listeners,
-        )
-        self.keeper = Keeper(
-            spec.learners,
-            emit=self.recorder.emit,
-            event=self.recorder.event,
             reply=lambda rank, values: self.later(lambda: self.peers[rank].answer(values)),
             fail=self.fail,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, SupportsFloat, cast
+from typing import TYPE_CHECKING, SupportsFloat
 
 import torch
 
@@ -17,7 +17,7 @@ from syncline.engines.sim.learner import TICKET
 from syncline.engines.sim.memory import Releases
 from syncline.engines.sim.promises import Promise, PromisedLane, Version
 from syncline.learn.session import copy_all
-from syncline.ports import KEEP, SILENT, STATES, Kind, Note, Reading, RunStopped
+from syncline.ports import KEEP, SILENT, STATES, Kind, Note, Reading, RunStopped, gradient_note
 from syncline.topology import messages as m
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 Steps = Generator[None, None, None]
 TABLE = 0
-GRADIENT = int(Kind.GRADIENT)
 
 
 @dataclass(slots=True)
@@ -107,22 +106,9 @@ class TableEnd:
         learner = self._learner
         full = self._fill(index, promise)
         number = self._ticket()
-        count, loader, upto = learner.take_usage()
-        note = Note(
-            GRADIENT,
-            TABLE,
-            number,
-            self.version,
-            self._steps,
-            count,
-            index,
-            self._serial,
-            full,
-            loader,
-            upto,
-            self._flags(index),
-            cast(float, loss),
-        )
+        usage, slot = learner.take_usage(), (index, self._serial, full)
+        flags = self._flags(index)
+        note = gradient_note(TABLE, number, self.version, self._steps, usage, slot, flags, loss)
         self._steps += 1
         learner.post(note)
         return number

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset
 
 from syncline.engines.run import RunSpec
 from syncline.engines.sim.learner import copy_arguments
@@ -22,7 +22,7 @@ from syncline.engines.sim.task import Task
 from syncline.engines.sim.together import Together
 from syncline.engines.sim.trial import trial
 from syncline.errors import UsageError
-from syncline.learn.feed import AHEAD, epoch_order, reader
+from syncline.learn.feed import epoch_order, read_ahead, reader
 from syncline.learn.session import make_optimizer, shards_for
 from syncline.learn.training import Schedule, Training, run_training
 from syncline.table.layout import Layout, Tensors, lay_out
@@ -140,7 +140,7 @@ class Workshop:
     @property
     def ahead(self) -> int:
         """Portions that a loader would read before they are needed."""
-        return 0 if isinstance(self.plan.data, TensorDataset) else AHEAD
+        return read_ahead(self.plan.data)
 
     def indices(self, epoch: int, start: int, stop: int, parts: int) -> Tensor:
         """Of these positions of the epoch's order."""

@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
-from syncline.engines.record import Recorder, learner_error
+from syncline.engines.record import learner_error, peer_record
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.torchrun.wire import TOKEN, Wire
 from syncline.errors import LostError, RunError
 from syncline.topology import messages as m
-from syncline.topology.keeper import Keeper, Meet
+from syncline.topology.keeper import Meet
 
 LINGER = 2.0  # seconds that the last words get
 HELLO = 60.0  # seconds that a stranger gets to say the word
@@ -90,18 +90,11 @@ class Clerk:
         self._began = time.monotonic()
         self._listener = _listen(host)
         self.token = secrets.token_bytes(TOKEN)
-        self.recorder = Recorder(
+        self.recorder, self.keeper = peer_record(
+            spec,
             now=lambda: time.monotonic() - self._began,
             evaluate=lambda epoch, state: self._waiting.put((epoch, state)),
             stop=lambda: self._tell(Stop()),
-            layouts=lambda: self.keeper.layouts,
-            callbacks=spec.callbacks,
-            listeners=spec.listeners,
-        )
-        self.keeper = Keeper(
-            spec.learners,
-            emit=self.recorder.emit,
-            event=self.recorder.event,
             reply=lambda rank, values: self._send(rank, Answer(values)),
             fail=self._fail,
         )
