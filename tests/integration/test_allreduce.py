@@ -21,19 +21,12 @@ from syncline.engines.sim.cluster import Cluster, Compute, Link
 from syncline.errors import LayoutError, RunError, UsageError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 State = dict[str, Tensor]
 MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)
 SMALL = "allreduce:layerwise,bucket=60b"
 WAYS = ["allreduce", SMALL, SMALL + ",apply=reverse", SMALL + ",apply=arrival"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -22,8 +22,11 @@ from torch.optim import SGD, Adagrad, Adam
 from torch.utils.data import TensorDataset
 
 import syncline as sl
+from tests.integration import small_runs
+from tests.integration.small_runs import Constant, check_accounts, points, rising
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ENGINES = ["local", "sim"]
 LOCAL_STEPS = "downpour:push=2,fetch=3,local_lr=0.05"
@@ -41,14 +44,6 @@ PRESETS = [
 PATIENCE = 60.0  # seconds until a run counts as hung: a failure, not a measurement
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def launch(function: Callable[..., Any], *arguments: Any, **options: Any) -> sl.Result:
     """As `sl.launch`, but a run that hangs is ended and fails."""
     return finished(sl.launch(function, *arguments, threads=1, wait=False, **options))
@@ -63,38 +58,13 @@ def finished(run: sl.Run) -> sl.Result:
         raise AssertionError(f"the run hangs: {where}") from None
 
 
-def points(size: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(size, 4, generator=generator)
-    return TensorDataset(x, (x.sum(1) > 0).long())
-
-
 def start(**changes: Any) -> sl.Run:
-    torch.manual_seed(0)
-    arguments: dict[str, Any] = {
-        "model": nn.Linear(4, 2),
-        "data": points(200),
-        "loss": F.cross_entropy,
-        "optimizer": partial(SGD, lr=0.1),
-        "learners": 3,
-        "batch_size": 4,
-        "threads": 1,
-        **changes,
-    }
-    return sl.train(arguments.pop("model"), arguments.pop("data"), wait=False, **arguments)
+    run: sl.Run = small_runs.train(wait=False, **{"data": points(200), "learners": 3, **changes})
+    return run
 
 
 def train(**changes: Any) -> sl.Result:
     return finished(start(**changes))
-
-
-def check_accounts(result: sl.Result) -> None:
-    """DESIGN.md 1: versions rise by one; every published gradient is folded once, or counted as dropped."""
-    table = result.statistics.tables[0]
-    assert result.gradients == result.staleness.gradients == sum(result.staleness.histogram.values())
-    assert result.gradients + result.dropped == sum(result.statistics.steps.values())
-    assert result.updates == result.version == table.version
-    assert table.pending == 0 and min(result.staleness.histogram, default=0) >= 0
 
 
 # -- one learner: plain PyTorch ------------------------------------------------------------------------------
@@ -361,21 +331,6 @@ def test_what_backup_drops_is_done_and_the_epochs_end(engine: str) -> None:
 
 
 # -- rates ---------------------------------------------------------------------------------------------------
-
-
-class Constant(nn.Module):
-    """Its gradient is 1, whatever the weights: the weight counts the rate that was applied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight.expand(len(x))
-
-
-def rising(model: nn.Module, batch: Any) -> Tensor:
-    return -model(batch[0]).mean()
 
 
 counting: dict[str, Any] = {

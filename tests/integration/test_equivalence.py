@@ -24,19 +24,12 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED = 5
 State = dict[str, Tensor]
 Make = Callable[[nn.Module, Callable[..., Optimizer]], Optimizer]
 ALONE = [("hardsync", 1), ("hardsync", 3), ("softsync:1", 1), ("softsync:1", 2), ("async", 1), ("async", 3)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def plain(model: nn.Module, factory: Callable[..., Optimizer]) -> Optimizer:

@@ -12,9 +12,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
@@ -22,45 +21,16 @@ import syncline as sl
 from syncline.engines.run import Event
 from syncline.errors import LearnerError
 from syncline.testing import Faults
+from tests.integration import small_runs
+from tests.integration.small_runs import PRESETS, points
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-PRESETS = [
-    "hardsync",
-    "softsync:1",
-    "async",
-    "ssp:2",
-    "backup:1",
-    "delayed:2",
-    "downpour",
-    "downpour:push=3,fetch=4,local_lr=0.1",
-    "hardsync until 1 then softsync:1",
-]
 SIZE, EPOCHS = 960, 2
 
 
-def points() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SIZE, 4, generator=generator)
-    return TensorDataset(x, (x.sum(1) > 0).long())
-
-
-def unhurried(model: nn.Module, batch: Any) -> Tensor:
-    time.sleep(0.001)
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
 def start(**options: Any) -> sl.Run:
-    settings = {
-        "objective": unhurried,
-        "optimizer": partial(SGD, lr=0.1),
-        "learners": 3,
-        "topology": "servers:2",
-        "batch_size": 8,
-        "epochs": EPOCHS,
-        "threads": 1,
-    }
-    return sl.train(nn.Linear(4, 2), points(), wait=False, **{**settings, **options})
+    return small_runs.start(points(SIZE), **{"epochs": EPOCHS, **options})
 
 
 def check_account(result: sl.Result, epochs: int = EPOCHS, size: int = SIZE) -> None:
@@ -156,13 +126,15 @@ def raises_on_rank_one(session: sl.Session, data: TensorDataset) -> int:
 
 def test_an_exception_ends_the_run() -> None:
     with pytest.raises(LearnerError, match="the third is too many") as caught:
-        sl.launch(raises_on_rank_one, points(), learners=3, threads=1)
+        sl.launch(raises_on_rank_one, points(SIZE), learners=3, threads=1)
     assert caught.value.rank == 1
 
 
 @pytest.mark.parametrize("sync", ["hardsync", "async", "downpour:push=3,fetch=4,local_lr=0.1"])
 def test_or_only_its_learner(sync: str) -> None:
-    result = sl.launch(raises_on_rank_one, points(), learners=3, sync=sync, on_error="continue", threads=1)
+    result = sl.launch(
+        raises_on_rank_one, points(SIZE), learners=3, sync=sync, on_error="continue", threads=1
+    )
     (raised,) = events(result, "raised")
     assert raised.rank == 1 and "the third is too many" in raised.what
     assert result.returned[1] is None and result.returned[0] > 3
@@ -194,7 +166,7 @@ def hangs(session: sl.Session, data: TensorDataset) -> int:
 
 
 def test_a_learner_that_hangs_is_killed_on_request_and_its_work_done() -> None:
-    result = sl.launch(hangs, points(), learners=3, patience=1.0, kill_hung=True, threads=1)
+    result = sl.launch(hangs, points(SIZE), learners=3, patience=1.0, kill_hung=True, threads=1)
     assert [event.rank for event in events(result, "hangs")] == [1]
     assert [event.rank for event in events(result, "killed")] == [1]
     assert result.statistics.tables[0].examples == SIZE
@@ -203,7 +175,7 @@ def test_a_learner_that_hangs_is_killed_on_request_and_its_work_done() -> None:
 def test_without_it_is_only_named_and_who_waits_for_it_is_not() -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        result = sl.launch(hangs, points(), learners=2, patience=1.0, threads=1)
+        result = sl.launch(hangs, points(SIZE), learners=2, patience=1.0, threads=1)
     assert [event.rank for event in events(result, "hangs")] == [1]
     assert any("learner 1 hangs" in str(warning.message) for warning in said)
     assert result.returned == [0, 1] and result.statistics.tables[0].examples == SIZE

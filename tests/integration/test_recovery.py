@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,58 +10,23 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 import syncline as sl
 from syncline.errors import LostError
 from syncline.testing import Faults
+from tests.integration import small_runs
+from tests.integration.small_runs import PRESETS, kinds, points
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-PRESETS = [
-    "hardsync",
-    "softsync:1",
-    "async",
-    "ssp:2",
-    "backup:1",
-    "delayed:2",
-    "downpour",
-    "downpour:push=3,fetch=4,local_lr=0.1",
-    "hardsync until 1 then softsync:1",
-]
 SIZE = 960
 
 
-def points() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SIZE, 4, generator=generator)
-    return TensorDataset(x, (x.sum(1) > 0).long())
-
-
-def unhurried(model: nn.Module, batch: Any) -> Tensor:
-    time.sleep(0.001)
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
 def start(**options: Any) -> sl.Run:
-    settings = {
-        "objective": unhurried,
-        "optimizer": partial(SGD, lr=0.1, momentum=0.9),
-        "learners": 3,
-        "topology": "servers:2",
-        "batch_size": 8,
-        "epochs": 2,
-        "threads": 1,
-    }
-    torch.manual_seed(0)
-    return sl.train(nn.Linear(4, 2), options.pop("data", points()), wait=False, **{**settings, **options})
-
-
-def kinds(result: sl.Result) -> list[str]:
-    return [event.kind for event in result.events if event.kind != "checkpoint"]
+    optimizer = partial(SGD, lr=0.1, momentum=0.9)
+    return small_runs.start(options.pop("data", points(SIZE)), **{"optimizer": optimizer, **options})
 
 
 @pytest.mark.parametrize("shard", [0, 1])
@@ -104,7 +68,7 @@ class Read(Dataset[Any]):
     """Not in memory: read ahead by a thread."""
 
     def __init__(self) -> None:
-        self.x, self.y = points().tensors
+        self.x, self.y = points(SIZE).tensors
 
     def __len__(self) -> int:
         return SIZE

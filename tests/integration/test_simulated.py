@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch import nn
 
 import syncline as sl
 from syncline.engines.sim import fibers
 from syncline.engines.sim.cluster import Compute, Cost, Jitter, Link
 from syncline.errors import DialError, LostError
+from tests.integration.small_runs import clouds, kinds, network, same
 
 EVERY_DIAL = [
     "hardsync",
@@ -48,29 +48,10 @@ ROUGH = sl.Cluster(
 )
 
 
-def points(examples: int = 120) -> TensorDataset:
-    generator = torch.Generator().manual_seed(7)
-    inputs = torch.randn(examples, 12, generator=generator)
-    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(12, 24), nn.Dropout(0.2), nn.ReLU(), nn.Linear(24, 2))
-
-
 def run(engine: sl.Sim, **options: Any) -> sl.Result:
     given = {"learners": 4, "batch_size": 6, "epochs": 2, "sync": "async", "seed": 5, **options}
     optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    return sl.train(network(), points(), loss=F.cross_entropy, optimizer=optimizer, engine=engine, **given)
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def kinds(result: sl.Result) -> list[str]:
-    return [event.kind for event in result.events if event.kind != "checkpoint"]
+    return sl.train(network(), clouds(120), loss=F.cross_entropy, optimizer=optimizer, engine=engine, **given)
 
 
 # -- the same every time -----------------------------------------------------------------------------------------
@@ -96,7 +77,7 @@ def test_the_same_run_writes_the_same_lines(sync: str, tmp_path: Path) -> None:
             sl.Sim(ROUGH, script=script),
             sync=sync,
             topology="servers:2",
-            evaluate=points(30),
+            evaluate=clouds(30),
             checkpoint_every=4,
             run_dir=tmp_path / name,
         )

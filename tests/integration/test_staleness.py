@@ -13,43 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, lr_scheduler
-from torch.utils.data import TensorDataset
 
 import syncline as sl
+from tests.integration import small_runs
+from tests.integration.small_runs import Constant, points, rising
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SYNCS = ["hardsync", "softsync:1", "softsync:2", "async", "delayed:2"]
 
 
-def points(size: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(size, 4, generator=generator)
-    return TensorDataset(x, (x.sum(1) > 0).long())
-
-
 def train(**changes: Any) -> sl.Result:
-    torch.manual_seed(0)
-    arguments: dict[str, Any] = {
-        "model": nn.Linear(4, 2),
-        "data": points(400),
-        "loss": F.cross_entropy,
-        "optimizer": partial(SGD, lr=0.1),
-        "learners": 4,
-        "batch_size": 4,
-        "threads": 1,
-        **changes,
-    }
-    return sl.train(arguments.pop("model"), arguments.pop("data"), **arguments)
+    result: sl.Result = small_runs.train(**{"data": points(400), "learners": 4, **changes})
+    return result
 
 
 def check_accounts(result: sl.Result) -> None:
-    """DESIGN.md 1: every published gradient is folded once, or counted as dropped."""
-    table = result.statistics.tables[0]
-    assert result.gradients == result.staleness.gradients == sum(result.staleness.histogram.values())
-    assert result.gradients + result.dropped == sum(result.statistics.steps.values())
-    assert result.updates == result.version == table.version
-    assert table.pending == 0
+    small_runs.check_accounts(result)
     mean = sum(sigma * count for sigma, count in result.staleness.histogram.items()) / result.gradients
     assert result.staleness.mean == pytest.approx(mean)
     assert result.staleness.max == max(result.staleness.histogram)
@@ -101,21 +81,6 @@ def test_epochs_fold_every_example(sync: str) -> None:
 
 
 # -- rates -------------------------------------------------------------------------------------------------------
-
-
-class Constant(nn.Module):
-    """Its gradient is 1, whatever the weights: the weight counts the rate that was applied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight.expand(len(x))
-
-
-def rising(model: nn.Module, batch: Any) -> Tensor:
-    return -model(batch[0]).mean()
 
 
 @pytest.mark.parametrize(

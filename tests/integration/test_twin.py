@@ -6,33 +6,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch import nn
 
 import syncline as sl
-
-
-def digits(examples: int = 300) -> TensorDataset:
-    generator = torch.Generator().manual_seed(7)
-    inputs = torch.randn(examples, 12, generator=generator)
-    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(12, 24), nn.Dropout(0.2), nn.ReLU(), nn.Linear(24, 2))
+from tests.integration.small_runs import clouds, network, same
 
 
 def run(engine: str | sl.Sim, **options: Any) -> sl.Result:
     given = {"learners": 3, "batch_size": 16, "epochs": 2, "sync": "hardsync", "seed": 5, **options}
     optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     return sl.train(
-        network(), digits(), loss=F.cross_entropy, optimizer=optimizer, engine=engine, threads=1, **given
+        network(), clouds(300), loss=F.cross_entropy, optimizer=optimizer, engine=engine, threads=1, **given
     )
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("sync", ["hardsync", "delayed:1", "delayed:3"])
@@ -56,7 +41,7 @@ def test_a_simulated_run_repeats_to_the_bit(sync: str) -> None:
 def test_the_callers_random_state_is_left_alone() -> None:
     torch.manual_seed(11)
     before = torch.get_rng_state()
-    model, data = nn.Linear(12, 2), digits(64)
+    model, data = nn.Linear(12, 2), clouds(64)
     torch.set_rng_state(before)
     optimizer = partial(torch.optim.SGD, lr=0.1)
     sl.train(model, data, loss=F.cross_entropy, optimizer=optimizer, engine="sim", learners=2, batch_size=8)

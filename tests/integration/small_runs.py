@@ -1,0 +1,117 @@
+"""Small runs that several files of tests start: points of two classes, a linear model, every preset."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import TensorDataset
+
+import syncline as sl
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+PRESETS = [
+    "hardsync",
+    "softsync:1",
+    "async",
+    "ssp:2",
+    "backup:1",
+    "delayed:2",
+    "downpour",
+    "downpour:push=3,fetch=4,local_lr=0.1",
+    "hardsync until 1 then softsync:1",
+]
+
+
+def points(size: int) -> TensorDataset:
+    x = torch.randn(size, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def unhurried(model: nn.Module, batch: Any) -> Tensor:
+    """Slow enough for faults to come in time."""
+    time.sleep(0.001)
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def start(data: Any, **options: Any) -> sl.Run:
+    """Of real processes that take their time."""
+    settings = {
+        "objective": unhurried,
+        "optimizer": partial(SGD, lr=0.1),
+        "learners": 3,
+        "topology": "servers:2",
+        "batch_size": 8,
+        "epochs": 2,
+        "threads": 1,
+    }
+    torch.manual_seed(0)
+    return sl.train(nn.Linear(4, 2), data, wait=False, **{**settings, **options})
+
+
+def train(**changes: Any) -> Any:
+    """A result, or a run with wait=False."""
+    torch.manual_seed(0)
+    given: dict[str, Any] = {
+        "model": nn.Linear(4, 2),
+        "loss": F.cross_entropy,
+        "optimizer": partial(SGD, lr=0.1),
+        "batch_size": 4,
+        "threads": 1,
+        **changes,
+    }
+    return sl.train(given.pop("model"), given.pop("data"), **given)
+
+
+def check_accounts(result: sl.Result) -> None:
+    """DESIGN.md 1: versions rise by one; every published gradient is folded once, or counted as dropped."""
+    table = result.statistics.tables[0]
+    assert result.gradients == result.staleness.gradients == sum(result.staleness.histogram.values())
+    assert result.gradients + result.dropped == sum(result.statistics.steps.values())
+    assert result.updates == result.version == table.version
+    assert table.pending == 0 and min(result.staleness.histogram, default=0) >= 0
+
+
+def kinds(result: sl.Result) -> list[str]:
+    """What happened, checkpoints apart."""
+    return [event.kind for event in result.events if event.kind != "checkpoint"]
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """To the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def clouds(examples: int) -> TensorDataset:
+    """Points with twelve features, for `network`."""
+    x = torch.randn(examples, 12, generator=torch.Generator().manual_seed(7))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def network() -> nn.Module:
+    """It draws numbers in training."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(12, 24), nn.Dropout(0.2), nn.ReLU(), nn.Linear(24, 2))
+
+
+class Constant(nn.Module):
+    """Its gradient is 1, whatever the weights: the weight counts the rate that was applied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.expand(len(x))
+
+
+def rising(model: nn.Module, batch: Any) -> Tensor:
+    return -model(batch[0]).mean()
