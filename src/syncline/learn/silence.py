@@ -21,7 +21,7 @@ class Silence:
         self._fresh: int | None = None  # the loader of the last batch that counts
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters += [parameter for parameter in parameters if parameter.requires_grad]
+        self._parameters += parameters
 
     def handed_out(self, loader: int, *, repeated: bool) -> None:
         """A batch goes to the loop. A repeated one beside another loader's new one belongs to a gradient that counts."""
@@ -38,7 +38,8 @@ class Silence:
 
     def _set(self, silent: bool) -> None:
         if silent and not self._handles:
-            self._handles = [parameter.register_hook(torch.zeros_like) for parameter in self._parameters]
+            able = [parameter for parameter in self._parameters if parameter.requires_grad]
+            self._handles = [parameter.register_hook(torch.zeros_like) for parameter in able]
         elif not silent:
             for handle in self._handles:
                 handle.remove()

@@ -45,10 +45,6 @@ class Filling:
         self.started = 0  # buckets
 
     @property
-    def begun(self) -> bool:
-        return bool(self._come)
-
-    @property
     def complete(self) -> bool:
         """Every bucket has been started."""
         return self.started == len(self._sizes)
