@@ -46,8 +46,9 @@ class Kind(IntEnum):
     STATE = 7  # wants the optimizer's state
     LOAD = 8  # a new optimizer state lies ready at the coordinator
     FETCH = 9  # wants the newest weights without publishing
-    BLOCKED = 11  # does nothing until its portion of this number is there
     FAREWELL = 10  # its function is over: its random states lie in a slot
+    BLOCKED = 11  # does nothing until its portion of this number is there
+    MEET = 12  # waits in a meeting, and does nothing until it is over
     # the leading shard to the others
     TAKE = 20
     FOLD = 21

@@ -214,6 +214,65 @@ FOUND = {
         batch_size=1,
         cluster="equal:message=0.05",
     ),
+    "lockstep waited for who was in a meeting with batches that were in no gradient yet": Case(
+        seed=507, sync="delayed:1", learners=4, loop="odd", examples=28, batch_size=3, epochs=1
+    ),
+    "who had gone back met, the others were at a barrier": Case(
+        seed=627,
+        sync="delayed:1",
+        shards=2,
+        script="kill shard 1 at 25 s",
+        loop="odd",
+        examples=32,
+        batch_size=1,
+        checkpoint_every=2,
+        cluster="equal:jitter=lognormal:0.5",
+    ),
+    "the same with one epoch": Case(
+        seed=666,
+        sync="delayed:3",
+        learners=2,
+        script="kill shard 0 at 14 s",
+        loop="odd",
+        examples=15,
+        batch_size=1,
+        epochs=1,
+        checkpoint_every=2,
+    ),
+    "the run ended while somebody met, and another was too far ahead of it": Case(
+        seed=708, sync="ssp:0", learners=2, loop="odd", examples=2, batch_size=1, epochs=1, steps=3
+    ),
+    "who had heard of the end met, the others were at a barrier and had not": Case(
+        seed=621,
+        sync="delayed:1",
+        learners=4,
+        script="kill learner 3 at version 3; kill learner 2 at 0 s",
+        loop="odd",
+        steps=10,
+        checkpoint_every=9,
+        cluster="equal:jitter=uniform:0.5,latency=0.3,setup=0.01",
+    ),
+    "the dial turned from hardsync while somebody read the table where it lies": Case(
+        seed=2024,
+        sync="hardsync until 1 then softsync:1",
+        learners=4,
+        script="kill learner 2 at version 1; pause learner 3 for 3 s at version 1",
+        loop="odd",
+        examples=10,
+        batch_size=3,
+        policy="sample",
+        cluster="equal:jitter=none,latency=0.001,setup=0.01,message=0.05",
+    ),
+    "a fetch under way when the dial turned to ssp did not wait for the slowest": Case(
+        seed=2066,
+        sync="downpour:push=1,fetch=6,local_lr=0.1",
+        learners=2,
+        script="change to ssp:1 at 3 s",
+        examples=13,
+        batch_size=1,
+        epochs=1,
+        cluster="equal:jitter=exponential:0.5",
+    ),
 }
 
 

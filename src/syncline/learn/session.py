@@ -31,6 +31,7 @@ from syncline.table.template import ELEMENTWISE, SCALE_INVARIANT, OptimizerTempl
 from syncline.topology import messages as m
 
 NO_LOADER = -1  # rests, and waits for no data
+NOW = -1  # and is there again already
 SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names the number of shards
 
 
@@ -224,18 +225,17 @@ class ServerSession(Session):
         self._loaders.append(loader)
         return loader
 
-    def _ask(self, message: Any) -> Any:
-        """A question to which the answer comes when the others are there."""
-        return self.insist(lambda: self._request(message))
-
     def _request(self, message: Any) -> Any:
         if self._idle is not None:  # others must not wait for a gradient while this learner waits for them
             self.rest(*self._idle)
-        elif (
-            self._fresh and self.sync.waits and not self.sync.lockstep
-        ):  # nor for what it has not published yet
+        elif self._fresh and self.sync.waits:  # nor for what it has not published yet
             self.rest(NO_LOADER, 0)
-        return self.port.request(message)
+        answer = self.port.request(message)
+        if self._fresh and self._rests and self.sync.lockstep:  # the others may have gone on
+            self._rests = []
+            self.rest(NO_LOADER, NOW)
+            self.rested()
+        return answer
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -251,8 +251,24 @@ class ServerSession(Session):
     def mean(self, value: float | Tensor) -> Any:
         """The mean of a number or tensor over all live learners; every learner must call it."""
         held = value.detach().cpu() if isinstance(value, Tensor) else value
-        result = self._ask(m.MeanOf(held))
+        result = self.insist(lambda: self._meet(m.MeanOf(held)))
+        self._met()
         return result.to(value.device) if isinstance(value, Tensor) else result
+
+    def _meet(self, message: Any) -> Any:
+        """It rests until the meeting is over: nobody need wait for its gradient, wherever in its loop it is."""
+        self.rest(NO_LOADER, 0)
+        self.port.post(Note(Kind.MEET))
+        return self.port.request(message)
+
+    def _met(self) -> None:
+        """All of the meeting count again: read what was folded meanwhile."""
+        try:
+            self.rested()
+        except Reset:
+            self.rejoin()
+        if self._idle is not None and not self.sync.lockstep:
+            self.rest(*self._idle)
 
     def push(self) -> None:
         """What learners that step by themselves have not pushed yet."""

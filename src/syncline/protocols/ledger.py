@@ -225,6 +225,10 @@ class Ledger:
         """Learners that do nothing until the others come to the barrier."""
         return {learner for learner in self._barrier if self._learners[learner].blocked}
 
+    def waiting(self) -> set[int]:
+        """Learners that do nothing until others go on: at the barrier, or in the last epoch."""
+        return self.stuck() | {learner for learner, member in self._held.items() if member.blocked}
+
     def epoch(self, learner: int) -> int:
         """The epoch that this learner is in: a joiner's first ask is for this one."""
         member = self._learners[learner]

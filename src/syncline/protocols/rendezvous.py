@@ -1,7 +1,7 @@
 """Everybody brings one thing: complete when every live member has brought its own, or left.
 
-Used to open tables (layouts are compared, M6) and for `session.mean`. Members that join later are not
-waited for in meetings that are already complete.
+Used to open loaders, where all begin with the first epoch. Members that join later are not waited for in
+meetings that are already complete. Meetings that learners' loops may come to unequally are `meetings`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,6 @@ class Rendezvous:
         """All that was brought, once all live members are there; else None."""
         self._brought.setdefault(key, {})[member] = thing
         return self._complete(key)
-
-    def withdraw(self, member: int) -> None:
-        """What it brought does not count; it will bring it again."""
-        for brought in self._brought.values():
-            brought.pop(member, None)
 
     def leave(self, member: int) -> list[tuple[Any, dict[int, Any]]]:
         """The meetings that its leaving completes."""

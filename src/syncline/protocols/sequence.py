@@ -7,6 +7,7 @@ decisions into the log; the other shards replay them, so all shards fold the sam
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from syncline.dial import Sync
@@ -103,6 +104,7 @@ class Sequence:
             int, tuple[int, int]
         ] = {}  # learner -> (rank, ticket): waits for the warm start's end
         self._early: list[Ticket] = []  # published before all initial learners had started
+        self._turning: tuple[Sync, int] | None = None  # the dial to change to, and its number
 
     def _turn(self, sync: Sync) -> None:
         self.sync, self._lockstep = sync, sync.lockstep
@@ -138,10 +140,10 @@ class Sequence:
         member = self.members.live.get(learner)
         if member is None:
             return []
-        if not self._lockstep:
+        if not self._lockstep and self.sync.slack is None:
             self._gate.fetched(learner, self.version)
             return [Release(learner, number, self.version)]
-        # the dial has changed meanwhile: it reads with the fold of what it published
+        # the dial has changed meanwhile: it reads with the fold of what it published, or when it is not too far ahead
         self._gate.arrive(learner, number, member.next_iteration - 1, self.version)
         return list(self._gate.open(self.version))
 
@@ -175,6 +177,19 @@ class Sequence:
         self._gate.resume(learner, member.next_iteration)
         return list(self._gate.open(self.version))
 
+    def met(self, learners: Iterable[int]) -> list[Decision]:
+        """These met and go on together: all count again before one of them can publish.
+
+        The slowest first, so that a meeting of all leaves the clocks of slack as they were.
+        """
+        live = self.members.live
+        back = [live[learner] for learner in learners if learner in live and live[learner].resting]
+        for member in sorted(back, key=lambda member: (member.clock, member.rank)):
+            self.members.rouse(member)
+            member.next_iteration = max(member.next_iteration, self.version)
+            self._gate.resume(member.learner, member.next_iteration)
+        return list(self._gate.open(self.version))
+
     def leave(self, learner: int) -> list[Decision]:
         """It returned, raised or died; quorums follow."""
         self._cold.pop(learner, None)
@@ -188,13 +203,28 @@ class Sequence:
         return decisions
 
     def change(self, sync: Sync, dial: int) -> list[Decision]:
-        """Another dial from the next version on; what was taken is folded first, an incomplete quorum too."""
+        """Another dial from the next version on; what was taken is folded first, an incomplete quorum too.
+
+        Lockstep without a delay is read where the table lies: there the change waits until nobody can be reading, which
+        is when all have published, or rest.
+        """
+        if self._lockstep and not self.sync.delay and self._readers():
+            self._turning = (sync, dial)
+            return []
+        return [*self._change(sync, dial), *self._gate.open(self.version)]
+
+    def _readers(self) -> bool:
+        """Somebody has been let go and not been heard of since."""
+        return any(learner not in self._gate for learner in self.members.live)
+
+    def _change(self, sync: Sync, dial: int) -> list[Decision]:
+        self._turning = None
         decisions = self.finish()
         self._turn(sync)
         self._folding = Folding(sync)
         self._gate.change(sync, self.version)
         self.members.restart(self.version)
-        return [*decisions, Change(dial), *self._gate.open(self.version)]
+        return [*decisions, Change(dial)]
 
     def finish(self) -> list[Decision]:
         """The end of the run: what was taken is folded, an incomplete quorum as one last smaller update."""
@@ -266,6 +296,8 @@ class Sequence:
         limit, folding, members = self._limit, self._folding, self.members
         while (limit is None or self.version < limit) and (tickets := folding.ready(self.version, members)):
             decisions += self._fold(tickets)
+        if self._turning is not None and not self._readers():
+            decisions += self._change(*self._turning)
         decisions += self._gate.open(self.version)
         return decisions
 

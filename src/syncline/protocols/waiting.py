@@ -168,6 +168,10 @@ class Gate:
         self._dropped.discard(learner)
         return Release(learner, number, read, not silent, dropped=dropped)
 
+    def __contains__(self, learner: int) -> bool:
+        """It waits, or rests."""
+        return learner in self._waiting
+
     def waiting(self) -> dict[int, int]:
         """Learner to the version it waits for (-1: it rests)."""
         return {learner: needed for learner, (_, needed, _) in self._waiting.items()}

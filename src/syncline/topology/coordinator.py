@@ -6,7 +6,7 @@ engine and inside the simulator; effects go out through its port.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,7 +76,7 @@ class Coordinator:
         self._tables: dict[int, _Table] = {}
         self._loaders: dict[int, m.OpenLoader] = {}
         self._expect(learners)
-        self._meet = Rendezvous(self._initial)
+        self._met: list[m.Met] = []  # meetings whose values are not all here
         self._asked: dict[int, Any] = {}  # learner -> the request it waits for
         self._stale: set[int] = set()  # learners that know only servers that are gone
         self._rejoining: dict[int, m.Rejoin] = {}
@@ -85,6 +85,7 @@ class Coordinator:
         self._cuts = Cuts()
         self._finish_later = False
         self._stopping = self._exact = False  # waits for a last checkpoint; has it
+        self._ending = False  # learners are, or will be, told to end
         self.reached = False
 
     def _expect(self, learners: Mapping[int, int]) -> None:
@@ -139,7 +140,15 @@ class Coordinator:
         self._port.tell_shards(m.Dial(number, sync, epoch))
 
     def _tell_standing(self) -> None:
-        self._port.tell_shards(m.Resume(self._plan.every, self._plan.cuts, self._restored.counts))
+        self._port.tell_shards(
+            m.Resume(
+                self._plan.every,
+                self._plan.cuts,
+                self._restored.counts,
+                tuple(self._initial),
+                bool(self._stale),
+            )
+        )
 
     @property
     def _dial(self) -> int:
@@ -151,6 +160,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """End soon. In lockstep first a checkpoint of a whole round: what learners that leave still fold is less than one."""
+        self._ending = True
         lockstep = any(sync.lockstep for sync, _ in self._dials)
         if self._plan.cuts and lockstep and self.tables and not self._stopping:
             self._stopping = True
@@ -191,17 +201,16 @@ class Coordinator:
             m.Open: self._open,
             m.Initialised: self._initialised,
             m.OpenLoader: self._open_loader,
-            m.MeanOf: self._mean,
+            m.MeanOf: lambda *_: self._try_met(),
             m.LoadState: self._load,
             m.AwaitState: self._await_state,
             m.Rejoin: self._rejoin,
         }
-        if not isinstance(message, m.Open | m.Initialised | m.Rejoin):
-            self._meet.join(learner)
         try:
             handlers[type(message)](learner, message)
         except (UsageError, LayoutError) as error:
             self._reply(learner, m.Refused(error))
+        self._refuse_different_loops()
 
     def _reply(self, learner: int, message: Any) -> None:
         self._asked.pop(learner, None)
@@ -216,8 +225,9 @@ class Coordinator:
         self._rejoining.pop(learner, None)
         self._stale.discard(learner)
         self._port.tell_shards(m.Leave(learner, rank, lost))
-        for key, brought in (*self._meet.leave(learner), *self._openings.leave(learner)):
-            self._met(key, brought)
+        for (_, loader), brought in self._openings.leave(learner):
+            self._join_loader(loader, self._by_rank(brought))
+        self._try_met()
         for number, table in self._tables.items():
             table.waiting.discard(learner)
             if table.initialiser == learner and not table.made:
@@ -306,10 +316,6 @@ class Coordinator:
         )
 
     def _join(self, number: int, table: _Table, learner: int) -> None:
-        if (
-            self._restored.version >= self._plan.warm
-        ):  # else it may wait for the warm start's end, and no meeting for it
-            self._meet.join(learner)
         self._reply(learner, self._opened(number, table, learner))
 
     def _opened(self, number: int, table: _Table, learner: int) -> m.Opened:
@@ -335,7 +341,7 @@ class Coordinator:
         if learner in self._initial:  # all begin with the first epoch, and a joint round is cut for all
             brought = self._openings.bring(("loader", message.loader), learner, message)
             if brought is not None:
-                self._met(("loader", message.loader), brought)
+                self._join_loader(message.loader, self._by_rank(brought))
         else:
             self._join_loader(message.loader, [learner])
 
@@ -371,21 +377,43 @@ class Coordinator:
 
     # -- meetings ----------------------------------------------------------------------------------------
 
-    def _mean(self, learner: int, message: m.MeanOf) -> None:
-        brought = self._meet.bring(("mean", 0), learner, message.value)
-        if brought is not None:
-            self._met(("mean", 0), brought)
+    def _by_rank(self, learners: Iterable[int]) -> list[int]:
+        return sorted(learners, key=lambda learner: self.live[learner])
 
-    def _met(self, key: tuple[str, int], brought: dict[int, Any]) -> None:
-        kind, number = key
-        ordered = sorted(brought, key=lambda learner: self.live[learner])
-        if kind == "loader":
-            self._join_loader(number, ordered)
-            return
-        values = [torch.as_tensor(brought[learner], dtype=torch.float64) for learner in ordered]
-        mean = torch.stack(values).mean(0)
+    def _try_met(self) -> None:
+        """The leading shard says who met; what they brought may come later than its word."""
+        for met in list(self._met):
+            brought = {learner: self._asked.get(learner) for learner in met.learners if learner in self.live}
+            if all(isinstance(asked, m.MeanOf) for asked in brought.values()):
+                self._met.remove(met)
+                if met.problem and not self._ending:  # else some have heard of the end, others not yet
+                    self._refuse(brought, met.problem)
+                elif brought:
+                    self._answer({learner: asked.value for learner, asked in brought.items() if asked})
+
+    def _answer(self, brought: dict[int, Any]) -> None:
+        ordered = self._by_rank(brought)
+        mean = torch.stack([torch.as_tensor(brought[each], dtype=torch.float64) for each in ordered]).mean(0)
         for learner in ordered:
             self._reply(learner, _like(mean, brought[learner]))
+
+    def _refuse(self, learners: Iterable[int], problem: str) -> None:
+        for learner in self._by_rank(learners):
+            self._reply(learner, m.Refused(UsageError(problem)))
+
+    def _refuse_different_loops(self) -> None:
+        """All that began together wait here, some in a meeting, some for all others to open a table or loader too."""
+        if len(self._asked) < len(self.live) or self.live.keys() != self._initial.keys() or self._met:
+            return
+        meeting = [learner for learner, asked in self._asked.items() if isinstance(asked, m.MeanOf)]
+        others = [each for each, asked in self._asked.items() if isinstance(asked, m.Open | m.OpenLoader)]
+        if meeting and others and len(meeting) + len(others) == len(self.live):
+            ranks = [sorted(self.live[learner] for learner in each) for each in (meeting, others)]
+            self._refuse(
+                meeting,
+                f"session.mean: learners {ranks[0]} wait in it for learners {ranks[1]}, which open a table or loader and "
+                "wait for them. Every learner must open the same tables and loaders and call session.mean in the same order.",
+            )
 
     # -- servers that were started anew --------------------------------------------------------------------
 
@@ -401,12 +429,13 @@ class Coordinator:
         self._stale = set(self.live) - set(learners)
         self._parts.clear()
         self._loads.clear()
+        self._met.clear()
         self._cuts = Cuts()
         self._finish_later = self._stopping = self._exact = self.reached = False
         for number, (sync, epoch) in enumerate(self._dials):
             self._port.tell_shards(m.Dial(number, sync, PAST if epoch is None else epoch))
-        self._tell_standing()
         self._expect(self.live)
+        self._tell_standing()
         for number, table in sorted(self._tables.items()):
             table.waiting.clear()
             if table.made:
@@ -420,7 +449,6 @@ class Coordinator:
         self._port.reset_learners()
         for learner, message in list(self._asked.items()):
             if learner in self._stale and not isinstance(message, m.Rejoin):
-                self._meet.withdraw(learner)
                 self._reply(learner, m.Stale())
         self._try_rejoin()
 
@@ -447,8 +475,8 @@ class Coordinator:
                 self._port.tell_shards(m.JoinLoader(loader, joining))
         for learner in ordered:
             self._initial.pop(learner, None)  # it opens further loaders by itself
-            for key, brought in self._openings.leave(learner):
-                self._met(key, brought)
+            for (_, loader), brought in self._openings.leave(learner):
+                self._join_loader(loader, self._by_rank(brought))
             self._reply(learner, m.Rejoined(desks[learner], opened[learner]))
 
     # -- optimizer states --------------------------------------------------------------------------------
@@ -481,8 +509,11 @@ class Coordinator:
             self._loaded(message)
         elif kind in (m.Cut, m.Saved):
             self._cut(message)
+        elif kind is m.Met:
+            self._met.append(message)
+            self._try_met()
         elif kind is m.Reached:
-            self.reached = True
+            self.reached = self._ending = True
             self._port.stop_learners()
         else:
             if kind is m.EpochEnd and message.loader == 0:

@@ -6,7 +6,7 @@ Also who has got how many portions, and who rests until one comes. Nothing is de
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from syncline.ports import OUTSIDE, Portion, ServerPort
 from syncline.protocols.ledger import Decision, Ledger, Standing
@@ -72,7 +72,6 @@ class Feeding:
     def leave(self, learner: int) -> None:
         for loader, ledger in self._ledgers.items():
             self._decided(loader, ledger.leave(learner))
-        self.untangle()
 
     def change(self, *, lockstep: bool) -> None:
         for loader, ledger in self._ledgers.items():
@@ -85,7 +84,6 @@ class Feeding:
 
     def block(self, loader: int, learner: int, upto: int) -> None:
         self._decided(loader, self._ledgers[loader].block(learner, upto))
-        self.untangle()
 
     def close(self, loader: int, learner: int, upto: int) -> None:
         decisions = self._ledgers[loader].close(learner, upto)
@@ -99,6 +97,11 @@ class Feeding:
             return False
         self._resting[learner] = loader
         return True
+
+    def met(self, learners: Iterable[int]) -> None:
+        """They rest no more."""
+        for learner in learners:
+            self._resting.pop(learner, None)
 
     def taken(self, learner: int, usage: list[tuple[int, int]]) -> None:
         """A gradient of these batches was taken: (loader, upto) each."""
@@ -134,6 +137,14 @@ class Feeding:
         if live and not live - set().union(*stuck.values()):
             last = max(loader for loader, learners in stuck.items() if learners)
             self._decided(last, self._ledgers[last].part_ways())
+
+    def waiting(self) -> set[int]:
+        """Learners that do nothing until others go on."""
+        return set[int]().union(*(ledger.waiting() for ledger in self._ledgers.values()))
+
+    def loaders_of(self, learners: Iterable[int]) -> list[int]:
+        """The loaders that they wait at."""
+        return [loader for loader, ledger in self._ledgers.items() if ledger.waiting() & set(learners)]
 
     def standings(self) -> dict[int, Standing]:
         return {loader: ledger.standing() for loader, ledger in self._ledgers.items()}

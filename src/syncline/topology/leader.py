@@ -14,12 +14,15 @@ from syncline.protocols.cadence import Cadence
 from syncline.protocols.folding import Ticket
 from syncline.protocols.ledger import Decision as LedgerDecision
 from syncline.protocols.ledger import End, EpochDone, Grant, Standing
+from syncline.protocols.meetings import Decision as MeetingDecision
+from syncline.protocols.meetings import Met, Unmet
 from syncline.protocols.sequence import Change, Decision, Drop, Fold, Full, Sequence, Take
 from syncline.protocols.waiting import Release
 from syncline.topology import messages as m
 from syncline.topology.agreement import Agreement
 from syncline.topology.belongings import Belongings
 from syncline.topology.feeding import Feeding
+from syncline.topology.gathering import Gathering
 from syncline.topology.replay import Replay
 from syncline.topology.restore import LEARNERS, table_file
 from syncline.topology.tally import Tally
@@ -42,6 +45,7 @@ class Leader:
         self._work = Worklist(self._carry_out, self._cut)
         self._decided = self._work.add
         self._feeding = Feeding(port, self._ranks, self._decided)
+        self._gathering = Gathering(port, self._ranks, self._feeding, self._decided)
         self._agreement = Agreement(port, replay)
         self._tally, self._belongings = Tally(), Belongings()
         self._usage: dict[int, Usage] = defaultdict(list)
@@ -69,6 +73,7 @@ class Leader:
         """Where a run goes on; and how often checkpoints are cut."""
         self._cadence = Cadence(event.every) if event.cuts else None
         self._tally.resume(event.counts)
+        self._gathering.resume(event)
 
     def make_table(self, make: m.MakeTable) -> None:
         self._sequences[make.table] = Sequence(
@@ -90,7 +95,9 @@ class Leader:
         self._ranks[join.learner] = join.rank
         if join.buffers is not None:
             self._belongings.bring(join.table, join.learner, join.buffers)
-        self._decided(join.table, self._sequences[join.table].join(join.learner, join.rank, 0))
+        sequence = self._sequences[join.table]
+        self._decided(join.table, sequence.join(join.learner, join.rank, 0))
+        self._gathering.join(join.learner, cold=sequence.cold(join.learner))
 
     def make_loader(self, make: m.MakeLoader) -> None:
         self._feeding.make_loader(make, lockstep=self._replay.dials[make.dial].lockstep)
@@ -109,6 +116,8 @@ class Leader:
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.leave(learner))
         self._feeding.leave(learner)
+        self._gathering.leave(learner)
+        self._untangle()
         self._log(Entry(Kind.LEAVE, learner=learner))
 
     def finish(self, *, cut: bool) -> None:
@@ -135,6 +144,10 @@ class Leader:
             self._rest(learner, note)
         elif kind == Kind.BLOCKED:
             self._feeding.block(note.loader, learner, note.upto)
+            self._untangle()
+        elif kind == Kind.MEET:
+            self._gathering.come(learner)
+            self._untangle()
         elif kind == Kind.FAREWELL:
             self._keep_states(learner, note)
         elif kind == Kind.FETCH:
@@ -176,7 +189,7 @@ class Leader:
             self._port.append(entry)
         self._replay.replay(entry)
 
-    def _carry_out(self, place: int, decision: Decision | LedgerDecision) -> None:
+    def _carry_out(self, place: int, decision: Decision | LedgerDecision | MeetingDecision) -> None:
         """`place` is the table, or the loader of a ledger's decision."""
         if self.watch is not None:
             self.watch(place, decision)
@@ -199,10 +212,12 @@ class Leader:
         elif isinstance(decision, EpochDone):
             self._epoch_done(place, decision.epoch)
         elif isinstance(decision, Change):
-            self._log(Entry(Kind.CHANGE, place, iteration=decision.dial))
+            self._turn(place, decision.dial)
+        elif isinstance(decision, Met | Unmet):
+            self._met(decision)
 
     def _release(self, table: int, release: Release) -> None:
-        if table == 0:
+        if self._gathering.cold and table == 0 and self._gathering.warmed(release.learner):
             self._feeding.welcome_late(release.learner)
         self._log(
             Entry(
@@ -316,11 +331,32 @@ class Leader:
             self._change(self._course.pop(epoch + 1))
 
     def _change(self, number: int) -> None:
-        """Another dial for all tables and loaders."""
+        """Another dial for all tables; the loaders turn with the first of them."""
         sync = self._replay.dials[number]
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.change(sync, number))
-        self._feeding.change(lockstep=sync.lockstep)
+
+    def _turn(self, table: int, number: int) -> None:
+        self._log(Entry(Kind.CHANGE, table, iteration=number))
+        if table == 0:
+            self._feeding.change(lockstep=self._replay.dials[number].lockstep)
+
+    # -- meetings ----------------------------------------------------------------------------------------
+
+    def _met(self, decision: MeetingDecision) -> None:
+        """All of them count again before one can publish: lockstep rounds stay whole."""
+        self._feeding.met(decision.learners)
+        for table, sequence in self._sequences.items():
+            self._decided(table, sequence.met(decision.learners))
+        self._gathering.over(decision)
+
+    def _untangle(self) -> None:
+        """Nobody waits for ever: where all wait, a meeting is held by those who are in it, or a barrier gives way.
+
+        Learners get out of step when one joins, or goes back to a checkpoint, in the middle of a loop.
+        """
+        if not self._gathering.stand_still():
+            self._feeding.untangle()
 
     # -- checkpoints -------------------------------------------------------------------------------------
 

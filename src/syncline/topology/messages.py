@@ -218,11 +218,13 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Counts of a run that goes on, and how often checkpoints are cut."""
+    """Counts of a run that goes on, how often checkpoints are cut, and who begins."""
 
     every: int | None = None  # versions
     cuts: bool = False
     counts: Counts = field(default_factory=lambda: Counts())
+    initial: tuple[int, ...] = ()  # learners that all wait for in the beginning
+    back: bool = False  # these are in the middle of their loops: the servers were lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +349,14 @@ class Checkpointed:
 
     number: int
     path: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A meeting of these learners is over; with a problem, because nobody else would ever come."""
+
+    learners: tuple[int, ...]
     problem: str = ""
 
 

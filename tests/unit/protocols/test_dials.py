@@ -37,6 +37,7 @@ class Learner:
     fetching: int = -1  # the ticket of its fetch, if one is under way
     pushed: list[int] = field(default_factory=list)  # silent tickets whose slots are not free
     waits_for: int = -1  # the ticket
+    meets: bool = False  # it rests in a meeting
 
 
 class Crew:
@@ -103,6 +104,19 @@ class Crew:
         self._rouse(learner)
         self.see(self.sequence.resume(learner.id))
 
+    def meet(self, learner: Learner) -> None:
+        self.rest(learner)
+        learner.meets = True
+
+    def met(self, _: Learner) -> None:
+        """A meeting is over: all of it count again at once."""
+        back = [learner for learner in self.learners.values() if learner.meets and learner.state == "rests"]
+        for learner in sorted(back, key=lambda le: (le.clock, le.rank)):
+            learner.state, learner.meets = "waits", False
+            self._rouse(learner)
+        self.see(self.sequence.met([learner.id for learner in back]))
+        assert self.sync.slack is not None or all(learner.state == "busy" for learner in back)
+
     def reread(self, learner: Learner) -> None:
         self._ticket(learner, "waits")
         self.see(self.sequence.reread(learner.id, learner.number))
@@ -121,10 +135,12 @@ class Crew:
 
     def change(self, text: str) -> None:
         self.changing = Sync.parse(text)
-        self.finishing = True
         self.dials.append(self.changing)
+        in_place = self.sync.lockstep and not self.sync.delay
+        reading = in_place and any(le.id not in self.sequence.waiting() for le in self.members())
+        self.finishing = not reading
         self.see(self.sequence.change(self.changing, len(self.dials) - 1))
-        assert self.changing is None
+        assert (self.changing is not None) == reading
 
     def _ticket(self, learner: Learner, state: str) -> None:
         assert learner.state == "busy"
@@ -160,6 +176,8 @@ class Crew:
     # -- decisions ---------------------------------------------------------------------------------------
 
     def see(self, decisions: Iterable[Decision]) -> None:
+        decisions = list(decisions)
+        self.finishing |= any(isinstance(decision, Change) for decision in decisions)
         for decision in decisions:
             if isinstance(decision, Take):
                 self._see_take(decision.ticket)
@@ -268,7 +286,7 @@ class Crew:
         if learner.state == "new":
             return ["join"] * 4
         if learner.state == "rests":
-            return ["resume"] * 2 + ["leave"]
+            return ["met" if learner.meets else "resume"] * 2 + ["leave"]
         if learner.state != "busy":
             return ["leave"]
         names = ["leave"]
@@ -276,7 +294,7 @@ class Crew:
             names += ["publish"] * 12
         if learner.sync.local:
             names += ["fetch"] * 5 if learner.fetching < 0 else ["wait"] * 5
-        return [*names, "rest", "reread"]
+        return [*names, "rest", "reread", "meet"]
 
     def play(self, script: Iterable[tuple[int, str | None]]) -> None:
         for choice, dial in script:
@@ -309,7 +327,7 @@ class Crew:
                 if learner.state == "new" and self._in_order("join", learner):
                     self.join(learner)
                 elif learner.state == "rests":
-                    self.resume(learner)
+                    self.met(learner) if learner.meets else self.resume(learner)
                 elif learner.state == "busy":
                     if learner.steps >= last:
                         self.leave(learner)
@@ -600,7 +618,7 @@ def test_who_pushed_before_the_start_and_has_no_data_since_still_rests() -> None
 
 
 def test_a_change_folds_what_was_taken_and_lets_who_waits_for_it_go_on() -> None:
-    crew, (first, second, third) = crew_of("hardsync", 3)
+    crew, (first, second, third) = crew_of("delayed:1", 3)
     crew.publish(first), crew.publish(second)
     crew.change("async")
     assert len(crew.folds[0].tickets) == 2 and states((first, second, third)) == "busy busy busy"
@@ -610,6 +628,62 @@ def test_a_change_folds_what_was_taken_and_lets_who_waits_for_it_go_on() -> None
     crew.publish(first)
     crew.change("softsync:3")
     assert crew.version == 3 and len(crew.folds[-1].tickets) == 1
+
+
+def test_a_change_from_hardsync_waits_while_somebody_may_read_the_table_where_it_lies() -> None:
+    crew, (first, second, third) = crew_of("hardsync", 3)
+    crew.publish(first), crew.publish(second)
+    crew.change("async")
+    assert crew.changing is not None and not crew.folds and third.state == "busy"
+    crew.publish(third)
+    assert crew.changing is None and crew.sigmas == [0, 0, 0]
+    assert states((first, second, third)) == "busy busy busy" and not first.sync.lockstep
+    crew.change("hardsync")
+    assert crew.changing is None  # who waits for nobody reads a copy of its own
+
+
+def test_a_change_from_hardsync_comes_when_all_others_rest_or_have_left() -> None:
+    crew, (first, second, third) = crew_of("hardsync", 3)
+    crew.publish(first)
+    crew.change("ssp:1")
+    crew.rest(second)
+    assert crew.changing is not None
+    crew.leave(third)
+    assert crew.changing is None and crew.version == 1 and first.sync.slack == 1
+
+
+def test_a_meeting_leaves_slack_as_it_was() -> None:
+    crew, (first, second) = crew_of("ssp:2", 2)
+    crew.publish(first), crew.publish(first)
+    crew.meet(first), crew.meet(second)
+    crew.met(first)
+    assert (first.clock, second.clock, first.state, second.state) == (2, 0, "busy", "busy")
+    crew.publish(first)
+    assert first.state == "waits"  # three steps ahead
+
+
+def test_who_met_counts_again_before_anybody_publishes() -> None:
+    crew, (first, second) = crew_of("hardsync", 2)
+    crew.meet(first)
+    crew.publish(second)
+    assert crew.version == 1  # nobody waits for who is in a meeting
+    crew.meet(second)
+    crew.met(first)
+    assert first.held == second.held == 1
+    crew.publish(second)
+    assert crew.version == 1 and second.state == "waits"
+    crew.publish(first)
+    assert crew.version == 2 and len(crew.folds[-1].tickets) == 2
+
+
+def test_a_fetch_under_a_new_dial_with_slack_waits_for_the_slowest() -> None:
+    crew, (first, second) = crew_of(LOCAL, 2)
+    crew.change("ssp:0")
+    crew.publish(first)
+    crew.fetch(first)
+    assert first.fetching >= 0
+    crew.publish(second)
+    assert first.fetching == -1 and first.sync.slack == 0
 
 
 def test_a_change_to_ssp_counts_clocks_anew() -> None:

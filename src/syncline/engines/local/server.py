@@ -199,8 +199,8 @@ class LocalServerPort(ServerPort):
         """The supervisor has introduced the table and the loader that the note speaks of."""
         if note.loader >= 0 and (note.loader, learner) not in self.readers:
             return False
-        feed = (Kind.ASK, Kind.USED, Kind.CLOSE, Kind.BLOCKED)
-        return note.kind in feed or (note.table, learner) in self._lanes
+        without = (Kind.ASK, Kind.USED, Kind.CLOSE, Kind.BLOCKED, Kind.MEET)  # a table
+        return note.kind in without or (note.table, learner) in self._lanes
 
     # -- effects -----------------------------------------------------------------------------------------
 

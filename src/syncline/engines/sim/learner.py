@@ -368,7 +368,7 @@ class SimLearner(LearnerPort):
         return self._world.watch is not None
 
     def reads(self, table: int, version: int, weights: list[Tensor]) -> None:
-        if self._world.watch is not None:
+        if self._world.watch is not None and not self.stale:  # what it does before it rejoins is void
             self._world.watch.read(self.learner, table, version, weights)
 
     def tell(self, message: Any) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +15,14 @@ import torch
 
 from syncline.engines.sim.hunt import DIALS, Case, hunt, play, random_case, shorten
 from syncline.engines.sim.hunt.case import LOOPS, POLICIES
+from syncline.engines.sim.hunt.scratch import SHARED, scratch, sweep
 from syncline.engines.sim.learner import SimLink
 from syncline.errors import UsageError
 from syncline.ports import Entry, Kind
 from syncline.protocols.folding import Folding, Ticket
 from syncline.protocols.ledger import Ledger
+from syncline.protocols.meetings import Meetings
 from syncline.protocols.membership import Members
-from syncline.protocols.rendezvous import Rendezvous
 from syncline.protocols.sequence import Sequence
 from syncline.protocols.waiting import Gate, Release
 from syncline.table.shard import Mean, Shard
@@ -200,7 +206,32 @@ def warm_start_one_short(patch: Patch) -> None:
 
 
 def meetings_wait_for_the_dead(patch: Patch) -> None:
-    patch.setattr(Rendezvous, "leave", lambda self, member: [])
+    patch.setattr(Meetings, "leave", lambda self, learner: [])
+
+
+def who_meets_is_waited_for(patch: Patch) -> None:
+    """Quorums wait for the gradients of learners in a meeting."""
+    rest = Sequence.rest
+
+    def computes(self: Sequence, learner: int, number: int) -> list[Any]:
+        decisions = rest(self, learner, number)
+        if learner in self.members:
+            self.members.rouse(self.members.live[learner])
+        return decisions
+
+    patch.setattr(Sequence, "rest", computes)
+
+
+def who_met_is_not_there_again(patch: Patch) -> None:
+    """Rounds are folded without those that come out of a meeting."""
+
+    def still_rests(self: Sequence, learners: Any) -> list[Any]:
+        live = [learner for learner in learners if learner in self.members]
+        for learner in live:
+            self._gate.resume(learner, max(self.members.live[learner].next_iteration, self.version))
+        return list(self._gate.open(self.version))
+
+    patch.setattr(Sequence, "met", still_rests)
 
 
 def what_a_loop_left_is_lost(patch: Patch) -> None:
@@ -249,6 +280,8 @@ PLANTED: list[tuple[Callable[[Patch], None], tuple[str, ...]]] = [
     (a_mean_without_weights, ("hardsync", "softsync:1")),
     (warm_start_one_short, ("async", "hardsync")),
     (meetings_wait_for_the_dead, ("hardsync",)),
+    (who_meets_is_waited_for, ("hardsync",)),
+    (who_met_is_not_there_again, ("hardsync", "delayed:1")),
     (what_a_loop_left_is_lost, ("async",)),
     (late_gradients_are_folded, ("backup:1",)),
 ]
@@ -307,3 +340,61 @@ def test_torch_is_left_as_it_was() -> None:
     before = torch.get_rng_state()
     play(random_case(0, "async"))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- nothing stays behind ----------------------------------------------------------------------------------
+
+LEAVES = """
+import os, signal, sys
+from syncline.engines.sim.hunt.scratch import scratch
+with scratch(sys.argv[1]) as folder:
+    open(folder + "/part", "w").close()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_what_a_killed_hunt_left_is_removed_by_the_next(how: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEAVES, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        assert sweep(str(tmp_path)) == [] and (left / "part").exists()  # its process lives
+        process.send_signal(how)
+        process.wait(20)
+    assert (left / "part").exists()
+    with scratch(str(tmp_path)) as folder:
+        assert [str(each) for each in tmp_path.iterdir()] == [folder]
+        assert sweep(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_end_with_the_hunt_that_was_killed() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "syncline",
+        "simulate",
+        "--faults",
+        "random",
+        "--seeds",
+        "100000",
+        "--jobs",
+        "2",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        while len(workers := _children(process.pid)) < 3:  # two, and the one that tracks resources
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.kill()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "they live on"
+        time.sleep(0.02)
+    sweep(SHARED)
+
+
+def _children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in found.read_text().split()] if found.exists() else []

@@ -7,6 +7,9 @@ played.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -70,7 +73,7 @@ def _results(batches: Iterable[Batch], jobs: int) -> Iterator[Result]:
         return
     left = iter(batches)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context) as pool:
+    with ProcessPoolExecutor(jobs, context, _end_with_the_hunt) as pool:
         under_way: list[Future[Result]] = [pool.submit(_play_batch, b) for b in islice(left, jobs * AHEAD)]
         try:
             while under_way:
@@ -79,6 +82,18 @@ def _results(batches: Iterable[Batch], jobs: int) -> Iterator[Result]:
         finally:
             for future in under_way:
                 future.cancel()
+
+
+def _end_with_the_hunt() -> None:
+    """A worker whose parent was killed would wait for its next batch for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="syncline-hunt-parent", daemon=True).start()
 
 
 def _play_batch(batch: Batch) -> Result:

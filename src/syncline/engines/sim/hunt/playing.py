@@ -5,9 +5,8 @@ A failure is a broken invariant, a run that stands still or never ends, or an er
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
-import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
@@ -24,13 +23,13 @@ from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.script import parse_script
 from syncline.engines.sim.engine import Sim
 from syncline.engines.sim.hunt.case import Case
+from syncline.engines.sim.hunt.scratch import scratch
 from syncline.engines.sim.world import World
 from syncline.errors import InvariantError, LostError
 from syncline.learn.surface import Session
 from syncline.learn.training import Supervised, Training, run_training
 
 MOST_EVENTS = 60_000  # a run of the hunt has a few thousand
-SHARED = "/dev/shm"
 WIDTH = 70  # parameters of a layer: two shards' worth of the smallest cut
 BOUNDED = (
     "all learners are lost",
@@ -69,7 +68,7 @@ def play(case: Case, *, check: bool = True) -> Failure | None:
         return None if _asked_for(case, str(error)) else Failure(_kind(str(error)), str(error))
     except Exception as error:
         text = "".join(traceback.format_exception(error))
-        return Failure(type(error).__name__, text)
+        return Failure(_kind(f"{type(error).__name__} {text.rstrip().splitlines()[-1]}"), text)
     return None
 
 
@@ -91,14 +90,10 @@ def _asked_for(case: Case, text: str) -> bool:
 def run(case: Case, *, check: bool = True) -> Outcome:
     """The outcome; raises what went wrong."""
     engine = Sim(case.cluster, script=case.script, seed=case.seed, check=check)
-    memory = SHARED if os.path.isdir(SHARED) else None  # checkpoints need not survive the machine here
-    with (
-        warnings.catch_warnings(),
-        tempfile.TemporaryDirectory(prefix="syncline-hunt-", dir=memory) as folder,
-    ):
+    saved = contextlib.nullcontext() if case.checkpoint_every is None else scratch()
+    with warnings.catch_warnings(), saved as folder:
         warnings.simplefilter("ignore")
-        spec = _spec(case, folder if case.checkpoint_every is not None else None)
-        return engine.run(spec, _bounded)
+        return engine.run(_spec(case, folder), _bounded)
 
 
 def _bounded(world: World) -> None:
@@ -157,6 +152,8 @@ def _own(session: Session, case: Case) -> int:
             _gradient(model, batch)
             optimizer.step()
             steps += 1
+        if case.seed % 3 == 1:
+            session.mean(float(session.rank))
     return steps
 
 
@@ -177,7 +174,7 @@ def _odd(session: Session, case: Case) -> int:
         for (batch,) in other:
             _gradient(model, batch)
             optimizer.step()
-        if case.seed % 3 == 0 and not _apart(case):
+        if case.seed % 3 == 0:
             session.mean(float(session.rank))
     return 0
 
@@ -189,18 +186,13 @@ def _bare(session: Session, case: Case) -> int:
     steps = case.examples * case.epochs // (case.batch_size * case.learners) + 1
     for step in range(steps if case.steps is None else case.steps):
         _gradient(model, torch.tensor([step, session.rank]))
+        if case.seed % 3 == 2 and step % 4 == 1:
+            session.mean(float(session.rank))
         optimizer.step()
     return steps
 
 
 OWN_LOOPS: dict[str, Callable[[Session, Case], int]] = {"own": _own, "odd": _odd, "bare": _bare}
-
-
-def _apart(case: Case) -> bool:
-    """Learners may have met unequally often: some came later, the end cut some short, or loops of lockstep went back."""
-    later = case.replace or "add" in case.script or case.warmstart > 0 or case.steps is not None
-    lockstep = "hardsync" in case.sync + case.script or "delayed" in case.sync
-    return later or (lockstep and "kill shard" in case.script)
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ class FeedAccount:
         self.size, self.epochs = size, epochs
         self.done = standing.done if standing else 0
         self._states: dict[int, bytearray] = {}
+        self._skipped = dict(standing.skipped) if standing else {}  # before the checkpoint: settled, here
         self._out: dict[int, dict[int, Span]] = {}  # learner -> index -> granted, in no gradient
         self.given: dict[int, int] = {}  # learner -> grants and ends so far
         self._broken = bool(
@@ -98,7 +99,7 @@ class FeedAccount:
         if epoch != self.done:
             raise Broken(f"epoch {epoch} is said to be done, the next to be done is {self.done}")
         state = self._states.pop(epoch, bytearray(self.size))
-        free, out = state.count(FREE), state.count(OUT)
+        free, out = state.count(FREE) + self._skipped.get(epoch, 0), state.count(OUT)
         if out or free != skipped:
             raise Broken(
                 f"epoch {epoch} is said to be done with {skipped} examples skipped: {free} were never in an update, "
@@ -117,6 +118,7 @@ class FeedAccount:
                 self.size
                 - self._states.get(epoch, bytearray(self.size)).count(SETTLED)
                 - standing.skipped[epoch]
+                + self._skipped.get(epoch, 0)
             )
             if theirs != mine:
                 raise Broken(

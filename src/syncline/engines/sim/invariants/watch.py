@@ -17,6 +17,7 @@ from syncline.engines.sim.invariants.values import Values
 from syncline.errors import InvariantError
 from syncline.ports import Entry, Kind, Note, ServerPort
 from syncline.protocols.ledger import End, EpochDone, Grant
+from syncline.protocols.meetings import Met, Unmet
 from syncline.protocols.sequence import Change, Drop, Fold, Take
 from syncline.protocols.waiting import Release
 from syncline.topology import messages as m
@@ -108,8 +109,9 @@ class Watch:
 
     def _rest(self, learner: int, note: Note) -> None:
         self._touched.add(note.table)
-        feed = self._feeds.get(note.loader)  # none: it meets others
-        if feed is not None and feed.given.get(learner, 0) > note.upto:
+        feed = self._feeds.get(note.loader)  # none: it waits for others, not for data
+        given = feed.given.get(learner, 0) if feed is not None else 0
+        if given > note.upto:
             self._resting.pop(learner, None)
             self._tables[note.table].roused(learner)
         else:
@@ -169,6 +171,8 @@ class Watch:
         with self._checking():
             if isinstance(decision, Grant | End | EpochDone):
                 self._fed(place, decision)
+            elif isinstance(decision, Met | Unmet):
+                self._met(decision)
             else:
                 self._touched.add(place)
                 self._sequenced(place, self._tables[place], decision)
@@ -209,6 +213,14 @@ class Watch:
             for number, table in self._tables.items():
                 self._touched.add(number)
                 table.roused(decision.learner)
+
+    def _met(self, decision: Met | Unmet) -> None:
+        """Who was in a meeting is there again."""
+        for learner in decision.learners:
+            self._resting.pop(learner, None)
+            for number, table in self._tables.items():
+                self._touched.add(number)
+                table.roused(learner)
 
     def carried_out(self, shard: int, entry: Entry) -> None:
         if entry.kind != Kind.LEAVE:

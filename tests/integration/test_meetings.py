@@ -1,0 +1,215 @@
+"""`session.mean` with real processes and in the twin (M8): nobody waits for a learner in a meeting, nor a meeting for ever."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import TensorDataset
+
+import syncline as sl
+from syncline.testing import Faults
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ENGINES = ["sim", "local"]
+PATIENCE = 60.0  # seconds until a run counts as hung: a failure, not a measurement
+PRESETS = [
+    "hardsync",
+    "softsync:1",
+    "ssp:0",
+    "backup:1",
+    "delayed:1",
+    "downpour:push=2,fetch=3,local_lr=0.1",
+    "hardsync until 1 then softsync:1",
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def launch(
+    function: Callable[..., Any], *arguments: Any, engine: str = "sim", script: str = "", **options: Any
+) -> sl.Result:
+    """With faults played in virtual time, or on the processes; a run that hangs is ended and fails."""
+    chosen = sl.Sim(script=script, check=True) if engine == "sim" else "local"
+    run = sl.launch(function, *arguments, engine=chosen, threads=1, wait=False, **options)
+    if script and engine == "local":
+        Faults(script).play(run)
+    try:
+        return run.wait(PATIENCE)
+    except TimeoutError:
+        run.stop()
+        raise
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def numbers(size: int) -> TensorDataset:
+    return TensorDataset(torch.randn(size, 4, generator=torch.Generator().manual_seed(size)))
+
+
+def odd(session: sl.Session, epochs: int, size: int = 28) -> list[float]:
+    """Unequal numbers of batches, some of them in no gradient yet, a loop left early, two loaders; then they meet."""
+    model = nn.Linear(4, 2)
+    optimizer = session.optimizer(model, partial(SGD, lr=0.1))
+    loader, other = (session.loader(numbers(count), batch_size=each) for count, each in ((size, 3), (3, 1)))
+    means: list[float] = []
+    while not session.ending and loader.epoch < epochs:
+        for number, (x,) in enumerate(loader):
+            if number % 3 == 1:
+                model(x).sum().backward()  # it belongs to the next gradient
+                continue
+            step(model, optimizer, x)
+            if number == 2 and session.rank == 2:
+                break
+        for (x,) in other:
+            step(model, optimizer, x)
+        means.append(session.mean(1.0))
+    return means
+
+
+def accounted(result: sl.Result) -> None:
+    table = result.statistics.tables[0]
+    assert table.pending == 0 and result.staleness.gradients == result.gradients
+    assert all(mean == 1.0 for means in result.returned if means for mean in means)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sync", PRESETS)
+def test_nobody_waits_for_who_is_in_a_meeting(sync: str, engine: str) -> None:
+    result = launch(odd, 2, learners=4, sync=sync, engine=engine)
+    accounted(result)
+    assert [len(means) for means in result.returned] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sync", ["hardsync", "delayed:1", "ssp:0"])
+def test_a_run_that_is_stopped_ends_though_somebody_meets(sync: str, engine: str) -> None:
+    result = launch(odd, 100_000, learners=3, sync=sync, engine=engine, script="stop at version 9")
+    accounted(result)
+    assert result.version >= 9 and "killed" not in [event.kind for event in result.events]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sync", ["hardsync", "ssp:0"])
+def test_who_a_warm_start_held_back_meets_with_the_others_afterwards(sync: str, engine: str) -> None:
+    result = launch(odd, 4, learners=3, sync=sync, engine=engine, warmstart=12)
+    accounted(result)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sync", ["hardsync", "delayed:1", "async"])
+@pytest.mark.parametrize(
+    "script, options",
+    [
+        ("add 1 at version 3; add 1 at version 9", {}),
+        ("kill learner 1 at version 4", {}),
+        ("kill learner 1 at version 4; kill learner 0 at version 8", {"replace": True}),
+    ],
+    ids=["joined", "lost", "replaced"],
+)
+def test_learners_may_come_and_go(sync: str, script: str, options: dict[str, Any], engine: str) -> None:
+    result = launch(odd, 4, 60, learners=3, sync=sync, engine=engine, script=script, **options)
+    accounted(result)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sync", ["hardsync", "delayed:1"])
+@pytest.mark.parametrize("version", [5, 11])
+def test_lockstep_loops_that_went_back_to_a_checkpoint_meet_again(
+    sync: str, version: int, engine: str, tmp_path: Path
+) -> None:
+    script = f"kill shard 0 at version {version}"
+    result = launch(
+        odd, 3, learners=3, sync=sync, engine=engine, script=script, run_dir=tmp_path, checkpoint_every=4
+    )
+    accounted(result)
+    assert "shard lost" in [event.kind for event in result.events]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sync", ["hardsync", "delayed:1"])
+def test_meetings_change_nothing_in_lockstep(sync: str, engine: str) -> None:
+    """All that met count again before one of them publishes: the rounds are whole, the bits those without meetings."""
+    plain, met = (
+        launch(often, every, learners=3, sync=sync, engine=engine).state_dict()["weight"] for every in (0, 1)
+    )
+    assert torch.equal(plain, met)
+
+
+def often(session: sl.Session, every: int) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = session.optimizer(model, partial(SGD, lr=0.1))
+    loader = session.loader(numbers(36), batch_size=2)
+    for _ in range(2):
+        for index, (x,) in enumerate(loader):
+            step(model, optimizer, x)
+            if every and index % every == 0:
+                session.mean(x)
+
+
+# -- loops that cannot work ------------------------------------------------------------------------------------
+
+
+def uneven(session: sl.Session) -> None:
+    """Five batches for two learners: one meets three times in an epoch, the other twice."""
+    model = nn.Linear(4, 2)
+    optimizer = session.optimizer(model, partial(SGD, lr=0.1))
+    loader = session.loader(numbers(10), batch_size=2)
+    for _ in range(2):
+        for (x,) in loader:
+            step(model, optimizer, x)
+            session.mean(1.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sync", ["hardsync", "delayed:1"])
+def test_learners_that_meet_unequally_often_are_told(sync: str, engine: str) -> None:
+    said = (
+        r"learners \[0\] wait in it for learners \[1\], which wait at loaders \[0\] for them.*equally often"
+    )
+    with pytest.raises(sl.LearnerError, match=said) as caught:
+        launch(uneven, learners=2, sync=sync, engine=engine)
+    assert isinstance(caught.value.__cause__, sl.UsageError)
+
+
+def other_order(session: sl.Session) -> None:
+    if session.rank == 0:
+        session.mean(1.0)
+    session.optimizer(nn.Linear(1, 1), partial(SGD, lr=0.1))
+    session.loader(numbers(8), batch_size=2)
+    if session.rank == 1:
+        session.mean(1.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_learners_that_open_and_meet_in_another_order_are_told(engine: str) -> None:
+    said = r"learners \[0\] wait in it for learners \[1\], which open a table or loader.*in the same order"
+    with pytest.raises(sl.LearnerError, match=said):
+        launch(other_order, learners=2, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_who_meets_more_often_in_the_end_meets_without_those_that_left(engine: str) -> None:
+    def learner(session: sl.Session) -> list[float]:
+        return [session.mean(float(session.rank)) for _ in range(1 + session.rank)]
+
+    assert launch(learner, learners=3, engine=engine).returned == [[1.0], [1.0, 1.5], [1.0, 1.5, 2.0]]
