@@ -263,6 +263,17 @@ FOUND = {
         policy="sample",
         cluster="equal:jitter=none,latency=0.001,setup=0.01,message=0.05",
     ),
+    "the dial changed after the last shard had finished": Case(
+        seed=941,
+        sync="softsync:1",
+        learners=2,
+        shards=2,
+        script="change to downpour:push=2,fetch=3,local_lr=0.1 at version 8",
+        examples=9,
+        epochs=3,
+        clip=True,
+        cluster="equal:message=0.05",
+    ),
     "a fetch under way when the dial turned to ssp did not wait for the slowest": Case(
         seed=2066,
         sync="downpour:push=1,fetch=6,local_lr=0.1",

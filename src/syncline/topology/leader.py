@@ -55,6 +55,7 @@ class Leader:
         self._buffered: set[int] = set()  # tables with buffers
         self._cadence: Cadence | None = None
         self._course: dict[int, int] = {}  # epoch -> number of the dial that begins with it
+        self._finished = False
         self.watch: Callable[[int, Any], None] | None = (
             None  # told of every decision before it is carried out
         )
@@ -64,10 +65,10 @@ class Leader:
 
     def dial(self, event: m.Dial) -> None:
         """A dial for later, or for all tables from now on."""
-        if event.epoch is None:
-            self._change(event.number)
-        else:
+        if event.epoch is not None:
             self._course[event.epoch] = event.number
+        elif not self._finished:  # else nobody is left to follow it
+            self._change(event.number)
 
     def resume(self, event: m.Resume) -> None:
         """Where a run goes on; and how often checkpoints are cut."""
@@ -121,6 +122,7 @@ class Leader:
         self._log(Entry(Kind.LEAVE, learner=learner))
 
     def finish(self, *, cut: bool) -> None:
+        self._finished = True
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.finish())
         if cut and self._cadence is not None and self._sequences and self._cadence.begin():
