@@ -79,11 +79,11 @@ class Read(Dataset[Any]):
 
 @pytest.mark.parametrize("sync", ["hardsync", "async"])
 def test_what_was_read_ahead_is_void(sync: str, tmp_path: Path) -> None:
-    run = start(sync=sync, data=Read(), run_dir=tmp_path, checkpoint_every=5)
+    run = start(sync=sync, data=Read(), run_dir=tmp_path, checkpoint_every=5, epochs=5)
     Faults("kill shard 0 at version 15; kill shard 1 at version 40").play(run)
     result = run.wait(timeout=60)
     assert kinds(result).count("recovered") == 2
-    assert result.statistics.tables[0].examples == 2 * SIZE
+    assert result.statistics.tables[0].examples == 5 * SIZE
 
 
 def test_schedules_go_back_with_the_epoch(tmp_path: Path) -> None:
