@@ -8,7 +8,6 @@ order behind the positions, for reading data, nor for when gradients are folded.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,9 +33,10 @@ class _Learner:
     asks: int = 0  # not answered, of its epoch
     asked: bool = False  # it has asked for its epoch at all
     ended: bool = False
-    reserved: deque[Span] = field(default_factory=deque)  # its parts of lockstep rounds that others began
-    open: deque[tuple[int, Span]] = field(default_factory=deque)  # granted, not taken: can come back
-    taken: deque[tuple[int, Span]] = field(default_factory=deque)  # not settled
+    # lists: short ones, and a deque takes half a kilobyte
+    reserved: list[Span] = field(default_factory=list)  # its parts of lockstep rounds that others began
+    open: list[tuple[int, Span]] = field(default_factory=list)  # granted, not taken: can come back
+    taken: list[tuple[int, Span]] = field(default_factory=list)  # not settled
     blocked: bool = False  # it does nothing until its ask is answered
     wanted: int = 0  # the epoch it waits for at the barrier, if it does
     queued: int = 0  # asks for that epoch
@@ -76,7 +76,7 @@ class Ledger:
         self._size, self._batch_size, self._epochs = size, batch_size, epochs
         self._lockstep, self._partition, self._parts = lockstep, partition, learners
         self._learners: dict[int, _Learner] = {}
-        self._gone: dict[int, deque[tuple[int, Span]]] = {}  # left, with gradients still to settle
+        self._gone: dict[int, list[tuple[int, Span]]] = {}  # left, with gradients still to settle
         self._unfinished: dict[int, _Epoch] = {}
         self._newest = -1
         self._done = 0
@@ -323,7 +323,7 @@ class Ledger:
             return self._next(member)
         if not member.reserved:
             self._form_round(member.epoch)
-        return member.reserved.popleft() if member.reserved else None
+        return member.reserved.pop(0) if member.reserved else None
 
     def _form_round(self, epoch: int) -> None:
         """The next joint slice: a part for each learner that has not ended, in rank order."""
@@ -398,10 +398,11 @@ class Ledger:
         self._held.pop(member.id, None)
         self._broken.add(member.epoch)
 
-    def _settle(self, taken: deque[tuple[int, Span]], upto: int) -> None:
-        while taken and taken[0][0] < upto:
-            _, span = taken.popleft()
+    def _settle(self, taken: list[tuple[int, Span]], upto: int) -> None:
+        done = _before(taken, upto)
+        for _, span in taken[:done]:
             self._unfinished[span.epoch].left -= span.stop - span.start
+        del taken[:done]
 
     # -- epochs ----------------------------------------------------------------------------------------------
 
@@ -582,6 +583,16 @@ def _length(spans: Iterable[Span]) -> int:
     return sum(span.stop - span.start for span in spans)
 
 
-def _move(source: deque[tuple[int, Span]], target: deque[tuple[int, Span]], upto: int) -> None:
-    while source and source[0][0] < upto:
-        target.append(source.popleft())
+def _before(spans: list[tuple[int, Span]], upto: int) -> int:
+    """How many have a smaller index; they are in its order."""
+    count = 0
+    while count < len(spans) and spans[count][0] < upto:
+        count += 1
+    return count
+
+
+def _move(source: list[tuple[int, Span]], target: list[tuple[int, Span]], upto: int) -> None:
+    if source:
+        count = _before(source, upto)
+        target += source[:count]
+        del source[:count]

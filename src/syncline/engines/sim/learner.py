@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import traceback
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -74,9 +73,9 @@ class SimLearner(LearnerPort):
         self._leader = world.servers[0]  # the one that it knows
         self.pause = Pause()
         self.stepped = False  # it has said something to the leading shard
-        self._outbox: deque[Action] = deque()  # what waits for a gradient that is being copied
+        self._outbox: list[Action] = []  # what waits for a gradient that is being copied
         self._copying = False
-        self._incoming: dict[int, deque[tuple[float, Action]]] = {}  # by shard: what it is copying
+        self._incoming: dict[int, list[tuple[float, Action]]] = {}  # by shard: what it is copying
         self._arrival = 0.0  # of the last thing it sent: nothing overtakes
         self.portions: dict[tuple[int, int], Portion] = {}
         self._answers: list[Any] = []
@@ -233,13 +232,13 @@ class SimLearner(LearnerPort):
         """The gradient lies ready: it leaves, and what waited behind it."""
         self._copying = False
         while self._outbox and not self._copying:
-            self._outbox.popleft()()
+            self._outbox.pop(0)()
 
     def take_in(self, shard: int, seconds: float, arrive: Action) -> None:
         """What a shard sent is here: it is copied, after all that this shard sent before."""
         line = self._incoming.get(shard)
         if line is None:
-            line = self._incoming[shard] = deque()
+            line = self._incoming[shard] = []
         if not line and not seconds:
             arrive()
             return
@@ -247,17 +246,17 @@ class SimLearner(LearnerPort):
         if len(line) == 1:
             self._copy_in(line)
 
-    def _copy_in(self, line: deque[tuple[float, Action]]) -> None:
+    def _copy_in(self, line: list[tuple[float, Action]]) -> None:
         while line:
             seconds, arrive = line[0]
             if seconds:
                 self._world.machines.run(self.machine, seconds, partial(self._copied_in, line), self)
                 return
-            line.popleft()
+            line.pop(0)
             arrive()
 
-    def _copied_in(self, line: deque[tuple[float, Action]]) -> None:
-        _, arrive = line.popleft()
+    def _copied_in(self, line: list[tuple[float, Action]]) -> None:
+        _, arrive = line.pop(0)
         arrive()
         self._copy_in(line)
 

@@ -13,7 +13,7 @@ from syncline.dial import Course
 from syncline.engines.run import EpochRecord, Outcome, RunSpec
 from syncline.engines.sim.account import LearnerTimes
 from syncline.engines.sim.cluster import Cluster
-from syncline.engines.sim.collector import calm_collector
+from syncline.engines.sim.collector import YOUNG, calm_collector
 from syncline.engines.sim.script import Script
 from syncline.engines.sim.sized import OnUpdate, SizedPlan, SizedWorld, Sizes
 from syncline.engines.sim.timed_rings import Buckets, TimedRings, even_layers, run_rings
@@ -21,6 +21,8 @@ from syncline.errors import UsageError
 from syncline.learn.session import check_batches, check_policy, check_whole
 from syncline.protocols.clocks import Staleness
 from syncline.topology.parse import AllReduce
+
+OBJECTS = 200  # that a learner has, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +113,11 @@ def time_run(
         limit=length.steps,
         epochs=length.epochs,
     )
-    world = SizedWorld(spec, cluster, script=script, seed=seed)
-    world.on_update = on_update
-    if length.seconds is not None:
-        world.clock.at(length.seconds, world.coordinator.stop)
-    with calm_collector():
+    with calm_collector(max(YOUNG, OBJECTS * learners)):  # no tensors: what waits for it is small
+        world = SizedWorld(spec, cluster, script=script, seed=seed)
+        world.on_update = on_update
+        if length.seconds is not None:
+            world.clock.at(length.seconds, world.coordinator.stop)
         outcome = world.run()
     return _timing(world, outcome)
 
