@@ -50,11 +50,9 @@ class Folding:
             return []
         if self._lockstep:
             return self._ready_round(version, members)
-        queue = self._queue
-        if not queue or len(queue) < self.quorum(members):
+        if not self._queue or len(self._queue) < self.quorum(members):
             return []
-        self._queue = []
-        return queue
+        return self.rest(version)
 
     def quorum(self, members: Members) -> int:
         """Gradients of the next update; who rests is not counted where others would wait for it."""
