@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import syncline as sl
+from syncline.engines.sim import later
+from syncline.engines.sim.together import Together
 from syncline.engines.sim.workshop import Ways
 from syncline.models import Cifar10Full, cifar10_full_sgd
 
@@ -21,6 +23,12 @@ def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     images = 60 * torch.randn(102, 3, 32, 32, generator=generator).double()  # 26 batches of 4, the last of 2
     return TensorDataset(images, torch.randint(0, 10, (102,), generator=generator))
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are captured in runs as short as these."""
+    monkeypatch.setattr(later, "OFTEN", 8)
 
 
 def network() -> Cifar10Full:
@@ -68,3 +76,13 @@ def test_the_same_bits_every_time(data: TensorDataset) -> None:
     first, again = (train(data, "async", engine=sl.Sim("p775"), device="cuda") for _ in range(2))
     for name, value in first.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_steps_that_wait_have_the_bits_of_steps_at_once(
+    data: TensorDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = train(data, "async", engine=sl.Sim("p775"), device="cuda")
+    monkeypatch.setattr(Together, "waits", False)
+    at_once = train(data, "async", engine=sl.Sim("p775"), device="cuda")
+    for name, value in waiting.state_dict().items():
+        assert torch.equal(value, at_once.state_dict()[name]), name
