@@ -11,6 +11,7 @@ import torch
 from syncline.dial import Course, Sync
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.sim.cluster import Cluster
+from syncline.engines.sim.debris import debris
 from syncline.engines.sim.peers import PeerWorld, check_peer_script
 from syncline.engines.sim.script import Script
 from syncline.engines.sim.sized import OnUpdate, Sizes
@@ -38,6 +39,7 @@ class SimHandle(Handle):
         self._thread.start()
 
     def _run(self) -> None:
+        debris.sweep()
         threads, outside = torch.get_num_threads(), Random()
         torch.set_num_threads(self._spec.threads or 1)
         try:
