@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -21,6 +22,7 @@ from syncline.table.flat_sgd import FlatSGD, Plan
 
 SIZES = (64, 32, 16, 8, 4, 2, 1)  # numbers of steps that are captured
 OFTEN = 64  # steps with the same options after which they are
+MOST_BYTES = 1 << 28  # of the versions that one computation makes
 
 
 class _Known:
@@ -80,7 +82,8 @@ class LaterSteps:
                     self._versions.stacks[index][target].copy_(weights)
 
     def _many(self, flat: FlatSGD, plan: Plan, steps: list[tuple[int, int]], known: _Known) -> None:
-        for size in SIZES:
+        most = MOST_BYTES // max(1, sum(weights.nbytes for weights in flat.weights))
+        for size in [size for size in SIZES if size <= max(1, most)]:
             while len(steps) >= size:
                 program = known.programs.get(size)
                 if program is None:
@@ -104,10 +107,11 @@ class LaterSteps:
         device = flat.weights[0].device
         header = torch.empty(2, count, dtype=torch.int64, device=device)
         header[0], header[1] = self._gradients.nobodys, self._versions.nobodys
+        same = replace(plan)  # what is kept for a plan must not keep it
 
         def function(header: Tensor) -> None:
             with torch.no_grad():
-                self._steps(flat, plan, header[0], header[1])
+                self._steps(flat, same, header[0], header[1])
 
         if device.type != "cuda":
             return Program(function, [header])

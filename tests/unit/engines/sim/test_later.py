@@ -11,6 +11,7 @@ from syncline.engines.sim.later import LaterSteps
 from syncline.engines.sim.rows import Rows
 from syncline.engines.sim.task import Task
 from syncline.learn.training import Supervised
+from syncline.table import flat_sgd
 from syncline.table.flat_sgd import FlatSGD
 from syncline.table.layout import lay_out
 from syncline.table.template import OptimizerTemplate
@@ -106,6 +107,27 @@ def test_rates_that_change_between_steps(together: bool, monkeypatch: pytest.Mon
         table.rate(rate)
         table.step(row, wanted=row)
     table.compare()
+
+
+def test_large_tables_make_fewer_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(later, "OFTEN", 0)
+    monkeypatch.setattr(later, "MOST_BYTES", 0)
+    table = Table({"momentum": 0.9}, True)
+    for row in range(3):
+        table.step(row, wanted=row)
+    table.compare()
+    assert [list(known.programs) for known in table.steps._known.values()] == [[1]]
+
+
+def test_rates_of_the_past_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(later, "OFTEN", 0)
+    monkeypatch.setattr(flat_sgd, "PLANS_KEPT", 2)
+    table = Table({"momentum": 0.9}, True)
+    for rate in (0.1, 0.2, 0.3, 0.4, 0.5):
+        table.rate(rate)
+        table.step(0, wanted=0)
+        table.compare()
+    assert len(table.steps._known) <= 2
 
 
 def test_memory_that_grew_and_momentum_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
