@@ -22,6 +22,7 @@ from syncline.table.template import ELEMENTWISE, bare_step
 MOST = 1 << 16  # elements of a run: it stays in a core's cache between the operations of a step
 WORTH = 0.75  # runs to parameters, at most
 DTYPES = (torch.float32, torch.float64)
+COUNTS = ("step", "mu_product")  # one number for a parameter; all else in a state is shaped like it
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def _join(run: _Run, states: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     joined: dict[str, Any] = {}
     for key, value in first.items():
         values = [state[key] for state in states]
-        if isinstance(value, Tensor) and value.dim() > 0:
+        if isinstance(value, Tensor) and key not in COUNTS:  # by name: parameters may be single numbers too
             if any(v.shape != p.shape for v, (p, _) in zip(values, run.pieces, strict=True)):
                 return None
             joined[key] = torch.zeros_like(run.flat, dtype=value.dtype, requires_grad=False)

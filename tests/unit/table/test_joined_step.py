@@ -118,20 +118,22 @@ def test_same_bits_as_parameter_by_parameter(kind: type, options: dict[str, Any]
 @settings(max_examples=100, deadline=None)
 @given(
     kind=st.sampled_from(ELEMENTWISE),
-    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=12),
+    sizes=st.lists(st.none() | st.integers(0, 200), min_size=1, max_size=12),
     groups=st.integers(1, 3),
     shards=st.integers(1, 3),
     most=st.sampled_from([64, 256, 1 << 16]),
     events=st.lists(st.sampled_from(["step", "missing", "look", "option", "load"]), max_size=12),
 )
 def test_any_order_of_steps_and_looks(
-    kind: type, sizes: list[int], groups: int, shards: int, most: int, events: list[str]
+    kind: type, sizes: list[int | None], groups: int, shards: int, most: int, events: list[str]
 ) -> None:
+    """`None` is a parameter without dimensions, such as a temperature."""
     groups = min(groups, len(sizes))
+    shapes = [() if size is None else (size,) for size in sizes]
     before, joined_step.MOST = joined_step.MOST, most
     try:
         for index in range(shards):
-            pair = Pair(kind, {}, [(size,) for size in sizes], groups=groups, shards=shards, index=index)
+            pair = Pair(kind, {}, shapes, groups=groups, shards=shards, index=index)
             for event in [*events, "step"]:
                 _happen(pair, event)
             pair.agree()
@@ -154,6 +156,17 @@ def _happen(pair: Pair, event: str) -> None:
                 pair.sides[0][1].state[parameter] = copy.deepcopy(kept[1].state[other])
     else:
         pair.step(frozenset({0}) if event == "missing" else frozenset())
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+@pytest.mark.parametrize("shapes", [[(), (5,), (3,)], [(), (), ()], [(5,), ()]], ids=str)
+def test_parameters_without_dimensions(kind: type, shapes: list[tuple[int, ...]]) -> None:
+    """Their states are taken over like the others', wherever they lie among them."""
+    pair = Pair(kind, {"momentum": 0.9} if kind is torch.optim.SGD else {}, shapes)
+    for event in ("step", "load", "step", "look", "load", "step"):
+        _happen(pair, event)
+    pair.agree()
+    assert pair.taken == 3
 
 
 def test_states_that_differ_are_stepped_plainly() -> None:
