@@ -263,6 +263,16 @@ FOUND = {
         policy="sample",
         cluster="equal:jitter=none,latency=0.001,setup=0.01,message=0.05",
     ),
+    "batches of a gradient that waited for its fold were done with one that was dropped after it": Case(
+        seed=3368,
+        sync="delayed:3",
+        script="kill learner 1 at 4 s",
+        examples=4,
+        batch_size=1,
+        epochs=1,
+        steps=1,
+        cluster="equal:stragglers=0.4,slowdown=5",
+    ),
     "the dial changed after the last shard had finished": Case(
         seed=941,
         sync="softsync:1",

@@ -78,6 +78,11 @@ class Folding:
         tickets, self._queue = self._queue, []
         return tickets
 
+    def unfolded(self, learner: int) -> list[int]:
+        """Numbers of its tickets that wait for their update."""
+        rounds = [tickets[learner] for tickets in self._rounds.values() if learner in tickets]
+        return [ticket.number for ticket in (*rounds, *self._queue) if ticket.learner == learner]
+
     def missing(self, version: int, members: Members) -> list[int]:
         """Ranks whose gradient the next lockstep update still waits for."""
         tickets = self._rounds.get(version, {})

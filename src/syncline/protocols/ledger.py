@@ -137,14 +137,17 @@ class Ledger:
         _move(member.open, member.taken, upto)
         return self._advance()
 
-    def settled(self, learner: int, upto: int) -> list[Decision]:
-        """Those gradients are folded or dropped; legal after the learner left, too."""
+    def settled(self, learner: int, upto: int, since: int = 0) -> list[Decision]:
+        """Those gradients are folded or dropped; legal after the learner left, too.
+
+        Grants before index `since` are in gradients that were taken before, and not folded yet.
+        """
         member = self._learners.get(learner)
         if member is not None:
             _move(member.open, member.taken, upto)
-            self._settle(member.taken, upto)
+            self._settle(member.taken, upto, since)
         elif learner in self._gone:
-            self._settle(self._gone[learner], upto)
+            self._settle(self._gone[learner], upto, since)
             if not self._gone[learner]:
                 del self._gone[learner]
         return self._advance()
@@ -398,11 +401,11 @@ class Ledger:
         self._held.pop(member.id, None)
         self._broken.add(member.epoch)
 
-    def _settle(self, taken: list[tuple[int, Span]], upto: int) -> None:
-        done = _before(taken, upto)
-        for _, span in taken[:done]:
+    def _settle(self, taken: list[tuple[int, Span]], upto: int, since: int) -> None:
+        first, done = _before(taken, since) if since else 0, _before(taken, upto)
+        for _, span in taken[first:done]:
             self._unfinished[span.epoch].left -= span.stop - span.start
-        del taken[:done]
+        del taken[first:done]
 
     # -- epochs ----------------------------------------------------------------------------------------------
 

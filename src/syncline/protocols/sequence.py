@@ -233,6 +233,10 @@ class Sequence:
             decisions += self._fold(tickets)
         return decisions
 
+    def unfolded(self, learner: int) -> list[int]:
+        """Numbers of its gradients that were taken and are in no update yet."""
+        return self._folding.unfolded(learner)
+
     def cold(self, learner: int) -> bool:
         """It waits for the end of the warm start."""
         return learner in self._cold

@@ -6,7 +6,7 @@ Also who has got how many portions, and who rests until one comes. Nothing is de
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from syncline.ports import OUTSIDE, Portion, ServerPort
 from syncline.protocols.ledger import Decision, Ledger, Standing
@@ -110,9 +110,17 @@ class Feeding:
                 self._decided(loader, self._ledgers[loader].taken(learner, upto))
 
     def settled(self, learner: int, usage: list[tuple[int, int]]) -> None:
-        """Folded or dropped."""
+        """Folded."""
         for loader, upto in usage:
             self._decided(loader, self._ledgers[loader].settled(learner, upto))
+
+    def dropped(
+        self, learner: int, usage: list[tuple[int, int]], before: Sequence[list[tuple[int, int]]]
+    ) -> None:
+        """In no update; gradients of the usages `before` may come into one yet."""
+        for loader, upto in usage:
+            since = max((until for each in before for at, until in each if at == loader), default=0)
+            self._decided(loader, self._ledgers[loader].settled(learner, upto, since))
 
     # -- what comes of it --------------------------------------------------------------------------------
 

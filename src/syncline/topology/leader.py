@@ -206,7 +206,7 @@ class Leader:
             portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
             self._grant(portion, decision.learner)
         elif isinstance(decision, Drop):
-            self._work.later(self._settle, place, decision.ticket)
+            self._work.later(self._drop, place, decision.ticket)
         elif isinstance(decision, Full):
             self._port.report(m.Reached(decision.version))
         elif isinstance(decision, End):
@@ -302,6 +302,13 @@ class Leader:
     def _settle(self, table: int, ticket: Ticket) -> None:
         _, usage = self._open.pop((table, ticket.learner, ticket.number))
         self._feeding.settled(ticket.learner, usage)
+
+    def _drop(self, table: int, ticket: Ticket) -> None:
+        """Near a run's set end it may be dropped before others of its learner are folded."""
+        learner, opened = ticket.learner, self._open
+        _, usage = opened.pop((table, learner, ticket.number))
+        before = [opened[table, learner, each][1] for each in self._sequences[table].unfolded(learner)]
+        self._feeding.dropped(learner, usage, before)
 
     # -- the feed ----------------------------------------------------------------------------------------
 

@@ -72,6 +72,19 @@ def test_what_a_lost_learner_had_is_handed_out_first_and_what_was_taken_is_not()
     assert ledger.settled(1, 1) == [EpochDone(0)]  # after it left
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_gradient_may_be_dropped_before_one_of_its_learner_is_folded(gone: bool) -> None:
+    ledger = ledger_of(1, size=6)
+    for _ in range(3):
+        ledger.ask(0, 0)
+    ledger.taken(0, 1), ledger.taken(0, 2)
+    if gone:
+        ledger.taken(0, 3), ledger.leave(0)
+    assert ledger.settled(0, 3, since=2) == []
+    assert sum(stop - start for _, start, stop in ledger.standing().returned) == 4  # of both that wait
+    assert ledger.settled(0, 1) == [] and ledger.settled(0, 2) == [EpochDone(0)]
+
+
 def test_what_comes_back_after_the_end_opens_the_next_epoch_and_keeps_its_own() -> None:
     ledger = ledger_of(2, size=4)
     ledger.ask(1, 0)
