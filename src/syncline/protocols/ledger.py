@@ -500,6 +500,7 @@ class Ledger:
     def _resume(self, member: _Learner) -> None:
         if member.epoch >= self._newest:
             return
+        self._broken.update(range(member.epoch + 1, self._newest))
         member.epoch = self._newest
         if member.wanted > self._newest:  # it left this one unseen
             self._broken.add(self._newest)

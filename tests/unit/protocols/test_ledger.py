@@ -725,6 +725,31 @@ def test_a_team_always_ends_and_every_position_is_settled_once(team: Team) -> No
     assert not team.ledger._returned and not team.ledger._unfinished and not team.ledger._gone
 
 
+def test_an_epoch_that_was_left_at_its_barrier_is_skipped_when_its_last_learner_dies() -> None:
+    options: dict[str, Any] = {
+        "size": 7,
+        "batch_size": 1,
+        "lockstep": True,
+        "partition": False,
+        "learners": 2,
+    }
+    team = Team(
+        {**options, "epochs": None},
+        total=3,
+        workers_count=2,
+        ahead=1,
+        stride=2,
+        kills=2,
+        joins=1,
+        breaks=3,
+        chance=random.Random(353),
+        changes=2,
+    )
+    team.run()
+    team.rescue()
+    assert [done.epoch for done in team.done] == [0, 1, 2]
+
+
 @settings(max_examples=200, deadline=None)
 @given(teams(faults=False))
 def test_without_faults_nothing_is_skipped_nor_left_to_others(team: Team) -> None:
