@@ -138,10 +138,7 @@ class Ledger:
         return self._advance()
 
     def settled(self, learner: int, upto: int, since: int = 0) -> list[Decision]:
-        """Those gradients are folded or dropped; legal after the learner left, too.
-
-        Grants before index `since` are in gradients that were taken before, and not folded yet.
-        """
+        """Those gradients are folded or dropped (legal after it left, too); not those before `since`, which are only taken."""
         member = self._learners.get(learner)
         if member is not None:
             _move(member.open, member.taken, upto)
