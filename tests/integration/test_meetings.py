@@ -166,6 +166,30 @@ def often(session: sl.Session, every: int) -> None:
                 session.mean(x)
 
 
+def between(session: sl.Session) -> list[int]:
+    """Meets with a gradient in its hands; the version that each was computed on."""
+    model = nn.Linear(4, 2)
+    optimizer = session.optimizer(model, partial(SGD, lr=0.1))
+    versions = []
+    for (x,) in session.loader(numbers(36), batch_size=2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        versions.append(optimizer.version)
+        session.mean(1.0)
+        optimizer.step()
+    return versions
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sync", ["ssp:1", "async"])
+def test_a_meeting_makes_no_gradient_fresher(sync: str, engine: str) -> None:
+    """Weights that are read in a meeting are not those of the gradient that is there already (M1)."""
+    result = launch(between, learners=3, sync=sync, engine=engine)
+    made_on = [version for versions in result.returned for version in versions]
+    assert result.updates == len(made_on) == 18
+    assert result.staleness.mean * 18 == pytest.approx(sum(range(18)) - sum(made_on))
+
+
 # -- loops that cannot work ------------------------------------------------------------------------------------
 
 
@@ -213,3 +237,49 @@ def test_who_meets_more_often_in_the_end_meets_without_those_that_left(engine: s
         return [session.mean(float(session.rank)) for _ in range(1 + session.rank)]
 
     assert launch(learner, learners=3, engine=engine).returned == [[1.0], [1.0, 1.5], [1.0, 1.5, 2.0]]
+
+
+# -- what they bring -------------------------------------------------------------------------------------------
+
+
+def brings(session: sl.Session, kind: str) -> Any:
+    values: dict[str, Any] = {
+        "shapes": torch.zeros(2 + session.rank),
+        "words": "3",
+        "complex": torch.zeros(2, dtype=torch.complex64),
+        "counts": torch.tensor([session.rank, 3]),
+        "half": torch.tensor(1.5, dtype=torch.bfloat16),
+        "list": [1, session.rank],
+    }
+    return session.mean(values[kind])
+
+
+MEETS = [("servers", "sim"), ("servers", "local"), ("allreduce", "sim"), ("allreduce", "local")]
+
+
+@pytest.mark.parametrize(("topology", "engine"), MEETS)
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("shapes", r"same shape, got learner 0: \(2,\), learner 1: \(3,\)"),
+        ("words", r"takes a number or a tensor of real numbers, got str"),
+        ("complex", r"takes a number or a tensor of real numbers, got a tensor of torch.complex64"),
+    ],
+)
+def test_what_has_no_mean_is_refused(kind: str, said: str, topology: str, engine: str) -> None:
+    with pytest.raises(sl.LearnerError, match=said) as caught:
+        launch(brings, kind, learners=2, topology=topology, engine=engine)
+    assert isinstance(caught.value.__cause__, sl.UsageError)
+
+
+@pytest.mark.parametrize(("topology", "engine"), MEETS)
+def test_means_are_of_the_kind_that_was_brought(topology: str, engine: str) -> None:
+    """Those of whole numbers are fractions."""
+    for kind, mean in (
+        ("counts", torch.tensor([0.5, 3.0])),
+        ("half", torch.tensor(1.5, dtype=torch.bfloat16)),
+        ("list", torch.tensor([1.0, 0.5], dtype=torch.float64)),
+    ):
+        found = launch(brings, kind, learners=2, topology=topology, engine=engine).returned
+        for each in found:
+            torch.testing.assert_close(each, mean)

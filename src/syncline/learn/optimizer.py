@@ -62,6 +62,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self.kind = type(inner)
         super().__init__(inner.param_groups, dict(inner.defaults))
         self.number, self.version = number, -1
+        self._stamp: int | None = None  # of the gradient that is being made, where it is not the version
         self._session, self._link = session, link
         self._parameters, self._buffers = tensors.parameters, tensors.buffers
         self._tickets = 0
@@ -151,7 +152,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         usage, slot = session.take_usage(), (index, self._serial, full)
         value = loss.item() if isinstance(loss, Tensor) else float(loss) if loss is not None else session.loss
         flags = self._flags(index)
-        note = gradient_note(self.number, number, self.version, self._steps, usage, slot, flags, value)
+        stamp, self._stamp = self.version if self._stamp is None else self._stamp, None
+        note = gradient_note(self.number, number, stamp, self._steps, usage, slot, flags, value)
         session.loss = float("nan")
         self._steps += 1
         session.port.post(note)
@@ -223,9 +225,14 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def rested(self, number: int) -> None:
         """There is data again: read what the others have; who steps by itself goes on where it was."""
-        reading = self._link.wait(number)
+        reading, before = self._link.wait(number), self.version
         if not (self.sync.local and reading.dial == self._dial):
             self._take_over(reading)
+            moved = (
+                self.version != before and not self.sync.lockstep
+            )  # whose rounds are what all publish next
+            if moved and self._session.examples and self._stamp is None:
+                self._stamp = before  # batches of the next gradient were computed on it
 
     def _take_over(self, reading: Reading) -> None:
         version = reading.version
@@ -332,7 +339,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._tickets = 0
         self._written = [-1] * len(link.slots)
         self._sum, self._slot, self._fetching = Sum(), -1, None
-        self.version = -1
+        self.version, self._stamp = -1, None
         self.read(self.ticket())
 
     # -- writes and states -------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from syncline.table.layout import Layout, lay_out
 from syncline.table.template import ELEMENTWISE
 from syncline.topology import messages as m
 from syncline.topology.keeper import PeerClosed, PeerEpoch, PeerTable
+from syncline.topology.means import brought, like, mean_of
 from syncline.topology.parse import AllReduce
 
 
@@ -260,14 +261,8 @@ class PeerSession(Session):
         self.port.tell(m.Log(numbers(metrics)))
 
     def mean(self, value: float | Tensor) -> Any:
-        held = value.detach().cpu() if isinstance(value, Tensor) else value
-        brought = [
-            torch.as_tensor(each, dtype=torch.float64) for each in self.port.meet("session.mean", held)
-        ]
-        mean = torch.stack(brought).mean(0)
-        if isinstance(value, Tensor):
-            return mean.to(value.dtype).to(value.device)
-        return mean.item() if mean.dim() == 0 else mean
+        found = self.port.meet("session.mean", brought(value))
+        return like(mean_of(dict(enumerate(found))), value)
 
     # -- what the tables say -----------------------------------------------------------------------------
 

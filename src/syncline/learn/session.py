@@ -29,6 +29,7 @@ from syncline.ports import Kind, LearnerPort, Note, Reset
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.template import ELEMENTWISE, SCALE_INVARIANT, OptimizerTemplate, refuse_unsupported
 from syncline.topology import messages as m
+from syncline.topology.means import brought, like
 
 NO_LOADER = -1  # rests, and waits for no data
 NOW = -1  # and is there again already
@@ -250,10 +251,10 @@ class ServerSession(Session):
 
     def mean(self, value: float | Tensor) -> Any:
         """The mean of a number or tensor over all live learners; every learner must call it."""
-        held = value.detach().cpu() if isinstance(value, Tensor) else value
-        result = self.insist(lambda: self._meet(m.MeanOf(held)))
+        held = brought(value)
+        mean: Tensor = self.insist(lambda: self._meet(m.MeanOf(held)))
         self._met()
-        return result.to(value.device) if isinstance(value, Tensor) else result
+        return like(mean, value)
 
     def _meet(self, message: Any) -> Any:
         """It rests until the meeting is over: nobody need wait for its gradient, wherever in its loop it is."""

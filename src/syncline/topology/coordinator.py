@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from syncline.dial import Course, Sync
@@ -22,6 +21,7 @@ from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate
 from syncline.topology import messages as m
 from syncline.topology.cuts import Cuts
+from syncline.topology.means import mean_of
 from syncline.topology.restore import Restored, TableState, manifest
 
 PAST = -1  # the epoch of a dial that does not begin by itself
@@ -391,11 +391,14 @@ class Coordinator:
                 elif brought:
                     self._answer({learner: asked.value for learner, asked in brought.items() if asked})
 
-    def _answer(self, brought: dict[int, Any]) -> None:
-        ordered = self._by_rank(brought)
-        mean = torch.stack([torch.as_tensor(brought[each], dtype=torch.float64) for each in ordered]).mean(0)
-        for learner in ordered:
-            self._reply(learner, _like(mean, brought[learner]))
+    def _answer(self, brought: dict[int, Tensor]) -> None:
+        try:
+            mean = mean_of({self.live[learner]: value for learner, value in brought.items()})
+        except UsageError as error:
+            self._refuse(brought, str(error))
+            return
+        for learner in self._by_rank(brought):
+            self._reply(learner, mean)
 
     def _refuse(self, learners: Iterable[int], problem: str) -> None:
         for learner in self._by_rank(learners):
@@ -570,7 +573,3 @@ class Coordinator:
 def _name(template: OptimizerTemplate | None) -> str:
     assert template is not None
     return f"{template.kind.__module__}.{template.kind.__qualname__}"
-
-
-def _like(mean: Tensor, value: Any) -> Any:
-    return mean.to(value.dtype) if isinstance(value, Tensor) else mean.item() if mean.dim() == 0 else mean

@@ -52,7 +52,7 @@ class OpenLoader:
 class MeanOf:
     """`session.mean`: answered by the mean over live learners."""
 
-    value: Any
+    value: Tensor
 
 
 @dataclass(frozen=True, slots=True)
