@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,13 @@ from torch import Tensor, nn
 from syncline.dial import Course
 from syncline.engines.local.engine import Local
 from syncline.engines.run import Handle, RunSpec
+from syncline.errors import RunError
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.session import Session
 from syncline.ports import Reading
 
 SETTLE = 0.02  # seconds until burners are at it
+LOOK = 0.25  # seconds between looks at whether the run has failed
 FLAG = "flag"
 
 
@@ -94,8 +97,8 @@ class Turns:
             )
         )
         self._flag = _mapped(folder / FLAG)
-        self._to = [open(folder / f"to-{rank}", "w", buffering=1) for rank in range(learners)]  # noqa: SIM115
-        self._from = [open(folder / f"from-{rank}") for rank in range(learners)]  # noqa: SIM115
+        self._to = [_pipe(folder / f"to-{rank}", "w") for rank in range(learners)]
+        self._from = [_pipe(folder / f"from-{rank}", "r") for rank in range(learners)]
 
     def __enter__(self) -> Turns:
         return self
@@ -107,10 +110,12 @@ class Turns:
         trace: TracebackType | None,
     ) -> None:
         self._tell("end")
-        for end in (*self._to, *self._from):
-            end.close()
-        self._run.wait()
-        self._folder.cleanup()
+        try:
+            self._run.wait()
+        finally:
+            for end in (*self._to, *self._from):
+                end.close()
+            self._folder.cleanup()
 
     def window(self, seconds: float) -> list[Window]:
         """What each did in about so many seconds."""
@@ -134,7 +139,20 @@ class Turns:
             end.write(text + "\n")
 
     def _answers(self) -> list[Window]:
-        return [Window(**json.loads(end.readline())) for end in self._from]
+        return [Window(**json.loads(self._line(end))) for end in self._from]
+
+    def _line(self, end: IO[str]) -> str:
+        """Nobody answers once the run has failed: then its error comes."""
+        while not select.select([end], [], [], LOOK)[0]:
+            if self._run.done:
+                self._run.wait()
+                raise RunError("a run that takes turns has ended before it was told to")
+        return end.readline()
+
+
+def _pipe(path: Path, mode: str) -> IO[str]:
+    """Both ways, so that opening waits for nobody: the process may fail before it opens its end."""
+    return os.fdopen(os.open(path, os.O_RDWR), mode, buffering=1)
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -21,6 +21,7 @@ from syncline.engines.sim.calibrate import (
 from syncline.engines.sim.cluster import Jitter
 from syncline.engines.sim.fitting import LEAST, simulate
 from syncline.engines.sim.turns import Turns, Window, inequality
+from syncline.errors import LearnerError
 
 SEEN = Measured(
     sync="async",
@@ -128,6 +129,15 @@ def test_taking_turns() -> None:
         assert one.compute + one.publish + one.wait + one.read <= one.step
         assert min(one.compute, one.publish, one.wait, one.read) > 0
         assert one.rate == 1 / one.step
+
+
+def test_a_model_that_cannot_be_made_is_an_error() -> None:
+    def model() -> torch.nn.Module:
+        raise ValueError("no such model")
+
+    work = replace(perceptron((2, 2), 1), model=model)
+    with pytest.raises(LearnerError, match="no such model"), Turns(work) as turns:
+        turns.window(0.01)
 
 
 def test_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
