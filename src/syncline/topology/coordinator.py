@@ -234,6 +234,7 @@ class Coordinator:
                 table.initialiser = None
             self._choose_initialiser(number, table)
         self._try_rejoin()
+        self._refuse_different_loops()
 
     # -- tables ------------------------------------------------------------------------------------------
 
@@ -406,7 +407,7 @@ class Coordinator:
 
     def _refuse_different_loops(self) -> None:
         """All that began together wait here, some in a meeting, some for all others to open a table or loader too."""
-        if len(self._asked) < len(self.live) or self.live.keys() != self._initial.keys() or self._met:
+        if len(self._asked) < len(self.live) or self.live.keys() - self._initial.keys() or self._met:
             return
         meeting = [learner for learner, asked in self._asked.items() if isinstance(asked, m.MeanOf)]
         others = [each for each, asked in self._asked.items() if isinstance(asked, m.Open | m.OpenLoader)]
