@@ -64,14 +64,14 @@ def test_a_learner_dies_and_the_others_finish_its_work(sync: str) -> None:
 
 @pytest.mark.parametrize("sync", PRESETS)
 def test_a_lost_learner_is_replaced_under_its_rank(sync: str) -> None:
-    run = start(sync=sync, replace=True)
+    run = start(sync=sync, replace=True, epochs=5)
     Faults("kill learner 2 at version 8; kill learner 0 at version 16").play(run)
     result = run.wait(timeout=60)
     assert sorted(event.rank for event in events(result, "lost")) == [0, 2]
     assert sorted(event.rank for event in events(result, "replaced")) == [0, 2]
     states = [(p.rank, p.state) for p in result.statistics.processes if p.role == "learner"]
     assert sorted(states) == [(0, "lost"), (0, "returned"), (1, "returned"), (2, "lost"), (2, "returned")]
-    check_account(result)
+    check_account(result, epochs=5)
 
 
 @pytest.mark.parametrize("sync", PRESETS)

@@ -188,12 +188,13 @@ def test_replaced_learners_and_recovered_shards_leave_no_descriptors(tmp_path: P
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    run = train(replace=True, run_dir=tmp_path, checkpoint_every=10, epochs=4)
+    run = train(replace=True, run_dir=tmp_path, checkpoint_every=10, epochs=100)
     counts = []
     for moment in (20, 60, 100, 140, 180):
         Faults(f"kill learner 1 at version {moment}; kill shard 1 at version {moment + 5}").play(run).join()
         time.sleep(0.2)
         counts.append(descriptors())
+    run.stop()
     result = run.wait(timeout=60)
     assert len([event for event in result.events if event.kind == "replaced"]) == 5
     assert max(counts[1:]) <= counts[0] + 2
