@@ -513,6 +513,8 @@ def test_a_turn_while_somebody_has_no_data_holds_nobody(before: str, after: str,
                 steps += 1
                 F.cross_entropy(model(x), y).backward()
                 if session.rank == 0 and steps == 3:  # the last of five batches
+                    while not holder:
+                        time.sleep(0.001)
                     holder[0].change(after)
                 opt.step()
             if meet:
