@@ -37,10 +37,7 @@ class Silence:
         self._set(False)
 
     def _set(self, silent: bool) -> None:
-        if silent and not self._handles:
-            able = [parameter for parameter in self._parameters if parameter.requires_grad]
-            self._handles = [parameter.register_hook(torch.zeros_like) for parameter in able]
-        elif not silent:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
+        for handle in self._handles:
+            handle.remove()
+        able = [parameter for parameter in self._parameters if silent and parameter.requires_grad]
+        self._handles = [parameter.register_hook(torch.zeros_like) for parameter in able]

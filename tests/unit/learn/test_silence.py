@@ -34,3 +34,14 @@ def test_repeated_batches_are_silent(handed_out: list[tuple[int, bool]], silent:
         layer(torch.ones(1, 3)).sum().backward()
         assert all((value.grad == 0).all() == wanted for value in layer.parameters())
         silence.end()
+
+
+def test_parameters_that_are_unfrozen_between_two_repeated_batches() -> None:
+    layer, silence = nn.Linear(3, 1), Silence()
+    layer.bias.requires_grad_(False)
+    silence.add(layer.parameters())
+    silence.handed_out(0, repeated=True)
+    layer.bias.requires_grad_(True)
+    silence.handed_out(0, repeated=True)
+    layer(torch.ones(1, 3)).sum().backward()
+    assert all((value.grad == 0).all() for value in layer.parameters())

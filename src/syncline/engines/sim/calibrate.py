@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist, median
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -101,12 +100,7 @@ class Calibration:
     def __enter__(self) -> Calibration:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stack.close()
 
     def sample(self, sync: str, seconds: float) -> Sample:
