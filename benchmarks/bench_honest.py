@@ -19,6 +19,7 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from benchmarks import machine
 from benchmarks.bench_throughput import SIZES
 from benchmarks.workload import Batch, make_batch, make_model, make_optimizer
-from syncline.engines.sim.calibrate import Calibration, Measured, Workload, table_shards
+from syncline.engines.sim.calibrate import Calibration, Workload, table_shards
 from syncline.engines.sim.fitting import simulate
 from syncline.engines.sim.turns import Turns, Window
 
@@ -92,6 +93,7 @@ class Cell:
             "simulated": learners / told,
             "error": seen / told - 1,
             "measured": dataclasses.asdict(measured),
+            "looks": [dataclasses.asdict(looked) for looked in self._calibration.works[self._sync]],
             "cluster": cluster.record(),
             "parts": parts(self.runs),
             "steps": self.steps,
@@ -123,7 +125,7 @@ def compare(index: int, learners: int, seconds: float) -> list[dict[str, Any]]:
     rows = [cell.compare(learners) for cell in cells]
     for row in rows:
         row |= {"dims": dims, "batch_size": batch_size, "learners": learners, "windows": LINKS * rounds}
-    show(rows, calibration)
+    show(rows)
     return rows
 
 
@@ -140,7 +142,7 @@ def take_turns(calibration: Calibration, cells: list[Cell], seconds: float) -> i
     return rounds
 
 
-def show(rows: list[dict[str, Any]], calibration: Calibration) -> None:
+def show(rows: list[dict[str, Any]]) -> None:
     first = rows[0]
     print(
         f"\n{'-'.join(map(str, first['dims']))}, μ {first['batch_size']}, {first['learners']} learners, ",
@@ -148,22 +150,31 @@ def show(rows: list[dict[str, Any]], calibration: Calibration) -> None:
     )
     print(f"{first['windows']} windows; µs")
     for row in rows:
-        print_row(row, Measured(**row["measured"]))
+        print_row(row)
 
 
-def print_row(row: dict[str, Any], seen: Measured) -> None:
+def print_row(row: dict[str, Any]) -> None:
     low, _, high = row["quartiles"]
+    seen = row["measured"]
     print(
         f"  {row['sync']:<11} local {row['local']:>7.1f} ({low:.1f} to {high:.1f})  simulated {row['simulated']:>7.1f}  "
         f"error {100 * row['error']:+.1f} %"
     )
-    names = ("step", "compute", "lost", "copy", "take", "fold", "serve", "handle")
-    told = ", ".join(f"{name} {1e6 * getattr(seen, name):.0f}" for name in names)
     latency = 1e6 * row["cluster"]["memory"]["latency"]
-    print(f"    one learner: {told}, spread {seen.spread:.2f}, latency {latency:.0f}, shards {seen.shards}")
-    names = ("step", "compute", "publish", "wait", "read")
-    told = ", ".join(f"{name} {1e6 * row['parts'][name]:.0f}" for name in names)
+    told = _told(seen, ("step", "lost", "note", "reply"))
+    print(
+        f"    one learner: {told}, spread {seen['spread']:.2f}, latency {latency:.0f}, shards {seen['shards']}"
+    )
+    names = ("compute", "copy", "take", "fold", "serve")
+    print(f"    parts: {_told(seen['one'], names)}")
+    if seen["all"] is not None:
+        print(f"    where all exchange gradients: {_told(seen['all'], names)}")
+    told = _told(row["parts"], ("step", "compute", "publish", "wait", "read"))
     print(f"    in the run: {told}, inequality {row['parts']['inequality']:.2f}", flush=True)
+
+
+def _told(values: dict[str, float], names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {1e6 * values[name]:.0f}" for name in names)
 
 
 def main() -> None:

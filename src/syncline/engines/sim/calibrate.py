@@ -1,7 +1,7 @@
 """This machine as a cluster: the costs of one model's training, measured.
 
-Only one learner is looked at, on a machine that plain loops keep as busy as the other learners would, and a microbenchmark of the
-shard's work. What learners of one run do to each other is left to the simulator's model (`fitting`). Not responsible for keeping the
+Only one learner is looked at, on a machine that plain loops keep as busy as the other learners would, and microbenchmarks of the
+shards' work (`shard_work`, `crowd`). What a run of several comes to is left to the simulator (`fitting`). Not responsible for keeping the
 result (`kept`).
 """
 
@@ -24,10 +24,11 @@ from torch import Tensor
 
 from syncline.dial import Course
 from syncline.engines.sim.cluster import Cluster, Compute
+from syncline.engines.sim.crowd import Crowd
 from syncline.engines.sim.fitting import Measured
 from syncline.engines.sim.kept import keep
 from syncline.engines.sim.scheduling import spin_seconds, time_slice
-from syncline.engines.sim.shard_work import Folding, Work, service
+from syncline.engines.sim.shard_work import Decisions, Folding, Work, decisions
 from syncline.engines.sim.turns import Turns, Window, Workload
 from syncline.learn.session import make_optimizer, shards_for
 from syncline.topology.parse import auto_shards
@@ -46,6 +47,7 @@ __all__ = [
 T = TypeVar("T")
 ROUNDS = 10
 SECONDS = 0.2  # of each window
+CROWDED = 0.06  # of each window of a crowd
 
 
 def cores() -> int:
@@ -74,6 +76,19 @@ class Sample:
         return sum(1 - before.step / beside.step for before, beside in pairs)
 
 
+@dataclass(frozen=True, slots=True)
+class Works:
+    """The parts of a step, seen at one time."""
+
+    unit: float  # a computation where all do nothing else
+    one: Work  # of one learner, while the others compute
+    all: Work | None  # of each, where all do the same; None where they share cores
+
+    def everybody(self) -> Work:
+        assert self.all is not None
+        return self.all
+
+
 class Calibration:
     """One learner under each of some dials, and what it takes; plain loops have the other learners' places."""
 
@@ -82,9 +97,15 @@ class Calibration:
         self._work = work
         self._beside = min(learners, cores()) - 1  # more would take time from the one that is measured
         self._shards = {sync: table_shards(work, learners, sync) for sync in syncs}
+        self._learners = learners
         self._folding = Folding(work)
         self._slice, self._spin = time_slice(), spin_seconds()
         enter = self._stack.enter_context
+        self._crowds = {
+            sync: enter(Crowd(work, learners=learners, shards=shards, sync=sync))
+            for sync, shards in self._shards.items()
+            if learners > 1 and learners + shards <= cores()
+        }
         self._plain = enter(Turns(work))
         self._loops = enter(Turns(work, learners=self._beside)) if self._beside else None
         self._one = {
@@ -92,10 +113,12 @@ class Calibration:
             for sync, shards in self._shards.items()
         }
         self.samples: dict[str, list[Sample]] = {sync: [] for sync in syncs}
-        self.works: list[Work] = []
-        self.services: dict[str, list[float]] = {sync: [] for sync in syncs}
+        self.works: dict[str, list[Works]] = {sync: [] for sync in syncs}
+        self.decisions: dict[str, list[Decisions]] = {sync: [] for sync in syncs}
         for turns in (self._plain, *self._one.values()):
             turns.window(0.0)
+        for crowd in self._crowds.values():
+            crowd.window(learners, 0.0)
 
     def __enter__(self) -> Calibration:
         return self
@@ -111,13 +134,24 @@ class Calibration:
         self.samples[sync].append(found)
         return found
 
-    def fold(self) -> Work:
-        """One more look at the shard's work."""
+    def fold(self) -> None:
+        """One more look at the shards' work."""
+        alone = self._alone() if len(self._crowds) < len(self.works) else None
+        for sync, seen in self.works.items():
+            crowd = self._crowds.get(sync)
+            found = alone if crowd is None else self._together(crowd)
+            assert found is not None
+            seen.append(found)
+            look = partial(decisions, self._work, sync, warm=crowd is not None)
+            self.decisions[sync].append(self._crowded(look)[0])
+
+    def _alone(self) -> Works:
         found, _ = self._crowded(self._folding.measure)
-        self.works.append(found)
-        for sync, seen in self.services.items():
-            seen.append(self._crowded(partial(service, self._work, sync))[0])
-        return found
+        return Works(found.compute, found, None)
+
+    def _together(self, crowd: Crowd) -> Works:
+        plain, one, everybody = (crowd.window(active, CROWDED) for active in (0, 1, self._learners))
+        return Works(plain.compute, one, everybody)
 
     def _crowded(self, action: Callable[[], T]) -> tuple[T, list[Window]]:
         """While the plain loops have the other cores; and what they did."""
@@ -136,11 +170,9 @@ class Calibration:
             return step * median(part(sample) for sample in samples)
 
         unit = share(lambda sample: sample.plain.step / sample.one.step)
-        shares = {
-            name: median(getattr(work, name) / work.compute for work in self.works)
-            for name in ("copy", "take", "fold", "serve")
-        }
-        table = shares["fold"] + (0.0 if Course.of(sync).first.lockstep else shares["serve"])
+        compute = share(lambda sample: sample.one.compute / sample.one.step)
+        works, seen = self.works[sync], self.decisions[sync]
+        crowded = works[0].all is not None
         return Measured(
             sync=sync,
             shards=self._shards[sync],
@@ -150,12 +182,31 @@ class Calibration:
             spin=self._spin,
             nbytes=self._folding.nbytes,
             step=step,
-            compute=share(lambda sample: sample.one.compute / sample.one.step),
-            spread=spread_of(sample.one.inequality for sample in samples),
+            spread=spread_of(
+                (looked.everybody().uneven for looked in works)
+                if crowded
+                else (sample.one.inequality for sample in samples)
+            ),
             lost=share(lambda sample: sample.lost),
-            handle=unit * max(0.0, median(self.services[sync]) - table),
-            **{name: unit * value for name, value in shares.items()},
+            one=_middle(works, lambda looked: looked.one, unit, compute),
+            all=_middle(works, Works.everybody, unit, compute * _slowdown(works)) if crowded else None,
+            note=unit * median(each.note for each in seen),
+            reply=unit * median(each.reply for each in seen),
         )
+
+
+def _middle(works: Sequence[Works], part: Callable[[Works], Work], unit: float, compute: float) -> Work:
+    """Medians in units of the computations beside them."""
+    costs = {
+        name: unit * median(getattr(part(looked), name) / looked.unit for looked in works)
+        for name in ("copy", "take", "fold", "serve")
+    }
+    return Work(compute=compute, **costs)
+
+
+def _slowdown(works: Sequence[Works]) -> float:
+    """Of a computation, where all exchange gradients instead of one."""
+    return median(looked.everybody().compute / looked.one.compute for looked in works)
 
 
 def spread_of(inequalities: Iterable[float]) -> float:
@@ -209,7 +260,7 @@ def main() -> None:
     half = _measure(perceptron(widths, max(1, given.batch_size // 2)), given.learners, given.sync)
     whole = _measure(perceptron(widths, given.batch_size), given.learners, given.sync)
     cluster = whole.cluster()
-    slope = max(0.0, (whole.compute - half.compute) / (given.batch_size - given.batch_size // 2))
+    slope = max(0.0, (whole.one.compute - half.one.compute) / (given.batch_size - given.batch_size // 2))
     base = max(0.0, cluster.compute.base - slope * given.batch_size)
     cluster = replace(cluster, compute=Compute(base=base, per_example=slope))
     print(f"{cluster}\nkept in {keep(cluster)}")

@@ -142,12 +142,14 @@ class Cluster:
     fold: Cost = field(default_factory=Cost)  # a shard's: one update
     serve: Cost = field(default_factory=Cost)  # a shard's: weights for one learner
     message: float = 0.0  # a shard's seconds for each message that comes in
+    reply: float = 0.0  # the leading shard's seconds for each learner that it lets go on
 
     def __post_init__(self) -> None:
         _number("Cluster", "stragglers", self.stragglers)
         _number("Cluster", "slowdown", self.slowdown, least=1.0)
         _number("Cluster", "crowding", self.crowding)
         _number("Cluster", "message", self.message)
+        _number("Cluster", "reply", self.reply)
         _number("Cluster", "spin", self.spin)
         if self.slice is not None:
             _number("Cluster", "slice", self.slice, above=True)
@@ -266,7 +268,7 @@ _PARTS: dict[str, Any] = {
     "serve": Cost,
 }
 _WHOLE = ("learners_per_machine", "shards_per_machine", "cores")
-_PLAIN = ("stragglers", "slowdown", "crowding", "message", "slice", "spin")
+_PLAIN = ("stragglers", "slowdown", "crowding", "message", "reply", "slice", "spin")
 _SHORT = {  # words of the text form for parts of parts
     "base": ("compute", "base"),
     "per_example": ("compute", "per_example"),

@@ -1,7 +1,8 @@
 """From what one learner was seen to do to a cluster that does the same, and what that cluster says of several.
 
 The run that was measured (one learner, plain loops beside it) is simulated; what it took longer than the simulator knows becomes
-latency, and what the plain loops lost becomes a cost of others' gradients. Not responsible for measuring (`calibrate`).
+latency. What several do to each other through the memory is measured where each has a core (`crowd`); elsewhere what the plain loops lost
+becomes a cost of others' gradients. Not responsible for measuring (`calibrate`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from syncline.dial import Course
 from syncline.engines.run import RunSpec
 from syncline.engines.sim.cluster import Cluster, Compute, Cost, Jitter, Link
+from syncline.engines.sim.shard_work import Work
 from syncline.engines.sim.world import World
 from syncline.learn.session import Session
 
@@ -38,14 +40,14 @@ class Measured:
     spin: float  # for which a learner yields before it sleeps
     nbytes: int  # of the table
     step: float  # all of it
-    compute: float  # its own part of it
     spread: float  # of single computations: the jitter's
     lost: float  # by all plain loops together, for each of its gradients
-    copy: float  # all parameters, once
-    take: float  # a gradient into a mean
-    fold: float  # the optimizer's step
-    serve: float  # all weights into a learner's inbox
-    handle: float  # the leading shard's handling of a gradient's note, without the three
+    one: Work  # what its parts take
+    all: (
+        Work | None
+    )  # where all learners do the same and each process has a core; None: the same, but for shared cores
+    note: float  # the leading shard's handling of a gradient's note, without the table's work
+    reply: float  # and for each learner that a fold releases
 
     @property
     def lockstep(self) -> bool:
@@ -53,28 +55,37 @@ class Measured:
 
     def bare(self) -> Cluster:
         """All that was measured directly; the rest takes no time."""
-        return Cluster(
-            name="this-machine",
-            compute=Compute(base=self.compute),
-            learners_per_machine=None,
-            shards_per_machine=None,
-            beside=True,
-            cores=self.cores,
-            slice=self.slice,
-            spin=self.spin,
-            copy=Cost(per_byte=self.copy / self.nbytes),
-            take=Cost(per_byte=self.take / self.nbytes),
-            fold=Cost(per_byte=self.fold / self.nbytes),
-            serve=Cost(per_byte=self.serve / self.nbytes),
-            message=self.handle,
+        return self._with(
+            self.one,
+            Cluster(
+                name="this-machine",
+                learners_per_machine=None,
+                shards_per_machine=None,
+                beside=True,
+                cores=self.cores,
+                slice=self.slice,
+                spin=self.spin,
+                message=self.note,
+                reply=self.reply,
+            ),
         )
 
+    def _with(self, work: Work, cluster: Cluster) -> Cluster:
+        costs: dict[str, Cost] = {
+            name: Cost(per_byte=getattr(work, name) / self.nbytes)
+            for name in ("copy", "take", "fold", "serve")
+        }
+        return replace(cluster, compute=Compute(base=work.compute), **costs)  # type: ignore[arg-type]
+
     def cluster(self) -> Cluster:
-        """With one learner and the plain loops it takes the time that was measured."""
+        """With one learner and the plain loops it takes the time that was measured; what several do to each other is added."""
         found = self._with_latency()
-        known = simulate(found, self, learners=1, loops=self.beside).lost
-        compute = Compute(base=self.compute + self._intrusion(known))
-        return replace(found, compute=compute, jitter=Jitter(kind="lognormal", spread=self.spread))
+        if self.all is not None:
+            found = self._with(self.all, found)
+        else:
+            known = simulate(found, self, learners=1, loops=self.beside).lost
+            found = replace(found, compute=Compute(base=self.one.compute + self._intrusion(known)))
+        return replace(found, jitter=Jitter(kind="lognormal", spread=self.spread))
 
     def _with_latency(self) -> Cluster:
         """What is missing of the step is on its way, in as many messages as the number of shards makes it."""
@@ -101,7 +112,7 @@ class Measured:
         """
         if self.lockstep or not self.beside:
             return 0.0
-        return max(0.0, self.lost - known) * self.compute / self.step
+        return max(0.0, self.lost - known) * self.one.compute / self.step
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ class SimServer(ServerPort):
         self._work: deque[tuple[float, Action | None]] = deque()  # what the input in hand costs and causes
         self._busy = False
         cluster = world.cluster
-        self._clock, self._message, self._shared = world.clock, cluster.message, world.machines.shared
+        self._clock, self._message, self._reply = world.clock, cluster.message, cluster.reply
+        self._shared = world.machines.shared
         self._costs: dict[int, Cost] = {int(Kind.TAKE): cluster.take, FOLD: cluster.fold}
         self._known_costs: dict[tuple[int, int], float] = {}  # by kind and table
 
@@ -182,6 +183,7 @@ class SimServer(ServerPort):
             nbytes = self._to_move(table, lane, target, reading)
             if self.shard == 0:
                 target.decided = self._clock.now
+                self._add_work(self._reply)
         arrive = partial(self._arrive, lane, target, number, reading)
         self._effect(partial(world.send_weights, self, target, nbytes, arrive))
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Course, Sync
+from syncline.engines.local.memory import Bell, Region
+from syncline.engines.local.server import Desk
 from syncline.engines.run import RunSpec
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.memory import part_bytes
@@ -27,8 +29,12 @@ from syncline.table.layout import Layout, lay_out
 from syncline.table.shard import Shard
 from syncline.table.slot import private_slot
 from syncline.table.template import ELEMENTWISE, OptimizerTemplate
+from syncline.topology.servers import ServerRole
 
 SECONDS = 0.03  # of each measurement
+STEPS, FEW = 40, 4  # of decisions; few where a model has so many parameters that a step takes long
+SMALL = 2_000_000
+LOOKS = 200  # at a note and a bell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,7 @@ class Work:
     take: float  # a gradient into a mean
     fold: float  # the optimizer's step
     serve: float  # all weights into a learner's inbox
+    uneven: float = 0.0  # the Gini coefficient of single computations, of all learners together
 
 
 class Folding:
@@ -116,38 +123,92 @@ def _memory(layout: Layout) -> list[Tensor]:
     return flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
 
 
-def service(work: Workload, sync: str) -> float:
-    """The leading shard's time for a gradient's note, fold and all, where it has the whole table; in computations' time.
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """The leading shard's time beside the table's work, in computations' time."""
 
-    Of a simulated run of one learner, by the machine's clock.
-    """
+    note: float  # for a gradient's note
+    reply: float  # for each learner that a fold releases, in lockstep
+
+
+def decisions(work: Workload, sync: str, *, warm: bool) -> Decisions:
+    """Of a simulated run, by the machine's clock; `warm`: nobody computes on the shard's core meanwhile."""
+    lockstep = Course.of(sync).first.lockstep
+    learners = 2 if lockstep else 1
     spec = RunSpec(
         function=_steps,
-        arguments=(work,),
-        learners=1,
+        arguments=(work, warm),
+        learners=learners,
         course=Course.of(sync),
         shards=1,
         fixed_shards=True,
         devices=("cpu",),
     )
     with one_thread():
-        world, taken = World(spec, Cluster.equal()), []
-        role = world.servers[0].role
-        handle = role.note
-
-        def note(learner: int, note: Note) -> None:
-            before = time.perf_counter()
-            handle(learner, note)
-            if note.kind == Kind.GRADIENT:
-                taken.append(time.perf_counter() - before)
-
-        role.note = note  # type: ignore[method-assign]
+        world = World(spec, Cluster.equal())
+        watch = Watch(world.servers[0].role)
         outcome = world.run()
-    return median(taken[1:]) / float(outcome.returned[0])
+        read, ring = mail()
+    unit = median(map(float, outcome.returned.values()))
+    if not lockstep:
+        return Decisions((median(watch.folding[1:]) + read + ring) / unit, 0.0)
+    note = median(watch.others[1:])
+    reply = max(0.0, median(watch.folding[1:]) - note) / learners
+    return Decisions((note + read) / unit, (reply + ring) / unit)
 
 
-def _steps(session: Session, work: Workload) -> float:
-    """The median time of a computation."""
+def mail() -> tuple[float, float]:
+    """Seconds in which a process reads a note, and rings somebody's bell."""
+    desk, bell = Desk(Region(Desk.nbytes())), Bell()
+    note = Note(Kind.GRADIENT)
+    reads, rings = [], []
+    for _ in range(LOOKS):
+        desk.notes.push(note)
+        reads.append(seconds_of(lambda: Note._make(desk.notes.pop())))  # type: ignore[arg-type]
+        rings.append(seconds_of(bell.ring))
+        bell.quiet()
+    bell.close()
+    return median(reads), median(rings)
+
+
+class Watch:
+    """On a leading shard: seconds of each gradient's note without the table's work, where it led to a fold and elsewhere."""
+
+    def __init__(self, role: ServerRole) -> None:
+        self.folding: list[float] = []
+        self.others: list[float] = []
+        self._role, self._handle = role, role.note
+        self._worked = 0.0
+        self._folds = False
+        self._watched = False
+        role.note = self._note  # type: ignore[method-assign]
+
+    def _note(self, learner: int, note: Note) -> None:
+        if note.kind != Kind.GRADIENT:
+            self._handle(learner, note)
+            return
+        if not self._watched:
+            self._watched = True
+            shard: Any = self._role.shard(note.table)
+            for name in ("take", "gather", "apply", "read"):
+                setattr(shard, name, self._timed(name, getattr(shard, name)))
+        self._worked, self._folds = 0.0, False
+        taken = seconds_of(lambda: self._handle(learner, note)) - self._worked
+        (self.folding if self._folds else self.others).append(taken)
+
+    def _timed(self, name: str, action: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*values: Any, **named: Any) -> Any:
+            self._folds |= name == "apply"
+            start = time.perf_counter()
+            found = action(*values, **named)
+            self._worked += time.perf_counter() - start
+            return found
+
+        return timed
+
+
+def _steps(session: Session, work: Workload, warm: bool) -> float:
+    """The median time of a computation; `warm`: all of them are before the steps."""
     model, batch = work.model(), work.batch(work.batch_size)
     optimizer = session.optimizer(model, work.optimizer)
 
@@ -155,10 +216,11 @@ def _steps(session: Session, work: Workload) -> float:
         optimizer.zero_grad()
         work.objective(model, batch).backward()
 
-    taken: list[float] = []
-    start = time.perf_counter()
-    while time.perf_counter() - start < SECONDS or len(taken) < 3:
-        taken.append(seconds_of(compute))
+    taken: list[float] = [seconds_of(compute) for _ in range(3 if warm else 0)]
+    small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
+    for _ in range(STEPS if small else FEW):
+        if not warm:
+            taken.append(seconds_of(compute))
         optimizer.step()
     return median(taken)
 

@@ -13,9 +13,10 @@ import select
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -61,45 +62,46 @@ class Window:
         return 1 / self.step
 
 
-class Turns:
-    """Processes of one run, which stand still between windows."""
+class Player(Protocol):
+    """A process's part: what it does when it is told to, and an answer of plain numbers."""
+
+    def obey(self, order: str, values: Sequence[float]) -> Any: ...
+
+
+class Stage:
+    """Processes of one run, which stand still between orders."""
 
     def __init__(
         self,
-        work: Workload,
+        player: Callable[[Session, Path], Player],
         *,
-        learners: int = 1,
+        processes: int,
         sync: str | None = None,
         shards: int = 1,
         fixed_shards: bool = False,
     ) -> None:
-        """Without a dial: plain loops, which say nothing to anybody."""
-        self._learners, self._lockstep = learners, sync is not None and Course.of(sync).first.lockstep
-        self._count = 3  # of a window in lockstep, where all must take as many steps
         self._folder = tempfile.TemporaryDirectory(prefix="syncline-turns-")
-        folder = Path(self._folder.name)
-        (folder / FLAG).write_bytes(bytes(mmap.PAGESIZE))
-        for rank in range(learners):
+        self._place = folder = Path(self._folder.name)
+        for rank in range(processes):
             os.mkfifo(folder / f"to-{rank}")
             os.mkfifo(folder / f"from-{rank}")
         self._run: Handle = Local().start(
             RunSpec(
-                function=_take_turns,
-                arguments=(work, str(folder), sync is not None),
-                learners=learners,
+                function=_obey,
+                arguments=(player, str(folder)),
+                learners=processes,
                 course=Course.of(sync or "async"),
                 shards=shards if sync is not None else 1,
                 fixed_shards=fixed_shards,
-                devices=("cpu",) * learners,
+                devices=("cpu",) * processes,
                 threads=1,
                 patience=None,
             )
         )
-        self._flag = _mapped(folder / FLAG)
-        self._to = [_pipe(folder / f"to-{rank}", "w") for rank in range(learners)]
-        self._from = [_pipe(folder / f"from-{rank}", "r") for rank in range(learners)]
+        self._to = [_pipe(folder / f"to-{rank}", "w") for rank in range(processes)]
+        self._from = [_pipe(folder / f"from-{rank}", "r") for rank in range(processes)]
 
-    def __enter__(self) -> Turns:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -111,10 +113,51 @@ class Turns:
                 end.close()
             self._folder.cleanup()
 
+    def _tell(self, text: str) -> None:
+        for end in self._to:
+            end.write(text + "\n")
+
+    def _answers(self) -> list[dict[str, Any]]:
+        return [json.loads(self._line(end)) for end in self._from]
+
+    def _line(self, end: IO[str]) -> str:
+        """Nobody answers once the run has failed: then its error comes."""
+        while not select.select([end], [], [], LOOK)[0]:
+            if self._run.done:
+                self._run.wait()
+                raise RunError("a run that takes turns has ended before it was told to")
+        return end.readline()
+
+
+class Turns(Stage):
+    """Learners of one run, or plain loops."""
+
+    def __init__(
+        self,
+        work: Workload,
+        *,
+        learners: int = 1,
+        sync: str | None = None,
+        shards: int = 1,
+        fixed_shards: bool = False,
+    ) -> None:
+        """Without a dial: plain loops, which say nothing to anybody."""
+        self._lockstep = sync is not None and Course.of(sync).first.lockstep
+        self._count = 3  # of a window in lockstep, where all must take as many steps
+        super().__init__(
+            partial(_player, work, sync is not None),
+            processes=learners,
+            sync=sync,
+            shards=shards,
+            fixed_shards=fixed_shards,
+        )
+        (self._place / FLAG).write_bytes(bytes(mmap.PAGESIZE))
+        self._flag = _mapped(self._place / FLAG)
+
     def window(self, seconds: float) -> list[Window]:
         """What each did in about so many seconds."""
         self._tell(f"work {seconds} {self._count if self._lockstep else 0}")
-        found = self._answers()
+        found = self._windows()
         self._count = max(3, round(seconds / found[0].step))
         return found
 
@@ -126,22 +169,10 @@ class Turns:
 
     def rest(self) -> list[Window]:
         self._flag[0] = 1
-        return self._answers()
+        return self._windows()
 
-    def _tell(self, text: str) -> None:
-        for end in self._to:
-            end.write(text + "\n")
-
-    def _answers(self) -> list[Window]:
-        return [Window(**json.loads(self._line(end))) for end in self._from]
-
-    def _line(self, end: IO[str]) -> str:
-        """Nobody answers once the run has failed: then its error comes."""
-        while not select.select([end], [], [], LOOK)[0]:
-            if self._run.done:
-                self._run.wait()
-                raise RunError("a run that takes turns has ended before it was told to")
-        return end.readline()
+    def _windows(self) -> list[Window]:
+        return [Window(**answer) for answer in self._answers()]
 
 
 def _pipe(path: Path, mode: str) -> IO[str]:
@@ -157,19 +188,21 @@ def _mapped(path: Path) -> mmap.mmap:
 # -- in the process --------------------------------------------------------------------------------------------
 
 
-def _take_turns(session: Session, work: Workload, folder: str, shared: bool) -> None:
+def _obey(session: Session, player: Callable[[Session, Path], Player], folder: str) -> None:
     place = Path(folder)
-    flag = _mapped(place / FLAG)
-    step = _Shared(session, work) if shared else _Plain(work)
+    mine = player(session, place)
     with open(place / f"to-{session.rank}") as orders, open(place / f"from-{session.rank}", "w") as answers:
-        for order in orders:
-            kind, *values = order.split()
-            if kind == "end":
+        for line in orders:
+            order, *values = line.split()
+            if order == "end":
                 return
-            window = step.until(lambda: flag[0] != 0) if kind == "burn" else step.work(*map(float, values))
-            answers.write(json.dumps({field.name: getattr(window, field.name) for field in fields(window)}))
-            answers.write("\n")
+            answer = mine.obey(order, [float(value) for value in values])
+            answers.write(json.dumps(asdict(answer)) + "\n")
             answers.flush()
+
+
+def _player(work: Workload, shared: bool, session: Session, place: Path) -> Player:
+    return _Shared(session, work, place) if shared else _Plain(work, place)
 
 
 def inequality(values: Sequence[float]) -> float:
@@ -184,9 +217,15 @@ def inequality(values: Sequence[float]) -> float:
 class _Plain:
     """Forward and backward, without an optimizer."""
 
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: Workload, place: Path) -> None:
         self.model, self._batch = work.model(), work.batch(work.batch_size)
-        self._objective = work.objective
+        self._objective, self._place = work.objective, place
+
+    def obey(self, order: str, values: Sequence[float]) -> Window:
+        if order == "burn":
+            flag = _mapped(self._place / FLAG)
+            return self.until(lambda: flag[0] != 0)
+        return self.work(*values)
 
     def compute(self) -> None:
         self.model.zero_grad()
@@ -229,8 +268,8 @@ class _Plain:
 class _Shared(_Plain):
     """A learner's step, with a watch on its parts."""
 
-    def __init__(self, session: Session, work: Workload) -> None:
-        super().__init__(work)
+    def __init__(self, session: Session, work: Workload, place: Path) -> None:
+        super().__init__(work, place)
         optimizer = session.optimizer(self.model, work.optimizer)
         assert isinstance(optimizer, SharedOptimizer)
         self._optimizer, self._link = optimizer, optimizer._link

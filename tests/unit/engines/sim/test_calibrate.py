@@ -8,7 +8,7 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from syncline.engines.sim import shard_work
+from syncline.engines.sim import calibrate, shard_work
 from syncline.engines.sim.calibrate import (
     Calibration,
     Measured,
@@ -19,7 +19,9 @@ from syncline.engines.sim.calibrate import (
     table_shards,
 )
 from syncline.engines.sim.cluster import Jitter
+from syncline.engines.sim.crowd import Crowd
 from syncline.engines.sim.fitting import LEAST, simulate
+from syncline.engines.sim.shard_work import Work
 from syncline.engines.sim.turns import Turns, Window, inequality
 from syncline.errors import LearnerError
 
@@ -32,14 +34,12 @@ SEEN = Measured(
     spin=5.0,
     nbytes=100,
     step=14.5,
-    compute=10.0,
     spread=0.0,
     lost=1.45,
-    copy=0.5,
-    take=0.25,
-    fold=1.0,
-    serve=0.125,
-    handle=0.5,
+    one=Work(compute=10.0, copy=0.5, take=0.25, fold=1.0, serve=0.125),
+    all=None,
+    note=0.5,
+    reply=0.0,
 )
 SMALL = (8, 4, 2)
 
@@ -83,6 +83,30 @@ def test_two_learners_are_never_faster_than_one() -> None:
         cluster = seen.cluster()
         assert cluster.jitter == Jitter(kind="lognormal", spread=0.1)
         assert simulate(cluster, seen, learners=2).step > 0.98 * seen.step
+
+
+def test_where_all_have_a_core_their_own_costs_count_and_not_what_loops_lost() -> None:
+    slower = Work(compute=12.0, copy=0.75, take=0.5, fold=2.0, serve=0.25)
+    seen = replace(SEEN, cores=16, step=20.0, all=slower)
+    cluster = seen.cluster()
+    assert cluster.compute.base == 12.0
+    assert [cluster.copy.seconds(100), cluster.take.seconds(100), cluster.fold.seconds(100)] == [
+        0.75,
+        0.5,
+        2.0,
+    ]
+    assert cluster.memory.latency == replace(seen, all=None).cluster().memory.latency  # of the one learner
+    assert (
+        simulate(cluster, seen, learners=2).step
+        > simulate(replace(seen, all=None).cluster(), seen, learners=2).step
+    )
+
+
+def test_replies_take_the_leading_shards_time() -> None:
+    seen = replace(SEEN, sync="hardsync", cores=16, lost=0.0, step=20.0, note=0.0)
+    bare = seen.bare()
+    told = simulate(replace(bare, reply=0.25), seen, learners=4).step
+    assert told == pytest.approx(simulate(bare, seen, learners=4).step + 4 * 0.25, rel=0.01)
 
 
 def test_inequality() -> None:
@@ -144,6 +168,7 @@ def test_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_work, "SECONDS", 0.002)
     threads = torch.get_num_threads()
     work: Workload = perceptron(SMALL, 4)
+    monkeypatch.setattr(calibrate, "cores", lambda: 2)
     with Calibration(work, ["async"], learners=2) as calibration:
         calibration.fold()
         sample = calibration.sample("async", 0.01)
@@ -152,6 +177,41 @@ def test_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sample.beside) == len(sample.before) == 1
     assert measured.nbytes == 4 * 4 * 64
     assert measured.step == pytest.approx(sample.one.step)
-    assert 0 < measured.compute < measured.step
-    assert min(measured.copy, measured.fold, measured.serve) > 0
+    assert 0 < measured.one.compute < measured.step
+    assert min(measured.one.copy, measured.one.fold, measured.one.serve, measured.note) > 0
+    assert measured.all is None  # the shard shares a core
     assert measured.cluster().name == "this-machine"
+
+
+def test_measuring_where_each_process_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "cores", lambda: 8)
+    monkeypatch.setattr(calibrate, "CROWDED", 0.005)
+    with Calibration(perceptron(SMALL, 4), ["hardsync"], learners=2) as calibration:
+        calibration.fold()
+        calibration.sample("hardsync", 0.01)
+        measured = calibration.measured("hardsync")
+    assert measured.all is not None
+    assert min(measured.all.compute, measured.all.copy, measured.all.take, measured.all.fold) > 0
+    assert measured.all.serve == measured.one.take == 0  # in lockstep the table is read where it lies
+    assert min(measured.note, measured.reply) > 0
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_crowd(sync: str, shards: int) -> None:
+    with Crowd(perceptron((64, 512, 2), 4), learners=3, shards=shards, sync=sync) as crowd:
+        plain, one, everybody = (crowd.window(active, 0.01) for active in (0, 1, 3))
+    assert plain.compute > 0 and plain.copy == plain.fold == plain.serve == 0
+    for work in (one, everybody):
+        assert min(work.compute, work.copy, work.fold) > 0
+        assert (work.serve > 0) == (sync != "hardsync")
+    assert one.take == 0 and (everybody.take > 0) == (sync != "async")
+    assert 0 < everybody.uneven < 1
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_decisions(sync: str, warm: bool) -> None:
+    found = shard_work.decisions(perceptron(SMALL, 4), sync, warm=warm)
+    assert found.note > 0
+    assert (found.reply > 0) == (sync == "hardsync")
