@@ -207,9 +207,7 @@ def uneven(session: sl.Session) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("sync", ["hardsync", "delayed:1"])
 def test_learners_that_meet_unequally_often_are_told(sync: str, engine: str) -> None:
-    said = (
-        r"learners \[0\] wait in it for learners \[1\], which wait at loaders \[0\] for them.*equally often"
-    )
+    said = r"learners \[0\] wait in session.mean, learners \[1\] wait at loader 0 for its next epoch.*equally often"
     with pytest.raises(sl.LearnerError, match=said) as caught:
         launch(uneven, learners=2, sync=sync, engine=engine)
     assert isinstance(caught.value.__cause__, sl.UsageError)
@@ -220,7 +218,6 @@ def other_order(session: sl.Session) -> None:
         return
     if session.rank == 0:
         session.mean(1.0)
-    session.optimizer(nn.Linear(1, 1), partial(SGD, lr=0.1))
     session.loader(numbers(8), batch_size=2)
     if session.rank == 1:
         session.mean(1.0)
@@ -229,9 +226,88 @@ def other_order(session: sl.Session) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("learners", [2, 3], ids=["all", "one has left"])
 def test_learners_that_open_and_meet_in_another_order_are_told(learners: int, engine: str) -> None:
-    said = r"learners \[0\] wait in it for learners \[1\], which open a table or loader.*in the same order"
+    said = r"learners \[0\] wait in session.mean, learners \[1\] open loader 0.*in the same order and call session.mean"
     with pytest.raises(sl.LearnerError, match=said):
         launch(other_order, learners=learners, engine=engine)
+
+
+def differing(session: sl.Session, places: list[str]) -> None:
+    """After an epoch, each somewhere else."""
+    model = nn.Linear(4, 2)
+    optimizer = session.optimizer(model, partial(SGD, lr=0.1))
+    loader = session.loader(numbers(12), batch_size=2)
+    for (x,) in loader:
+        step(model, optimizer, x)
+    mine = places[session.rank]
+    for place in (mine, *(each for each in ("mean", "table", "loader", "epoch") if each != mine)):
+        if place == "mean":
+            session.mean(1.0)
+        elif place == "table":
+            session.optimizer(nn.Linear(1, 1), partial(SGD, lr=0.1))
+        elif place == "loader":
+            session.loader(numbers(8), batch_size=2)
+        else:
+            for (x,) in loader:
+                step(model, optimizer, x)
+
+
+WAITS = {
+    "mean": "wait in session.mean",
+    "table": "open table 1",
+    "loader": "open loader 1",
+    "epoch": "wait at loader 0 for its next epoch",
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "places",
+    [
+        ["epoch", "mean", "table"],
+        ["loader", "epoch", "mean"],
+        ["mean", "loader", "table", "epoch"],
+        ["epoch", "loader"],
+        ["loader", "table"],
+        ["epoch", "epoch", "table"],
+    ],
+    ids="-".join,
+)
+def test_learners_that_wait_in_several_places_are_told_who_waits_where(
+    places: list[str], engine: str
+) -> None:
+    with pytest.raises(sl.LearnerError, match="loops differ") as caught:
+        launch(differing, places, learners=len(places), engine=engine)
+    for place in places:
+        ranks = [rank for rank, each in enumerate(places) if each == place]
+        assert f"learners {ranks} {WAITS[place]}" in str(caught.value)
+
+
+def steps_on(session: sl.Session, first: str) -> None:
+    """No loader says that there is nothing to compute: the others wait for its gradient."""
+    model = nn.Linear(4, 2)
+    if session.rank == 1 and first == "loader":
+        session.loader(numbers(8), batch_size=2)
+    optimizer = session.optimizer(model, partial(SGD, lr=0.1))
+    if session.rank == 1 and first == "table":
+        session.optimizer(nn.Linear(1, 1), partial(SGD, lr=0.1))
+    step(model, optimizer, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sync", ["hardsync", "async"])
+def test_learners_that_wait_in_a_step_for_one_that_opens_something_are_told(sync: str, engine: str) -> None:
+    """Under async only the first fold waits for others."""
+    said = r"learners \[0\] wait in a step of table 0, learners \[1\] open (table 1|loader 0)"
+    for first in ("table", "loader") if sync == "hardsync" else ("loader",):
+        with pytest.raises(sl.LearnerError, match=said):
+            launch(steps_on, first, learners=2, sync=sync, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("places", [["mean", "loader", "mean"], ["epoch", "table", "epoch"]], ids="-".join)
+def test_with_a_joiner_those_who_wait_in_several_places_go_on(places: list[str], engine: str) -> None:
+    """Their loops may be at different places for no fault of theirs."""
+    launch(differing, places, learners=2, engine=engine, script="add 1 at version 1")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import syncline as sl
 from tests.integration.small_runs import clouds, network, same
@@ -80,15 +79,13 @@ def test_own_loops_run_unchanged_in_the_twin() -> None:
 
 
 def stuck(session: sl.Session) -> None:
-    if session.rank == 1:
-        optimizer = session.optimizer(nn.Linear(1, 1), partial(torch.optim.SGD, lr=0.1))
-        optimizer.step()
-    session.loader(TensorDataset(torch.zeros(4)), batch_size=1)
+    tables = [session.optimizer(nn.Linear(1, 1), partial(torch.optim.SGD, lr=0.1)) for _ in range(2)]
+    tables[session.rank].step()
 
 
 def test_a_run_that_stands_still_says_who_waits_for_what() -> None:
-    with pytest.raises(sl.RunError, match=r"stands still.*OpenLoader.*Open"):
-        sl.launch(stuck, learners=2, engine="sim")
+    with pytest.raises(sl.RunError, match=r"stands still.*ticket 1 of table 0.*ticket 1 of table 1"):
+        sl.launch(stuck, learners=2, engine="sim", sync="hardsync")
 
 
 def fails(session: sl.Session) -> None:

@@ -1,4 +1,4 @@
-"""When a meeting of learners is over, and who was in it (M8): pure, events in, decisions out.
+"""When a meeting of learners is over, and who was in it (M8); that learners' loops differ. Pure, events in, decisions out.
 
 A meeting is of all live learners that have read a table. It is over when all of them have come or left; and where those
 that have not come wait themselves for somebody who is in it, so that nobody waits for ever. Not responsible for what
@@ -7,8 +7,20 @@ learners bring to it, nor for their rest meanwhile: who is in a meeting rests, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+EPOCH, STEP, TABLE, LOADER = "epoch", "step", "table", "loader"
+
+
+class Place(NamedTuple):
+    """Where a learner does nothing until others come too, other than a meeting."""
+
+    what: (
+        str  # EPOCH: at a loader, for others to go on with theirs; STEP: of a table; TABLE, LOADER: opens one
+    )
+    number: int
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -20,10 +32,10 @@ class Met:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Unmet:
-    """The same, but these waited for others which wait for them, though their loops began together: their loops differ."""
+    """These were in a meeting and others wait elsewhere, each for others that wait too: their loops differ."""
 
     learners: tuple[int, ...]
-    others: tuple[int, ...]
+    others: tuple[tuple[int, Place], ...]
 
 
 Decision = Met | Unmet
@@ -64,15 +76,27 @@ class Meetings:
         self._here.pop(learner, None)
         return self._try()
 
-    def stand_still(self, elsewhere: set[int]) -> list[Decision]:
-        """These wait elsewhere, for all others: if nobody else is missing, nobody will ever come."""
-        others = self.members - self._here.keys()
-        if not self._here or others - elsewhere:
+    def still(self, elsewhere: Collection[int]) -> bool:
+        """These wait elsewhere, for others: nobody is left who could go on."""
+        enough = len(self._here) + len(elsewhere) >= len(self.members)  # quick to see, and seldom so
+        return enough and not self.members - self._here.keys() - set(elsewhere)
+
+    def stand_still(self, elsewhere: Mapping[int, Place]) -> list[Decision]:
+        """The same: if nobody else is missing, nobody will ever come.
+
+        Where learners are apart those who are in a meeting hold it. Where nobody is, but all or (apart) some wait for an
+        epoch, that begins for those: nothing to decide here. Else their loops differ.
+        """
+        others = sorted(self.members - self._here.keys())
+        if not others or not self.still(elsewhere):
             return []
-        if self._apart:
+        if self._here and self._apart:
             return self._close()
+        epochs = [learner for learner in others if elsewhere[learner].what == EPOCH]
+        if not self._here and (len(epochs) == len(others) or (epochs and self._apart)):
+            return []
         here, self._here = tuple(self._here), {}
-        return [Unmet(here, tuple(sorted(others)))]
+        return [Unmet(here, tuple((learner, elsewhere[learner]) for learner in others))]
 
     def _try(self) -> list[Decision]:
         return self._close() if self._here and len(self._here) == len(self.members) else []

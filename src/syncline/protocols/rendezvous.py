@@ -25,6 +25,10 @@ class Rendezvous:
         self._brought.setdefault(key, {})[member] = thing
         return self._complete(key)
 
+    def withdraw(self, key: Any, member: int) -> None:
+        """It brings nothing, after all: the meeting waits for it again."""
+        self._brought.get(key, {}).pop(member, None)
+
     def leave(self, member: int) -> list[tuple[Any, dict[int, Any]]]:
         """The meetings that its leaving completes."""
         self._members.discard(member)

@@ -253,6 +253,11 @@ class Sequence:
         """Learner to the version it waits for (-1: it rests)."""
         return {**self._gate.waiting(), **dict.fromkeys(self._cold, self._warm)}
 
+    def stepping(self) -> set[int]:
+        """Learners that do nothing until others publish, or start."""
+        early = {ticket.learner for ticket in self._early if not ticket.silent}
+        return early | {learner for learner, needed in self._gate.waiting().items() if needed >= 0}
+
     def account(self) -> Account:
         return Account(
             version=self.version,

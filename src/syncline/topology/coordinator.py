@@ -6,11 +6,9 @@ engine and inside the simulator; effects go out through its port.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from torch import Tensor
 
 from syncline.dial import Course, Sync
 from syncline.errors import LayoutError, UsageError
@@ -21,8 +19,8 @@ from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate
 from syncline.topology import messages as m
 from syncline.topology.cuts import Cuts
-from syncline.topology.means import mean_of
 from syncline.topology.restore import Restored, TableState, manifest
+from syncline.topology.waiting_room import WaitingRoom
 
 PAST = -1  # the epoch of a dial that does not begin by itself
 
@@ -76,8 +74,7 @@ class Coordinator:
         self._tables: dict[int, _Table] = {}
         self._loaders: dict[int, m.OpenLoader] = {}
         self._expect(learners)
-        self._met: list[m.Met] = []  # meetings whose values are not all here
-        self._asked: dict[int, Any] = {}  # learner -> the request it waits for
+        self._room = WaitingRoom(port, self.live, self._withdrawn)
         self._stale: set[int] = set()  # learners that know only servers that are gone
         self._rejoining: dict[int, m.Rejoin] = {}
         self._parts: dict[tuple[int, int, int], dict[int, m.StatePart]] = {}
@@ -85,7 +82,6 @@ class Coordinator:
         self._cuts = Cuts()
         self._finish_later = False
         self._stopping = self._exact = False  # waits for a last checkpoint; has it
-        self._ending = False  # learners are, or will be, told to end
         self.reached = False
 
     def _expect(self, learners: Mapping[int, int]) -> None:
@@ -114,7 +110,7 @@ class Coordinator:
 
     def meeting(self) -> set[int]:
         """Learners that wait for others outside the sequence."""
-        return set(self._asked)
+        return set(self._room.asked)
 
     # -- the run -----------------------------------------------------------------------------------------
 
@@ -160,7 +156,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """End soon. In lockstep first a checkpoint of a whole round: what learners that leave still fold is less than one."""
-        self._ending = True
+        self._room.ending = True
         lockstep = any(sync.lockstep for sync, _ in self._dials)
         if self._plan.cuts and lockstep and self.tables and not self._stopping:
             self._stopping = True
@@ -193,7 +189,7 @@ class Coordinator:
             return
         if learner not in self.live:  # its last words came late
             return
-        self._asked[learner] = message
+        self._room.enter(learner, message)
         if learner in self._stale and not isinstance(message, m.Rejoin):
             self._reply(learner, m.Stale())
             return
@@ -201,7 +197,7 @@ class Coordinator:
             m.Open: self._open,
             m.Initialised: self._initialised,
             m.OpenLoader: self._open_loader,
-            m.MeanOf: lambda *_: self._try_met(),
+            m.MeanOf: lambda *_: self._room.try_met(),
             m.LoadState: self._load,
             m.AwaitState: self._await_state,
             m.Rejoin: self._rejoin,
@@ -210,31 +206,30 @@ class Coordinator:
             handlers[type(message)](learner, message)
         except (UsageError, LayoutError) as error:
             self._reply(learner, m.Refused(error))
-        self._refuse_different_loops()
+        self._room.look(learner)
 
     def _reply(self, learner: int, message: Any) -> None:
-        self._asked.pop(learner, None)
-        self._port.reply(learner, message)
+        self._room.reply(learner, message)
 
     def leave(self, learner: int, *, lost: bool) -> None:
         """It returned, raised or died."""
         rank = self.live.pop(learner, None)
         if rank is None:
             return
-        self._asked.pop(learner, None)
+        self._room.leave(learner)
         self._rejoining.pop(learner, None)
         self._stale.discard(learner)
         self._port.tell_shards(m.Leave(learner, rank, lost))
         for (_, loader), brought in self._openings.leave(learner):
-            self._join_loader(loader, self._by_rank(brought))
-        self._try_met()
+            self._join_loader(loader, self._room.by_rank(brought))
+        self._room.try_met()
         for number, table in self._tables.items():
             table.waiting.discard(learner)
             if table.initialiser == learner and not table.made:
                 table.initialiser = None
             self._choose_initialiser(number, table)
         self._try_rejoin()
-        self._refuse_different_loops()
+        self._room.tell()
 
     # -- tables ------------------------------------------------------------------------------------------
 
@@ -342,7 +337,7 @@ class Coordinator:
         if learner in self._initial:  # all begin with the first epoch, and a joint round is cut for all
             brought = self._openings.bring(("loader", message.loader), learner, message)
             if brought is not None:
-                self._join_loader(message.loader, self._by_rank(brought))
+                self._join_loader(message.loader, self._room.by_rank(brought))
         else:
             self._join_loader(message.loader, [learner])
 
@@ -376,48 +371,12 @@ class Coordinator:
         for learner in learners:
             self._reply(learner, self._parts_of(loader))
 
-    # -- meetings ----------------------------------------------------------------------------------------
-
-    def _by_rank(self, learners: Iterable[int]) -> list[int]:
-        return sorted(learners, key=lambda learner: self.live[learner])
-
-    def _try_met(self) -> None:
-        """The leading shard says who met; what they brought may come later than its word."""
-        for met in list(self._met):
-            brought = {learner: self._asked.get(learner) for learner in met.learners if learner in self.live}
-            if all(isinstance(asked, m.MeanOf) for asked in brought.values()):
-                self._met.remove(met)
-                if met.problem and not self._ending:  # else some have heard of the end, others not yet
-                    self._refuse(brought, met.problem)
-                elif brought:
-                    self._answer({learner: asked.value for learner, asked in brought.items() if asked})
-
-    def _answer(self, brought: dict[int, Tensor]) -> None:
-        try:
-            mean = mean_of({self.live[learner]: value for learner, value in brought.items()})
-        except UsageError as error:
-            self._refuse(brought, str(error))
-            return
-        for learner in self._by_rank(brought):
-            self._reply(learner, mean)
-
-    def _refuse(self, learners: Iterable[int], problem: str) -> None:
-        for learner in self._by_rank(learners):
-            self._reply(learner, m.Refused(UsageError(problem)))
-
-    def _refuse_different_loops(self) -> None:
-        """All that began together wait here, some in a meeting, some for all others to open a table or loader too."""
-        if len(self._asked) < len(self.live) or self.live.keys() - self._initial.keys() or self._met:
-            return
-        meeting = [learner for learner, asked in self._asked.items() if isinstance(asked, m.MeanOf)]
-        others = [each for each, asked in self._asked.items() if isinstance(asked, m.Open | m.OpenLoader)]
-        if meeting and others and len(meeting) + len(others) == len(self.live):
-            ranks = [sorted(self.live[learner] for learner in each) for each in (meeting, others)]
-            self._refuse(
-                meeting,
-                f"session.mean: learners {ranks[0]} wait in it for learners {ranks[1]}, which open a table or loader and "
-                "wait for them. Every learner must open the same tables and loaders and call session.mean in the same order.",
-            )
+    def _withdrawn(self, learner: int, opening: m.Open | m.OpenLoader) -> None:
+        """It waits no more for others to open this too: its loop differs from theirs."""
+        if isinstance(opening, m.Open):
+            self._tables[opening.table].waiting.discard(learner)
+        else:
+            self._openings.withdraw(("loader", opening.loader), learner)
 
     # -- servers that were started anew --------------------------------------------------------------------
 
@@ -433,7 +392,7 @@ class Coordinator:
         self._stale = set(self.live) - set(learners)
         self._parts.clear()
         self._loads.clear()
-        self._met.clear()
+        self._room.reset()
         self._cuts = Cuts()
         self._finish_later = self._stopping = self._exact = self.reached = False
         for number, (sync, epoch) in enumerate(self._dials):
@@ -451,7 +410,7 @@ class Coordinator:
         for opened in self._loaders.values():
             self._make_loader(opened)
         self._port.reset_learners()
-        for learner, message in list(self._asked.items()):
+        for learner, message in self._room.asked.items():
             if learner in self._stale and not isinstance(message, m.Rejoin):
                 self._reply(learner, m.Stale())
         self._try_rejoin()
@@ -480,7 +439,7 @@ class Coordinator:
         for learner in ordered:
             self._initial.pop(learner, None)  # it opens further loaders by itself
             for (_, loader), brought in self._openings.leave(learner):
-                self._join_loader(loader, self._by_rank(brought))
+                self._join_loader(loader, self._room.by_rank(brought))
             self._reply(learner, m.Rejoined(desks[learner], opened[learner]))
 
     # -- optimizer states --------------------------------------------------------------------------------
@@ -514,10 +473,12 @@ class Coordinator:
         elif kind in (m.Cut, m.Saved):
             self._cut(message)
         elif kind is m.Met:
-            self._met.append(message)
-            self._try_met()
+            self._room.met(message)
+            self._room.tell()
+        elif kind is m.Standstill:
+            self._room.standstill(message)
         elif kind is m.Reached:
-            self.reached = self._ending = True
+            self.reached = self._room.ending = True
             self._port.stop_learners()
         else:
             if kind is m.EpochEnd and message.loader == 0:

@@ -6,10 +6,11 @@ Also who has got how many portions, and who rests until one comes. Nothing is de
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from syncline.ports import OUTSIDE, Portion, ServerPort
 from syncline.protocols.ledger import Decision, Ledger, Standing
+from syncline.protocols.meetings import EPOCH, Place
 from syncline.topology import messages as m
 
 
@@ -133,26 +134,26 @@ class Feeding:
         del self._resting[learner]
         return True
 
-    def untangle(self) -> None:
-        """Nobody waits for ever: where all wait at barriers, but of different loaders, the last loader's gives way.
+    def untangle(self, elsewhere: Collection[int] = ()) -> None:
+        """Nobody waits for ever: where all wait at barriers, but of different loaders, or elsewhere, the last loader's gives way.
 
         Learners get out of step when one joins, or goes back to a checkpoint, in the middle of loops over several loaders.
         """
-        if len(self._ledgers) < 2:
+        if len(self._ledgers) < 2 and not elsewhere:
             return
         stuck = {loader: ledger.stuck() for loader, ledger in self._ledgers.items()}
-        live = self._ranks.keys() - self._gone
-        if live and not live - set().union(*stuck.values()):
+        live, waiting = self._ranks.keys() - self._gone, set[int]().union(*stuck.values())
+        if live and waiting and not live - waiting - set(elsewhere):
             last = max(loader for loader, learners in stuck.items() if learners)
             self._decided(last, self._ledgers[last].part_ways())
 
-    def waiting(self) -> set[int]:
-        """Learners that do nothing until others go on."""
-        return set[int]().union(*(ledger.waiting() for ledger in self._ledgers.values()))
-
-    def loaders_of(self, learners: Iterable[int]) -> list[int]:
-        """The loaders that they wait at."""
-        return [loader for loader, ledger in self._ledgers.items() if ledger.waiting() & set(learners)]
+    def waiting(self) -> dict[int, Place]:
+        """Learners that do nothing until others go on, and where."""
+        return {
+            learner: Place(EPOCH, loader)
+            for loader, ledger in self._ledgers.items()
+            for learner in ledger.waiting()
+        }
 
     def standings(self) -> dict[int, Standing]:
         return {loader: ledger.standing() for loader, ledger in self._ledgers.items()}

@@ -1,14 +1,15 @@
 """The leading shard's meetings: who comes and goes is told to the protocol, and how a meeting ended to the coordinator.
 
-Nothing is decided here; that who meets rests, and goes on with the others, is the sequences' part.
+Nothing is decided here; that who meets rests, and goes on with the others, is the sequences' part. Who opens a table or
+loader, the coordinator knows: it is asked again before anything is decided upon that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from syncline.ports import OUTSIDE, ServerPort
-from syncline.protocols.meetings import Decision, Meetings, Unmet
+from syncline.protocols.meetings import Decision, Meetings, Place, Unmet
 from syncline.topology import messages as m
 from syncline.topology.feeding import Feeding
 
@@ -19,12 +20,14 @@ class Gathering:
     def __init__(
         self,
         port: ServerPort,
-        ranks: Mapping[int, int],
         feeding: Feeding,
+        stepping: Callable[[], dict[int, Place]],
         decided: Callable[[int, list[Decision]], None],
     ) -> None:
-        self._port, self._ranks, self._feeding, self._decided = port, ranks, feeding, decided
+        self._port, self._feeding, self._stepping, self._decided = port, feeding, stepping, decided
         self._meetings = Meetings()
+        self._opening: dict[int, Place] = {}  # who waits for others to open something too, as last heard
+        self._heard = 0  # of that, how often
         self.cold: set[int] = set()  # learners that wait for the warm start's end
 
     def resume(self, event: m.Resume) -> None:
@@ -53,25 +56,47 @@ class Gathering:
         self.cold.discard(learner)
         self._decided(OUTSIDE, self._meetings.leave(learner))
 
-    def stand_still(self) -> bool:
-        """Somebody meets; whom it waits for may wait for its data, or for an epoch to begin."""
-        if not self._meetings.here:
-            return False
-        self._decided(OUTSIDE, self._meetings.stand_still(self._feeding.waiting()))
-        return True
+    @property
+    def opens(self) -> bool:
+        """Somebody opens something, and waits for others to do so."""
+        return bool(self._opening)
+
+    def opening(self, event: m.Opening) -> None:
+        self._heard = event.number
+        for learner, place in event.learners.items():
+            self._opening.pop(learner, None)
+            if place is not None:
+                self._opening[learner] = place
+
+    def untangle(self, *, sure: bool = False) -> None:
+        """Nobody waits for ever: where all wait, a meeting is held by those who are in it, or an epoch begins without some.
+
+        Learners get out of step when one joins, or goes back to a checkpoint, in the middle of a loop. What was heard of
+        openings may be old, unless it is `sure`: the coordinator was asked while all stood still.
+        """
+        meetings, opening = self._meetings, self._opening
+        if not meetings.here and not opening:
+            self._feeding.untangle()
+            return
+        elsewhere = self._feeding.waiting()
+        if opening:
+            waiting = {**self._stepping(), **elsewhere, **opening}
+            if meetings.still(waiting):
+                if not sure:
+                    self._port.report(m.Standstill(self._heard, meetings.here | waiting.keys()))
+                    return
+                elsewhere = waiting
+        decisions = meetings.stand_still(elsewhere)
+        self._decided(OUTSIDE, decisions)
+        if sure and not decisions:
+            self._feeding.untangle(elsewhere)
+
+    def standstill(self, event: m.Standstill) -> None:
+        """The coordinator says the same; unless somebody has gone on meanwhile, it is so."""
+        if event.number == self._heard:
+            self.untangle(sure=True)
 
     def over(self, decision: Decision) -> None:
         """Those who met hear of it."""
-        problem = self._problem(decision) if isinstance(decision, Unmet) else ""
-        self._port.report(m.Met(decision.learners, problem))
-
-    def _problem(self, unmet: Unmet) -> str:
-        here, others = (
-            sorted(self._ranks.get(learner, -1) for learner in each)
-            for each in (unmet.learners, unmet.others)
-        )
-        return (
-            f"session.mean: learners {here} wait in it for learners {others}, which wait at loaders "
-            f"{self._feeding.loaders_of(unmet.others)} for them. Every learner must call session.mean equally often; "
-            "learners have unequal numbers of batches: call it after the loop over a loader, not inside."
-        )
+        others = dict(decision.others) if isinstance(decision, Unmet) else {}
+        self._port.report(m.Met(decision.learners, others))

@@ -14,8 +14,8 @@ from syncline.protocols.cadence import Cadence
 from syncline.protocols.folding import Ticket
 from syncline.protocols.ledger import Decision as LedgerDecision
 from syncline.protocols.ledger import End, EpochDone, Grant, Standing
+from syncline.protocols.meetings import STEP, Met, Place, Unmet
 from syncline.protocols.meetings import Decision as MeetingDecision
-from syncline.protocols.meetings import Met, Unmet
 from syncline.protocols.sequence import Change, Decision, Drop, Fold, Full, Sequence, Take
 from syncline.protocols.waiting import Release
 from syncline.topology import messages as m
@@ -45,7 +45,7 @@ class Leader:
         self._work = Worklist(self._carry_out, self._cut)
         self._decided = self._work.add
         self._feeding = Feeding(port, self._ranks, self._decided)
-        self._gathering = Gathering(port, self._ranks, self._feeding, self._decided)
+        self._gathering = Gathering(port, self._feeding, self._stepping, self._decided)
         self._agreement = Agreement(port, replay)
         self._tally, self._belongings = Tally(), Belongings()
         self._usage: dict[int, Usage] = defaultdict(list)
@@ -118,7 +118,7 @@ class Leader:
             self._decided(table, sequence.leave(learner))
         self._feeding.leave(learner)
         self._gathering.leave(learner)
-        self._untangle()
+        self._gathering.untangle()
         self._log(Entry(Kind.LEAVE, learner=learner))
 
     def finish(self, *, cut: bool) -> None:
@@ -146,10 +146,10 @@ class Leader:
             self._rest(learner, note)
         elif kind == Kind.BLOCKED:
             self._feeding.block(note.loader, learner, note.upto)
-            self._untangle()
+            self._gathering.untangle()
         elif kind == Kind.MEET:
             self._gathering.come(learner)
-            self._untangle()
+            self._gathering.untangle()
         elif kind == Kind.FAREWELL:
             self._keep_states(learner, note)
         elif kind == Kind.FETCH:
@@ -170,6 +170,16 @@ class Leader:
             ticket.silent = bool(note.flags & SILENT)
             self._keep_states(learner, note)
         self._decided(note.table, self._sequences[note.table].gradient(ticket))
+        if self._gathering.opens:
+            self._gathering.untangle()
+
+    def _stepping(self) -> dict[int, Place]:
+        """Who waits for others' gradients, and of which table."""
+        return {
+            learner: Place(STEP, table)
+            for table, sequence in self._sequences.items()
+            for learner in sequence.stepping()
+        }
 
     def _keep_states(self, learner: int, note: Note) -> None:
         if note.flags & STATES:
@@ -359,13 +369,12 @@ class Leader:
             self._decided(table, sequence.met(decision.learners))
         self._gathering.over(decision)
 
-    def _untangle(self) -> None:
-        """Nobody waits for ever: where all wait, a meeting is held by those who are in it, or a barrier gives way.
+    def opening(self, event: m.Opening) -> None:
+        self._gathering.opening(event)
+        self._gathering.untangle()
 
-        Learners get out of step when one joins, or goes back to a checkpoint, in the middle of a loop.
-        """
-        if not self._gathering.stand_still():
-            self._feeding.untangle()
+    def standstill(self, event: m.Standstill) -> None:
+        self._gathering.standstill(event)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from syncline.dial import Sync
 from syncline.protocols.clocks import Staleness
 from syncline.protocols.ledger import Standing
+from syncline.protocols.meetings import Place
 from syncline.protocols.sequence import Account
 from syncline.table.checkpoints import Written
 from syncline.table.layout import Layout
@@ -237,6 +238,22 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class Opening:
+    """Who waits from now on for others to open the same table or loader, or (None) no more; counts what was told of it."""
+
+    number: int
+    learners: dict[int, Place | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """All of these wait, those that open something as that number said. A question of the leading shard's; the answer, if it is so."""
+
+    number: int
+    learners: set[int]
+
+
+@dataclass(frozen=True, slots=True)
 class AskCut:
     """A checkpoint as soon as can be."""
 
@@ -354,10 +371,10 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A meeting of these learners is over; with a problem, because nobody else would ever come."""
+    """A meeting of these learners is over; with others, because their loops differ: who waits where."""
 
     learners: tuple[int, ...]
-    problem: str = ""
+    others: dict[int, Place] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

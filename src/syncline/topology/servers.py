@@ -97,6 +97,10 @@ class ServerRole:
             self._leader.leave(event.learner, event.rank, lost=event.lost)
         elif kind is m.Resume:
             self._leader.resume(event)
+        elif kind is m.Opening:
+            self._leader.opening(event)
+        elif kind is m.Standstill:
+            self._leader.standstill(event)
         elif kind is m.AskCut:
             self._leader.ask_cut()
         elif kind is m.CutDone:

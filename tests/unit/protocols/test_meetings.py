@@ -1,4 +1,4 @@
-"""Meetings (M8): over when all have come or left, or when nobody else can come; never for ever."""
+"""Meetings (M8): over when all have come or left, or when nobody else can come; never for ever, wherever they wait."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.protocols.meetings import Decision, Meetings, Met, Unmet
+from syncline.protocols.meetings import EPOCH, LOADER, TABLE, Decision, Meetings, Met, Place, Unmet
 
 many = settings(max_examples=500, deadline=None)
 FIRST = (0, 1, 2)
-moves = st.lists(st.tuples(st.sampled_from("cccwwgjl"), st.integers(0, 5)), max_size=60)
+PLACES = {"w": Place(EPOCH, 0), "t": Place(TABLE, 1), "o": Place(LOADER, 1)}
+moves = st.lists(st.tuples(st.sampled_from("cccwwtogjl"), st.integers(0, 5)), max_size=60)
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Crew:
     apart: bool = False
     members: set[int] = field(default_factory=lambda: set(FIRST))
     here: set[int] = field(default_factory=set)
-    elsewhere: set[int] = field(default_factory=set)
+    elsewhere: dict[int, Place] = field(default_factory=dict)
     late: bool = False
     over: list[Decision] = field(default_factory=list)
 
@@ -28,40 +29,50 @@ class Crew:
         self.meetings = Meetings(FIRST, apart=self.apart)
 
     def move(self, name: str, learner: int) -> None:
-        busy = learner in self.members - self.here - self.elsewhere
+        busy = learner in self.members - self.here - self.elsewhere.keys()
         if name == "j" and learner not in self.members:
             self.late = True
             self.members.add(learner)
             self.meetings.join(learner)
         elif name == "l" and learner in self.members:
-            for each in (self.members, self.here, self.elsewhere):
+            for each in (self.members, self.here):
                 each.discard(learner)
+            self.elsewhere.pop(learner, None)
             self.see(self.meetings.leave(learner), stood=False)
         elif name == "c" and busy:
             self.here.add(learner)
             self.see(self.meetings.come(learner), stood=False)
-        elif name == "w" and busy:
-            self.elsewhere.add(learner)
+        elif name in PLACES and busy:
+            self.elsewhere[learner] = PLACES[name]
         elif name == "g":
-            self.elsewhere.discard(learner)
-        self.see(self.meetings.stand_still(set(self.elsewhere)), stood=True)
+            self.elsewhere.pop(learner, None)
+        self.see(self.meetings.stand_still(dict(self.elsewhere)), stood=True)
         assert self.meetings.here == self.here
-        assert not self.here or self.members - self.here - self.elsewhere  # somebody can still come
+        still = not self.members - self.here - self.elsewhere.keys()
+        assert self.meetings.still(self.elsewhere) == still
+        if still and self.members:  # nobody can go on, but those for whom an epoch begins
+            assert not self.here and PLACES["w"] in self.elsewhere.values()
+            together = not (self.late or self.apart)
+            assert not together or set(self.elsewhere.values()) == {PLACES["w"]}
 
     def see(self, decisions: Iterable[Decision], *, stood: bool) -> None:
         for decision in decisions:
-            assert set(decision.learners) == self.here and self.here
+            assert set(decision.learners) == self.here
             others = self.members - self.here
             if not stood:
-                assert isinstance(decision, Met) and not others  # all have come or left
+                assert self.here and isinstance(decision, Met) and not others  # all have come or left
             else:
-                assert others and others <= self.elsewhere
+                assert others and others <= self.elsewhere.keys()
                 together = not (self.late or self.apart)
-                assert isinstance(decision, Unmet) == together
-                if isinstance(decision, Unmet):
-                    assert set(decision.others) == others
+                assert isinstance(decision, Unmet) == (together or not self.here)
             self.over.append(decision)
             self.here.clear()
+            if isinstance(decision, Unmet):
+                assert dict(decision.others) == {each: self.elsewhere[each] for each in others}
+                self.elsewhere.clear()  # they are told, and end
+                for each in others:
+                    self.members.discard(each)
+                    assert self.meetings.leave(each) == []
 
 
 @many
@@ -84,7 +95,7 @@ def test_learners_that_began_together_and_come_equally_often_meet_all_together(
         if learner in calls and calls[learner] == over:
             calls[learner] += 1
             decisions = meetings.come(learner)
-            assert meetings.stand_still(set()) == []
+            assert meetings.stand_still({}) == []
             over += len(decisions)
             assert all(decision == Met(decision.learners) for decision in decisions)
             assert all(sorted(decision.learners) == list(FIRST) for decision in decisions)
@@ -97,7 +108,7 @@ def test_nobody_is_waited_for_before_it_is_there() -> None:
     assert meetings.come(0) == [Met((0,))]
     meetings.join(1)
     assert meetings.come(0) == []
-    assert meetings.stand_still({1}) == [Met((0,))]
+    assert meetings.stand_still({1: PLACES["w"]}) == [Met((0,))]
 
 
 def test_who_was_expected_and_is_held_back_completes_a_meeting() -> None:
@@ -108,4 +119,13 @@ def test_who_was_expected_and_is_held_back_completes_a_meeting() -> None:
 
 def test_the_empty_meeting_is_never_held() -> None:
     meetings = Meetings()
-    assert meetings.leave(3) == [] and meetings.stand_still({1, 2}) == []
+    assert meetings.leave(3) == [] and meetings.stand_still({1: PLACES["w"], 2: PLACES["w"]}) == []
+
+
+def test_loops_that_wait_in_three_places_differ() -> None:
+    meetings = Meetings(FIRST)
+    assert meetings.come(1) == []
+    assert meetings.stand_still({0: PLACES["w"]}) == []
+    assert meetings.stand_still({0: PLACES["w"], 2: PLACES["t"]}) == [
+        Unmet((1,), ((0, PLACES["w"]), (2, PLACES["t"])))
+    ]

@@ -172,6 +172,7 @@ class Team:
         assert (sequence.gradients, sequence.dropped) == (held["folded"], held["dropped"])
         early = {learner for (learner, _), fate in self.fates.items() if fate == "published"}
         assert sequence.waiting().keys() == {le.id for le in self.live() if le.state != "busy"} - early
+        assert sequence.stepping() == {le.id for le in self.live() if le.state == "waits"}
         if not self.sync.lockstep:
             quorum = self.sync.quorum(max(1, len(self.live())))
             assert len(self.taken) < quorum  # no update is due
@@ -478,7 +479,7 @@ def test_a_gradient_from_the_future_is_an_error() -> None:
         StalenessClock().fold(2, [1, 3])
 
 
-moves = st.lists(st.tuples(st.sampled_from("jlbb"), st.integers(0, 3), st.sampled_from("xy")), max_size=30)
+moves = st.lists(st.tuples(st.sampled_from("jlbbw"), st.integers(0, 3), st.sampled_from("xy")), max_size=30)
 
 
 @many
@@ -498,12 +499,15 @@ def test_a_meeting_is_complete_when_every_live_member_has_brought_its_own(
             members.discard(member)
             for things in brought.values():
                 things.pop(member, None)
+        elif move == "w":
+            meeting.withdraw(key, member)
+            brought[key].pop(member, None)
         elif member in members:
             everything = meeting.bring(key, member, f"{member}{key}")
             done = [(key, everything)] if everything is not None else []
             brought[key][member] = f"{member}{key}"
         complete = {k for k, things in brought.items() if things and members <= things.keys()}
         assert dict(done) == {k: brought[k] for k in complete}
-        for k in complete if move != "j" else ():
+        for k in complete if move in "lb" else ():
             brought[k] = {}
         assert all(meeting.missing(k) == sorted(members - brought[k].keys()) for k in brought)
