@@ -4,6 +4,7 @@
     ├── UsageError (ValueError)        bad input, found before anything starts
     │   ├── DialError                  a dial that cannot be: unknown preset, contradiction, wrong numbers
     │   ├── LayoutError                layouts differ, a parameter in two optimizers, unsupported optimizer
+    │   ├── LoopError                  learners' loops differ: they wait for each other, or one was refused and goes on
     │   └── NotYetError                understood, but not built yet
     └── RunError (RuntimeError)        something went wrong during a run
         ├── LearnerError               a learner's code raised: .rank, .traceback
@@ -31,6 +32,10 @@ class DialError(UsageError):
 
 class LayoutError(UsageError):
     """Parameters or an optimizer that cannot make a table."""
+
+
+class LoopError(UsageError):
+    """Learners do not call the same in the same order."""
 
 
 class NotYetError(UsageError):

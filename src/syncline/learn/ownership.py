@@ -25,16 +25,18 @@ class Ownership:
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
 
-    def claim(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """A further table takes these; refused if one of them has it already."""
-        wanted = {id(parameter): name for name, parameter in named}
-        for key, name in wanted.items():
-            if key in self._names:
+    def check(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """A further table wants these; refused if another has one of them already."""
+        for name, parameter in named:
+            if id(parameter) in self._names:
                 raise LayoutError(
-                    f"'{name}' is in two optimizers (the first calls it '{self._names[key]}'): its updates would overwrite "
-                    "each other. Give each optimizer its own parameters."
+                    f"'{name}' is in two optimizers (the first calls it '{self._names[id(parameter)]}'): its updates would "
+                    "overwrite each other. Give each optimizer its own parameters."
                 )
-        self._names.update(wanted)
+
+    def claim(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """The table is open, and these are its."""
+        self._names.update((id(parameter), name) for name, parameter in named)
 
 
 def tables_of(model: nn.Module, tables: Sequence[Table]) -> list[Table]:

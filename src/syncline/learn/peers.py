@@ -131,8 +131,10 @@ class PeerSession(Session):
             model, [group["params"] for group in inner.param_groups], cuttable=False, shards=1
         )
         names = [entry.name for entry in layout.parameters.entries]
-        self._owned.claim(zip(names, tensors.parameters, strict=True))
+        named = list(zip(names, tensors.parameters, strict=True))
+        self._owned.check(named)
         self._compare(number, layout)
+        self._owned.claim(named)
         with torch.no_grad():
             for tensor in (*tensors.parameters, *tensors.buffers, *tensors.others):
                 self.port.broadcast(tensor.data)

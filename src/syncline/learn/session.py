@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from syncline.dial import Sync
-from syncline.errors import LayoutError, UsageError
+from syncline.errors import LayoutError, LoopError, UsageError
 from syncline.learn.feed import POLICIES, Loader, SplitLoader, read_ahead
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.ownership import Ownership, tables_of
@@ -75,6 +75,7 @@ class ServerSession(Session):
         self.sync = config.sync  # as of the last read of any table
         self._kept_random = b""
         self._mark: Tensor | None = None
+        self._refused: UsageError | None = None  # why it is not where the others are
 
     def seed(self) -> None:
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
@@ -128,8 +129,17 @@ class ServerSession(Session):
 
     # -- tables ------------------------------------------------------------------------------------------
 
+    def _in_step(self) -> None:
+        """Refused once, it has not what the others have, and they would wait for each other for ever."""
+        if self._refused is not None:
+            raise LoopError(
+                f"learner {self.rank} cannot go on after an error that its code caught, because its loop is not where the "
+                f"others' loops are. Let that error end the learner, or return. It was: {self._refused}"
+            )
+
     def optimizer(self, model: nn.Module, factory: Factory) -> SharedOptimizer:
         """The table of this model's parameters, as a torch optimizer whose `step` publishes and reads."""
+        self._in_step()
         if not isinstance(model, nn.Module):
             raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")
         refuse_sparse(model)
@@ -137,7 +147,8 @@ class ServerSession(Session):
         refuse_weighted(self.sync, inner)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         given = [parameter for group in inner.param_groups for parameter in group["params"]]
-        self._owned.claim((names.get(id(parameter), "a parameter"), parameter) for parameter in given)
+        named = [(names.get(id(parameter), "a parameter"), parameter) for parameter in given]
+        self._owned.check(named)
         cuttable = type(inner) in ELEMENTWISE
         layout, tensors = lay_out(
             model,
@@ -147,6 +158,7 @@ class ServerSession(Session):
         )
         table = self.insist(lambda: self._open_table(inner, layout, tensors))
         self._tables.append(table)
+        self._owned.claim(named)
         return table
 
     def _open_table(self, inner: torch.optim.Optimizer, layout: Layout, tensors: Tensors) -> SharedOptimizer:
@@ -157,7 +169,7 @@ class ServerSession(Session):
             copy_all(values[0], [parameter.detach() for parameter in tensors.parameters])
             copy_all(values[1], tensors.buffers)
             copy_all(values[2], tensors.others)
-            answer = self.port.request(m.Initialised(number, OptimizerTemplate.of(inner)))
+            answer = self._ask(m.Initialised(number, OptimizerTemplate.of(inner)))
         link = self.port.attach(answer)
         copy_all(tensors.buffers, link.buffers)
         copy_all(tensors.others, link.others)
@@ -231,12 +243,21 @@ class ServerSession(Session):
             self.rest(*self._idle)
         elif self._fresh and self.sync.waits:  # nor for what it has not published yet
             self.rest(NO_LOADER, 0)
-        answer = self.port.request(message)
+        answer = self._ask(message)
         if self._fresh and self._rests and self.sync.lockstep:  # the others may have gone on
             self._rests = []
             self.rest(NO_LOADER, NOW)
             self.rested()
         return answer
+
+    def _ask(self, message: Any) -> Any:
+        """Who is refused something that the others get cannot go on with them."""
+        self._in_step()
+        try:
+            return self.port.request(message)
+        except UsageError as error:
+            self._refused = error
+            raise
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -251,8 +272,16 @@ class ServerSession(Session):
 
     def mean(self, value: float | Tensor) -> Any:
         """The mean of a number or tensor over all live learners; every learner must call it."""
+        self._in_step()
         held = brought(value)
-        mean: Tensor = self.insist(lambda: self._meet(m.MeanOf(held)))
+        try:
+            mean: Tensor = self.insist(lambda: self._meet(m.MeanOf(held)))
+        except LoopError as error:
+            self._refused = error
+            raise
+        except UsageError:  # all of the meeting hear it, and may go on
+            self._met()
+            raise
         self._met()
         return like(mean, value)
 
@@ -278,7 +307,7 @@ class ServerSession(Session):
 
     def close(self) -> None:
         """The learner's function is over."""
-        if not self.ending:
+        if not self.ending and self._refused is None:
             self.push()
         if self.config.cuts and self._tables:
             with contextlib.suppress(Reset):
@@ -290,6 +319,7 @@ class ServerSession(Session):
 
     def consumed(self, loader: int, upto: int, count: int) -> None:
         """A batch was handed to the loop: it belongs to the next gradient."""
+        self._in_step()
         self._idle = None
         self._used[loader] = upto
         if loader not in self._fresh:
@@ -309,6 +339,7 @@ class ServerSession(Session):
 
     def take_usage(self) -> tuple[int, int, int]:
         """(examples, loader, portions used) of the gradient that is published now."""
+        self._in_step()
         count, self._count = self._count, 0
         if self._rests:
             self._rests, self._idle = [], None

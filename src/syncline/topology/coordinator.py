@@ -325,15 +325,16 @@ class Coordinator:
     # -- loaders -----------------------------------------------------------------------------------------
 
     def _open_loader(self, learner: int, message: m.OpenLoader) -> None:
-        first = self._loaders.setdefault(message.loader, message)
+        first = self._loaders.get(message.loader, message)
         if first != message:
             raise UsageError(
                 f"learner {self.live[learner]} opened loader {message.loader} with {message.size} examples in batches "
                 f"of {message.batch_size} ({message.policy}), another learner with {first.size} in batches of "
                 f"{first.batch_size} ({first.policy}). Every learner must open the same loaders in the same order."
             )
-        if first is message:
+        if message.loader not in self._loaders:
             self._make_loader(message)
+            self._loaders[message.loader] = message
         if learner in self._initial:  # all begin with the first epoch, and a joint round is cut for all
             brought = self._openings.bring(("loader", message.loader), learner, message)
             if brought is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from syncline.errors import UsageError
+from syncline.errors import LoopError, UsageError
 from syncline.ports import CoordinatorPort
 from syncline.protocols.meetings import EPOCH, LOADER, STEP, TABLE, Place
 from syncline.topology import messages as m
@@ -76,14 +76,14 @@ class WaitingRoom:
         try:
             mean = mean_of({self._live[learner]: value for learner, value in brought.items()})
         except UsageError as error:
-            self._refuse(brought, str(error))
+            self._refuse(brought, error)
             return
         for learner in self.by_rank(brought):
             self.reply(learner, mean)
 
-    def _refuse(self, learners: Iterable[int], problem: str) -> None:
+    def _refuse(self, learners: Iterable[int], error: UsageError) -> None:
         for learner in self.by_rank(learners):
-            self.reply(learner, m.Refused(UsageError(problem)))
+            self.reply(learner, m.Refused(error))
 
     def by_rank(self, learners: Iterable[int]) -> list[int]:
         return sorted(learners, key=lambda learner: self._live[learner])
@@ -111,7 +111,7 @@ class WaitingRoom:
         for learner, place in (*((each, None) for each in met.learners), *met.others.items()):
             if learner in self._live:
                 places.setdefault(place, []).append(self._live[learner])
-        problem = differing({place: sorted(ranks) for place, ranks in places.items()})
+        problem = LoopError(differing({place: sorted(ranks) for place, ranks in places.items()}))
         opening = [learner for learner in met.others if learner in self._opening]
         for learner in opening:
             self._withdrawn(learner, self._asked[learner])
