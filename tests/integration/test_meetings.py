@@ -304,10 +304,18 @@ def test_learners_that_wait_in_a_step_for_one_that_opens_something_are_told(sync
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("places", [["mean", "loader", "mean"], ["epoch", "table", "epoch"]], ids="-".join)
-def test_with_a_joiner_those_who_wait_in_several_places_go_on(places: list[str], engine: str) -> None:
-    """Their loops may be at different places for no fault of theirs."""
+@pytest.mark.parametrize("places", [["mean", "mean", "table"], ["epoch", "epoch", "table"]], ids="-".join)
+def test_a_joiner_may_wait_elsewhere_than_the_others(places: list[str], engine: str) -> None:
+    """Its loop may be at another place for no fault of its own."""
     launch(differing, places, learners=2, engine=engine, script="add 1 at version 1")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("places", [["mean", "loader", "mean"], ["epoch", "mean", "mean"]], ids="-".join)
+def test_learners_that_began_together_are_told_also_with_a_joiner(places: list[str], engine: str) -> None:
+    """No mean over a part of them, silently."""
+    with pytest.raises(sl.LearnerError, match="loops differ"):
+        launch(differing, places, learners=2, engine=engine, script="add 1 at version 1")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -44,14 +44,15 @@ Decision = Met | Unmet
 class Meetings:
     """One meeting after the other.
 
-    Learners whose loops began together are at the same places of them. Who came later, or went back to a checkpoint in
-    the middle of its loop, is not: `apart`. Only then may a meeting be held by a part of them.
+    Learners whose loops began together come to the same places in the same order, whoever else comes and goes. Who came
+    later, or went back to a checkpoint in the middle of its loop (`apart`), is not where they are: only without such, or
+    by such alone, may a meeting be held.
     """
 
     def __init__(self, expected: Iterable[int] = (), *, apart: bool = False) -> None:
         self.members = set(expected)
         self._here: dict[int, None] = {}  # in the order they came
-        self._apart = apart
+        self._together = set[int]() if apart else set(self.members)
 
     @property
     def here(self) -> set[int]:
@@ -60,9 +61,7 @@ class Meetings:
 
     def join(self, learner: int) -> None:
         """It is there; who was not expected begins its loop later than the others."""
-        if learner not in self.members:
-            self.members.add(learner)
-            self._apart = True
+        self.members.add(learner)
 
     def come(self, learner: int) -> list[Decision]:
         """It waits in the meeting, and does nothing else until that is over."""
@@ -73,6 +72,7 @@ class Meetings:
     def leave(self, learner: int) -> list[Decision]:
         """It left, or nobody is to wait for it before it joins (again)."""
         self.members.discard(learner)
+        self._together.discard(learner)
         self._here.pop(learner, None)
         return self._try()
 
@@ -84,19 +84,18 @@ class Meetings:
     def stand_still(self, elsewhere: Mapping[int, Place]) -> list[Decision]:
         """The same: if nobody else is missing, nobody will ever come.
 
-        Where learners are apart those who are in a meeting hold it. Where nobody is, but all or (apart) some wait for an
-        epoch, that begins for those: nothing to decide here. Else their loops differ.
+        Those who are in a meeting hold it; where nobody is, an epoch begins for those that wait for one, which is not
+        decided here. But where that would leave out some whose loops began together with theirs, the loops differ.
         """
-        others = sorted(self.members - self._here.keys())
+        others = self.members - self._here.keys()
         if not others or not self.still(elsewhere):
             return []
-        if self._here and self._apart:
-            return self._close()
-        epochs = [learner for learner in others if elsewhere[learner].what == EPOCH]
-        if not self._here and (len(epochs) == len(others) or (epochs and self._apart)):
-            return []
+        going = set(self._here) or {each for each in others if elsewhere[each].what == EPOCH}
+        left = self.members - going
+        if going and not (going & self._together and left & self._together):
+            return self._close() if self._here else []
         here, self._here = tuple(self._here), {}
-        return [Unmet(here, tuple((learner, elsewhere[learner]) for learner in others))]
+        return [Unmet(here, tuple((learner, elsewhere[learner]) for learner in sorted(others)))]
 
     def _try(self) -> list[Decision]:
         return self._close() if self._here and len(self._here) == len(self.members) else []

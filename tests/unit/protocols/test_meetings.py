@@ -20,22 +20,22 @@ class Crew:
 
     apart: bool = False
     members: set[int] = field(default_factory=lambda: set(FIRST))
+    together: set[int] = field(default_factory=set)  # those of them whose loops began together
     here: set[int] = field(default_factory=set)
     elsewhere: dict[int, Place] = field(default_factory=dict)
-    late: bool = False
     over: list[Decision] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.meetings = Meetings(FIRST, apart=self.apart)
+        self.together = set() if self.apart else set(FIRST)
 
     def move(self, name: str, learner: int) -> None:
         busy = learner in self.members - self.here - self.elsewhere.keys()
         if name == "j" and learner not in self.members:
-            self.late = True
             self.members.add(learner)
             self.meetings.join(learner)
         elif name == "l" and learner in self.members:
-            for each in (self.members, self.here):
+            for each in (self.members, self.here, self.together):
                 each.discard(learner)
             self.elsewhere.pop(learner, None)
             self.see(self.meetings.leave(learner), stood=False)
@@ -51,9 +51,12 @@ class Crew:
         still = not self.members - self.here - self.elsewhere.keys()
         assert self.meetings.still(self.elsewhere) == still
         if still and self.members:  # nobody can go on, but those for whom an epoch begins
-            assert not self.here and PLACES["w"] in self.elsewhere.values()
-            together = not (self.late or self.apart)
-            assert not together or set(self.elsewhere.values()) == {PLACES["w"]}
+            epoch = {each for each, place in self.elsewhere.items() if place == PLACES["w"]}
+            assert not self.here and epoch and not self.splits(epoch)
+
+    def splits(self, going: set[int]) -> bool:
+        """Some whose loops began together would go on without others of them."""
+        return bool(self.together & going and self.together - going)
 
     def see(self, decisions: Iterable[Decision], *, stood: bool) -> None:
         for decision in decisions:
@@ -63,8 +66,7 @@ class Crew:
                 assert self.here and isinstance(decision, Met) and not others  # all have come or left
             else:
                 assert others and others <= self.elsewhere.keys()
-                together = not (self.late or self.apart)
-                assert isinstance(decision, Unmet) == (together or not self.here)
+                assert isinstance(decision, Unmet) == (not self.here or self.splits(self.here))
             self.over.append(decision)
             self.here.clear()
             if isinstance(decision, Unmet):
@@ -72,6 +74,7 @@ class Crew:
                 self.elsewhere.clear()  # they are told, and end
                 for each in others:
                     self.members.discard(each)
+                    self.together.discard(each)
                     assert self.meetings.leave(each) == []
 
 
@@ -81,6 +84,34 @@ def test_a_meeting_is_over_when_nobody_else_can_come(script: list[tuple[str, int
     crew = Crew(apart)
     for name, learner in script:
         crew.move(name, learner)
+
+
+@many
+@given(moves)
+def test_who_began_together_meets_together_whoever_joins(script: list[tuple[str, int]]) -> None:
+    """Two of them come equally often; a third came later and does as it likes: every meeting is of both, or of neither."""
+    meetings, calls, waits = Meetings((0, 1)), {0: 0, 1: 0}, False
+    meetings.join(2)
+    over = 0
+
+    def see(decisions: list[Decision]) -> None:
+        nonlocal over
+        for decision in decisions:
+            assert isinstance(decision, Met) and len({0, 1} & set(decision.learners)) in (0, 2)
+            over += 0 in decision.learners
+
+    for name, learner in script:
+        if learner in calls and calls[learner] == over:
+            calls[learner] += 1
+            see(meetings.come(learner))
+        elif learner == 2 and name == "w":
+            waits = 2 not in meetings.here
+        elif learner == 2 and name == "g":
+            waits = False
+        elif learner == 2 and name == "c" and not waits:
+            see(meetings.come(2))
+        see(meetings.stand_still({2: PLACES["w"]} if waits else {}))
+    assert over == min(calls.values()) or not waits
 
 
 @many
@@ -120,6 +151,16 @@ def test_who_was_expected_and_is_held_back_completes_a_meeting() -> None:
 def test_the_empty_meeting_is_never_held() -> None:
     meetings = Meetings()
     assert meetings.leave(3) == [] and meetings.stand_still({1: PLACES["w"], 2: PLACES["w"]}) == []
+
+
+def test_with_a_joiner_learners_that_began_together_and_meet_unequally_often_are_told() -> None:
+    meetings = Meetings(FIRST)
+    meetings.join(7)
+    meetings.come(0)
+    meetings.come(7)
+    assert meetings.stand_still({1: PLACES["w"], 2: PLACES["w"]}) == [
+        Unmet((0, 7), ((1, PLACES["w"]), (2, PLACES["w"])))
+    ]
 
 
 def test_loops_that_wait_in_three_places_differ() -> None:
