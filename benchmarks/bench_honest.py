@@ -69,9 +69,11 @@ class Cell:
 
     def look(self, seconds: float) -> None:
         """Some windows of the run, each between two of the one learner's."""
+        self._calibration.look_at_crowd(self._sync)
         before = self._calibration.sample(self._sync, seconds)
         for _ in range(LINKS):
             windows = self._run.window(seconds)
+            self._calibration.look_at_crowd(self._sync)
             after = self._calibration.sample(self._sync, seconds)
             self.runs.append(windows)
             self.steps.append(len(windows) / sum(window.rate for window in windows))
@@ -93,6 +95,7 @@ class Cell:
             "simulated": learners / told,
             "error": seen / told - 1,
             "measured": dataclasses.asdict(measured),
+            "decisions": [dataclasses.asdict(each) for each in self._calibration.decisions[self._sync]],
             "looks": [dataclasses.asdict(looked) for looked in self._calibration.works[self._sync]],
             "cluster": cluster.record(),
             "parts": parts(self.runs),

@@ -80,9 +80,12 @@ class Sample:
 class Works:
     """The parts of a step, seen at one time."""
 
-    unit: float  # a computation where all do nothing else
+    unit: float  # a computation
     one: Work  # of one learner, while the others compute
     all: Work | None  # of each, where all do the same; None where they share cores
+
+    def single(self) -> Work:
+        return self.one
 
     def everybody(self) -> Work:
         assert self.all is not None
@@ -135,13 +138,12 @@ class Calibration:
         return found
 
     def fold(self) -> None:
-        """One more look at the shards' work."""
+        """One more look at the shards' work, and at their decisions."""
         alone = self._alone() if len(self._crowds) < len(self.works) else None
         for sync, seen in self.works.items():
             crowd = self._crowds.get(sync)
-            found = alone if crowd is None else self._together(crowd)
-            assert found is not None
-            seen.append(found)
+            if alone is not None and crowd is None:
+                seen.append(alone)
             look = partial(decisions, self._work, sync, warm=crowd is not None)
             self.decisions[sync].append(self._crowded(look)[0])
 
@@ -149,9 +151,12 @@ class Calibration:
         found, _ = self._crowded(self._folding.measure)
         return Works(found.compute, found, None)
 
-    def _together(self, crowd: Crowd) -> Works:
-        plain, one, everybody = (crowd.window(active, CROWDED) for active in (0, 1, self._learners))
-        return Works(plain.compute, one, everybody)
+    def look_at_crowd(self, sync: str) -> None:
+        """One more look at what processes do to each other, where each has a core."""
+        crowd = self._crowds.get(sync)
+        if crowd is not None:
+            one, everybody = (crowd.window(active, CROWDED) for active in (1, self._learners))
+            self.works[sync].append(Works(one.compute, one, everybody))
 
     def _crowded(self, action: Callable[[], T]) -> tuple[T, list[Window]]:
         """While the plain loops have the other cores; and what they did."""
@@ -172,7 +177,17 @@ class Calibration:
         unit = share(lambda sample: sample.plain.step / sample.one.step)
         compute = share(lambda sample: sample.one.compute / sample.one.step)
         works, seen = self.works[sync], self.decisions[sync]
-        crowded = works[0].all is not None
+        if sync in self._crowds:
+            one, everybody = (_middle(works, part) for part in (Works.single, Works.everybody))
+            note, reply = median(each.note for each in seen), median(each.reply for each in seen)
+            spread = spread_of(looked.everybody().uneven for looked in works)
+        else:
+            one, everybody = _middle(works, Works.single, unit), None
+            note, reply = (
+                unit * median(getattr(each, name) / each.compute for each in seen)
+                for name in ("note", "reply")
+            )
+            spread = spread_of(sample.one.inequality for sample in samples)
         return Measured(
             sync=sync,
             shards=self._shards[sync],
@@ -182,31 +197,24 @@ class Calibration:
             spin=self._spin,
             nbytes=self._folding.nbytes,
             step=step,
-            spread=spread_of(
-                (looked.everybody().uneven for looked in works)
-                if crowded
-                else (sample.one.inequality for sample in samples)
-            ),
+            spread=spread,
             lost=share(lambda sample: sample.lost),
-            one=_middle(works, lambda looked: looked.one, unit, compute),
-            all=_middle(works, Works.everybody, unit, compute * _slowdown(works)) if crowded else None,
-            note=unit * median(each.note for each in seen),
-            reply=unit * median(each.reply for each in seen),
+            one=replace(one, compute=compute),
+            all=everybody,
+            note=note,
+            reply=reply,
         )
 
 
-def _middle(works: Sequence[Works], part: Callable[[Works], Work], unit: float, compute: float) -> Work:
-    """Medians in units of the computations beside them."""
-    costs = {
-        name: unit * median(getattr(part(looked), name) / looked.unit for looked in works)
-        for name in ("copy", "take", "fold", "serve")
+def _middle(works: Sequence[Works], part: Callable[[Works], Work], unit: float | None = None) -> Work:
+    """Medians; in units of the computations beside them where a unit is given."""
+    names = ("compute", "copy", "take", "fold", "serve")
+    scales = [unit / looked.unit if unit else 1.0 for looked in works]
+    found = {
+        name: median(scale * getattr(part(looked), name) for scale, looked in zip(scales, works, strict=True))
+        for name in names
     }
-    return Work(compute=compute, **costs)
-
-
-def _slowdown(works: Sequence[Works]) -> float:
-    """Of a computation, where all exchange gradients instead of one."""
-    return median(looked.everybody().compute / looked.one.compute for looked in works)
+    return Work(**found)
 
 
 def spread_of(inequalities: Iterable[float]) -> float:
@@ -224,6 +232,7 @@ def _measure(work: Workload, learners: int, sync: str) -> Measured:
     with Calibration(work, [sync], learners=learners) as calibration:
         for _ in range(ROUNDS):
             calibration.fold()
+            calibration.look_at_crowd(sync)
             calibration.sample(sync, SECONDS)
         return calibration.measured(sync)
 

@@ -125,8 +125,9 @@ def _memory(layout: Layout) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The leading shard's time beside the table's work, in computations' time."""
+    """The leading shard's seconds beside the table's work."""
 
+    compute: float  # a computation: the unit, where the machine's speed drifts
     note: float  # for a gradient's note
     reply: float  # for each learner that a fold releases, in lockstep
 
@@ -151,10 +152,9 @@ def decisions(work: Workload, sync: str, *, warm: bool) -> Decisions:
         read, ring = mail()
     unit = median(map(float, outcome.returned.values()))
     if not lockstep:
-        return Decisions((median(watch.folding[1:]) + read + ring) / unit, 0.0)
+        return Decisions(unit, median(watch.folding[1:]) + read + ring, 0.0)
     note = median(watch.others[1:])
-    reply = max(0.0, median(watch.folding[1:]) - note) / learners
-    return Decisions((note + read) / unit, (reply + ring) / unit)
+    return Decisions(unit, note + read, max(0.0, median(watch.folding[1:]) - note) / learners + ring)
 
 
 def mail() -> tuple[float, float]:

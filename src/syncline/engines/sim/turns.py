@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import random
 import select
 import tempfile
 import time
@@ -32,6 +33,7 @@ from syncline.ports import Reading
 SETTLE = 0.02  # seconds until burners are at it
 LOOK = 0.25  # seconds between looks at whether the run has failed
 FLAG = "flag"
+FEW = 4  # cores: of fewer, processes are not dealt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,22 @@ class Window:
     @property
     def rate(self) -> float:
         return 1 / self.step
+
+
+_deck: list[int] = []
+
+
+def deal(count: int) -> list[int]:
+    """A core to begin on for each of so many processes, at random; -1 where there are too few for all to have one.
+
+    Virtual cores are not equal: two of them may be one to the host, which somebody else uses too. Who stays on one core measures that core.
+    """
+    if len(_deck) < count:
+        _deck[:] = sorted(os.sched_getaffinity(0))
+        random.shuffle(_deck)
+    if len(_deck) < count or len(_deck) < FEW:
+        return [-1] * count
+    return [_deck.pop() for _ in range(count)]
 
 
 class Player(Protocol):
@@ -114,8 +132,8 @@ class Stage:
             self._folder.cleanup()
 
     def _tell(self, text: str) -> None:
-        for end in self._to:
-            end.write(text + "\n")
+        for end, core in zip(self._to, deal(len(self._to)), strict=True):
+            end.write(f"{core} {text}\n")
 
     def _answers(self) -> list[dict[str, Any]]:
         return [json.loads(self._line(end)) for end in self._from]
@@ -193,12 +211,21 @@ def _obey(session: Session, player: Callable[[Session, Path], Player], folder: s
     mine = player(session, place)
     with open(place / f"to-{session.rank}") as orders, open(place / f"from-{session.rank}", "w") as answers:
         for line in orders:
-            order, *values = line.split()
+            core, order, *values = line.split()
             if order == "end":
                 return
+            _move_to(int(core))
             answer = mine.obey(order, [float(value) for value in values])
             answers.write(json.dumps(asdict(answer)) + "\n")
             answers.flush()
+
+
+def _move_to(core: int) -> None:
+    """It may leave again, as the system likes."""
+    if core >= 0:
+        allowed = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {core})
+        os.sched_setaffinity(0, allowed)
 
 
 def _player(work: Workload, shared: bool, session: Session, place: Path) -> Player:

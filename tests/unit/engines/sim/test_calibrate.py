@@ -188,6 +188,7 @@ def test_measuring_where_each_process_has_a_core(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(calibrate, "CROWDED", 0.005)
     with Calibration(perceptron(SMALL, 4), ["hardsync"], learners=2) as calibration:
         calibration.fold()
+        calibration.look_at_crowd("hardsync")
         calibration.sample("hardsync", 0.01)
         measured = calibration.measured("hardsync")
     assert measured.all is not None
@@ -201,11 +202,13 @@ def test_measuring_where_each_process_has_a_core(monkeypatch: pytest.MonkeyPatch
 def test_a_crowd(sync: str, shards: int) -> None:
     with Crowd(perceptron((64, 512, 2), 4), learners=3, shards=shards, sync=sync) as crowd:
         plain, one, everybody = (crowd.window(active, 0.01) for active in (0, 1, 3))
-    assert plain.compute > 0 and plain.copy == plain.fold == plain.serve == 0
+    assert plain.compute > 0
+    assert plain.copy == plain.fold == plain.serve == 0
     for work in (one, everybody):
         assert min(work.compute, work.copy, work.fold) > 0
         assert (work.serve > 0) == (sync != "hardsync")
-    assert one.take == 0 and (everybody.take > 0) == (sync != "async")
+    assert one.take == 0
+    assert (everybody.take > 0) == (sync != "async")
     assert 0 < everybody.uneven < 1
 
 
