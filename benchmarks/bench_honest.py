@@ -1,6 +1,6 @@
 """Does the simulator tell the truth? Steps per second of the local engine, measured and predicted.
 
-    python -m benchmarks.bench_honest [--learners 2] [--sizes 0,1,2] [--seconds 15,15,40] [--json FILE]
+    python -m benchmarks.bench_honest [--learners 2] [--sizes 0,1,2] [--seconds 15,15,40] [--window 0.2] [--json FILE]
 
 The prediction knows one learner on a machine that plain loops keep busy, and a microbenchmark of the shard's work
 (`syncline.engines.sim.calibrate`), nothing of the runs that it predicts. Calibration and runs take turns, in windows of a fraction of a
@@ -40,7 +40,7 @@ PRESETS = ("hardsync", "softsync:1", "async")
 AIM = 0.15
 LEAST_ROUNDS = 2
 LINKS = 3  # windows of a run in one chain
-WINDOW, STEPS = 0.2, 5  # a window has this many seconds, or steps where these take longer
+STEPS = 5  # of a window, where these take longer than it should
 
 
 def objective(model: nn.Module, batch: Batch) -> Tensor:
@@ -111,7 +111,7 @@ def parts(runs: list[list[Window]]) -> dict[str, float]:
     return {name: median(getattr(window, name) for window in windows) for name in names}
 
 
-def compare(index: int, learners: int, seconds: float) -> list[dict[str, Any]]:
+def compare(index: int, learners: int, seconds: float, window: float) -> list[dict[str, Any]]:
     dims, batch_size = SIZES[index]
     work = workload(dims, batch_size)
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def compare(index: int, learners: int, seconds: float) -> list[dict[str, Any]]:
             )
             run.window(0.0)
             cells.append(Cell(calibration, run, sync))
-        rounds = take_turns(calibration, cells, seconds)
+        rounds = take_turns(calibration, cells, seconds, window)
     rows = [cell.compare(learners) for cell in cells]
     for row in rows:
         row |= {"dims": dims, "batch_size": batch_size, "learners": learners, "windows": LINKS * rounds}
@@ -132,10 +132,10 @@ def compare(index: int, learners: int, seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
-def take_turns(calibration: Calibration, cells: list[Cell], seconds: float) -> int:
+def take_turns(calibration: Calibration, cells: list[Cell], seconds: float, window: float) -> int:
     """Rounds until the time is over; how many."""
-    step = calibration.sample(PRESETS[0], WINDOW).one.step
-    window = max(WINDOW, STEPS * step)
+    step = calibration.sample(PRESETS[0], window).one.step
+    window = max(window, STEPS * step)
     end, rounds = time.monotonic() + seconds, 0
     while rounds < LEAST_ROUNDS or time.monotonic() < end:
         calibration.fold()
@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--learners", default="2", help="numbers of learners, e.g. 2,8")
     parser.add_argument("--sizes", default="0,1,2", help="which of the models of bench_throughput")
     parser.add_argument("--seconds", default="15,15,40", help="of measuring, for each of the models")
+    parser.add_argument("--window", type=float, default=0.2, help="seconds of each window")
     parser.add_argument("--json", type=Path, help="also write all figures here")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -196,7 +197,7 @@ def main() -> None:
     seconds = list(map(float, given.seconds.split(",")))
     for learners in map(int, given.learners.split(",")):
         for index in map(int, given.sizes.split(",")):
-            rows += compare(index, learners, seconds[min(index, len(seconds) - 1)])
+            rows += compare(index, learners, seconds[min(index, len(seconds) - 1)], given.window)
             if given.json:
                 given.json.parent.mkdir(parents=True, exist_ok=True)
                 given.json.write_text(json.dumps({"machine": head, "rows": rows}, indent=1) + "\n")
