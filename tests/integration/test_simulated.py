@@ -288,14 +288,33 @@ def test_a_script_changes_the_dial_and_stops() -> None:
 
 def test_what_a_script_names_may_be_gone() -> None:
     result = run(sl.Sim(script="kill learner 9 at 1 s; pause shard 3 for 1 s at 1 s; add 1 at 1000 s"))
-    assert kinds(result) == ["missed", "missed"]
+    assert kinds(result) == ["missed", "missed", "missed"]
+    assert result.events[-1].what == "not played, the run was over before: add 1 at 1000 s"
     assert result.seconds < 100
+
+
+def test_lines_of_a_script_that_were_not_played_are_said_once(tmp_path: Path) -> None:
+    script = "add 1 at version 3; kill learner 1 at 1000 s; kill learner 1 at 1000 s; stop at 2000 s; add 1 at version 9999"
+    folder = {"run_dir": str(tmp_path), "checkpoint_every": 5}
+    for options in ({}, folder, {"topology": "allreduce", "sync": "hardsync"}):
+        lines = script if "topology" not in options else script.replace("add 1", "kill learner 77")
+        missed = [each.what for each in run(sl.Sim(script=lines), **options).events if each.kind == "missed"]
+        assert (
+            sum("at 1000 s" in each for each in missed) == 2 and sum("9999" in each for each in missed) == 1
+        )
+        assert len(missed) == (4 if "topology" in options else 3), "the stop is no fault; nobody has rank 77"
 
 
 @pytest.mark.parametrize(
     "make, error, words",
     [
         (lambda: sl.Sim(script="kill everybody at 3 s"), sl.UsageError, "write for example"),
+        (
+            lambda: sl.Sim(script="kill learner 1 at 1.2.3 s"),
+            sl.UsageError,
+            "no fault: 'kill learner 1 at 1.2",
+        ),
+        (lambda: sl.Sim(script="add 0 at 3 s"), sl.UsageError, "no fault: 'add 0 at 3 s'"),
         (lambda: sl.Sim("p775", compute=2.0), sl.UsageError, "not both: compute"),
         (lambda: sl.Sim(3), sl.UsageError, "takes a Cluster"),  # type: ignore[arg-type]
         (lambda: sl.Sim("cray"), sl.UsageError, "unknown cluster"),

@@ -291,6 +291,23 @@ def test_delay_and_layers_hide_the_rings() -> None:
     assert blocking.overlap < layerwise.overlap < delayed.overlap
 
 
+def test_a_script_is_checked_before_a_timing_and_told_after_it() -> None:
+    script = "kill learner 1 at 0.1 s; add 1 at 1000 s"
+    timing = timed(sl.Sim("p775", script=script), "async", epochs=2)
+    assert [each.kind for each in timing.happened] == ["lost", "missed"]
+    for line, words in (
+        ("change to delayed:3 at 0.1 s", "keeps 4 versions"),
+        ("change to backup:4 at 0.1 s", "backup:4"),
+        ("kill shard 0 at 0.1 s", "no checkpoints to go back to"),
+    ):
+        with pytest.raises(sl.SynclineError, match=words):
+            timed(sl.Sim("p775", script=line), "async", epochs=2)
+    with pytest.raises(sl.UsageError, match="leave a script out"):
+        timed(sl.Sim("p775", script=script), "hardsync", topology="allreduce", steps=3)
+    with pytest.raises(sl.UsageError, match="leave on_update out"):
+        timed(sl.Sim("p775"), "hardsync", topology="allreduce", steps=3, on_update=print)
+
+
 def test_async_over_all_reduce_is_refused() -> None:
     with pytest.raises(sl.SynclineError, match="a collective waits for everybody"):
         timed(sl.Sim("p775"), "async", topology="allreduce", steps=3)

@@ -215,6 +215,11 @@ BAD = {
     ),
     "no jobs": (["--jobs", "0"], "--jobs 0: expected a whole number of at least 1"),
     "no study": (["--plot", "nowhere"], "nowhere is no study"),
+    "a dial that all-reduce does not have": (
+        ["--set", "topology=allreduce", "--sync", "hardsync,async"],
+        "--sync async: async over allreduce",
+    ),
+    "real processes": (["--set", "engine=local"], "this command simulates"),
     "no such key": (["--set", "lerners=3"], "did you mean 'learners'"),
 }
 

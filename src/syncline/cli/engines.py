@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +11,7 @@ from syncline.engines.script import parse_script
 from syncline.engines.sim.cluster import Cluster
 from syncline.errors import UsageError
 from syncline.jobs import Job, Named
+from syncline.jobs.toml import override, parse_override
 
 SETS = ("engine.name=sim",)  # before the user's own, so that --set engine.batched=true finds the simulator
 CLUSTER = "p775"  # where neither the job nor the command names one: its times grow with the batch
@@ -34,6 +37,11 @@ class Simulated:
                 except UsageError as error:
                     raise UsageError(f"{option} {value}: {error}") from None
 
+    def words(self) -> list[tuple[str, str]]:
+        """The options that were given."""
+        given = (("--cluster", self.cluster), ("--script", self.script))
+        return [(option, value) for option, value in given if value is not None]
+
     def apply(self, job: Job) -> Job:
         """The job on the simulator; what its own [engine] says about one stays where the command says nothing.
 
@@ -48,3 +56,17 @@ class Simulated:
             arguments["cluster"] = CLUSTER
         topology = "servers:1" if job.topology == "servers" else job.topology
         return replace(job, engine=Named(name="sim", arguments=arguments), topology=topology)
+
+
+def refuse_other_engine(sets: Iterable[str]) -> None:
+    """The job's own engine gives way to the simulator; what the same command line says must not."""
+    for text in sets:
+        table: dict[str, Any] = {}
+        with suppress(UsageError):  # what is no override is refused with the job
+            override(table, *parse_override(text))
+        engine = table.get("engine", "sim")
+        name = engine.get("name", "sim") if isinstance(engine, dict) else engine
+        if name != "sim":
+            raise UsageError(
+                f"--set {text}: this command simulates; real processes are with syncline train, or tradeoff --engine local"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -39,6 +40,7 @@ Script = Annotated[
 ]
 Seeds = Annotated[int | None, typer.Option(metavar="N", help="Of a hunt: so many cases for each dial.")]
 Shards = Annotated[int | None, typer.Option(metavar="S", help="Of a hunt's cases; drawn if not given.")]
+Jobs = Annotated[int | None, typer.Option(metavar="N", help="Of a hunt: processes; 1 if not given.")]
 
 
 def simulate(
@@ -58,7 +60,7 @@ def simulate(
     faults: Faults = None,
     seeds: Seeds = None,
     shards: Shards = None,
-    jobs: Annotated[int, typer.Option(metavar="N", help="Of a hunt: processes.")] = 1,
+    jobs: Jobs = None,
     debug: Debug = False,
 ) -> None:
     """Run a job on a simulated cluster, in virtual time.
@@ -77,6 +79,18 @@ def simulate(
     sets, console = set_ or [], Console()
     with told(debug):
         if faults is not None or seeds is not None:
+            _refuse_of_jobs(
+                {
+                    "a job file": job,
+                    "--cluster": cluster,
+                    "--topology": topology,
+                    "--batch-size": batch_size,
+                    "--epochs": epochs,
+                    "--steps": steps,
+                    "--timing": timing or None,
+                    "--run-dir": run_dir,
+                }
+            )
             hunt = Hunt(
                 seeds=seeds,
                 seed=seed,
@@ -86,11 +100,13 @@ def simulate(
                 shards=shards,
                 script=script,
                 sets=sets,
-                jobs=jobs,
+                jobs=1 if jobs is None else jobs,
             )
             code = hunt_or_replay(hunt, console)
         else:
-            _refuse_shards(shards)
+            _refuse_of_hunts(shards, jobs)
+            if timing and run_dir is not None:
+                raise UsageError("--timing leaves no run folder: leave --run-dir out")
             flags = {"sync": sync, "topology": topology, "learners": learners, "seed": seed}
             flags |= {"batch_size": batch_size, "epochs": epochs, "steps": steps}
             simulated = Simulated(cluster=cluster, script=script, timing=timing)
@@ -98,8 +114,20 @@ def simulate(
     raise typer.Exit(code)
 
 
-def _refuse_shards(shards: int | None) -> None:
+def _refuse_of_jobs(given: Mapping[str, object]) -> None:
+    if names := [name for name, value in given.items() if value is not None]:
+        raise UsageError(
+            f"a hunt draws its own jobs, {', '.join(names)} would be ignored: leave it out; "
+            "of one case, --seed N --set cluster=equal (epochs, batch_size, steps …) changes what was drawn"
+        )
+
+
+def _refuse_of_hunts(shards: int | None, jobs: int | None) -> None:
     if shards is not None:
         raise UsageError(
             f"--shards {shards} is of a hunt's cases; of a job write --topology servers:{shards}"
+        )
+    if jobs is not None:
+        raise UsageError(
+            f"--jobs {jobs} is of a hunt (--faults random --seeds N): one job is simulated in one process"
         )

@@ -5,6 +5,7 @@ The hunt itself is `engines.sim.hunt`; here are its words.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -103,7 +104,7 @@ def _hunt(wish: Hunt, console: Console) -> int:
     if found is None:
         _line(console, f"nothing is broken: {wish.seeds} seeds × {len(dials)} dials, {seconds:.0f} s")
         return 0
-    _tell_found(console, found)
+    _tell_found(console, found, wish)
     return 1
 
 
@@ -131,16 +132,22 @@ class _Shown:
             _line(self._console, f"{done} of {total} cases")
 
 
-def _tell_found(console: Console, found: Found) -> None:
+def _tell_found(console: Console, found: Found, wish: Hunt) -> None:
     _line(console, f"broken by seed {found.drawn.seed} under {found.drawn.sync}:")
     _tell(console, found.failure)
     _line(console, f"script, shortened: {found.case.script or '(nothing happens)'}")
     _line(console, "again:")
     _line(console, f"  {found.case.command()}")
-    _line(
-        console,
-        f"as it was drawn: syncline simulate --faults random --seed {found.drawn.seed} --sync '{found.drawn.sync}'",
-    )
+    _line(console, f"as it was drawn: {_drawn(found, wish)}")
+
+
+def _drawn(found: Found, wish: Hunt) -> str:
+    """The command that draws the case again: what the hunt was given was not drawn."""
+    words = ["syncline", "simulate", "--faults", "random", "--seed", str(found.drawn.seed), "--sync"]
+    words += [found.drawn.sync]
+    for option, value in (("--learners", wish.learners), ("--shards", wish.shards)):
+        words += [option, str(value)] if value is not None else []
+    return shlex.join(words)
 
 
 def _tell(console: Console, failure: Failure) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from syncline.cli.engines import SETS, Simulated
+from syncline.cli.engines import SETS, Simulated, refuse_other_engine
 from syncline.cli.training import Wish, load, run_loaded
-from syncline.cli.words import account, duration
+from syncline.cli.words import account, duration, event_line
 from syncline.jobs import Job
 from syncline.tradeoff.point import time_job
 
@@ -27,7 +27,15 @@ def simulate_job(
     run_dir: str | None,
 ) -> int:
     """Run it to its end; the exit code comes back."""
-    wish = Wish(job=job, flags=flags, sets=[*SETS, *sets], run_dir=run_dir, command="simulate")
+    refuse_other_engine(sets)
+    wish = Wish(
+        job=job,
+        flags=flags,
+        sets=[*SETS, *sets],
+        run_dir=run_dir,
+        command="simulate",
+        again=simulated.words(),
+    )
     loaded = simulated.apply(load(wish))
     began = time.monotonic()
     code = _time(loaded, console) if simulated.timing else run_loaded(loaded, wish, console)
@@ -57,6 +65,9 @@ def _time(job: Job, console: Console) -> int:
     console.print(
         f"{job.model.name}, {job.sync}, {job.learners} learners × batch {job.batch_size}: sizes only"
     )
+    for event in timing.happened:
+        line = event_line({"seconds": event.seconds, "rank": event.rank, "what": event.what})
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     for name, value in rows:
         console.print(f"  {name:<16}{value}", soft_wrap=True, markup=False, highlight=False)
     return 0

@@ -19,10 +19,12 @@ from syncline.cli.messages import FAILURE, INTERRUPTED
 from syncline.cli.study_display import Board, last_words, row_line
 from syncline.cli.training import Wish, load
 from syncline.cli.words import near
+from syncline.dial import Course
 from syncline.errors import RunError, UsageError
 from syncline.jobs import Job, Named
 from syncline.learn.session import check_batches
 from syncline.report.lines import write_whole
+from syncline.topology.parse import AllReduce, check_all_reduce, parse_topology
 from syncline.tradeoff.grid import Grid, Point, Skipped
 from syncline.tradeoff.picture import page, picture
 from syncline.tradeoff.pool import Ended, Moved, News, Pool, Started
@@ -98,9 +100,29 @@ def _job(asked: Asked, points: list[Point]) -> Job:
     first = points[0]
     job = replace(job, sync=first.sync, learners=first.learners, batch_size=first.batch_size, seed=first.seed)
     made = job.build()
+    _refuse_dials(job, asked.grid)
     for size in asked.grid.batch_sizes:
         _refuse_batch(size, made["data"])
     return job
+
+
+def _refuse_dials(job: Job, grid: Grid) -> None:
+    """What all-reduce does not have would fail in every run."""
+    place = parse_topology(job.topology)
+    if not isinstance(place, AllReduce):
+        return
+    for sync in grid.syncs:
+        try:
+            check_all_reduce(
+                place,
+                Course.of(sync),
+                clip_norm=job.clip_norm,
+                warm=job.warmstart,
+                on_error=job.on_error,
+                replace=job.replace,
+            )
+        except UsageError as error:
+            raise UsageError(f"--sync {sync}: {error}") from None
 
 
 def _refuse_batch(size: int, data: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from syncline.cli.engines import SETS, Simulated
+from syncline.cli.engines import SETS, Simulated, refuse_other_engine
 from syncline.cli.messages import told
 from syncline.cli.options import Cluster, Debug, Epochs, Job, Sets, Steps, Timing
 from syncline.cli.studying import Asked, redraw, study
@@ -64,6 +64,8 @@ def tradeoff(
     with told(debug):
         if plot is not None:
             raise typer.Exit(redraw(plot, _console()))
+        if engine == "sim":
+            refuse_other_engine(set_ or [])
         sets = [*(SETS if engine == "sim" else ()), *(set_ or [])]
         asked = Asked(
             wish=Wish(job=job, flags={"epochs": epochs, "steps": steps}, sets=sets),

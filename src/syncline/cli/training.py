@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 
 from syncline.cli.display import panel
+from syncline.cli.engines import SETS
 from syncline.cli.messages import INTERRUPTED
 from syncline.cli.words import account, epoch_line, event_line, headline, how, near, next_steps, summary
 from syncline.engines.local import forkserver
@@ -46,6 +47,17 @@ class Wish:
     run_dir: str | None = None
     resume: str | None = None
     command: str = "train"
+    again: Sequence[tuple[str, str]] = ()  # further options, for commands to try next
+
+    def given(self) -> list[tuple[str, str]]:
+        """The options as pairs, without the folder."""
+        flags = [
+            (f"--{key.replace('_', '-')}", str(value))
+            for key, value in self.flags.items()
+            if value is not None
+        ]
+        sets = [("--set", text) for text in self.sets if text not in SETS]
+        return [*flags, *self.again, *sets]
 
 
 def run_job(wish: Wish, console: Console) -> int:
@@ -245,6 +257,7 @@ def _last_words(record: RunRecord, result: Result, wish: Wish, console: Console,
         _line(console, f"go on with:  syncline train --resume {shlex.quote(near(record.path))}")
         return
     console.print("try next", style="bold")
-    for command, words in next_steps(record, str(wish.job) if wish.job else None, wish.command):
-        _line(console, f"  {command}")  # uncut: it is there to be copied
+    command = ["syncline", wish.command, *([str(wish.job)] if wish.job else [])]
+    for command_line, words in next_steps(record, command, wish.given()):
+        _line(console, f"  {command_line}")  # uncut: it is there to be copied
         console.print(f"      {words}", style="grey50", highlight=False, soft_wrap=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from syncline.engines.sim.account import LearnerTimes
@@ -110,26 +112,37 @@ def how(record: RunRecord) -> str:
     return f"ended without a word after {done}" if record.state == "gone" else f"{record.state}: {done}"
 
 
-def next_steps(record: RunRecord, job: str | None, name: str = "train") -> list[tuple[str, str]]:
-    """Commands to try, with what they do."""
-    command = f"syncline {name} {job}" if job else f"syncline {name}"
+def next_steps(
+    record: RunRecord, command: Sequence[str], given: Sequence[tuple[str, str]] = ()
+) -> list[tuple[str, str]]:
+    """Commands to try, with what they do: the one that was given, with another dial."""
     sync, learners = str(record.options.get("sync")), int(record.options.get("learners") or 2)
+    among_equals = str(record.options.get("topology")).startswith("allreduce")
+    free = [("--topology", "servers")] if among_equals else []
     others = [
-        ("hardsync", f"{command} --sync hardsync", "the same in lockstep: no staleness, everybody waits"),
-        (
-            "softsync",
-            f"{command} --sync softsync:1",
-            "the same softly synchronised: nobody waits for another",
-        ),
+        ("hardsync", [], "the same in lockstep: no staleness, everybody waits"),
+        ("softsync:1", free, "the same softly synchronised: nobody waits for another"),
         (
             "async",
-            f"{command} --sync async --learners {learners * 2}",
+            [*free, ("--learners", str(learners * 2))],
             "free, and twice the learners: more staleness",
         ),
     ]
-    steps = [(text, words) for name, text, words in others if not sync.startswith(name)][:2]
+    steps = [
+        (_changed(command, given, [("--sync", dial), *changes]), words)
+        for dial, changes, words in others
+        if not sync.startswith(dial.partition(":")[0])
+    ]
     return [
-        *steps,
+        *steps[:2],
         (f"syncline compare {near(record.path)} RUN", "side by side with another run"),
         ("syncline presets", "the whole dial"),
     ]
+
+
+def _changed(
+    command: Sequence[str], given: Sequence[tuple[str, str]], changes: Sequence[tuple[str, str]]
+) -> str:
+    names = {option for option, _ in changes}
+    kept = [pair for pair in given if pair[0] not in names]
+    return shlex.join([*command, *(word for pair in [*changes, *kept] for word in pair)])

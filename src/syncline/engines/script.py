@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from syncline.errors import UsageError
 
+_SECONDS = r"\d+(?:\.\d*)?|\.\d+"
 _LINE = re.compile(
-    r"(?:(?P<action>kill|pause)\s+(?P<role>learner|shard)\s+(?P<rank>\d+)(?:\s+for\s+(?P<length>[\d.]+)\s*s)?"
-    r"|add\s+(?P<count>\d+)(?:\s+learners?)?"
+    rf"(?:(?P<action>kill|pause)\s+(?P<role>learner|shard)\s+(?P<rank>\d+)(?:\s+for\s+(?P<length>{_SECONDS})\s*s)?"
+    r"|add\s+(?P<count>0*[1-9]\d*)(?:\s+learners?)?"
     r"|change\s+to\s+(?P<dial>\S+)"
     r"|(?P<stop>stop))"
-    r"\s+at\s+(?:(?:version|step)\s+(?P<version>\d+)|(?P<seconds>[\d.]+)\s*s)"
+    rf"\s+at\s+(?:(?:version|step)\s+(?P<version>\d+)|(?P<seconds>{_SECONDS})\s*s)"
 )
 
 

@@ -25,6 +25,7 @@ QUIET = (
     "delay",
     "dial",
     "joined",
+    "missed",
     "replaced",
     "recovered",
     "paused",

@@ -92,14 +92,15 @@ class Store:
 
     def _set_aside(self) -> None:
         """What was there is kept once, under another name."""
-        with suppress(FileNotFoundError):
-            os.replace(self.folder / TABLE, self.folder / f"{TABLE}.old")
-        with suppress(FileNotFoundError):
-            os.replace(self.folder / JOB, self.folder / f"{JOB}.old")
+        for name in (JOB, TABLE):  # a job without a table would be somebody else's
+            with suppress(FileNotFoundError):
+                os.replace(self.folder / name, self.folder / f"{name}.old")
 
     def _refuse_other_jobs(self) -> None:
         path = self.folder / TABLE
         if not path.exists():
+            if (self.folder / JOB).exists():
+                raise UsageError(f"{self.folder} has a {JOB} that is not of a study; give another --out")
             return
         with path.open(encoding="utf-8", errors="replace") as file:
             first = file.readline()
@@ -124,8 +125,8 @@ class Store:
         """The rows that are there; the file then ends with a whole line."""
         path = self.folder / TABLE
         rows = read_rows(self.folder) if path.exists() else []
-        write_whole(self.folder / JOB, dumps(self.job))
         self._write(rows)
+        write_whole(self.folder / JOB, dumps(self.job))
         return rows
 
     def _write(self, rows: Sequence[Row]) -> None:

@@ -79,6 +79,13 @@ def test_lines() -> None:
 
 def test_what_to_try_next_is_another_dial() -> None:
     record = fed([start(run={**OPTIONS, "sync": "hardsync"})])
-    commands = [command for command, _ in next_steps(record, "job.toml")]
+    commands = [command for command, _ in next_steps(record, ["syncline", "train", "job.toml"])]
     assert commands[0] == "syncline train job.toml --sync softsync:1"
     assert not any("hardsync" in command for command in commands)
+
+
+def test_from_all_reduce_the_next_steps_lead_to_servers() -> None:
+    record = fed([start(run={**OPTIONS, "sync": "hardsync", "topology": "allreduce:blocking"})])
+    given = [("--topology", "allreduce"), ("--epochs", "3")]
+    softly = next_steps(record, ["syncline", "train"], given)[0][0]
+    assert softly == "syncline train --sync softsync:1 --topology servers --epochs 3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from syncline.cli.app import app
+from syncline.engines.sim.hunt import Case, Failure, Found, random_case
 from syncline.report import read_run
 
 JOB = """
@@ -104,6 +106,11 @@ BAD = {
     "both": (["--epochs", "1", "--steps", "2"], "either epochs or steps"),
     "a hunt's option": (["--shards", "2"], "of a job write --topology servers:2"),
     "no option of the simulator": (["--set", "engine.speed=3"], "unknown argument"),
+    "processes of a hunt": (["--jobs", "2"], "--jobs 2 is of a hunt"),
+    "a folder of a timing": (["--timing", "--run-dir", "out"], "--timing leaves no run folder"),
+    "real processes": (["--set", "engine=local"], "--set engine=local: this command simulates"),
+    "a hunt of a job": (["--faults", "random", "--seeds", "2"], "a job file would be ignored"),
+    "half a number": (["--script", "stop at 1.2.3 s"], "no fault: 'stop at 1.2.3 s'"),
     "no file": (["missing.toml"], "missing.toml: cannot be read"),
 }
 
@@ -115,3 +122,39 @@ def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
     assert result.exit_code == 2, result.output
     assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1
     assert not Path("runs").exists()
+
+
+def test_what_a_hunt_would_ignore_is_refused() -> None:
+    options = ["--cluster", "p775", "--epochs", "3", "--timing", "--topology", "servers:2"]
+    result = simulate("--faults", "random", "--seeds", "2", *options)
+    assert result.exit_code == 2, result.output
+    assert "--cluster, --topology, --epochs, --timing would be ignored" in result.stderr
+
+
+def test_a_failure_is_printed_with_what_the_hunt_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = random_case(3, "ssp:1", learners=4, shards=2)
+    found = Found(drawn=drawn, case=Case(seed=3, sync="ssp:1"), failure=Failure("broken", "broken here"))
+    monkeypatch.setattr("syncline.cli.simulating.hunt", lambda *_, **__: found)
+    hunt = ("--faults", "random", "--sync", "ssp:1", "--learners", "4", "--shards", "2")
+    result = simulate(*hunt, "--seeds", "9")
+    assert result.exit_code == 1 and "broken here" in result.output and drawn.script
+    (again,) = [line for line in result.output.splitlines() if line.startswith("as it was drawn: ")]
+    played: list[Case] = []
+    monkeypatch.setattr("syncline.cli.simulating.play", played.append)
+    assert simulate(*shlex.split(again.partition("syncline simulate ")[2])).exit_code == 0
+    assert played == [drawn]
+
+
+def test_next_steps_are_the_same_command_with_another_dial() -> None:
+    given = ("--cluster", "dgx-1:stragglers=0.1", "--learners", "3", "--set", "optimizer.lr=0.2")
+    result = simulate("job.toml", *given, "--epochs", "1", "--run-dir", "out")
+    assert result.exit_code == 0, result.output
+    rest = "--epochs 1 --cluster dgx-1:stragglers=0.1 --set optimizer.lr=0.2"
+    assert f"  syncline simulate job.toml --sync hardsync --learners 3 {rest}\n" in result.output
+    assert f"  syncline simulate job.toml --sync async --learners 6 {rest}\n" in result.output
+
+
+def test_a_script_of_a_timing_is_told() -> None:
+    result = simulate("job.toml", "--timing", "--script", "kill learner 1 at 0.1 s; add 1 at 1000 s")
+    assert "0.1 s  learner 1: lost: killed by the script" in result.output, result.output
+    assert "not played, the run was over before: add 1 at 1000 s" in result.output

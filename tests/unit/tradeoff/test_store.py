@@ -103,5 +103,10 @@ def test_two_writers_and_folders_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "other" / TABLE).write_text("a,b\n1,2\n")
     with pytest.raises(UsageError, match="no table of a study"):
         opened(tmp_path / "other")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "job.toml").write_text("learners = 3")
+    with pytest.raises(UsageError, match="that is not of a study"):
+        opened(tmp_path / "mine")
+    assert (tmp_path / "mine" / "job.toml").read_text() == "learners = 3"
     with pytest.raises(UsageError, match="is no study"):
         read_rows(tmp_path / "nowhere")

@@ -210,6 +210,11 @@ class Sim(Engine):
         place = parse_topology(topology) if topology is not None else Servers(shards, True)
         if isinstance(place, AllReduce):
             check_all_reduce(place, course, clip_norm=None, warm=warmstart, on_error="raise", replace=False)
+            if script.faults or on_update is not None:
+                what = "a script" if script.faults else "on_update"
+                raise UsageError(
+                    f"timing over all-reduce has no events: leave {what} out, or run with gradients"
+                )
             return time_all_reduce(
                 self.cluster,
                 sizes,

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from syncline.engines.run import RunSpec
-from syncline.engines.script import Fault
 from syncline.engines.sim.script import Script
 
 
@@ -46,14 +45,7 @@ class Moment:
 
     def rest(self, script: Script) -> Script:
         """What has not happened yet."""
-        played = list(self.played)
-        left: list[Fault] = []
-        for fault in script.faults:
-            if fault.text in played:
-                played.remove(fault.text)
-            else:
-                left.append(fault)
-        return Script(left)
+        return script.rest(self.played)
 
 
 def with_states(tensors: dict[str, Tensor], states: Iterable[tuple[int, bytes]]) -> dict[str, Tensor]:

@@ -171,6 +171,7 @@ class PeerWorld:
             reply=lambda rank, values: self.later(lambda: self.peers[rank].answer(values)),
             fail=self.fail,
         )
+        self._played: list[str] = []
         self.peers = [SimPeer(self, rank) for rank in range(spec.learners)]
         self._returned: set[int] = set()
         self.commands: deque[Callable[[PeerWorld], None]] = deque()  # from other threads
@@ -226,9 +227,12 @@ class PeerWorld:
         self._script.reached(version, lambda fault: self.clock.at(self.clock.now, lambda: self._play(fault)))
 
     def _play(self, fault: Fault) -> None:
+        self._played.append(fault.text)
         if fault.action == "stop":
             self.ask_stop()
-        elif fault.rank < len(self.peers):
+        elif fault.rank >= len(self.peers):
+            self.recorder.event(f"not played, nobody is there: {fault.text}", kind="missed")
+        else:
             self.peers[fault.rank].kill()
             self.recorder.event("lost: killed by the script", fault.rank, kind="lost")
             self.fail(
@@ -265,6 +269,8 @@ class PeerWorld:
             raise self.recorder.error
         if not self._over():
             raise self._still()
+        for what in self._script.missed(self._played):
+            self.recorder.event(what, kind="missed")
 
     def _over(self) -> bool:
         return len(self._returned) == len(self.peers) and self.recorder.complete()

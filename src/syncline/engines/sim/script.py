@@ -32,7 +32,17 @@ class Script:
         for fault in due:
             play(fault)
 
-    @property
-    def missed(self) -> list[Fault]:
-        """Lines whose version has not come."""
-        return list(self._versioned)
+    def rest(self, played: Iterable[str]) -> Script:
+        """Without the lines that happened."""
+        happened, left = list(played), []
+        for fault in self.faults:
+            if fault.text in happened:
+                happened.remove(fault.text)
+            else:
+                left.append(fault)
+        return Script(left)
+
+    def missed(self, played: Iterable[str]) -> list[str]:
+        """What a run that is over says of the lines whose moment has not come; a stop is not missed."""
+        left = [fault.text for fault in self.rest(played).faults if fault.action != "stop"]
+        return [f"not played, the run was over before: {text}" for text in left]

@@ -7,16 +7,17 @@ what the learners would learn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from syncline.dial import Course
-from syncline.engines.run import EpochRecord, Outcome, RunSpec
+from syncline.engines.run import EpochRecord, Event, Outcome, RunSpec
 from syncline.engines.sim.account import LearnerTimes
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.collector import YOUNG, calm_collector
 from syncline.engines.sim.script import Script
 from syncline.engines.sim.sized import OnUpdate, SizedPlan, SizedWorld, Sizes
 from syncline.engines.sim.timed_rings import Buckets, TimedRings, even_layers, run_rings
+from syncline.engines.sim.world import check_script
 from syncline.errors import UsageError
 from syncline.learn.session import check_batches, check_policy, check_whole
 from syncline.protocols.clocks import Staleness
@@ -40,6 +41,7 @@ class Timing:
     moved: int  # bytes between machines
     events: int  # of the clock's queue; over all-reduce computations and rings
     history: list[EpochRecord]
+    happened: list[Event] = field(default_factory=list)  # by the script, and its lines that were not played
 
     @property
     def throughput(self) -> float:
@@ -113,6 +115,7 @@ def time_run(
         limit=length.steps,
         epochs=length.epochs,
     )
+    _check_script(script or Script(()), spec)
     with calm_collector(max(YOUNG, OBJECTS * learners)):  # no tensors: what waits for it is small
         world = SizedWorld(spec, cluster, script=script, seed=seed)
         world.on_update = on_update
@@ -120,6 +123,15 @@ def time_run(
             world.clock.at(length.seconds, world.coordinator.stop)
         outcome = world.run()
     return _timing(world, outcome)
+
+
+def _check_script(script: Script, spec: RunSpec) -> None:
+    check_script(script, spec)
+    for fault in script.faults:
+        if fault.action == "kill" and fault.role == "shard":
+            raise UsageError(
+                f"script, '{fault.text}': a timing has no checkpoints to go back to; pause the shard, or run with gradients"
+            )
 
 
 def _timing(world: SizedWorld, outcome: Outcome) -> Timing:
@@ -141,6 +153,7 @@ def _timing(world: SizedWorld, outcome: Outcome) -> Timing:
         moved=simulated.moved,
         events=simulated.events,
         history=outcome.history,
+        happened=outcome.events,
     )
 
 

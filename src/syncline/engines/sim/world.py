@@ -522,6 +522,8 @@ class World:
             )
         if self.watch is not None:
             self.watch.over()
+        for what in self.script.missed(self._played[len(self._began.played) :]):
+            self.recorder.event(what, kind="missed")
 
     def _timed(self, fault: Fault) -> None:
         if self.live and self.next is None:

@@ -180,6 +180,12 @@ def test_a_script_by_version_and_by_time() -> None:
     for version in (1, 2, 5):
         script.reached(version, lambda fault, version=version: played.append((version, fault.action)))  # type: ignore[misc]
     assert played == [(2, "add"), (5, "kill")]
-    assert [fault.action for fault in script.missed] == ["pause"]
+    left = script.rest(["kill learner 1 at version 3", "add 1 at version 2"])
+    assert [fault.action for fault in left.faults] == ["stop", "pause"]
     assert Script.of(parse_script(text)).timed == Script.of(text).timed
     assert Script.of(None).timed == []
+
+
+def test_seconds_of_a_script_are_numbers() -> None:
+    lines = parse_script("stop at 1 s; stop at 1. s; stop at 0.25 s; pause shard 0 for .5 s at 007 s")
+    assert [line.seconds for line in lines] == [1.0, 1.0, 0.25, 7.0] and lines[3].length == 0.5
