@@ -64,19 +64,21 @@ class JoinedStep:
         self._holds = False  # the state lies here
         self._gradients: Sequence[Tensor] | None = None
 
-    @staticmethod
-    def fits(
+    @classmethod
+    def where_it_fits(
+        cls,
         optimizer: torch.optim.Optimizer,
         part: Part,
         parameters: Sequence[nn.Parameter],
         weights: Sequence[Tensor],
-    ) -> bool:
+    ) -> JoinedStep | None:
         """Only where the bits are the same, and where it gains something."""
         if type(optimizer) not in ELEMENTWISE or any(segment.dtype not in DTYPES for segment in weights):
-            return False
+            return None
         if any(segment.is_cuda for segment in weights) or _fused(optimizer):
-            return False
-        return len(_runs(optimizer, part, parameters, weights)) <= WORTH * len(parameters)
+            return None
+        joined = cls(optimizer, part, parameters, weights)
+        return joined if len(joined._runs) <= WORTH * len(parameters) else None
 
     def step(self, gradients: Sequence[Tensor]) -> bool:
         """One step with the gradient's segments; False where only the plain step will do, and nothing was done."""

@@ -324,8 +324,7 @@ class Shard:
         self._step()
 
     def _joined_steps(self) -> JoinedStep | None:
-        these = self.optimizer, self.part, self.parameters, self._weights
-        return JoinedStep(*these) if JoinedStep.fits(*these) else None
+        return JoinedStep.where_it_fits(self.optimizer, self.part, self.parameters, self._weights)
 
     def _look(self, *, change: bool = False) -> None:
         """Before anybody reads the optimizer's state, or changes it."""

@@ -194,7 +194,16 @@ def test_where_it_fits(
 ) -> None:
     pair = Pair(kind, options, shapes, dtype=dtype)
     weights, optimizer, parameters = pair.sides[0]
-    assert JoinedStep.fits(optimizer, pair.part, parameters, weights) is fits
+    assert (JoinedStep.where_it_fits(optimizer, pair.part, parameters, weights) is not None) is fits
+
+
+def test_its_runs_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, laid_out = Pair(torch.optim.SGD, {}, SHAPES), []
+    plain = joined_step._runs
+    monkeypatch.setattr(joined_step, "_runs", lambda *these: laid_out.append(these) or plain(*these))
+    weights, optimizer, parameters = pair.sides[0]
+    assert JoinedStep.where_it_fits(optimizer, pair.part, parameters, weights) is not None
+    assert len(laid_out) == 1
 
 
 def test_fused_steps_stay_as_they_are() -> None:
