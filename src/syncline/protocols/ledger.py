@@ -1,26 +1,18 @@
 """Who has which part of the epoch (M7): a pure state machine, events in, decisions out.
 
 Responsible for handing out every position of every epoch once, for taking back what a lost learner had, for
-the joint rounds and the barrier of lockstep, and for saying when an epoch is done. Not responsible for the
-order behind the positions, for reading data, nor for when gradients are folded.
+the joint rounds and the barrier of lockstep, and for saying when an epoch is done. Not responsible for which
+positions there are (`stock`), for the order behind them, for reading data, nor for when gradients are folded.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from syncline.errors import RunError, UsageError
-from syncline.protocols.spans import Decision, End, EpochDone, Grant, Span, Standing
-
-
-@dataclass(slots=True)
-class _Epoch:
-    fresh: dict[int, Span]  # not handed out yet, by owner
-    left: int  # positions neither settled nor skipped
-    skipped: int = 0
+from syncline.protocols.spans import Decision, End, Grant, Span, Standing
+from syncline.protocols.stock import Stock
 
 
 @dataclass(slots=True)
@@ -73,23 +65,17 @@ class Ledger:
         ):
             if value is not None and value < 1:
                 raise UsageError(f"a feed needs {name} >= 1, got {name} = {value}")
-        self._size, self._batch_size, self._epochs = size, batch_size, epochs
-        self._lockstep, self._partition, self._parts = lockstep, partition, learners
+        self._epochs, self._lockstep = epochs, lockstep
+        self._stock = Stock(
+            size=size, batch_size=batch_size, partition=partition, parts=learners, standing=standing
+        )
         self._learners: dict[int, _Learner] = {}
         self._gone: dict[int, list[tuple[int, Span]]] = {}  # left, with gradients still to settle
-        self._unfinished: dict[int, _Epoch] = {}
-        self._newest = -1
-        self._done = 0
-        self._returned: list[Span] = []  # a heap, oldest first
         self._held: dict[int, _Learner] = {}  # waiting in the last epoch, in the order of their asks
         self._barrier: set[int] = set()  # waiting for the next epoch
-        self._broken: set[int] = set()  # epochs that somebody broke out of
-        self._orphans = False  # parts of owners that may not have come again
         self._hopeful: _Learner | None = None  # the last that had something which may come back
         self._behind: _Learner | None = None  # the last that others waited for at the barrier
         self._out: list[Decision] = []
-        if standing is not None:
-            self._restore(standing)
 
     # -- events ----------------------------------------------------------------------------------------------
 
@@ -101,8 +87,10 @@ class Ledger:
         """
         if learner in self._learners or learner in self._gone:
             raise RunError(f"learner {learner} joins the feed twice; every learner needs an id of its own")
-        epoch = max(0, self._newest)
-        over = 0 <= self._newest < cycle and all(m.past(self._newest) for m in self._learners.values())
+        epoch = max(0, self._stock.newest)
+        over = 0 <= self._stock.newest < cycle and all(
+            m.past(self._stock.newest) for m in self._learners.values()
+        )
         member = _Learner(id=learner, rank=rank, epoch=epoch, first=epoch + over, ended=over)
         self._learners[learner] = member
         return []
@@ -121,8 +109,8 @@ class Ledger:
         elif epoch == member.epoch and not member.ended:
             member.asked = True
             member.asks += 1
-            if self._orphans:
-                self._adopt()
+            if self._stock.orphans:
+                self._stock.adopt(self._ranks())
             self._begin(epoch)
             self._serve(member)
         return self._advance()
@@ -164,13 +152,13 @@ class Ledger:
         unread = []
         while member.open and member.open[-1][0] >= upto:
             unread.append(member.open.pop()[1])
-        self._give_back(unread)
+        self._stock.give_back(unread)
         if member.queued:  # at the barrier: it leaves a loop that has not begun
             self._unqueue(member)
         elif member.asked and not member.ended:
             self._break_off(member)
         elif unread:
-            self._broken.add(member.epoch)
+            self._stock.broken.add(member.epoch)
         return self._advance()
 
     def leave(self, learner: int) -> list[Decision]:
@@ -180,10 +168,9 @@ class Ledger:
             return []
         self._held.pop(learner, None)
         self._barrier.discard(learner)
-        self._give_back(span for _, span in member.open)
-        self._give_back(member.reserved)
-        for epoch in self._unfinished:
-            self._disown(member, epoch)
+        self._stock.give_back(span for _, span in member.open)
+        self._stock.give_back(member.reserved)
+        self._stock.disown(member.rank)
         if member.taken:
             self._gone[learner] = member.taken
         return self._advance()
@@ -195,7 +182,7 @@ class Ledger:
         self._lockstep = lockstep
         if not lockstep:
             for member in self._by_rank():
-                self._give_back(member.reserved)
+                self._stock.give_back(member.reserved)
                 member.reserved.clear()
             for member in self._by_rank():
                 if member.queued:
@@ -248,49 +235,7 @@ class Ledger:
         for member in self._learners.values():
             taken += [span for _, span in (*member.open, *member.taken)]
             taken += member.reserved
-        return Standing(
-            done=self._done,
-            newest=self._newest,
-            fresh={
-                epoch: {owner: (span.start, span.stop) for owner, span in state.fresh.items()}
-                for epoch, state in self._unfinished.items()
-            },
-            returned=sorted((span.epoch, span.start, span.stop) for span in (*self._returned, *taken)),
-            skipped={epoch: state.skipped for epoch, state in self._unfinished.items()},
-            broken=sorted(self._broken),
-        )
-
-    def _restore(self, standing: Standing) -> None:
-        self._done, self._newest = standing.done, standing.newest
-        self._returned = sorted(Span(*span) for span in standing.returned)  # a sorted list is a heap
-        self._broken = set(standing.broken)
-        self._orphans = True
-        for epoch, owners in standing.fresh.items():
-            fresh = {owner: Span(epoch, *ends) for owner, ends in owners.items()}
-            back = (span for span in self._returned if span.epoch == epoch)
-            left = _length(fresh.values()) + _length(back)
-            if self._partition:
-                self._reown(epoch, fresh)
-            self._unfinished[epoch] = _Epoch(fresh=fresh, left=left, skipped=standing.skipped[epoch])
-
-    def _reown(self, epoch: int, fresh: dict[int, Span]) -> None:
-        """What owners had of their parts comes first in these again, so that joint rounds are as they were."""
-        ends = {span.stop: span for span in self._returned if span.epoch == epoch}
-        for owner, part in self._owned(epoch).items():
-            start = fresh[owner].start if owner in fresh else part.stop
-            while start > part.start and start in ends:
-                self._returned.remove(ends[start])
-                start = ends[start].start
-            if start < part.stop:
-                fresh[owner] = part._replace(start=start)
-
-    def _adopt(self) -> None:
-        """All have come who go on with the feed: what has no owner in its epoch any more is for everybody."""
-        self._orphans = False
-        owners = {self._owner(member) for member in self._learners.values()}
-        for epoch, state in self._unfinished.items():
-            for owner in [owner for owner in state.fresh if epoch < self._newest or owner not in owners]:
-                self._give_back([state.fresh.pop(owner)])
+        return self._stock.standing(taken)
 
     def idle(self, learner: int) -> bool:
         """Lockstep quorums need not wait for it: it has nothing to compute until others go on."""
@@ -320,44 +265,18 @@ class Ledger:
 
     def _claim(self, member: _Learner) -> Span | None:
         if not self._lockstep:
-            return self._next(member)
+            return self._stock.next(member.epoch, member.rank)
         if not member.reserved:
             self._form_round(member.epoch)
         return member.reserved.pop(0) if member.reserved else None
 
     def _form_round(self, epoch: int) -> None:
         """The next joint slice: a part for each learner that has not ended, in rank order."""
-        state = self._unfinished.get(epoch)
-        if not self._returned and not (state and state.fresh):
+        if not self._stock.has(epoch):
             return
         for member in self._by_rank():
-            if member.epoch == epoch and not member.ended and (span := self._next(member)):
+            if member.epoch == epoch and not member.ended and (span := self._stock.next(epoch, member.rank)):
                 member.reserved.append(span)
-
-    def _next(self, member: _Learner) -> Span | None:
-        if self._partition:
-            return self._next_fresh(member) or self._next_returned(member)
-        return self._next_returned(member) or self._next_fresh(member)
-
-    def _next_fresh(self, member: _Learner) -> Span | None:
-        state, owner = self._unfinished.get(member.epoch), member.rank if self._partition else 0
-        whole = state.fresh.get(owner) if state is not None else None
-        if state is None or whole is None:
-            return None
-        span, rest = whole.cut(self._batch_size)
-        if rest:
-            state.fresh[owner] = rest
-        else:
-            del state.fresh[owner]
-        return span
-
-    def _next_returned(self, member: _Learner) -> Span | None:
-        if not self._returned or self._returned[0].epoch > member.epoch:
-            return None
-        span, rest = heapq.heappop(self._returned).cut(self._batch_size)
-        if rest:
-            heapq.heappush(self._returned, rest)
-        return span
 
     def _end(self, member: _Learner) -> None:
         member.ended = True
@@ -375,54 +294,30 @@ class Ledger:
 
     # -- coming back -----------------------------------------------------------------------------------------
 
-    def _give_back(self, spans: Iterable[Span]) -> None:
-        for span in spans:
-            heapq.heappush(self._returned, span)
-
-    def _owner(self, member: _Learner) -> int:
-        return member.rank if self._partition else 0
-
-    def _disown(self, member: _Learner, epoch: int) -> None:
-        """What is fresh in its part of the epoch goes to the others."""
-        state = self._unfinished.get(epoch)
-        if self._partition and state and member.rank in state.fresh:
-            self._give_back([state.fresh.pop(member.rank)])
-
     def _break_off(self, member: _Learner) -> None:
         """It is out of its epoch before the end."""
-        self._give_back(member.reserved)
+        self._stock.give_back(member.reserved)
         member.reserved.clear()
-        self._disown(member, member.epoch)
+        self._stock.disown(member.rank, member.epoch)
         member.asks = 0
         member.ended = True
         self._held.pop(member.id, None)
-        self._broken.add(member.epoch)
+        self._stock.broken.add(member.epoch)
 
     def _settle(self, taken: list[tuple[int, Span]], upto: int, since: int) -> None:
         first, done = _before(taken, since) if since else 0, _before(taken, upto)
         for _, span in taken[first:done]:
-            self._unfinished[span.epoch].left -= span.stop - span.start
+            self._stock.settle(span)
         del taken[first:done]
 
     # -- epochs ----------------------------------------------------------------------------------------------
 
     def _begin(self, epoch: int) -> None:
-        while self._newest < epoch:
-            self._newest += 1
-            self._unfinished[self._newest] = _Epoch(fresh=self._shares(self._newest), left=self._size)
+        if epoch > self._stock.newest:
+            self._stock.begin(epoch, self._ranks())
 
-    def _shares(self, epoch: int) -> dict[int, Span]:
-        if not self._partition:
-            return {0: Span(epoch, 0, self._size)}
-        shares = self._owned(epoch)
-        ranks = {member.rank for member in self._learners.values()}
-        self._give_back(shares.pop(rank) for rank in list(shares) if rank not in ranks)
-        return shares
-
-    def _owned(self, epoch: int) -> dict[int, Span]:
-        """The part of each rank."""
-        bounds = [part * self._size // self._parts for part in range(self._parts + 1)]
-        return {rank: Span(epoch, *ends) for rank, ends in enumerate(pairwise(bounds)) if ends[0] < ends[1]}
+    def _ranks(self) -> set[int]:
+        return {member.rank for member in self._learners.values()}
 
     def _move_on(self, member: _Learner, epoch: int) -> None:
         """It asks for a later epoch than its own."""
@@ -432,28 +327,26 @@ class Ledger:
             self._unqueue(member)
             member.epoch = epoch
             self._end(member)
-        elif epoch > self._newest and (self._lockstep or self._is_guest(member)):
+        elif epoch > self._stock.newest and (self._lockstep or self._is_guest(member)):
             self._queue(member, epoch)
         else:
             self._enter(member, epoch, 1)
 
     def _is_guest(self, member: _Learner) -> bool:
         """It has no part of its own, others have: they begin epochs, or it would run through them without end."""
-        if not self._partition:
-            return False
-        owned = self._owned(0)
-        return member.rank not in owned and any(other.rank in owned for other in self._learners.values())
+        owners = self._stock.owners()
+        return bool(owners) and member.rank not in owners and bool(owners & self._ranks())
 
     def _admit_late(self) -> None:
         """What they wait for has begun."""
         for member in [self._learners[each] for each in self._barrier]:
-            if member.wanted <= self._newest:
+            if member.wanted <= self._stock.newest:
                 epoch, asks = member.wanted, member.queued
                 self._unqueue(member)
                 self._enter(member, epoch, asks)
 
     def _enter(self, member: _Learner, epoch: int, asks: int) -> None:
-        self._broken.update(range(member.epoch + 1, epoch))
+        self._stock.broken.update(range(member.epoch + 1, epoch))
         self._begin(epoch)
         member.epoch, member.ended = epoch, False
         member.asks, member.asked = asks, True
@@ -475,7 +368,7 @@ class Ledger:
         others would not know to which fold it belongs.
         """
         while self._barrier and not self._on_their_way():
-            self._begin(self._newest + 1)
+            self._begin(self._stock.newest + 1)
             for member in self._learners.values():
                 self._resume(member)
             for member in self._by_rank():
@@ -492,15 +385,15 @@ class Ledger:
         return self._behind is not None
 
     def _has_come(self, member: _Learner) -> bool:
-        return member.queued > 0 or member.epoch > self._newest
+        return member.queued > 0 or member.epoch > self._stock.newest
 
     def _resume(self, member: _Learner) -> None:
-        if member.epoch >= self._newest:
+        if member.epoch >= self._stock.newest:
             return
-        self._broken.update(range(member.epoch + 1, self._newest))
-        member.epoch = self._newest
-        if member.wanted > self._newest:  # it left this one unseen
-            self._broken.add(self._newest)
+        self._stock.broken.update(range(member.epoch + 1, self._stock.newest))
+        member.epoch = self._stock.newest
+        if member.wanted > self._stock.newest:  # it left this one unseen
+            self._stock.broken.add(self._stock.newest)
             return
         member.ended = False
         member.asks, member.asked = member.queued, True
@@ -509,19 +402,19 @@ class Ledger:
     # -- after every event -----------------------------------------------------------------------------------
 
     def _advance(self) -> list[Decision]:
-        if self._returned:
+        stock = self._stock
+        if stock.returned:
             for member in list(self._held.values()):
                 self._serve(member)
         if self._held:
             self._release_held()
-        if self._broken:
+        if stock.broken:
             self._skip_leftovers()
         if self._barrier:
             self._admit_late()
             self._cross_barrier()
-        state = self._unfinished.get(self._done)
-        if state is not None and state.left == 0:
-            self._finish_epochs()
+        if stock.over:
+            self._out += stock.finish()
         if not self._out:
             return []
         out, self._out = self._out, []
@@ -553,31 +446,14 @@ class Ledger:
     def _may_return(self, member: _Learner) -> bool:
         if member.open or member.reserved:
             return True
-        return self._partition and any(member.rank in state.fresh for state in self._unfinished.values())
+        return self._stock.owns(member.rank)
 
     def _skip_leftovers(self) -> None:
         """What is left of an epoch that learners broke out of is wanted by nobody once all are past it."""
-        for epoch in sorted(self._broken):
+        for epoch in sorted(self._stock.broken):
             everybody = self._learners.values()
-            if epoch in self._unfinished and everybody and all(member.past(epoch) for member in everybody):
-                self._skip(epoch, self._unfinished[epoch])
-
-    def _skip(self, epoch: int, state: _Epoch) -> None:
-        back = [span for span in self._returned if span.epoch == epoch]
-        skipped = sum(span.stop - span.start for span in (*state.fresh.values(), *back))
-        state.fresh.clear()
-        state.left -= skipped
-        state.skipped += skipped
-        if back:
-            self._returned = [span for span in self._returned if span.epoch != epoch]
-            heapq.heapify(self._returned)
-
-    def _finish_epochs(self) -> None:
-        while (state := self._unfinished.get(self._done)) and state.left == 0:
-            self._out.append(EpochDone(self._done, state.skipped))
-            del self._unfinished[self._done]
-            self._broken.discard(self._done)
-            self._done += 1
+            if self._stock.left(epoch) and everybody and all(member.past(epoch) for member in everybody):
+                self._stock.skip(epoch)
 
 
 def _length(spans: Iterable[Span]) -> int:

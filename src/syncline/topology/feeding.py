@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from syncline.ports import OUTSIDE, Portion, ServerPort
-from syncline.protocols.ledger import Decision, Ledger, Standing
+from syncline.protocols.ledger import Ledger
 from syncline.protocols.meetings import EPOCH, Place
+from syncline.protocols.spans import Decision, Standing
 from syncline.topology import messages as m
 
 

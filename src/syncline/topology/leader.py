@@ -12,11 +12,11 @@ from typing import Any, SupportsFloat, cast
 from syncline.ports import DROPPED, KEEP, SILENT, STATES, Entry, Kind, Note, Portion, ServerPort
 from syncline.protocols.cadence import Cadence
 from syncline.protocols.folding import Ticket
-from syncline.protocols.ledger import Decision as LedgerDecision
-from syncline.protocols.ledger import End, EpochDone, Grant, Standing
 from syncline.protocols.meetings import STEP, Met, Place, Unmet
 from syncline.protocols.meetings import Decision as MeetingDecision
 from syncline.protocols.sequence import Change, Decision, Drop, Fold, Full, Sequence, Take
+from syncline.protocols.spans import Decision as LedgerDecision
+from syncline.protocols.spans import End, EpochDone, Grant, Standing
 from syncline.protocols.waiting import Release
 from syncline.topology import messages as m
 from syncline.topology.agreement import Agreement

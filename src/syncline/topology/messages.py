@@ -12,9 +12,9 @@ from torch import Tensor
 
 from syncline.dial import Sync
 from syncline.protocols.clocks import Staleness
-from syncline.protocols.ledger import Standing
 from syncline.protocols.meetings import Place
 from syncline.protocols.sequence import Account
+from syncline.protocols.spans import Standing
 from syncline.table.checkpoints import Written
 from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate, Options, PieceState

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync
-from syncline.protocols.ledger import Standing
 from syncline.protocols.sequence import Account
+from syncline.protocols.spans import Standing
 from syncline.table.checkpoints import Checkpoint, CheckpointError, layout_json, layout_of, whole
 from syncline.table.layout import Layout
 from syncline.topology import messages as m

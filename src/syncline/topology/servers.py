@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from syncline.ports import Entry, Note, ServerPort
-from syncline.protocols.ledger import Standing
+from syncline.protocols.spans import Standing
 from syncline.table.shard import Shard
 from syncline.table.template import Options
 from syncline.topology import messages as m

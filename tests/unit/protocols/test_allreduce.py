@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.protocols.buckets import Filling, plan_buckets
-from syncline.protocols.ledger import Grant, Ledger
+from syncline.protocols.ledger import Ledger
 from syncline.protocols.pipeline import Pipeline, Vote, ahead, behind, turn
 from syncline.protocols.rounds import Rounds, equal_shares
+from syncline.protocols.spans import Grant
 
 PARAMETERS = st.lists(
     st.tuples(st.integers(0, 50), st.sampled_from(["f32", "bf16"])), min_size=1, max_size=20

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import RunError, UsageError
-from syncline.protocols.ledger import Decision, End, EpochDone, Grant, Ledger, Standing
+from syncline.protocols.ledger import Ledger
+from syncline.protocols.spans import Decision, End, EpochDone, Grant, Standing
 
 
 def ledger_of(team: int, **options: Any) -> Ledger:
@@ -722,7 +723,8 @@ def test_a_team_always_ends_and_every_position_is_settled_once(team: Team) -> No
     team.rescue()
     assert [done.epoch for done in team.done] == list(range(team.total))
     assert sum(team.settled.values()) + sum(done.skipped for done in team.done) == team.total * team.size
-    assert not team.ledger._returned and not team.ledger._unfinished and not team.ledger._gone
+    standing = team.ledger.standing()
+    assert not standing.returned and not standing.fresh and not team.ledger._gone
 
 
 def test_an_epoch_that_was_left_at_its_barrier_is_skipped_when_its_last_learner_dies() -> None:
@@ -810,7 +812,8 @@ def test_whenever_the_dial_changes_every_position_is_settled_once(team: Team) ->
     team.rescue()
     assert [done.epoch for done in team.done] == list(range(team.total))
     assert sum(team.settled.values()) + sum(done.skipped for done in team.done) == team.total * team.size
-    assert not team.ledger._returned and not team.ledger._unfinished and not team.ledger._gone
+    standing = team.ledger.standing()
+    assert not standing.returned and not standing.fresh and not team.ledger._gone
 
 
 def test_a_change_opens_the_barrier_and_parts_of_a_round_go_to_whoever_asks() -> None:
@@ -860,7 +863,8 @@ def test_a_ledger_can_be_put_down_at_any_moment_and_taken_up_by_other_learners(
     after.rescue()
     assert [done.epoch for done in after.done] == list(range(team.total))
     assert sum(after.settled.values()) + sum(d.skipped for d in after.done) == team.total * team.size
-    assert not after.ledger._returned and not after.ledger._unfinished
+    standing = after.ledger.standing()
+    assert not standing.returned and not standing.fresh
 
 
 def go_on(team: Team, after: Team) -> Team:

@@ -24,6 +24,7 @@ from syncline.protocols.ledger import Ledger
 from syncline.protocols.meetings import Meetings
 from syncline.protocols.membership import Members
 from syncline.protocols.sequence import Sequence
+from syncline.protocols.stock import Stock
 from syncline.protocols.waiting import Gate, Release
 from syncline.table.shard import Mean, Shard
 from syncline.topology.replay import Replay
@@ -75,7 +76,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 def keep_what_the_lost_had(patch: Patch) -> None:
     """A lost learner's batches are not handed out again."""
-    patch.setattr(Ledger, "_give_back", lambda self, spans: None)
+    patch.setattr(Stock, "give_back", lambda self, spans: None)
 
 
 def fold_again(patch: Patch) -> None:

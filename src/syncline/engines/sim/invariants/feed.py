@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from syncline.protocols.ledger import Standing
+from syncline.protocols.spans import Standing
 
 Span = tuple[int, int, int]  # epoch, start, stop
 FREE, OUT, SETTLED = 0, 1, 2

@@ -16,9 +16,9 @@ from syncline.engines.sim.invariants.tables import Gradient, TableAccount
 from syncline.engines.sim.invariants.values import Values
 from syncline.errors import InvariantError
 from syncline.ports import Entry, Kind, Note, ServerPort
-from syncline.protocols.ledger import End, EpochDone, Grant
 from syncline.protocols.meetings import Met, Unmet
 from syncline.protocols.sequence import Change, Drop, Fold, Take
+from syncline.protocols.spans import End, EpochDone, Grant
 from syncline.protocols.waiting import Release
 from syncline.topology import messages as m
 from syncline.topology.servers import ServerRole
