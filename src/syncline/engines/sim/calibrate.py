@@ -29,7 +29,7 @@ from syncline.engines.sim.fitting import Measured
 from syncline.engines.sim.kept import keep
 from syncline.engines.sim.scheduling import spin_seconds, time_slice
 from syncline.engines.sim.shard_work import Decisions, Folding, Work, decisions
-from syncline.engines.sim.turns import Turns, Window, Workload
+from syncline.engines.sim.turns import Turns, Window, Workload, deal, move_to
 from syncline.learn.session import make_optimizer, shards_for
 from syncline.topology.parse import auto_shards
 
@@ -48,6 +48,7 @@ T = TypeVar("T")
 ROUNDS = 10
 SECONDS = 0.2  # of each window
 CROWDED = 0.06  # of each window of a crowd
+LARGE = 8_000_000  # bytes of a model of which not many fit into one process
 
 
 def cores() -> int:
@@ -144,8 +145,13 @@ class Calibration:
             crowd = self._crowds.get(sync)
             if alone is not None and crowd is None:
                 seen.append(alone)
-            look = partial(decisions, self._work, sync, warm=crowd is not None)
-            self.decisions[sync].append(self._crowded(look)[0])
+            self.decisions[sync].append(self._crowded(partial(self._decisions, sync))[0])
+
+    def _decisions(self, sync: str) -> Decisions:
+        move_to(*deal(1))
+        crowded = sync in self._crowds
+        many = crowded and self._folding.nbytes < LARGE
+        return decisions(self._work, sync, learners=self._learners if many else 2, warm=crowded)
 
     def _alone(self) -> Works:
         found, _ = self._crowded(self._folding.measure)

@@ -132,10 +132,11 @@ class Decisions:
     reply: float  # for each learner that a fold releases, in lockstep
 
 
-def decisions(work: Workload, sync: str, *, warm: bool) -> Decisions:
-    """Of a simulated run, by the machine's clock; `warm`: nobody computes on the shard's core meanwhile."""
-    lockstep = Course.of(sync).first.lockstep
-    learners = 2 if lockstep else 1
+def decisions(work: Workload, sync: str, *, learners: int, warm: bool) -> Decisions:
+    """Of a simulated run, by the machine's clock.
+
+    `warm`: nobody computes on the shard's core meanwhile, and notes come together, as they do where a shard is busy.
+    """
     spec = RunSpec(
         function=_steps,
         arguments=(work, warm),
@@ -151,9 +152,9 @@ def decisions(work: Workload, sync: str, *, warm: bool) -> Decisions:
         outcome = world.run()
         read, ring = mail()
     unit = median(map(float, outcome.returned.values()))
-    if not lockstep:
-        return Decisions(unit, median(watch.folding[1:]) + read + ring, 0.0)
-    note = median(watch.others[1:])
+    if not Course.of(sync).first.lockstep:
+        return Decisions(unit, watch.mean(learners) + read + ring, 0.0)
+    note = median(watch.others[learners:])
     return Decisions(unit, note + read, max(0.0, median(watch.folding[1:]) - note) / learners + ring)
 
 
@@ -182,6 +183,11 @@ class Watch:
         self._folds = False
         self._watched = False
         role.note = self._note  # type: ignore[method-assign]
+
+    def mean(self, first: int) -> float:
+        """Of all notes but for so many; the middle ones of either kind stand for all of it."""
+        kinds = [seen[first:] for seen in (self.folding, self.others) if len(seen) > first]
+        return sum(len(seen) * median(seen) for seen in kinds) / sum(map(len, kinds))
 
     def _note(self, learner: int, note: Note) -> None:
         if note.kind != Kind.GRADIENT:

@@ -214,13 +214,13 @@ def _obey(session: Session, player: Callable[[Session, Path], Player], folder: s
             core, order, *values = line.split()
             if order == "end":
                 return
-            _move_to(int(core))
+            move_to(int(core))
             answer = mine.obey(order, [float(value) for value in values])
             answers.write(json.dumps(asdict(answer)) + "\n")
             answers.flush()
 
 
-def _move_to(core: int) -> None:
+def move_to(core: int) -> None:
     """It may leave again, as the system likes."""
     if core >= 0:
         allowed = os.sched_getaffinity(0)

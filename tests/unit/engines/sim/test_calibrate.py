@@ -214,7 +214,8 @@ def test_a_crowd(sync: str, shards: int) -> None:
 
 @pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async"])
 @pytest.mark.parametrize("warm", [False, True])
-def test_decisions(sync: str, warm: bool) -> None:
-    found = shard_work.decisions(perceptron(SMALL, 4), sync, warm=warm)
+@pytest.mark.parametrize("learners", [2, 5])
+def test_decisions(sync: str, warm: bool, learners: int) -> None:
+    found = shard_work.decisions(perceptron(SMALL, 4), sync, learners=learners, warm=warm)
     assert found.note > 0
     assert (found.reply > 0) == (sync == "hardsync")
