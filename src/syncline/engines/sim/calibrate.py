@@ -48,7 +48,7 @@ T = TypeVar("T")
 ROUNDS = 10
 SECONDS = 0.2  # of each window
 CROWDED = 0.06  # of each window of a crowd
-LARGE = 8_000_000  # bytes of a model of which not many fit into one process
+LARGE = 8_000_000  # bytes of a model: of larger ones few fit into one process, and decisions matter little
 
 
 def cores() -> int:
@@ -123,6 +123,7 @@ class Calibration:
             turns.window(0.0)
         for crowd in self._crowds.values():
             crowd.window(learners, 0.0)
+        self._folding.measure()  # memory is touched for the first time
 
     def __enter__(self) -> Calibration:
         return self
@@ -145,7 +146,8 @@ class Calibration:
             crowd = self._crowds.get(sync)
             if alone is not None and crowd is None:
                 seen.append(alone)
-            self.decisions[sync].append(self._crowded(partial(self._decisions, sync))[0])
+            if not self.decisions[sync] or self._folding.nbytes < LARGE:
+                self.decisions[sync].append(self._crowded(partial(self._decisions, sync))[0])
 
     def _decisions(self, sync: str) -> Decisions:
         move_to(*deal(1))
