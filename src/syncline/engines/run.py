@@ -17,9 +17,9 @@ from syncline.engines.sim.account import Simulated
 from syncline.learn.peers import PeerConfig
 from syncline.learn.session import SessionConfig
 from syncline.protocols.clocks import Staleness
-from syncline.topology.coordinator import Plan
 from syncline.topology.messages import Statistics
 from syncline.topology.parse import AllReduce
+from syncline.topology.plan import Plan
 from syncline.topology.restore import Restored
 
 Evaluate = Callable[[dict[str, Tensor]], dict[str, float]]

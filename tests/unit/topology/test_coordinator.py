@@ -8,7 +8,8 @@ from syncline.dial import Course
 from syncline.ports import CoordinatorPort
 from syncline.protocols.spans import Standing
 from syncline.topology import messages as m
-from syncline.topology.coordinator import Coordinator, Plan
+from syncline.topology.coordinator import Coordinator
+from syncline.topology.plan import Plan
 from syncline.topology.restore import LoaderState, Restored
 
 

@@ -19,7 +19,8 @@ from syncline.dial import Course
 from syncline.ports import CoordinatorPort, Kind, Note, ServerPort
 from syncline.protocols.meetings import EPOCH, LOADER, TABLE, Place
 from syncline.topology import messages as m
-from syncline.topology.coordinator import Coordinator, Plan
+from syncline.topology.coordinator import Coordinator
+from syncline.topology.plan import Plan
 from syncline.topology.servers import ServerRole
 from syncline.topology.waiting_room import differing
 
