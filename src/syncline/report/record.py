@@ -73,7 +73,8 @@ class RunRecord:
 
     def _start(self, line: Line) -> None:
         """Of the run, or of a session that goes on from a checkpoint: what came after that is forgotten."""
-        self._offset, self.end = self._seconds, None
+        before = self.options.get("engine")
+        self.end = None
         self.starts.append(line)
         self.options = line["run"] if isinstance(line.get("run"), dict) else {}
         resumed = line.get("resumed")
@@ -81,6 +82,11 @@ class RunRecord:
             epoch, version = _number(resumed.get("epoch")) or 0, _number(resumed.get("version")) or 0
             self.epochs = [each for each in self.epochs if each["epoch"] < epoch]
             self.samples = [each for each in self.samples if each["version"] <= version]
+        if before == self.options.get("engine") == "sim":  # virtual time goes on from the checkpoint's moment
+            kept = (each["seconds"] for each in (*self.epochs, *self.samples))
+            self._seconds = max(kept, default=self._offset)
+        else:
+            self._offset = self._seconds
 
     def _epoch(self, line: Line) -> None:
         self.epochs = [each for each in self.epochs if each["epoch"] != line["epoch"]] + [line]

@@ -10,7 +10,7 @@ import pytest
 
 from syncline.errors import UsageError
 from syncline.report.record import MOST_SAMPLES, RunRecord, better, judged, read_run
-from tests.unit.report.lines_of_a_run import end, epoch, event, start, statistics, whole
+from tests.unit.report.lines_of_a_run import OPTIONS, end, epoch, event, start, statistics, whole
 
 
 def fed(lines: list[dict[str, Any]]) -> RunRecord:
@@ -43,6 +43,17 @@ def test_a_run_whose_process_is_not_there_is_gone() -> None:
     assert fed([start(pid=2**22 - 1)]).state == "gone"
     assert fed([start(host="another", time=1.0)]).state == "gone"
     assert fed([start(), end("failed", error="x")]).state == "failed"
+
+
+def test_the_time_of_a_resumed_simulated_run_goes_on() -> None:
+    simulated = {**OPTIONS, "engine": "sim"}
+    resumed = {"version": 10, "epoch": 1}
+    lines = [start(run=simulated), epoch(0, accuracy=0.5, seconds=4.0), epoch(1, accuracy=0.6, seconds=8.0)]
+    lines += [start(run=simulated, resumed=resumed), epoch(1, accuracy=0.7, seconds=7.0)]
+    record = fed(lines)
+    assert [each["seconds"] for each in record.epochs] == [4.0, 7.0] and record.seconds == 7.0
+    lines += [start(run=OPTIONS, resumed={"version": 20, "epoch": 2}), epoch(2, accuracy=0.7, seconds=1.0)]
+    assert fed(lines).seconds == 8.0, "a real clock starts at nothing"
 
 
 def test_resumed_runs_forget_what_came_after_the_checkpoint() -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from types import FrameType
 
 import torch
 
@@ -26,6 +29,7 @@ AHEAD = 4  # batches of seeds per process that are under way
 SEEDS = 5  # of one dial in a batch
 
 Progress = Callable[[int, int], None]  # (cases done, of all)
+Handler = signal.Handlers | Callable[[int, FrameType | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +57,13 @@ def hunt(
         for dial in dials
     ]
     done, everything = 0, len(seeds) * len(dials)
-    for count, found in _results(batches, jobs):
-        done += count
-        if progress is not None:
-            progress(done, everything)
-        if found is not None:
-            return _shortened(*found)
+    with closing(_results(batches, jobs)) as results:  # workers end here, not when the interpreter does
+        for count, found in results:
+            done += count
+            if progress is not None:
+                progress(done, everything)
+            if found is not None:
+                return _shortened(*found)
     return None
 
 
@@ -66,15 +71,17 @@ Batch = tuple[list[int], str, int | None, int | None]
 Result = tuple[int, tuple[Case, Failure] | None]
 
 
-def _results(batches: Iterable[Batch], jobs: int) -> Iterator[Result]:
+def _results(batches: Iterable[Batch], jobs: int) -> Generator[Result, None, None]:
     """In the order of the batches."""
     if jobs == 1:
         yield from map(_play_batch, batches)
         return
     left = iter(batches)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _end_with_the_hunt) as pool:
-        under_way: list[Future[Result]] = [pool.submit(_play_batch, b) for b in islice(left, jobs * AHEAD)]
+    with _heard_once(), ProcessPoolExecutor(jobs, context, _end_with_the_hunt) as pool:
+        with _unheard():
+            first = islice(left, jobs * AHEAD)
+            under_way: list[Future[Result]] = [pool.submit(_play_batch, batch) for batch in first]
         try:
             while under_way:
                 yield under_way.pop(0).result()
@@ -82,6 +89,38 @@ def _results(batches: Iterable[Batch], jobs: int) -> Iterator[Result]:
         finally:
             for future in under_way:
                 future.cancel()
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Processes that start meanwhile never hear Ctrl-C: it is for the hunt, which ends them."""
+    with _at_interrupt(signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def _heard_once() -> Iterator[None]:
+    """A second Ctrl-C while workers end would leave them, and the hunt, waiting for ever."""
+
+    def once(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    with _at_interrupt(once):
+        yield
+
+
+@contextmanager
+def _at_interrupt(handler: Handler) -> Iterator[None]:
+    """Only the main thread has handlers of signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end_with_the_hunt() -> None:
