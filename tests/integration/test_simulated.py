@@ -315,6 +315,9 @@ def test_lines_of_a_script_that_were_not_played_are_said_once(tmp_path: Path) ->
             "no fault: 'kill learner 1 at 1.2",
         ),
         (lambda: sl.Sim(script="add 0 at 3 s"), sl.UsageError, "no fault: 'add 0 at 3 s'"),
+        (lambda: sl.Sim(script=["stop at 3 s"]), sl.UsageError, "one text with ; between"),  # type: ignore[arg-type]
+        (lambda: sl.Sim(seed="a"), sl.UsageError, "seed is a whole number"),  # type: ignore[arg-type]
+        (lambda: run("sim:p775"), sl.UsageError, "or sl.Sim"),  # type: ignore[arg-type]
         (lambda: sl.Sim("p775", compute=2.0), sl.UsageError, "not both: compute"),
         (lambda: sl.Sim(3), sl.UsageError, "takes a Cluster"),  # type: ignore[arg-type]
         (lambda: sl.Sim("cray"), sl.UsageError, "unknown cluster"),

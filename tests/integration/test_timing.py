@@ -216,6 +216,7 @@ def test_memory_does_not_grow_with_the_run(sync: str) -> None:
         ({"seconds": -1}, "seconds must be > 0"),
         ({"epochs": 1, "sync": "softsync:9"}, "needs n <= learners"),
         ({"epochs": 1, "batch_size": 1000}, "larger than the data set"),
+        ({"epochs": 1, "shards": 3, "topology": "servers:2"}, "not both"),
         ({"epochs": 1, "shards": 0}, "shards must be a whole number"),
     ],
 )

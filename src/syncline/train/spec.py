@@ -118,7 +118,9 @@ def engine_of(engine: str | Engine) -> Engine:
     if engine == "local" and (place := Place.here()) is not None:
         return Torchrun(place)
     if engine not in ENGINES:
-        raise UsageError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
+        raise UsageError(
+            f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}, or sl.Sim(cluster) for a cluster"
+        )
     return ENGINES[engine]()
 
 

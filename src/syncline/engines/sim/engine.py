@@ -140,6 +140,10 @@ class Sim(Engine):
             raise UsageError(f"Sim: give a cluster or fixed times, not both: {', '.join(given)}")
         if cluster is not None and not isinstance(cluster, Cluster | str):
             raise UsageError(f"Sim takes a Cluster or a text such as 'p775', got {type(cluster).__name__}")
+        if script is not None and not isinstance(script, str):
+            raise UsageError(f"Sim: script is one text with ; between its lines, got {type(script).__name__}")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise UsageError(f"Sim: seed is a whole number, got {seed!r}")
         named = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         self.cluster = named if named is not None else Cluster.equal(**given)
         self.script, self.seed = script, seed
@@ -208,6 +212,8 @@ class Sim(Engine):
         length = Length(epochs=epochs, steps=steps, seconds=seconds)
         seed = seed if self.seed is None else self.seed
         place = parse_topology(topology) if topology is not None else Servers(shards, True)
+        if topology is not None and shards != 1:
+            raise UsageError(f"timing: give shards={shards} or topology={topology!r}, not both")
         if isinstance(place, AllReduce):
             check_all_reduce(place, course, clip_norm=None, warm=warmstart, on_error="raise", replace=False)
             if script.faults or on_update is not None:
