@@ -352,7 +352,7 @@ class Preset:
             raise DialError(f"{text!r}: {item!r} is no option; write key=value, separated by commas")
         if key not in self.options:
             raise DialError(
-                f"{text!r}: {self.name} has no option {key!r}{_nearest(key, self.options)}; "
+                f"{text!r}: {self.name} has no option {key!r}{nearest(key, self.options)}; "
                 f"{self._options_text()}"
             )
         if key in before:
@@ -374,7 +374,7 @@ def _preset(name: str, text: str) -> Preset:
         raise NotYetError(f"{text!r} ({LATER[name]}) is understood but not built yet; {_working()}")
     names = [*(preset.name for preset in PRESETS), *LATER]
     known = ", ".join(preset.syntax for preset in PRESETS)
-    raise DialError(f"no preset is called {name!r}{_nearest(name, names)}; there are: {known}")
+    raise DialError(f"no preset is called {name!r}{nearest(name, names)}; there are: {known}")
 
 
 def _working() -> str:
@@ -392,13 +392,14 @@ def _read_rate(value: str, text: str) -> str:
     rates = get_args(Rate)
     if value not in rates:
         raise DialError(
-            f"{text!r}: no rate is called {value!r}{_nearest(value, rates)}; there are: {', '.join(rates)}"
+            f"{text!r}: no rate is called {value!r}{nearest(value, rates)}; there are: {', '.join(rates)}"
         )
     return value
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
+def nearest(word: object, known: Iterable[str]) -> str:
+    """The end of a message: the known name that the user may have meant."""
+    near = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.5)
     return f", did you mean {near[0]!r}?" if near else ""
 
 

@@ -377,7 +377,7 @@ def test_what_is_missing() -> None:
         (["data={name='own_parts:single'}"], r"loss: takes batches of \(input, target\), data gives a list; use an objective"),
         (["data=own_parts:Endless"], r"data: own_parts:Endless\(\) has no length: TypeError"),
         (["evaluate=own_parts:Endless"], r"evaluate: own_parts:Endless\(\) has no length: TypeError"),
-        (["engine={name='sim', compute=-1.0}"], r"engine: sim\(compute=-1.0\) failed: Sim: compute must not be negative"),
+        (["engine={name='sim', compute=-1.0}"], r"engine: sim\(compute=-1.0\) failed: Sim: compute must be a number >= 0, got -1"),
         (["model={name='own_parts:broken'}"], r"own_parts:broken\(\) failed: RuntimeError: two lines"),
         (["model={name='own_parts:data'}"], r"own_parts:data\(\) gave TensorDataset, expected a torch Module"),
         (["loss=", "objective=own_parts:vector"], r"objective: expected a scalar tensor, got a tensor of shape \(2,\)"),

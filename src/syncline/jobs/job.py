@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from syncline.dial import Course, Sync
+from syncline.dial import Course, Sync, nearest
 from syncline.errors import UsageError
 from syncline.jobs import build
 from syncline.jobs.keys import BY_NAME, KEYS, JobError, Named, Wrong, shown
-from syncline.jobs.names import NAMES, nearest, one_line, resolve, takes_model, wrong_arguments
+from syncline.jobs.names import NAMES, one_line, resolve, takes_model, wrong_arguments
 from syncline.jobs.toml import dumps, lines_of, override, parse_override
 from syncline.learn.feed import POLICIES
 from syncline.topology.parse import parse_topology

@@ -5,12 +5,11 @@ Checks a callable's arguments against its signature. Not responsible for calling
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.optim import lr_scheduler
 
 from syncline import models
 from syncline.data import DATASETS
+from syncline.dial import nearest
 from syncline.engines.local.engine import Local
 from syncline.engines.sim.engine import Sim
 from syncline.errors import UsageError
@@ -82,12 +82,6 @@ NAMES: dict[str, Role] = {
     "callbacks": Role(what="callback", names={}, given=1),
     "engine": Role(what="engine", names=ENGINES, given=0),
 }
-
-
-def nearest(word: object, known: Iterable[str]) -> str:
-    """The end of a message: the known name that the user may have meant."""
-    near = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.5)
-    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def one_line(error: BaseException) -> str:

@@ -99,7 +99,10 @@ def test_help_is_good_reading() -> None:
 
 
 BAD = {
-    "no such cluster": (["--cluster", "p777"], "--cluster p777: unknown cluster 'p777': use one of"),
+    "no such cluster": (
+        ["--cluster", "p777"],
+        "--cluster p777: unknown cluster 'p777', did you mean 'p775'?; use one of",
+    ),
     "no such key": (["--cluster", "p775:stragler=1"], "--cluster p775:stragler=1: "),
     "no script": (["--script", "kill everybody"], "--script kill everybody: no fault"),
     "bad dial": (["--sync", "softsync:4"], "--sync softsync:4: softsync:4 needs n <= learners"),

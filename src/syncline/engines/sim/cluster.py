@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from syncline.dial import nearest
 from syncline.engines.sim.draws import normal, uniform
 from syncline.errors import UsageError
 
@@ -98,8 +99,10 @@ class Jitter:
 
     @classmethod
     def parse(cls, text: str) -> Jitter:
-        """`lognormal:0.2`."""
+        """`lognormal:0.2`, or `none`."""
         kind, _, spread = text.partition(":")
+        if kind in KINDS and kind != "none" and not spread:
+            raise UsageError(f"jitter {text!r} needs a spread; write for example '{kind}:0.2'")
         return cls(kind=kind, spread=_parsed_number("jitter", spread) if spread else 0.0)
 
     def factor(self, share: float) -> float:
@@ -145,6 +148,8 @@ class Cluster:
     reply: float = 0.0  # the leading shard's seconds for each learner that it lets go on
 
     def __post_init__(self) -> None:
+        for name, kind in _PARTS.items():
+            _part(name, kind, getattr(self, name))
         _number("Cluster", "stragglers", self.stragglers)
         _number("Cluster", "slowdown", self.slowdown, least=1.0)
         _number("Cluster", "crowding", self.crowding)
@@ -157,12 +162,18 @@ class Cluster:
             raise UsageError(
                 f"Cluster: stragglers is a share of the learners, at most 1, got {self.stragglers:g}"
             )
+        if not isinstance(self.speeds, tuple | list):
+            raise UsageError(
+                f"Cluster: speeds are those of the first ranks, as (1.0, 0.5), got {self.speeds!r}"
+            )
         for speed in self.speeds:
             _number("Cluster", "a speed", speed, above=True)
         for name in ("learners_per_machine", "shards_per_machine", "cores"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"Cluster: {name} is a whole number >= 1, or None, got {value!r}")
+        if not isinstance(self.beside, bool):
+            raise UsageError(f"Cluster: beside is True or False, got {self.beside!r}")
 
     # -- where ---------------------------------------------------------------------------------------------
 
@@ -215,8 +226,7 @@ class Cluster:
     def equal(cls, *, compute: float = 1.0, transfer: float = 0.01, latency: float = 0.001) -> Cluster:
         """Equal learners: fixed times for a gradient's computation, a move of bulk data, a message."""
         for name, value in (("compute", compute), ("transfer", transfer), ("latency", latency)):
-            if value < 0:
-                raise UsageError(f"Sim: {name} must not be negative, got {value}")
+            _number("Sim", name, value)
         link = Link(latency=latency, setup=transfer)
         return cls(compute=Compute(base=compute), card=link, memory=link)
 
@@ -225,14 +235,25 @@ class Cluster:
         """One of `p775`, `ethernet-1g`, `dgx-1`, `this-machine`, `equal`; with fields changed as `replace` does."""
         from syncline.engines.sim.named import cluster_named
 
+        known = [item.name for item in fields(cls)]
+        for key in changes:
+            if key not in known:
+                raise UsageError(
+                    f"Cluster has no field {key!r}{nearest(key, known)}; there are: {', '.join(known)}"
+                )
         return replace(cluster_named(name), **changes)
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
         """A name, and changes: `ethernet-1g:stragglers=0.1,slowdown=3,jitter=lognormal:0.2`."""
-        name, _, rest = text.strip().partition(":")
+        name, colon, rest = text.strip().partition(":")
         cluster = cls.named(name)
-        for part in filter(None, (part.strip() for part in rest.split(","))):
+        parts = [part for part in map(str.strip, rest.split(",")) if part]
+        if colon and not parts:
+            raise UsageError(
+                f"cluster {text!r}: nothing is behind the colon; write {name!r}, or for example '{name}:stragglers=0.1'"
+            )
+        for part in parts:
             key, equals, value = part.partition("=")
             if not equals:
                 raise UsageError(
@@ -267,6 +288,12 @@ _PARTS: dict[str, Any] = {
     "fold": Cost,
     "serve": Cost,
 }
+_EXAMPLES = {  # what to write where a part is something else
+    Compute: "Compute(base=0.01, per_example=0.002)",
+    Jitter: "Jitter(kind='lognormal', spread=0.2)",
+    Link: "Link(latency=1e-4, bandwidth=125e6)",
+    Cost: "Cost(fixed=1e-5, per_byte=1e-10)",
+}
 _WHOLE = ("learners_per_machine", "shards_per_machine", "cores")
 _PLAIN = ("stragglers", "slowdown", "crowding", "message", "reply", "slice", "spin")
 _SHORT = {  # words of the text form for parts of parts
@@ -279,6 +306,14 @@ _SHORT = {  # words of the text form for parts of parts
     "memory_bandwidth": ("memory", "bandwidth"),
 }
 KEYS = ("jitter", "speeds", "beside", *_WHOLE, *_PLAIN, *_SHORT)
+
+
+def _part(name: str, kind: Any, value: Any) -> None:
+    if not isinstance(value, kind):
+        raise UsageError(
+            f"Cluster: {name} is a {kind.__name__}, got {value!r}; write {name}={_EXAMPLES[kind]}, with "
+            f"from syncline.engines.sim.cluster import {kind.__name__}"
+        )
 
 
 def _changed(cluster: Cluster, key: str, value: str) -> Cluster:
@@ -299,7 +334,9 @@ def _changed(cluster: Cluster, key: str, value: str) -> Cluster:
         part, name = _SHORT[key]
         changes[part] = replace(getattr(cluster, part), **{name: _parsed_number(key, value)})
     else:
-        raise UsageError(f"cluster: unknown key {key!r}; known are {', '.join(sorted(KEYS))}")
+        raise UsageError(
+            f"cluster: unknown key {key!r}{nearest(key, KEYS)}; known are {', '.join(sorted(KEYS))}"
+        )
     return replace(cluster, **changes)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from syncline.dial import nearest
 from syncline.engines.sim.cluster import Cluster, Compute, Cost, Jitter, Link
 from syncline.engines.sim.kept import read_kept
 from syncline.errors import UsageError
@@ -75,8 +76,8 @@ NAMED: dict[str, Callable[[], Cluster]] = {
 
 
 def cluster_named(name: str) -> Cluster:
-    if name not in NAMED:
+    if not isinstance(name, str) or name not in NAMED:
         raise UsageError(
-            f"unknown cluster {name!r}: use one of {', '.join(NAMED)}, or build a Cluster of your own"
+            f"unknown cluster {name!r}{nearest(name, NAMED)}; use one of {', '.join(NAMED)}, or build a Cluster of your own"
         )
     return NAMED[name]()

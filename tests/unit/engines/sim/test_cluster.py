@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from syncline.engines.script import parse_script
 from syncline.engines.sim.cluster import KINDS, Cluster, Compute, Cost, Jitter, Link
 from syncline.engines.sim.draws import uniform
+from syncline.engines.sim.engine import Sim
 from syncline.engines.sim.kept import keep
 from syncline.engines.sim.script import Script
 from syncline.errors import UsageError
@@ -35,12 +36,49 @@ from syncline.errors import UsageError
         lambda: Cluster(cores=0),
         lambda: Cluster(learners_per_machine=1.5),  # type: ignore[arg-type]
         lambda: Cluster.equal(transfer=-1),
+        lambda: Cluster(speeds=2.0),  # type: ignore[arg-type]
+        lambda: Cluster(beside="yes"),  # type: ignore[arg-type]
+        lambda: Cluster.named(["p775"]),  # type: ignore[arg-type]
         lambda: Cluster.named("cray"),
     ],
 )
 def test_nonsense_is_refused_when_it_is_built(make: Any) -> None:
     with pytest.raises(UsageError):
         make()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"jitter": "lognormal"},
+            r"jitter is a Jitter, got 'lognormal'; write jitter=Jitter\(kind='lognormal'",
+        ),
+        ({"compute": 3}, r"compute is a Compute, got 3; write compute=Compute\(base="),
+        ({"card": 1e9}, r"card is a Link, got .*; write card=Link\("),
+        ({"memory": Cost()}, "memory is a Link, got Cost"),
+        ({"fold": None}, r"fold is a Cost, got None; write fold=Cost\("),
+        ({"straglers": 0.1}, "no field 'straglers', did you mean 'stragglers'"),
+    ],
+)
+def test_parts_and_their_names_are_checked(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Cluster.named("p775", **changes)
+
+
+@pytest.mark.parametrize("name", ["compute", "transfer", "latency"])
+def test_fixed_times_are_numbers(name: str) -> None:
+    with pytest.raises(UsageError, match=f"Sim: {name} must be a number >= 0, got 'a'"):
+        Sim(**{name: "a"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
+def test_a_jitter_as_text_has_a_spread(kind: str) -> None:
+    for text in (kind, f"{kind}:"):
+        with pytest.raises(UsageError, match=f"needs a spread; write for example '{kind}:0.2'"):
+            Jitter.parse(text)
+    assert Jitter.parse(f"{kind}:0.2") == Jitter(kind=kind, spread=0.2)
+    assert Jitter.parse("none") == Jitter()
 
 
 def test_a_cluster_is_a_record() -> None:
@@ -153,6 +191,11 @@ def test_a_text() -> None:
         ("p775:slowdown=fast", "takes a number"),
         ("p775:beside=yes", "true or false"),
         ("nowhere:cores=2", "unknown cluster 'nowhere'"),
+        ("p77", "unknown cluster 'p77', did you mean 'p775'"),
+        ("p775:", "nothing is behind the colon"),
+        ("p775: ,", "nothing is behind the colon"),
+        ("p775:straglers=0.1", "unknown key 'straglers', did you mean 'stragglers'"),
+        ("p775:jitter=lognormal", "needs a spread"),
     ],
 )
 def test_no_text(text: str, words: str) -> None:
