@@ -217,6 +217,7 @@ def test_memory_does_not_grow_with_the_run(sync: str) -> None:
         ({"epochs": 1, "sync": "softsync:9"}, "needs n <= learners"),
         ({"epochs": 1, "batch_size": 1000}, "larger than the data set"),
         ({"epochs": 1, "shards": 3, "topology": "servers:2"}, "not both"),
+        ({"epochs": 1, "layers": [1024, 1024]}, "layers= are those of all-reduce"),
         ({"epochs": 1, "shards": 0}, "shards must be a whole number"),
     ],
 )
@@ -290,6 +291,34 @@ def test_delay_and_layers_hide_the_rings() -> None:
     assert delayed.seconds == pytest.approx(compute + 19 * max(compute, ring) + ring, rel=0.02)
     assert max(compute, ring) * 20 < layerwise.seconds < blocking.seconds
     assert blocking.overlap < layerwise.overlap < delayed.overlap
+
+
+def test_a_checked_run_over_all_reduce_is_refused() -> None:
+    with pytest.raises(sl.UsageError, match="over all-reduce there are none: leave check out"):
+        two_layers(sl.Sim(check=True), "allreduce", "hardsync", 2)
+
+
+@pytest.mark.parametrize("topology", ["servers:2", "allreduce"])
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 7}, {"seconds": 3.0}])
+def test_one_can_look_how_far_it_is(topology: str, length: dict[str, Any]) -> None:
+    engine, looks, seen = sl.Sim(SLOW), [], []
+    given: dict[str, Any] = {"topology": topology, **length}
+
+    def look(version: int, seconds: float, staleness: float) -> None:
+        seen.append(looks[0]())
+        assert (seen[-1].updates, seen[-1].seconds) == (version, seconds)
+
+    def follow(found: Any) -> None:
+        looks.append(found)
+        assert (found().share, found().updates, found().seconds) == (0, 0, 0)
+
+    if topology != "allreduce":
+        given["on_update"] = look
+    timing = timed(engine, "hardsync", follow=follow, **given)
+    assert repr(timing) == repr(timed(engine, "hardsync", topology=topology, **length))
+    assert (looks[0]().share, looks[0]().updates) == (1, timing.updates)
+    shares = [each.share for each in seen]
+    assert shares == sorted(shares)
 
 
 def test_a_script_is_checked_before_a_timing_and_told_after_it() -> None:

@@ -8,13 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 
 from syncline.cli.engines import SETS, Simulated, refuse_other_engine
 from syncline.cli.training import Wish, load, run_loaded
 from syncline.cli.words import account, duration, event_line
+from syncline.engines.sim.timing import Look
 from syncline.jobs import Job
 from syncline.tradeoff.point import time_job
+
+REFRESHES, BAR = 2, 30  # a second; characters
 
 
 def simulate_job(
@@ -45,9 +51,41 @@ def simulate_job(
     return code
 
 
+class Progress:
+    """How far a timing is: one line on a terminal, elsewhere nothing. A thread looks now and then, the simulator is not slowed."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._began = console, time.monotonic()
+        self._look: Look | None = None
+        self._live = Live(
+            console=console, get_renderable=self.line, refresh_per_second=REFRESHES, transient=True
+        )
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def follow(self, look: Look) -> None:
+        self._look = look
+        if self._console.is_terminal:
+            self._live.start()
+
+    def line(self) -> RenderableType:
+        if self._look is None:
+            return ""
+        so_far, grid = self._look(), Table.grid(padding=(0, 2))
+        words = f"{100 * so_far.share:.0f} %  {so_far.updates:,} updates  {duration(so_far.seconds)} virtual"
+        bar = ProgressBar(total=1.0, completed=so_far.share, width=BAR)
+        grid.add_row("timing", bar, words, f"{duration(time.monotonic() - self._began)} so far")
+        return grid
+
+
 def _time(job: Job, console: Console) -> int:
     """Sizes only: nothing is learnt, and there is no run folder."""
-    timing = time_job(replace(job, run_dir=None))
+    with Progress(Console(stderr=True)) as progress:
+        timing = time_job(replace(job, run_dir=None), progress.follow)
     staleness = timing.staleness
     machine, share = timing.busiest
     where = f"shards' machine {-1 - machine}" if machine < 0 else f"machine {machine}"

@@ -411,6 +411,10 @@ class Leader:
 
     # -- reports -----------------------------------------------------------------------------------------
 
+    def examples(self, table: int) -> int:
+        """In its updates so far; 0 where it is not open yet."""
+        return self._tally.examples.get(table, 0)
+
     def last_staleness(self, table: int) -> float:
         """Mean over the gradients of the last update."""
         return self._sequences[table].clock.last_update

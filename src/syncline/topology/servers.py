@@ -74,6 +74,11 @@ class ServerRole:
         assert self._leader is not None
         return self._leader.standings()
 
+    def examples(self, table: int) -> int:
+        """In updates so far (leading shard only)."""
+        assert self._leader is not None
+        return self._leader.examples(table)
+
     def last_staleness(self, table: int) -> float:
         """Of the last update (leading shard only)."""
         assert self._leader is not None

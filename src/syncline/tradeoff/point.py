@@ -12,7 +12,7 @@ from typing import Any
 
 from syncline.engines.run import EpochRecord
 from syncline.engines.sim.engine import Sim
-from syncline.engines.sim.timing import Timing
+from syncline.engines.sim.timing import Follow, Timing
 from syncline.errors import LearnerError, UsageError
 from syncline.jobs import Job
 from syncline.learn.training import evaluation_of
@@ -95,7 +95,7 @@ def _metrics(result: Result, arguments: dict[str, Any]) -> dict[str, float]:
 # -- timing only -----------------------------------------------------------------------------------------------
 
 
-def time_job(job: Job) -> Timing:
+def time_job(job: Job, follow: Follow | None = None) -> Timing:
     """How long a job's run would take on its simulator, by the sizes of its model and data."""
     made = job.build()
     engine, topology = made["engine"], parse_topology(job.topology)
@@ -120,6 +120,7 @@ def time_job(job: Job) -> Timing:
         policy=job.policy,
         warmstart=job.warmstart,
         seed=job.seed,
+        follow=follow,
         **where,
     )
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from syncline.cli.app import app
+from syncline.cli.simulating_job import Progress
 from syncline.engines.sim.hunt import Case, Failure, Found, random_case
+from syncline.engines.sim.timing import SoFar
 from syncline.report import read_run
 
 JOB = """
@@ -88,6 +92,25 @@ def test_sizes_only() -> None:
     assert result.exit_code == 0, result.output
     assert "for 300 updates of 300 gradients" in result.output and "overlap" in result.output
     assert not Path("runs").exists(), "nothing was trained"
+    assert result.stderr == "", "progress is for terminals"
+
+
+def test_a_timing_s_progress_is_a_line_on_a_terminal_and_nothing_elsewhere() -> None:
+    looked: list[SoFar] = []
+
+    def look() -> SoFar:
+        looked.append(SoFar(share=0.25, seconds=90.0, updates=1_500))
+        return looked[-1]
+
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+        with Progress(console) as progress:
+            progress.follow(look)
+        said = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("25 %  1,500 updates  1:30 virtual" in said) is terminal
+        assert bool(said) is terminal
+        assert bool(looked) is terminal
+        looked.clear()
 
 
 def test_help_is_good_reading() -> None:

@@ -16,7 +16,7 @@ from syncline.engines.sim.peers import PeerWorld, check_peer_script
 from syncline.engines.sim.script import Script
 from syncline.engines.sim.sized import OnUpdate, Sizes
 from syncline.engines.sim.states import Random
-from syncline.engines.sim.timing import Length, Timing, time_all_reduce, time_run
+from syncline.engines.sim.timing import Follow, Length, Timing, time_all_reduce, time_run
 from syncline.engines.sim.workshop import Ways
 from syncline.engines.sim.world import World, check_script
 from syncline.errors import RunError, UsageError
@@ -109,7 +109,7 @@ class Sim(Engine):
     learners are equal and times fixed (`compute`, `transfer`, `latency`). `script` is what happens to the run ("kill learner 3
     at 40 s; add 2 at 60 s"), `seed` that of the cluster's jitter (by default the run's).
 
-    `check`: what always holds is checked after every event; what is broken raises an `InvariantError`.
+    `check`: what always holds is checked after every event (over servers); what is broken raises an `InvariantError`.
     `train`'s own loop runs as a handler of events; `handlers=False` gives each of its learners a fiber and a copy of the
     model instead, with the same results.
     `batched`: gradients of `train`'s loop are computed many at once when the first is needed, on the run's `device`; the default on a
@@ -199,12 +199,14 @@ class Sim(Engine):
         warmstart: int = 0,
         seed: int = 0,
         on_update: OnUpdate | None = None,
+        follow: Follow | None = None,
     ) -> Timing:
         """How long a run would take: no gradients, just sizes, for any number of learners and parameters.
 
         `parameters` of `itemsize` bytes on so many `shards`, or over `topology="allreduce"`, there with the parameters of each of the
         `layers` for `allreduce:layerwise`; `examples` in an epoch. Ends after epochs, updates (`steps`) or
-        virtual `seconds`. `on_update` gets each version, its moment and the mean staleness of its gradients.
+        virtual `seconds`. `on_update` gets each version, its moment and the mean staleness of its gradients;
+        `follow`, before it begins, a function that says how far it is and may be called from another thread.
         """
         script, course = Script.of(self.script), Course.of(sync)
         check_whole("shards", shards)
@@ -232,6 +234,11 @@ class Sim(Engine):
                 batch_size=batch_size,
                 policy=policy,
                 seed=seed,
+                follow=follow,
+            )
+        if layers is not None:
+            raise UsageError(
+                "timing: layers= are those of all-reduce; servers cut the whole table: leave it out"
             )
         return time_run(
             self.cluster,
@@ -246,6 +253,7 @@ class Sim(Engine):
             script=script,
             seed=seed,
             on_update=on_update,
+            follow=follow,
         )
 
     def _ways(self, spec: RunSpec) -> Ways | None:
@@ -256,6 +264,11 @@ class Sim(Engine):
 
     def start(self, spec: RunSpec) -> SimHandle:
         if spec.allreduce is not None:
+            if self.check:
+                raise UsageError(
+                    "Sim(check=True) checks the accounts of servers, over all-reduce there are none: leave check out, "
+                    "or use topology='servers'"
+                )
             check_peer_script(Script.of(self.script))
             return SimHandle(self, spec)
         check_script(Script.of(self.script), spec)

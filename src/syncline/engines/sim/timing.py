@@ -6,7 +6,7 @@ what the learners would learn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from syncline.dial import Course
@@ -61,6 +61,19 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SoFar:
+    """How far a timing is."""
+
+    share: float  # of its length, 0 to 1
+    seconds: float  # virtual
+    updates: int
+
+
+Look = Callable[[], SoFar]  # cheap, from any thread
+Follow = Callable[[Look], None]  # gets it before the timing begins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
     """When a timing ends: after epochs, updates or virtual seconds; one of them."""
 
@@ -78,6 +91,12 @@ class Length:
         if self.seconds is not None and not self.seconds > 0:
             raise UsageError(f"timing: seconds must be > 0, got {self.seconds!r}")
 
+    def so_far(self, *, updates: int, seconds: float, epochs: float) -> SoFar:
+        """After so much."""
+        pairs = ((updates, self.steps), (seconds, self.seconds), (epochs, self.epochs))
+        share = next(done / whole for done, whole in pairs if whole is not None)
+        return SoFar(share=min(1.0, share), seconds=seconds, updates=updates)
+
 
 def time_run(
     cluster: Cluster,
@@ -93,6 +112,7 @@ def time_run(
     script: Script | None = None,
     seed: int = 0,
     on_update: OnUpdate | None = None,
+    follow: Follow | None = None,
 ) -> Timing:
     """Run it in virtual time."""
     check_whole("learners", learners)
@@ -121,6 +141,13 @@ def time_run(
         world.on_update = on_update
         if length.seconds is not None:
             world.clock.at(length.seconds, world.coordinator.stop)
+
+        def look() -> SoFar:
+            epochs = world.servers[0].role.examples(0) / sizes.examples
+            return length.so_far(updates=world.version, seconds=world.clock.now, epochs=epochs)
+
+        if follow is not None:
+            follow(look)
         outcome = world.run()
     return _timing(world, outcome)
 
@@ -169,6 +196,7 @@ def time_all_reduce(
     batch_size: int,
     policy: str = "ledger",
     seed: int,
+    follow: Follow | None = None,
 ) -> Timing:
     """The same over all-reduce: lockstep, without servers."""
     check_whole("learners", learners)
@@ -178,6 +206,13 @@ def time_all_reduce(
         raise UsageError(f"timing over all-reduce takes one dial, got {course}")
     buckets = Buckets(cluster, learners, even_layers(sizes.parameters, sizes.itemsize, layers), topology)
     rings = TimedRings(cluster, buckets, course.first, learners, seed)
+
+    def look() -> SoFar:
+        epochs = rings.examples / sizes.examples
+        return length.so_far(updates=rings.iterations, seconds=rings.seconds, epochs=epochs)
+
+    if follow is not None:
+        follow(look)
     history = run_rings(
         rings,
         examples=sizes.examples,
