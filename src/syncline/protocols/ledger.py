@@ -446,7 +446,8 @@ class Ledger:
     def _may_return(self, member: _Learner) -> bool:
         if member.open or member.reserved:
             return True
-        return self._stock.owns(member.rank)
+        stock = self._stock
+        return stock.partition and stock.owns(member.rank)
 
     def _skip_leftovers(self) -> None:
         """What is left of an epoch that learners broke out of is wanted by nobody once all are past it."""

@@ -7,7 +7,7 @@ learners bring to it, nor for their rest meanwhile: who is in a meeting rests, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,9 +55,9 @@ class Meetings:
         self._together = set[int]() if apart else set(self.members)
 
     @property
-    def here(self) -> set[int]:
+    def here(self) -> Set[int]:
         """Who waits in the meeting."""
-        return set(self._here)
+        return self._here.keys()
 
     def join(self, learner: int) -> None:
         """It is there; who was not expected begins its loop later than the others."""
@@ -76,10 +76,10 @@ class Meetings:
         self._here.pop(learner, None)
         return self._try()
 
-    def still(self, elsewhere: Collection[int]) -> bool:
+    def still(self, *elsewhere: Collection[int]) -> bool:
         """These wait elsewhere, for others: nobody is left who could go on."""
-        enough = len(self._here) + len(elsewhere) >= len(self.members)  # quick to see, and seldom so
-        return enough and not self.members - self._here.keys() - set(elsewhere)
+        waiting = len(self._here) + sum(map(len, elsewhere))  # quick to see, and seldom enough
+        return waiting >= len(self.members) and not self.members.difference(self._here, *elsewhere)
 
     def stand_still(self, elsewhere: Mapping[int, Place]) -> list[Decision]:
         """The same: if nobody else is missing, nobody will ever come.

@@ -34,7 +34,7 @@ class Stock:
         standing: Standing | None = None,
     ) -> None:
         self._size, self._batch_size = size, batch_size
-        self._partition, self._parts = partition, parts
+        self.partition, self._parts = partition, parts
         self._unfinished: dict[int, _Epoch] = {}
         self.returned: list[Span] = []  # a heap, oldest first
         self.newest = -1  # epoch
@@ -51,8 +51,8 @@ class Stock:
         """Up to that epoch; parts of owners that are not there are for everybody."""
         while self.newest < epoch:
             self.newest += 1
-            shares = self._owned(self.newest) if self._partition else {0: Span(self.newest, 0, self._size)}
-            if self._partition:
+            shares = self._owned(self.newest) if self.partition else {0: Span(self.newest, 0, self._size)}
+            if self.partition:
                 self.give_back(shares.pop(rank) for rank in list(shares) if rank not in ranks)
             self._unfinished[self.newest] = _Epoch(fresh=shares, left=self._size)
 
@@ -93,7 +93,7 @@ class Stock:
 
     def next(self, epoch: int, rank: int) -> Span | None:
         """A batch for a learner of that rank: first what came back, or (`partition`) first of its own part."""
-        if self._partition:
+        if self.partition:
             return self._next_fresh(epoch, rank) or self._next_returned(epoch)
         return (self.returned and self._next_returned(epoch)) or self._next_fresh(epoch, 0)
 
@@ -136,15 +136,15 @@ class Stock:
 
     def owners(self) -> set[int]:
         """Ranks that have a part of their own."""
-        return set(self._owned(0)) if self._partition else set()
+        return set(self._owned(0)) if self.partition else set()
 
     def owns(self, rank: int) -> bool:
         """Something of its own part is not handed out."""
-        return self._partition and any(rank in state.fresh for state in self._unfinished.values())
+        return self.partition and any(rank in state.fresh for state in self._unfinished.values())
 
     def disown(self, rank: int, epoch: int | None = None) -> None:
         """What is not handed out of its part goes to the others: of that epoch, or of all."""
-        if not self._partition:
+        if not self.partition:
             return
         for number, state in self._unfinished.items():
             if (epoch is None or number == epoch) and rank in state.fresh:
@@ -153,7 +153,7 @@ class Stock:
     def adopt(self, ranks: set[int]) -> None:
         """All have come who go on with the feed: what has no owner in its epoch any more is for everybody."""
         self.orphans = False
-        owners = ranks if self._partition else ({0} if ranks else set())
+        owners = ranks if self.partition else ({0} if ranks else set())
         for epoch, state in self._unfinished.items():
             for owner in [each for each in state.fresh if epoch < self.newest or each not in owners]:
                 self.give_back([state.fresh.pop(owner)])
@@ -183,7 +183,7 @@ class Stock:
             fresh = {owner: Span(epoch, *ends) for owner, ends in owners.items()}
             back = (span for span in self.returned if span.epoch == epoch)
             left = _length(fresh.values()) + _length(back)
-            if self._partition:
+            if self.partition:
                 self._reown(epoch, fresh)
             self._unfinished[epoch] = _Epoch(fresh=fresh, left=left, skipped=standing.skipped[epoch])
 

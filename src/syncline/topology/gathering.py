@@ -80,10 +80,11 @@ class Gathering:
             return
         elsewhere = self._feeding.waiting()
         if opening:
-            waiting = {**self._stepping(), **elsewhere, **opening}
-            if meetings.still(waiting):
+            stepping = self._stepping()
+            if meetings.still(stepping, elsewhere, opening):
+                waiting = {**stepping, **elsewhere, **opening}
                 if not sure:
-                    self._port.report(m.Standstill(self._heard, meetings.here | waiting.keys()))
+                    self._port.report(m.Standstill(self._heard, {*meetings.here, *waiting}))
                     return
                 elsewhere = waiting
         decisions = meetings.stand_still(elsewhere)
