@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_honest [--learners 2] [--sizes 0,1,2] [--seconds 15,15,40] [--window 0.2] [--json FILE]
 
-The prediction knows one learner on a machine that plain loops keep busy, and a microbenchmark of the shard's work
-(`syncline.engines.sim.calibrate`), nothing of the runs that it predicts. Calibration and runs take turns, in windows of a fraction of a
+The prediction knows one learner on a machine that plain loops keep busy, and microbenchmarks of the shard's work or, where each process
+has a core, of what all of them do to the memory (`syncline.engines.sim.calibrate`), nothing of the runs that it predicts. Calibration and runs take turns, in windows of a fraction of a
 second between which nobody starts or ends, since the machine's speed drifts by a third within seconds: every run's window lies
 between two of the one learner's, and is compared in units of these.
 

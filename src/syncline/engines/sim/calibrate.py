@@ -1,6 +1,6 @@
 """This machine as a cluster: the costs of one model's training, measured.
 
-Only one learner is looked at, on a machine that plain loops keep as busy as the other learners would, and microbenchmarks of the
+Only one learner of the engine is looked at, on a machine that plain loops keep as busy as the other learners would, and microbenchmarks of the
 shards' work (`shard_work`, `crowd`). What a run of several comes to is left to the simulator (`fitting`). Not responsible for keeping the
 result (`kept`).
 """
@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist, median
+from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -97,14 +98,22 @@ class Calibration:
     """One learner under each of some dials, and what it takes; plain loops have the other learners' places."""
 
     def __init__(self, work: Workload, syncs: Sequence[str], *, learners: int) -> None:
-        self._stack = ExitStack()
         self._work = work
         self._beside = min(learners, cores()) - 1  # more would take time from the one that is measured
         self._shards = {sync: table_shards(work, learners, sync) for sync in syncs}
         self._learners = learners
         self._folding = Folding(work)
         self._slice, self._spin = time_slice(), spin_seconds()
-        enter = self._stack.enter_context
+        self.samples: dict[str, list[Sample]] = {sync: [] for sync in syncs}
+        self.works: dict[str, list[Works]] = {sync: [] for sync in syncs}
+        self.decisions: dict[str, list[Decisions]] = {sync: [] for sync in syncs}
+        with ExitStack() as stack:  # where one of them fails, those before it end
+            self._start(stack)
+            self._stack = stack.pop_all()
+
+    def _start(self, stack: ExitStack) -> None:
+        """All processes; each does once what it will be told to."""
+        work, learners, enter = self._work, self._learners, stack.enter_context
         self._crowds = {
             sync: enter(Crowd(work, learners=learners, shards=shards, sync=sync))
             for sync, shards in self._shards.items()
@@ -116,9 +125,6 @@ class Calibration:
             sync: enter(Turns(work, sync=sync, shards=shards, fixed_shards=True))
             for sync, shards in self._shards.items()
         }
-        self.samples: dict[str, list[Sample]] = {sync: [] for sync in syncs}
-        self.works: dict[str, list[Works]] = {sync: [] for sync in syncs}
-        self.decisions: dict[str, list[Decisions]] = {sync: [] for sync in syncs}
         for turns in (self._plain, *self._one.values()):
             turns.window(0.0)
         for crowd in self._crowds.values():
@@ -128,8 +134,10 @@ class Calibration:
     def __enter__(self) -> Calibration:
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def sample(self, sync: str, seconds: float) -> Sample:
         """One more look at one learner under this dial."""

@@ -20,10 +20,10 @@ from torch import Tensor
 from syncline.dial import Course, Sync
 from syncline.engines.local.memory import Cells, Region
 from syncline.engines.sim.memory import part_bytes
-from syncline.engines.sim.shard_work import Work
+from syncline.engines.sim.shard_work import Work, hand_over, seconds_of
 from syncline.engines.sim.turns import Player, Stage, Workload, inequality
 from syncline.errors import RunError
-from syncline.learn.session import Session
+from syncline.learn.session import Session, make_optimizer
 from syncline.table.layout import LINE, lay_out
 from syncline.table.shard import Shard
 from syncline.table.slot import Slot, slot_bytes
@@ -101,7 +101,7 @@ class Crowd(Stage):
 
     def _whole(self, parts: list[list[float]]) -> float:
         """For the whole table on one shard."""
-        return _mean([_mean(part) / share for part, share in zip(parts, self._shares, strict=True)])
+        return _mean([_mean(part) / share for part, share in zip(parts, self._shares, strict=True) if share])
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -117,7 +117,7 @@ class _Board:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.model = plan.work.model()
-        inner = plan.work.optimizer(self.model.parameters())
+        inner = make_optimizer(self.model, plan.work.optimizer)
         groups = [group["params"] for group in inner.param_groups]
         cuttable = type(inner) in ELEMENTWISE
         self.layout, tensors = lay_out(self.model, groups, cuttable=cuttable, shards=plan.shards)
@@ -196,10 +196,10 @@ class _Learner:
         seen = Seen()
         if active and self._rank >= active:
             while self._board.over() < window:
-                seen.compute.append(_seconds(self._compute))
+                seen.compute.append(seconds_of(self._compute))
             return seen
         for _ in range(count):
-            seen.compute.append(_seconds(self._compute))
+            seen.compute.append(seconds_of(self._compute))
             if active:
                 self._exchange(seen)
         if self._rank == 0:
@@ -207,20 +207,18 @@ class _Learner:
         return seen
 
     def _exchange(self, seen: Seen) -> None:
-        seen.publish.append(_seconds(self._publish))
+        seen.publish.append(seconds_of(self._publish))
         self._posted += 1
         self._board.post(self._rank, self._posted)
         _until(lambda: self._board.answered(self._rank) >= self._posted)
-        seen.read.append(_seconds(self._read))
+        seen.read.append(seconds_of(self._read))
 
     def _compute(self) -> None:
         self._board.model.zero_grad()
         self._objective(self._board.model, self._batch).backward()
 
     def _publish(self) -> None:
-        pairs = zip(self._gradients, self._board.parameters, strict=True)
-        here = [(slot, parameter.grad) for slot, parameter in pairs if parameter.grad is not None]
-        torch._foreach_copy_([slot for slot, _ in here], [gradient for _, gradient in here])
+        hand_over(self._board.parameters, self._gradients)
 
     @torch.no_grad()
     def _read(self) -> None:
@@ -253,8 +251,8 @@ class _Folder:
             self._await(rank)
         for rank in range(active):
             self._take(rank, alone=active == 1)
-        gather = _seconds(lambda: self._shard.gather(0))
-        apply = _seconds(self._apply)
+        gather = seconds_of(lambda: self._shard.gather(0))
+        apply = seconds_of(self._apply)
         if active > 1:
             seen.take.append(gather / active)
         seen.fold.append(apply if active > 1 else gather + apply)
@@ -265,13 +263,13 @@ class _Folder:
         quorum = self._sync.quorum(active)
         for rank in range(active):
             self._await(rank)
-            take = _seconds(partial(self._take, rank, alone=quorum == 1))
+            take = seconds_of(partial(self._take, rank, alone=quorum == 1))
             if quorum > 1:
                 seen.take.append(take)
             if (rank + 1) % quorum == 0 or rank + 1 == active:
-                seen.fold.append(_seconds(self._fold) + (take if quorum == 1 else 0.0))
+                seen.fold.append(seconds_of(self._fold) + (take if quorum == 1 else 0.0))
             inbox = self._board.inboxes[rank]
-            seen.serve.append(_seconds(partial(self._shard.read, self._shard.version, inbox)))
+            seen.serve.append(seconds_of(partial(self._shard.read, self._shard.version, inbox)))
             self._board.answer(self._index, rank, self._counts[rank])
 
     def _await(self, rank: int) -> None:
@@ -300,9 +298,3 @@ def _until(ready: Callable[[], bool]) -> None:
             time.sleep(NAP)
             if time.monotonic() - start > PATIENCE:
                 raise RunError(f"a microbenchmark's process waited {PATIENCE:.0f} s for its turn")
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start

@@ -6,7 +6,7 @@ Not responsible for what learners and shards do to each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -23,7 +23,7 @@ from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.memory import part_bytes
 from syncline.engines.sim.turns import Workload
 from syncline.engines.sim.world import World
-from syncline.learn.session import Session
+from syncline.learn.session import Session, make_optimizer
 from syncline.ports import Kind, Note
 from syncline.table.layout import Layout, lay_out
 from syncline.table.shard import Shard
@@ -55,7 +55,7 @@ class Folding:
     def __init__(self, work: Workload) -> None:
         self._work, self._batch = work, work.batch(work.batch_size)
         self._model = model = work.model()
-        inner = work.optimizer(model.parameters())
+        inner = make_optimizer(model, work.optimizer)
         groups = [group["params"] for group in inner.param_groups]
         layout, tensors = lay_out(model, groups, cuttable=type(inner) in ELEMENTWISE, shards=1)
         self.nbytes = sum(part_bytes(layout))
@@ -104,8 +104,14 @@ class Folding:
         self._work.objective(self._model, self._batch).backward()
 
     def _copy(self) -> None:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        torch._foreach_copy_(self._slots[0].gradients, gradients)
+        hand_over(self._parameters, self._slots[0].gradients)
+
+
+def hand_over(parameters: Sequence[Tensor], slot: Sequence[Tensor]) -> None:
+    """The gradients that there are: frozen and unused parameters have none."""
+    pairs = zip(slot, parameters, strict=True)
+    here = [(place, parameter.grad) for place, parameter in pairs if parameter.grad is not None]
+    torch._foreach_copy_([place for place, _ in here], [gradient for _, gradient in here])
 
 
 @contextmanager

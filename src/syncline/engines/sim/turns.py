@@ -24,14 +24,15 @@ from torch import Tensor, nn
 
 from syncline.dial import Course
 from syncline.engines.local.engine import Local
-from syncline.engines.run import Handle, RunSpec
-from syncline.errors import RunError
+from syncline.engines.run import Event, Handle, RunSpec
+from syncline.errors import LostError, RunError, UsageError
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.session import Session
 from syncline.ports import Reading
 
 SETTLE = 0.02  # seconds until burners are at it
 LOOK = 0.25  # seconds between looks at whether the run has failed
+LEAST = 3  # steps of a window
 FLAG = "flag"
 FEW = 4  # cores: of fewer, processes are not dealt
 
@@ -72,11 +73,11 @@ def deal(count: int) -> list[int]:
 
     Virtual cores are not equal: two of them may be one to the host, which somebody else uses too. Who stays on one core measures that core.
     """
-    if len(_deck) < count:
-        _deck[:] = sorted(os.sched_getaffinity(0))
-        random.shuffle(_deck)
-    if len(_deck) < count or len(_deck) < FEW:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < max(count, FEW):
         return [-1] * count
+    if len(_deck) < count:
+        _deck[:] = random.sample(cores, len(cores))
     return [_deck.pop() for _ in range(count)]
 
 
@@ -103,6 +104,7 @@ class Stage:
         for rank in range(processes):
             os.mkfifo(folder / f"to-{rank}")
             os.mkfifo(folder / f"from-{rank}")
+        self._lost: list[str] = []
         self._run: Handle = Local().start(
             RunSpec(
                 function=_obey,
@@ -114,6 +116,7 @@ class Stage:
                 devices=("cpu",) * processes,
                 threads=1,
                 patience=None,
+                listeners=(self._hear,),
             )
         )
         self._to = [_pipe(folder / f"to-{rank}", "w") for rank in range(processes)]
@@ -124,12 +127,18 @@ class Stage:
 
     def __exit__(self, *raised: object) -> None:
         self._tell("end")
+        if raised and raised[0] is not None:
+            self._run.stop()  # who waits for somebody who is gone does not hear the order
         try:
             self._run.wait()
         finally:
             for end in (*self._to, *self._from):
                 end.close()
             self._folder.cleanup()
+
+    def _hear(self, record: Any) -> None:
+        if isinstance(record, Event) and record.kind == "lost":
+            self._lost.append(f"process {record.rank} of a run that takes turns is {record.what}")
 
     def _tell(self, text: str) -> None:
         for end, core in zip(self._to, deal(len(self._to)), strict=True):
@@ -139,11 +148,13 @@ class Stage:
         return [json.loads(self._line(end)) for end in self._from]
 
     def _line(self, end: IO[str]) -> str:
-        """Nobody answers once the run has failed: then its error comes."""
+        """Nobody answers once the run has failed: then its error comes; and who is lost never does."""
         while not select.select([end], [], [], LOOK)[0]:
             if self._run.done:
                 self._run.wait()
                 raise RunError("a run that takes turns has ended before it was told to")
+            if self._lost:
+                raise LostError(self._lost[0])
         return end.readline()
 
 
@@ -160,8 +171,13 @@ class Turns(Stage):
         fixed_shards: bool = False,
     ) -> None:
         """Without a dial: plain loops, which say nothing to anybody."""
-        self._lockstep = sync is not None and Course.of(sync).first.lockstep
-        self._count = 3  # of a window in lockstep, where all must take as many steps
+        dial = Course.of(sync or "async").first
+        if dial.backup and learners > 1:
+            raise UsageError(
+                f"{dial} leaves out who is slow, so that {learners} learners cannot all end a window: take one learner"
+            )
+        self._waits = dial.waits
+        self._step = 0.0  # seconds, in the last window
         super().__init__(
             partial(_player, work, sync is not None),
             processes=learners,
@@ -174,10 +190,14 @@ class Turns(Stage):
 
     def window(self, seconds: float) -> list[Window]:
         """What each did in about so many seconds."""
-        self._tell(f"work {seconds} {self._count if self._lockstep else 0}")
+        self._tell(f"work {seconds} {self._steps(seconds) if self._waits else 0}")
         found = self._windows()
-        self._count = max(3, round(seconds / found[0].step))
+        self._step = found[0].step
         return found
+
+    def _steps(self, seconds: float) -> int:
+        """Where learners wait for each other all must take as many."""
+        return max(LEAST, round(seconds / self._step)) if self._step else LEAST
 
     def burn(self) -> None:
         """All work until `rest`."""
@@ -188,6 +208,11 @@ class Turns(Stage):
     def rest(self) -> list[Window]:
         self._flag[0] = 1
         return self._windows()
+
+    def __exit__(self, *raised: object) -> None:
+        self._flag[0] = 1
+        super().__exit__(*raised)
+        self._flag.close()
 
     def _windows(self) -> list[Window]:
         return [Window(**answer) for answer in self._answers()]

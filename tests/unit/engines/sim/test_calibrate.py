@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist
 
 import pytest
 import torch
 
-from syncline.engines.sim import calibrate, shard_work
+from syncline.engines.local import supervisor
+from syncline.engines.local.engine import LocalHandle
+from syncline.engines.sim import calibrate, shard_work, turns
 from syncline.engines.sim.calibrate import (
     Calibration,
     Measured,
@@ -21,9 +29,9 @@ from syncline.engines.sim.calibrate import (
 from syncline.engines.sim.cluster import Jitter
 from syncline.engines.sim.crowd import Crowd
 from syncline.engines.sim.fitting import LEAST, simulate
-from syncline.engines.sim.shard_work import Work
-from syncline.engines.sim.turns import Turns, Window, inequality
-from syncline.errors import LearnerError
+from syncline.engines.sim.shard_work import Folding, Work
+from syncline.engines.sim.turns import Stage, Turns, Window, deal, inequality
+from syncline.errors import LearnerError, LostError, UsageError
 
 SEEN = Measured(
     sync="async",
@@ -153,6 +161,145 @@ def test_taking_turns() -> None:
         assert one.compute + one.publish + one.wait + one.read <= one.step
         assert min(one.compute, one.publish, one.wait, one.read) > 0
         assert one.rate == 1 / one.step
+
+
+@pytest.mark.parametrize("sync", ["ssp:0", "ssp:1", "delayed:2"])
+def test_who_waits_for_others_takes_as_many_steps(sync: str) -> None:
+    with Turns(perceptron(SMALL, 4), learners=2, sync=sync) as together:
+        for _ in range(4):
+            steps = {window.steps for window in together.window(0.01)}
+            assert len(steps) == 1
+
+
+def test_learners_that_are_left_out_have_no_windows() -> None:
+    with pytest.raises(UsageError, match="backup:1 leaves out"):
+        Turns(perceptron(SMALL, 4), learners=2, sync="backup:1")
+    with Turns(perceptron(SMALL, 4), sync="backup:1") as alone:
+        assert alone.window(0.0)[0].steps == 3
+
+
+def test_a_window_in_lockstep_is_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    with Turns(perceptron(SMALL, 4), sync="hardsync") as one:
+        step = one.window(0.0)[0].step
+        monkeypatch.setattr(one, "_tell", told.append)
+        monkeypatch.setattr(one, "_answers", lambda: [{"steps": 9, "step": 1.0}])
+        one.window(100 * step)
+        one.window(7.0)
+        monkeypatch.undo()
+    assert [text.split()[-1] for text in told] == ["100", "7"]
+
+
+def test_cores_are_dealt_until_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_deck", [])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(5)))
+    for _ in range(3):
+        assert sorted(core for _ in range(5) for core in deal(1)) == [0, 1, 2, 3, 4]
+    assert deal(6) == [-1] * 6
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert deal(1) == [-1]
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where runs that take turns have their folders; none may be left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+    assert list(tmp_path.glob("syncline-turns-*")) == []
+
+
+def lose(stage: Stage, rank: int) -> None:
+    run = stage._run
+    assert isinstance(run, LocalHandle)
+    os.kill(run.pids()[f"learner {rank}"], signal.SIGKILL)
+
+
+def lose_a_loop(work: Workload) -> None:
+    with Turns(work, learners=2) as loops:
+        loops.window(0.0)
+        loops.burn()
+        lose(loops, 1)
+        loops.rest()
+
+
+def lose_one_of_a_crowd(work: Workload, rank: int) -> None:
+    with Crowd(work, learners=2, shards=1, sync="async") as few:
+        few.window(1, 0.0)
+        lose(few, rank)
+        few.window(1, 0.0)
+
+
+def fail_beside_a_loop(work: Workload) -> None:
+    with Turns(work) as loop:
+        loop.burn()
+        raise ZeroDivisionError
+
+
+def test_a_lost_process_is_an_error(places: Path) -> None:
+    with pytest.raises(LostError, match=r"process 1 .* SIGKILL"):
+        lose_a_loop(perceptron(SMALL, 4))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_who_waits_for_a_lost_process_is_ended(
+    rank: int, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "GRACE", 0.1)
+    with pytest.raises(LostError, match=rf"process {rank} .* SIGKILL"):
+        lose_one_of_a_crowd(perceptron(SMALL, 4), rank)
+
+
+def test_loops_end_where_something_fails_beside_them(places: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        fail_beside_a_loop(perceptron(SMALL, 4))
+
+
+def test_nobody_stays_where_a_calibration_cannot_begin(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Folding) -> Work:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Folding, "measure", fail)
+    with pytest.raises(ZeroDivisionError):
+        Calibration(perceptron(SMALL, 4), ["async"], learners=2)
+    assert "syncline-supervisor" not in {thread.name for thread in threading.enumerate()}
+
+
+class Odd(torch.nn.Module):
+    """A frozen parameter, an unused one, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+        )
+        self.layers[0].weight.requires_grad_(False)
+        self.unused = torch.nn.Linear(3, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(inputs)
+        return found
+
+
+def by_name(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """A factory that asks for the model."""
+    return torch.optim.SGD([parameter for _, parameter in model.named_parameters()], lr=0.1)
+
+
+def test_parameters_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_work, "SECONDS", 0.002)
+    work = replace(perceptron(SMALL, 4), model=Odd, optimizer=by_name)
+    assert min(Folding(work).measure().copy, Folding(work).measure().fold) > 0
+    with Crowd(work, learners=2, shards=1, sync="async") as few:
+        assert few.window(2, 0.0).copy > 0
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "async"])
+def test_a_shard_that_holds_nothing(sync: str) -> None:
+    """Tables of an optimizer that cannot be cut are dealt by whole parameters."""
+    work = replace(perceptron((64, 512, 2), 4), optimizer=torch.optim.Adafactor)
+    with Crowd(work, learners=2, shards=4, sync=sync) as few:
+        assert min(few._shares) == 0
+        assert few.window(2, 0.0).fold > 0
 
 
 def test_a_model_that_cannot_be_made_is_an_error() -> None:
