@@ -18,7 +18,7 @@ from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, See
 from syncline.cli.simulate import simulate
 from syncline.cli.tradeoff import tradeoff
 from syncline.cli.training import Wish, run_job
-from syncline.cli.words import event_line, how, summary
+from syncline.cli.words import duration, event_line, how, summary
 from syncline.dial import LATER, PRESETS
 from syncline.errors import UsageError
 from syncline.report.record import EVENTS, read_run
@@ -160,7 +160,8 @@ def show(
         console = Console()
         console.print(panel(record))
         console.print(how(record), style="bold", highlight=False, soft_wrap=True)
-        for name, value in summary(record):
+        took = [("simulating took", duration(record.took))] if record.took is not None else []
+        for name, value in [*summary(record), *took]:
             console.print(f"  {name:<16}{value}", highlight=False, soft_wrap=True, markup=False)
         for event in record.faults:
             console.print(f"  fault at {event_line(event)}", highlight=False, soft_wrap=True, markup=False)

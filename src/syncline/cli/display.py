@@ -13,8 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from syncline.cli.words import duration, event_line, headline, last_and_best
-from syncline.report.record import Line, RunRecord, learners_of
+from syncline.cli.words import duration, event_line, headline, last_and_best, lasted
+from syncline.report.record import GONE, Line, RunRecord, learners_of
 
 MOST_BARS, BAR = 6, 24  # rows and widest bar of the histogram
 MOST_LEARNERS, MOST_EVENTS = 16, 4
@@ -57,7 +57,7 @@ def _progress(record: RunRecord) -> Table:
         f"{100 * done:.0f} %" if done is not None else "",
         f"epoch {min(len(record.epochs) + 1, epochs) if epochs else len(record.epochs) + 1}"
         + (f"/{epochs}" if epochs else ""),
-        duration(record.seconds),
+        lasted(record),
         _remaining(record, done),
     )
     return grid
@@ -163,7 +163,7 @@ def _mean_rate(record: RunRecord, rank: int) -> float:
 def _doing(learner: Line, missing: object) -> tuple[str, str]:
     """In words and colour; who waits in lockstep waits for those whose gradients are missing."""
     state = str(learner.get("state") or "?")
-    if state in ("lost", "raised"):
+    if state in GONE:
         return state, "red"
     if state.startswith("waits for version") and isinstance(missing, list):
         others = [rank for rank in missing if rank != learner["rank"]]

@@ -29,7 +29,8 @@ def headline(record: RunRecord) -> str:
     parts = [model, str(options.get("sync")), f"{options.get('learners')} learners{batch}"]
     parts += [f"{options['epochs']} epochs"] if options.get("epochs") else []
     parts += [f"{options['steps']} updates"] if options.get("steps") else []
-    parts += ["simulated"] if options.get("engine") == "sim" else []
+    if record.virtual:
+        parts.append(f"simulated on {options['cluster']}" if options.get("cluster") else "simulated")
     return " · ".join(parts)
 
 
@@ -63,6 +64,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def lasted(record: RunRecord) -> str:
+    """A run's time, in its own seconds."""
+    return f"{duration(record.seconds)} virtual" if record.virtual else duration(record.seconds)
+
+
 def last_and_best(record: RunRecord, name: str, *, short: bool = False) -> str:
     """A test metric: its last value, and the best if that is another."""
     points = record.metric(name)
@@ -85,7 +91,7 @@ def summary(record: RunRecord) -> list[tuple[str, str]]:
     gradients, dropped = last.get("gradients") or 0, last.get("dropped") or 0
     folded = f"mean {staleness.get('mean') or 0:.2f}, max {staleness.get('max') or 0}, over {gradients:,} gradients"
     rows.append(("staleness", f"{folded}, {dropped:,} dropped" if dropped else folded))
-    unit = "examples per virtual second" if record.options.get("engine") == "sim" else "examples/s"
+    unit = "examples per virtual second" if record.virtual else "examples/s"
     rows.append(("throughput", f"{record.throughput:,.0f} {unit}, {last.get('version') or 0:,} updates"))
     if record.faults:
         rows.append(("faults", f"{len(record.faults)}: {event_line(record.faults[-1])}"))
@@ -106,7 +112,7 @@ def account(total: LearnerTimes) -> list[tuple[str, str]]:
 def how(record: RunRecord) -> str:
     """How it stands: finished after …, running since …"""
     count = len(record.epochs)
-    done = f"{count} epoch{'s' if count != 1 else ''} in {duration(record.seconds)}"
+    done = f"{count} epoch{'s' if count != 1 else ''} in {lasted(record)}"
     if record.state == "failed":
         return f"failed after {done}: {(record.end or {}).get('error', '')}"
     return f"ended without a word after {done}" if record.state == "gone" else f"{record.state}: {done}"

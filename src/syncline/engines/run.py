@@ -232,6 +232,7 @@ class Engine(ABC):
     """Something that can run a `RunSpec`."""
 
     virtual = False  # its seconds are not the machine's, and its runs tell listeners how they stand
+    cluster_name: str | None = None  # of the simulated one
 
     @abstractmethod
     def start(self, spec: RunSpec) -> Handle: ...

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from syncline.report import svg
-from syncline.report.record import Line, RunRecord, learners_of
+from syncline.report.record import GONE, Line, RunRecord, learners_of
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # no part of any page
 STYLE = """
@@ -66,8 +66,14 @@ def plots(record: RunRecord) -> list[str]:
         ]
         y = name.split()[-1].lower()
         drawn.append(svg.lines(f"{name} over epochs", by_epoch, x="epochs", y=y))
-        drawn.append(svg.lines(f"{name} over time", by_time, x="seconds", y=y, marks=fault_marks(record)))
+        drawn.append(
+            svg.lines(f"{name} over time", by_time, x=_seconds(record), y=y, marks=fault_marks(record))
+        )
     return [*drawn, staleness_plot(record), rates_plot(record)]
+
+
+def _seconds(record: RunRecord) -> str:
+    return "virtual seconds" if record.virtual else "seconds"
 
 
 def _called(name: str) -> str:
@@ -97,11 +103,11 @@ def rates_plot(record: RunRecord) -> str:
         span = after["seconds"] - before["seconds"]
         for each in learners_of(after):
             done = (each.get("steps") or 0) - steps.get(each["rank"], 0)
-            if span > 0 and done >= 0 and each.get("state") not in ("lost", "raised"):
+            if span > 0 and done >= 0 and each.get("state") not in GONE:
                 series.setdefault(each["rank"], []).append((after["seconds"], done / span))
     drawn = [svg.Series(f"learner {rank}", series[rank]) for rank in sorted(series)[: len(svg.COLOURS)]]
     marks = fault_marks(record)
-    return svg.lines("Rates of learners", drawn, x="seconds", y="gradients/s", marks=marks, zero=True)
+    return svg.lines("Rates of learners", drawn, x=_seconds(record), y="gradients/s", marks=marks, zero=True)
 
 
 def spaced(samples: Sequence[Line], seconds: float) -> list[Line]:
@@ -129,7 +135,10 @@ def _subtitle(record: RunRecord) -> str:
     when = datetime.fromtimestamp(first, UTC)
     state = "ended without a word" if record.state == "gone" else record.state
     error = f": {record.end['error']}" if record.end and record.end.get("error") else ""
-    return f"{what} · {options.get('machine')} · {when:%Y-%m-%d %H:%M} UTC · {state}{error}"
+    where = (
+        f"simulated, on {options.get('cluster') or 'a cluster'}" if record.virtual else options.get("machine")
+    )
+    return f"{what} · {where} · {when:%Y-%m-%d %H:%M} UTC · {state}{error}"
 
 
 def _numbers(record: RunRecord) -> str:
@@ -146,9 +155,11 @@ def _numbers(record: RunRecord) -> str:
         (f"{last.get('dropped', 0):,}", "gradients dropped"),
         (f"{staleness.get('mean') or 0:.2f}", "mean staleness"),
         (f"{staleness.get('max') or 0}", "largest staleness"),
-        (f"{record.throughput:,.0f}", "examples/s"),
-        (f"{record.seconds:,.1f} s", "in all"),
+        (f"{record.throughput:,.0f}", "examples per virtual second" if record.virtual else "examples/s"),
+        (f"{record.seconds:,.1f} s", "virtual, in all" if record.virtual else "in all"),
     ]
+    if record.took is not None:
+        shown.append((f"{record.took:,.1f} s", "really taken, to simulate it"))
     cells = (f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in shown)
     return f"<div class='numbers'>{''.join(cells)}</div>"
 
@@ -181,7 +192,7 @@ def _epochs(record: RunRecord) -> str:
         rows.append(
             [str(each["epoch"] + 1), str(each.get("version")), f"{each['seconds']:.1f}", training, *cells]
         )
-    return table(["epoch", "version", "seconds", "training loss", *record.metrics], rows)
+    return table(["epoch", "version", _seconds(record), "training loss", *record.metrics], rows)
 
 
 def _learners(record: RunRecord) -> str:
@@ -212,7 +223,7 @@ def _events(record: RunRecord) -> str:
         return "<p class='faint'>None.</p>"
     rows = [[f"{e['seconds']:.2f}", str(e.get("event") or ""), _event_words(e)] for e in shown[:200]]
     more = f"<p class='faint'>and {len(shown) - 200} more in events.jsonl</p>" if len(shown) > 200 else ""
-    return table(["seconds", "kind", "what"], rows, numbers=False) + more
+    return table([_seconds(record), "kind", "what"], rows, numbers=False) + more
 
 
 def _options(record: RunRecord) -> str:
@@ -221,5 +232,6 @@ def _options(record: RunRecord) -> str:
             return ", ".join(f"{key} {item}" for key, item in value.items())
         return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    rows = [[key, text(value)] for key, value in record.options.items() if value is not None]
+    names = {"machine": "machine that simulated it"} if record.virtual else {}
+    rows = [[names.get(key, key), text(value)] for key, value in record.options.items() if value is not None]
     return table(["option", "value"], rows, numbers=False)

@@ -31,6 +31,7 @@ QUIET = (
     "paused",
 )  # events that are no faults
 SILENCE = 15.0  # seconds without a line after which a run on another machine counts as gone
+GONE = ("lost", "raised", "killed")  # states of learners that are no more
 Line = dict[str, Any]
 
 
@@ -109,13 +110,25 @@ class RunRecord:
     def started(self) -> Line:
         """Process, machine and time of the last start; a simulated run keeps them out of its lines."""
         start = self.starts[-1] if self.starts else {}
-        if start and "pid" not in start:
-            try:
-                kept = json.loads((self.path / "run.json").read_text(encoding="utf-8")).get("started")
-            except (OSError, ValueError, AttributeError):
-                kept = None
-            return kept if isinstance(kept, dict) else start
-        return start
+        kept = self._kept("started") if start and "pid" not in start else None
+        return kept if isinstance(kept, dict) else start
+
+    def _kept(self, key: str) -> Any:
+        """Of run.json."""
+        try:
+            return json.loads((self.path / "run.json").read_text(encoding="utf-8")).get(key)
+        except (OSError, ValueError, AttributeError):
+            return None
+
+    @property
+    def virtual(self) -> bool:
+        """Its seconds are those of a simulated cluster."""
+        return self.options.get("engine") == "sim"
+
+    @property
+    def took(self) -> float | None:
+        """Seconds that a simulated run really took, where that is known."""
+        return _number(self._kept("took")) if self.virtual else None
 
     def _alive(self) -> bool:
         start = self.started

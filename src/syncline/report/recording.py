@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,20 @@ class Recording:
         self._virtual = engine.virtual
         self._best = weights.best_so_far(folder) if spec.restored else None
         self._board: Board | None = None
+        self._gone: dict[int, str] = {}  # rank -> how, in a simulated run
         self._before = spec.restored.counts.examples.get(0, 0) if spec.restored else 0  # examples
         self._first: tuple[int, float] | None = None  # examples and seconds when the first were folded
         self._read_past()
         self._lines = LineWriter(folder / EVENTS)
         options = describe(spec, engine, model)
         started = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
-        self._whole("run.json", json.dumps(plain({**options, "started": started}), indent=2) + "\n")
+        self._kept = {**options, "started": started}
+        self._began, self._took = time.monotonic(), self.record.took or 0.0  # of the sessions before
+        self._keep()
         self._add("start", **self._beginning(spec, options))
+
+    def _keep(self) -> None:
+        self._whole("run.json", json.dumps(plain(self._kept), indent=2) + "\n")
 
     def _read_past(self) -> None:
         """A run that goes on appends."""
@@ -154,6 +160,7 @@ class Recording:
                 metrics=record.metrics,
             )
         elif isinstance(record, Event):
+            self._look_who_is_gone(record)
             self._add(
                 "event",
                 seconds=record.seconds,
@@ -169,6 +176,18 @@ class Recording:
         elif isinstance(record, Sampled):
             self._sampled(record.statistics, record.seconds)
 
+    def _look_who_is_gone(self, event: Event) -> None:
+        """Simulated learners are no processes whose state one could ask for."""
+        if event.kind == "begun anew":
+            self._gone.clear()
+        elif event.rank is None:
+            return
+        elif event.kind in ("lost", "raised"):
+            killed = event.kind == "lost" and "killed" in event.what
+            self._gone[event.rank] = "killed" if killed else event.kind
+        elif event.kind in ("joined", "replaced"):
+            self._gone.pop(event.rank, None)
+
     def _sample(self, handle: Handle) -> None:
         if self._virtual:  # it says by itself how it stands, at moments of its own time
             return
@@ -179,7 +198,7 @@ class Recording:
         self._sampled(statistics, self._now())
 
     def _sampled(self, statistics: Statistics, seconds: float) -> None:
-        if found := of_statistics(statistics):
+        if found := of_statistics(statistics, self._gone):
             if self._first is None and found["examples"] > self._before:
                 self._first = found["examples"], seconds
             self._add("statistics", seconds=seconds, **found)
@@ -212,6 +231,9 @@ class Recording:
                     self._save(name, state, {"version": version}, table)
             else:
                 self._add("end", seconds=self._now(), how="failed", error=_short(error))
+            if self._virtual:
+                self._kept["took"] = self._took + time.monotonic() - self._began
+                self._keep()
             self._whole(REPORT, page(self.record))
         except Exception as raised:  # the run's result must not depend on its report
             self._failed(f"{type(raised).__name__}: {raised}")
@@ -221,7 +243,7 @@ class Recording:
                 self._board.close()
 
     def _ending(self, outcome: Outcome) -> Line:
-        found = of_statistics(outcome.statistics) or {}
+        found = of_statistics(outcome.statistics, self._gone) or {}
         return {
             "seconds": outcome.seconds,
             "how": "stopped" if outcome.interrupted or self.stopped else "finished",
@@ -282,7 +304,7 @@ def record_run(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Record
 # -- records to lines ------------------------------------------------------------------------------------------
 
 
-def of_statistics(statistics: Statistics) -> Line | None:
+def of_statistics(statistics: Statistics, gone: Mapping[int, str]) -> Line | None:
     """The first table and the learners."""
     table = statistics.tables.get(0)
     if table is None:
@@ -296,11 +318,11 @@ def of_statistics(statistics: Statistics) -> Line | None:
         "examples": table.examples,
         "staleness": {"mean": staleness.mean, "max": staleness.max, "histogram": dict(staleness.histogram)},
         "missing": missing,
-        "learners": _learners(statistics),
+        "learners": _learners(statistics, gone),
     }
 
 
-def _learners(statistics: Statistics) -> list[Line]:
+def _learners(statistics: Statistics, gone: Mapping[int, str]) -> list[Line]:
     """One for each rank: the last process that had it."""
     found: dict[int, Line] = {}
     for each in statistics.processes:
@@ -313,9 +335,9 @@ def _learners(statistics: Statistics) -> list[Line]:
                 "loss": each.loss,
             }
     if not found:  # simulated learners are no processes
-        for rank, steps in statistics.steps.items():
+        for rank, steps in (dict.fromkeys(gone, 0) | statistics.steps).items():
             loss = statistics.losses.get(rank)
-            found[rank] = {"rank": rank, "state": "simulated", "steps": steps, "loss": loss}
+            found[rank] = {"rank": rank, "state": gone.get(rank, "simulated"), "steps": steps, "loss": loss}
     return [found[rank] for rank in sorted(found)]
 
 
@@ -325,6 +347,7 @@ def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
     return {
         "sync": str(spec.course),
         "engine": type(engine).__name__.lower(),
+        "cluster": engine.cluster_name,
         "learners": spec.learners,
         "topology": str(spec.allreduce) if spec.allreduce else f"servers:{spec.shards}",
         "shards": 0 if spec.allreduce else spec.shards,

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from syncline.cli.app import app
 from syncline.dial import PRESETS
-from tests.unit.report.lines_of_a_run import end, epoch, start, statistics, whole
+from tests.unit.report.lines_of_a_run import OPTIONS, end, epoch, start, statistics, whole
 
 JOB = """
 learners = 2
@@ -180,6 +180,22 @@ def test_compare_side_by_side_with_a_plot(tmp_path: Path) -> None:
     assert syncline("compare", one, two, "--plot", "plot.png").exit_code == 2
     assert syncline("compare", one, two, "--plot", "missing/plot.svg").exit_code == 1
     assert syncline("compare", one, "nowhere").exit_code == 2
+
+
+def test_simulated_and_real_runs_are_told_apart(tmp_path: Path) -> None:
+    virtual = {**OPTIONS, "engine": "sim", "cluster": "p775"}
+    real = written(tmp_path / "real", whole())
+    simulated = written(tmp_path / "simulated", [start(run=virtual), *whole()[1:]])
+    (tmp_path / "simulated" / "run.json").write_text('{"took": 90.0}')
+    shown = [" ".join(syncline("show", run).output.split()) for run in (real, simulated)]
+    assert "finished: 4 epochs in 5.0 s test" in shown[0] and "virtual" not in shown[0]
+    assert "4 epochs in 5.0 s virtual" in shown[1] and "simulating took 1:30" in shown[1]
+    assert "simulated on p775" in shown[1]
+    compared = " ".join(syncline("compare", real, simulated, "--plot", "plot.svg").output.split())
+    assert "local │ sim, p775" in compared and "5.0 s │ 5.0 s virtual" in compared
+    assert "simulating took │ – │ 1:30" in compared
+    assert "of simulated runs virtual" in Path("plot.svg").read_text()
+    assert "simulating" not in syncline("compare", real, real).output
 
 
 def test_the_module_is_the_command() -> None:

@@ -56,6 +56,16 @@ def test_the_time_of_a_resumed_simulated_run_goes_on() -> None:
     assert fed(lines).seconds == 8.0, "a real clock starts at nothing"
 
 
+def test_seconds_are_virtual_where_they_are_simulated(tmp_path: Path) -> None:
+    for engine, took in (("local", None), ("sim", 12.5)):
+        record = RunRecord(tmp_path)
+        (tmp_path / "run.json").write_text('{"took": 12.5}')
+        record.feed(start(run={**OPTIONS, "engine": engine}))
+        assert (record.virtual, record.took) == (engine == "sim", took)
+        (tmp_path / "run.json").write_text('{"took": "long"}')
+        assert record.took is None
+
+
 def test_resumed_runs_forget_what_came_after_the_checkpoint() -> None:
     lines = [
         start(),

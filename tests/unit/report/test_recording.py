@@ -74,6 +74,31 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
     assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
 
 
+def test_a_simulated_run_says_so_with_its_cluster_and_who_was_killed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    script = "kill learner 1 at 0.01 s; add 1 at version 2; kill learner 2 at version 4"
+    cluster = "p775:stragglers=0.5"
+    result = trained(run_dir, learners=4, engine=sl.Sim(cluster, script=script), on_error="continue")
+    record = read_run(run_dir)
+    states = {each["rank"]: (each["state"], each["steps"]) for each in record.last["learners"]}
+    assert states[1] == ("killed", 0), "before its first gradient"
+    assert states[2][0] == "killed" and states[2][1] > 0
+    assert [states[rank][0] for rank in (0, 3, 4)] == ["simulated"] * 3
+    assert record.virtual and record.options["cluster"] == cluster
+    first = record.took
+    assert first is not None and 0 < first < 600
+    before = next(line for line in read_lines(run_dir / "events.jsonl") if line["kind"] == "statistics")
+    assert {each["state"] for each in before["learners"]} >= {"simulated"}
+    said = (run_dir / "report.html").read_text()
+    assert f"simulated, on {cluster}" in said and "virtual seconds" in said and "really taken" in said
+    assert f"{os.cpu_count()} cores" not in said.split("<h2>Options</h2>")[0]
+    assert "<td>machine that simulated it</td>" in said
+    again = trained(run_dir, learners=4, epochs=4, engine=sl.Sim(cluster), resume=run_dir)
+    took = read_run(run_dir).took
+    assert again.version > result.version
+    assert took is not None and took > first, "both sessions"
+
+
 def test_models_load_into_the_plain_module_with_one_line(tmp_path: Path) -> None:
     result = trained(tmp_path / "run")
     model = Tied()

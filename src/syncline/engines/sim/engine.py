@@ -146,6 +146,7 @@ class Sim(Engine):
             raise UsageError(f"Sim: seed is a whole number, got {seed!r}")
         named = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         self.cluster = named if named is not None else Cluster.equal(**given)
+        self.cluster_name = cluster if isinstance(cluster, str) else self.cluster.name
         self.script, self.seed = script, seed
         self.check, self.handlers, self.batched, self.exact = check, handlers, batched, exact
         Script.of(script)  # refused here, not when the run starts
