@@ -133,6 +133,7 @@ def simulate(cluster: Cluster, of: Measured, *, learners: int, loops: int = 0) -
         shards=of.shards,
         fixed_shards=True,
         devices=("cpu",),
+        batch_size=1,  # for dials whose rate depends on it
     )
     world = World(spec, _scaled(cluster, of.nbytes))
     machine = cluster.machine_of_learner(0)

@@ -151,6 +151,7 @@ def decisions(work: Workload, sync: str, *, learners: int, warm: bool) -> Decisi
         shards=1,
         fixed_shards=True,
         devices=("cpu",),
+        batch_size=work.batch_size,
     )
     with one_thread():
         world = World(spec, Cluster.equal())

@@ -98,6 +98,7 @@ class Stage:
         sync: str | None = None,
         shards: int = 1,
         fixed_shards: bool = False,
+        batch_size: int | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="syncline-turns-")
         self._place = folder = Path(self._folder.name)
@@ -115,6 +116,7 @@ class Stage:
                 fixed_shards=fixed_shards,
                 devices=("cpu",) * processes,
                 threads=1,
+                batch_size=batch_size,
                 patience=None,
                 listeners=(self._hear,),
             )
@@ -184,6 +186,7 @@ class Turns(Stage):
             sync=sync,
             shards=shards,
             fixed_shards=fixed_shards,
+            batch_size=work.batch_size,
         )
         (self._place / FLAG).write_bytes(bytes(mmap.PAGESIZE))
         self._flag = _mapped(self._place / FLAG)

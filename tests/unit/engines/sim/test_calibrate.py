@@ -264,6 +264,14 @@ def test_nobody_stays_where_a_calibration_cannot_begin(places: Path, monkeypatch
     assert "syncline-supervisor" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_dial_whose_rate_depends_on_the_batch_size() -> None:
+    sync = "hardsync:reference_batch=8"
+    with Calibration(perceptron(SMALL, 4), [sync], learners=1) as calibration:
+        calibration.fold()
+        calibration.sample(sync, 0.0)
+        assert calibration.measured(sync).cluster().cores == calibrate.cores()
+
+
 class Odd(torch.nn.Module):
     """A frozen parameter, an unused one, buffers."""
 
