@@ -31,7 +31,7 @@ from syncline.engines.sim.kept import keep
 from syncline.engines.sim.scheduling import spin_seconds, time_slice
 from syncline.engines.sim.shard_work import Decisions, Folding, Work, decisions
 from syncline.engines.sim.turns import Turns, Window, Workload, deal, move_to
-from syncline.learn.session import make_optimizer, shards_for
+from syncline.learn.session import check_whole, make_optimizer, shards_for
 from syncline.topology.parse import auto_shards
 
 __all__ = [
@@ -98,6 +98,8 @@ class Calibration:
     """One learner under each of some dials, and what it takes; plain loops have the other learners' places."""
 
     def __init__(self, work: Workload, syncs: Sequence[str], *, learners: int) -> None:
+        check_whole("learners", learners)
+        check_whole("batch_size", work.batch_size)
         self._work = work
         self._beside = min(learners, cores()) - 1  # more would take time from the one that is measured
         self._shards = {sync: table_shards(work, learners, sync) for sync in syncs}
@@ -282,8 +284,8 @@ def main() -> None:
     parser.add_argument("--sync", default="softsync:1")
     given = parser.parse_args()
     widths = tuple(int(width) for width in given.widths.split(","))
-    half = _measure(perceptron(widths, max(1, given.batch_size // 2)), given.learners, given.sync)
     whole = _measure(perceptron(widths, given.batch_size), given.learners, given.sync)
+    half = _measure(perceptron(widths, max(1, given.batch_size // 2)), given.learners, given.sync)
     cluster = whole.cluster()
     slope = max(0.0, (whole.one.compute - half.one.compute) / (given.batch_size - given.batch_size // 2))
     base = max(0.0, cluster.compute.base - slope * given.batch_size)

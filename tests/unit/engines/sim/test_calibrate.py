@@ -272,6 +272,13 @@ def test_a_dial_whose_rate_depends_on_the_batch_size() -> None:
         assert calibration.measured(sync).cluster().cores == calibrate.cores()
 
 
+def test_nothing_to_measure() -> None:
+    with pytest.raises(UsageError, match="learners must be a whole number of at least 1, got 0"):
+        Calibration(perceptron(SMALL, 4), ["async"], learners=0)
+    with pytest.raises(UsageError, match="batch_size must be a whole number of at least 1, got 0"):
+        Calibration(perceptron(SMALL, 0), ["async"], learners=1)
+
+
 class Odd(torch.nn.Module):
     """A frozen parameter, an unused one, buffers."""
 
