@@ -219,6 +219,9 @@ BAD = {
         ["--set", "topology=allreduce", "--sync", "hardsync,async"],
         "--sync async: async over allreduce",
     ),
+    "set beside the list": (["--set", "learners=3"], "--learners sets this in every run"),
+    "a dial beside the list": (["--set", "sync.lead=1"], "--sync sets this in every run"),
+    "a seed beside the list": (["--set", "seed=1"], "--seeds sets this in every run"),
     "real processes": (["--set", "engine=local"], "this command simulates"),
     "no such key": (["--set", "lerners=3"], "did you mean 'learners'"),
 }

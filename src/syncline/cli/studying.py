@@ -18,7 +18,7 @@ from syncline.cli.engines import Simulated
 from syncline.cli.messages import FAILURE, INTERRUPTED
 from syncline.cli.study_display import Board, last_words, row_line
 from syncline.cli.training import Wish, load
-from syncline.cli.words import near
+from syncline.cli.words import counted, near
 from syncline.dial import Course
 from syncline.errors import RunError, UsageError
 from syncline.jobs import Job, Named
@@ -197,8 +197,12 @@ def _forget_empty(path: Path) -> None:
 
 
 def _headline(store: Store, progress: Progress, workers: int) -> str:
-    what = f"{len(progress.points)} runs with {workers} worker{'s' if workers != 1 else ''}"
-    before = f", {progress.before} were done before" if progress.before else ""
+    what = f"{counted(len(progress.points), 'run')} with {counted(workers, 'worker')}"
+    before = (
+        f", {progress.before} {'was' if progress.before == 1 else 'were'} done before"
+        if progress.before
+        else ""
+    )
     return (
         f"{near(store.folder)}: {_title(store.job)}: {what if progress.points else 'no run is left'}{before}"
     )
@@ -246,8 +250,8 @@ def _title(table: dict[str, Any]) -> str:
     """`mlp on digits, 5 epochs each, simulated on p775`."""
     parts = [f"{_name(table, 'model')} on {_name(table, 'data')}"]
     parts += [
-        f"{table[key]} {words} each"
-        for key, words in (("epochs", "epochs"), ("steps", "updates"))
+        f"{counted(table[key], word)} each"
+        for key, word in (("epochs", "epoch"), ("steps", "update"))
         if key in table
     ]
     if _name(table, "engine") == "sim":

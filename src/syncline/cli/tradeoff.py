@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +17,9 @@ from syncline.cli.options import Cluster, Debug, Epochs, Job, Sets, Steps, Timin
 from syncline.cli.studying import Asked, redraw, study
 from syncline.cli.training import Wish
 from syncline.errors import UsageError
+from syncline.jobs.toml import parse_override
 from syncline.tradeoff.grid import Grid, parse_dials, parse_numbers
+from syncline.tradeoff.store import VARIED
 
 Numbers = Annotated[str, typer.Option(metavar="λ,λ…", help="Numbers of learners.")]
 Batches = Annotated[str, typer.Option(metavar="μ,μ…", help="Examples in a learner's batch.")]
@@ -64,6 +68,7 @@ def tradeoff(
     with told(debug):
         if plot is not None:
             raise typer.Exit(redraw(plot, _console()))
+        _refuse_varied(set_ or [])
         if engine == "sim":
             refuse_other_engine(set_ or [])
         sets = [*(SETS if engine == "sim" else ()), *(set_ or [])]
@@ -82,6 +87,17 @@ def tradeoff(
         )
         code = study(asked, _console())
     raise typer.Exit(code)
+
+
+def _refuse_varied(sets: Iterable[str]) -> None:
+    """What the lists set in every run must not be set beside them."""
+    for text in sets:
+        path: tuple[str, ...] = ("",)
+        with suppress(UsageError):  # what is no override is refused with the job
+            path, _ = parse_override(text)
+        if path[0] in VARIED:
+            option = "--seeds" if path[0] == "seed" else f"--{path[0].replace('_', '-')}"
+            raise UsageError(f"--set {text}: {option} sets this in every run of a study; say it there")
 
 
 def _console() -> Console:

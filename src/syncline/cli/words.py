@@ -19,6 +19,11 @@ def near(path: Path) -> str:
         return str(path)
 
 
+def counted(number: int, word: str) -> str:
+    """1 epoch, 2 epochs."""
+    return f"{number} {word}{'s' if number != 1 else ''}"
+
+
 def headline(record: RunRecord) -> str:
     """What runs, under which dial."""
     options = record.options
@@ -27,8 +32,11 @@ def headline(record: RunRecord) -> str:
         model += f" ({options['parameters']:,} parameters)"
     batch = f" × batch {options['batch_size']}" if options.get("batch_size") else ""
     parts = [model, str(options.get("sync")), f"{options.get('learners')} learners{batch}"]
-    parts += [f"{options['epochs']} epochs"] if options.get("epochs") else []
-    parts += [f"{options['steps']} updates"] if options.get("steps") else []
+    parts += [
+        counted(options[key], word)
+        for key, word in (("epochs", "epoch"), ("steps", "update"))
+        if options.get(key)
+    ]
     if record.virtual:
         parts.append(f"simulated on {options['cluster']}" if options.get("cluster") else "simulated")
     return " · ".join(parts)
@@ -111,8 +119,7 @@ def account(total: LearnerTimes) -> list[tuple[str, str]]:
 
 def how(record: RunRecord) -> str:
     """How it stands: finished after …, running since …"""
-    count = len(record.epochs)
-    done = f"{count} epoch{'s' if count != 1 else ''} in {lasted(record)}"
+    done = f"{counted(len(record.epochs), 'epoch')} in {lasted(record)}"
     if record.state == "failed":
         return f"failed after {done}: {(record.end or {}).get('error', '')}"
     return f"ended without a word after {done}" if record.state == "gone" else f"{record.state}: {done}"

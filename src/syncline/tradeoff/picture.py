@@ -14,6 +14,7 @@ from syncline.report.svg import COLOURS, FAINT
 from syncline.tradeoff.judge import Place, baseline, groups, places, wanted
 from syncline.tradeoff.rows import Row
 
+WIDE = 64  # largest over smallest number of learners, from which its axis is logarithmic
 RAMP = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#dcbd2c")  # for ordered values
 NAMES = {"test_error": "test error, %", "test_loss": "test loss", "loss": "training loss"}
 
@@ -148,7 +149,7 @@ def _staleness(found: Sequence[Place], syncs: Sequence[str]) -> str:
             spots.append(Spot(learners, mean, "", f"{sync}, λ = {learners}: mean σ {mean:.2f}"))
         drawn.append(Curve(spots=spots, colour=colour, name=sync))
     up = scale([0.0, *(spot.y for curve in drawn for spot in curve.spots)], log=False) if found else None
-    across = scale([each.learners for each in found], log=False) if found else None
+    across = _learners([each.learners for each in found]) if found else None
     return curves("Mean staleness", drawn, x="λ, learners", y="σ", across=across, up=up)
 
 
@@ -161,7 +162,8 @@ def _speed_up(found: Sequence[Place], syncs: Sequence[str]) -> list[str]:
     spots = [spot for each in drawn.values() for curve in each for spot in curve.spots]
     if len({spot.x for spot in spots}) < 2:
         return []
-    across, up = scale([spot.x for spot in spots], log=False), scale([0.0, *(s.y for s in spots)], log=False)
+    across = _learners([spot.x for spot in spots])
+    up = scale([s.y for s in spots] if across.log else [0.0, *(s.y for s in spots)], log=across.log)
     return [
         curves(
             f"Speed-up at μ = {size} (dashed: as many times as learners)",
@@ -173,6 +175,11 @@ def _speed_up(found: Sequence[Place], syncs: Sequence[str]) -> list[str]:
         )
         for size, each in drawn.items()
     ]
+
+
+def _learners(counts: Sequence[float]) -> Scale:
+    """Logarithmic where otherwise all but the largest would be in one place."""
+    return scale(counts, log=max(counts) > WIDE * min(counts))
 
 
 def _speed_curves(found: Sequence[Place], syncs: Sequence[str], size: int, alone: Place) -> list[Curve]:

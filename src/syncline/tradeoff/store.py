@@ -67,6 +67,8 @@ class Store:
         self.job = common(table)
         with ExitStack() as opened:
             try:
+                if not fresh:
+                    self._refuse_other_jobs()  # before anything is left there
                 folder.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(self._locked())
                 if fresh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from xml.etree import ElementTree
 
 from hypothesis import given
@@ -65,6 +66,26 @@ def test_without_errors_there_are_times_only() -> None:
     assert [titles(each) for each in panels(failed)] == ["Mean staleness"]
     assert "no data yet" in picture(failed)
     ElementTree.fromstring(picture(failed))
+
+
+def ticks(panel: str) -> list[str]:
+    """Below the axis across."""
+    found = ElementTree.fromstring(panel).iter(f"{SVG}text")
+    return [each.text or "" for each in found if each.get("y") == "386.0"]
+
+
+def test_thousands_of_learners_are_on_logarithmic_axes() -> None:
+    few, many = panels(whole(learners=(1, 10, 64))), panels(whole(learners=(1, 10, 100, 10_000)))
+    for panel in few[-3:]:
+        assert ticks(panel)[0] == "0"
+    for panel in many[-3:]:
+        assert ticks(panel) == ["1", "10", "100", "1000", "10 000"]
+        dots = sorted(
+            {float(each.get("cx", 0)) for each in ElementTree.fromstring(panel).iter(f"{SVG}circle")}
+        )
+        assert len(dots) == 4 and min(b - a for a, b in pairwise(dots)) > 100, "told apart"
+    ideal = [e.get("points", "") for e in ElementTree.fromstring(many[-1]).iter(f"{SVG}polyline")][-1]
+    assert ideal.count(" ") == 1, "still a straight line"
 
 
 def test_the_page_holds_picture_and_rows() -> None:

@@ -108,5 +108,6 @@ def test_two_writers_and_folders_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="that is not of a study"):
         opened(tmp_path / "mine")
     assert (tmp_path / "mine" / "job.toml").read_text() == "learners = 3"
+    assert [len(list((tmp_path / name).iterdir())) for name in ("other", "mine")] == [1, 1], "no lock stays"
     with pytest.raises(UsageError, match="is no study"):
         read_rows(tmp_path / "nowhere")
