@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist, median
 from types import TracebackType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from syncline.engines.sim.kept import keep
 from syncline.engines.sim.scheduling import spin_seconds, time_slice
 from syncline.engines.sim.shard_work import Decisions, Folding, Work, decisions
 from syncline.engines.sim.turns import Turns, Window, Workload, deal, move_to
+from syncline.errors import UsageError
 from syncline.learn.session import check_whole, make_optimizer, shards_for
 from syncline.topology.parse import auto_shards
 
@@ -276,16 +277,50 @@ def perceptron(widths: tuple[int, ...], batch_size: int) -> Workload:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure this machine, for Cluster.named('this-machine').")
-    parser.add_argument("--widths", default="784,512,10", help="of the perceptron that is measured")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--learners", type=int, default=cores())
+class _Parser(argparse.ArgumentParser):
+    """Bad input is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def _whole(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if len(parts) < 2 or not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"expected at least two whole numbers, inputs and outputs, as 784,512,10, got {text!r}"
+        )
+    return tuple(map(int, parts))
+
+
+def _check_dial(sync: str, learners: int, batch_size: int) -> None:
+    course = Course.of(sync)
+    if len(course.dials) > 1 or course.first.auto:
+        raise UsageError(f"{sync!r} cannot be measured: give one dial that servers have, as softsync:1")
+    course.first.check(learners, batch_size)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = _Parser(description="Measure this machine, for Cluster.named('this-machine').")
+    parser.add_argument(
+        "--widths", type=_widths, default="784,512,10", help="of the perceptron that is measured"
+    )
+    parser.add_argument("--batch-size", type=_whole, default=64)
+    parser.add_argument("--learners", type=_whole, default=cores())
     parser.add_argument("--sync", default="softsync:1")
-    given = parser.parse_args()
-    widths = tuple(int(width) for width in given.widths.split(","))
-    whole = _measure(perceptron(widths, given.batch_size), given.learners, given.sync)
-    half = _measure(perceptron(widths, max(1, given.batch_size // 2)), given.learners, given.sync)
+    given = parser.parse_args(arguments)
+    try:
+        _check_dial(given.sync, given.learners, given.batch_size)
+    except UsageError as error:
+        parser.error(f"argument --sync: {error}")
+    whole = _measure(perceptron(given.widths, given.batch_size), given.learners, given.sync)
+    half = _measure(perceptron(given.widths, max(1, given.batch_size // 2)), given.learners, given.sync)
     cluster = whole.cluster()
     slope = max(0.0, (whole.one.compute - half.one.compute) / (given.batch_size - given.batch_size // 2))
     base = max(0.0, cluster.compute.base - slope * given.batch_size)

@@ -279,6 +279,32 @@ def test_nothing_to_measure() -> None:
         Calibration(perceptron(SMALL, 0), ["async"], learners=1)
 
 
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--sync foo", "argument --sync: no preset is called 'foo'"),
+        ("--sync softsync:9 --learners 2", "argument --sync: softsync:9 needs n <= learners"),
+        ("--sync delayed:auto<=2", "argument --sync: 'delayed:auto<=2' cannot be measured"),
+        ("--widths x", "argument --widths: expected at least two whole numbers"),
+        ("--widths 10", "argument --widths: expected at least two whole numbers"),
+        ("--widths 10,0", "argument --widths: expected at least two whole numbers"),
+        ("--batch-size 0", "argument --batch-size: expected a whole number of at least 1, got '0'"),
+        ("--learners 0", "argument --learners: expected a whole number of at least 1, got '0'"),
+        ("--learners two", "argument --learners: expected a whole number of at least 1, got 'two'"),
+        ("--lerners 2", "unrecognized arguments"),
+    ],
+)
+def test_the_command_refuses_bad_input_in_one_line_before_it_measures(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate, "_measure", lambda *_: pytest.fail("it measures"))
+    with pytest.raises(SystemExit) as exit_:
+        calibrate.main(words.split())
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert said.startswith(f"error: {message}") and said.count("\n") == 1
+
+
 class Odd(torch.nn.Module):
     """A frozen parameter, an unused one, buffers."""
 
