@@ -164,7 +164,7 @@ class TableLink(ABC):
 
     @abstractmethod
     def wait(self, number: int) -> Reading:
-        """Block until all shards have released this ticket."""
+        """Block until all shards have released this ticket; raises what the coordinator has to say meanwhile."""
 
     @abstractmethod
     def wait_free(self, number: int) -> None:
@@ -313,6 +313,10 @@ class CoordinatorPort(ABC):
     @abstractmethod
     def reset_learners(self) -> None:
         """Tell all learners that the servers are new ones."""
+
+    @abstractmethod
+    def call_learners(self) -> None:
+        """Have learners that wait in a step ask why (`Called`)."""
 
     @abstractmethod
     def new_desk(self, learner: int) -> Any:

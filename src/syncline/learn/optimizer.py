@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync
-from syncline.errors import LayoutError, UsageError
+from syncline.errors import LayoutError, LoopError, UsageError
 from syncline.ports import (
     DROPPED,
     KEEP,
@@ -221,11 +221,18 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def read(self, number: int) -> None:
         """Wait until this ticket is released, then take over the version it names."""
-        self._take_over(self._link.wait(number))
+        self._take_over(self._wait(number))
+
+    def _wait(self, number: int) -> Reading:
+        try:
+            return self._link.wait(number)
+        except LoopError as error:
+            self._session.refused(error)
+            raise
 
     def rested(self, number: int) -> None:
         """There is data again: read what the others have; who steps by itself goes on where it was."""
-        reading, before = self._link.wait(number), self.version
+        reading, before = self._wait(number), self.version
         if not (self.sync.local and reading.dial == self._dial):
             self._take_over(reading)
             moved = (

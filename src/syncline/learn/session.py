@@ -137,6 +137,10 @@ class ServerSession(Session):
                 f"others' loops are. Let that error end the learner, or return. It was: {self._refused}"
             )
 
+    def refused(self, error: UsageError) -> None:
+        """It is not where the others are from here on."""
+        self._refused = error
+
     def optimizer(self, model: nn.Module, factory: Factory) -> SharedOptimizer:
         """The table of this model's parameters, as a torch optimizer whose `step` publishes and reads."""
         self._in_step()

@@ -103,6 +103,7 @@ class Sequence:
         self._cold: dict[
             int, tuple[int, int]
         ] = {}  # learner -> (rank, ticket): waits for the warm start's end
+        self._fetching: set[int] = set()  # learners that compute while they wait for what they fetch
         self._early: list[Ticket] = []  # published before all initial learners had started
         self._turning: tuple[Sync, int] | None = None  # the dial to change to, and its number
 
@@ -144,6 +145,7 @@ class Sequence:
             self._gate.fetched(learner, self.version)
             return [Release(learner, number, self.version)]
         # the dial has changed meanwhile: it reads with the fold of what it published, or when it is not too far ahead
+        self._fetching.add(learner)
         self._gate.arrive(learner, number, member.next_iteration - 1, self.version)
         return list(self._gate.open(self.version))
 
@@ -193,6 +195,7 @@ class Sequence:
     def leave(self, learner: int) -> list[Decision]:
         """It returned, raised or died; quorums follow."""
         self._cold.pop(learner, None)
+        self._fetching.discard(learner)
         self.members.leave(learner)
         self._gate.leave(learner)
         self._early = [ticket for ticket in self._early if ticket.learner != learner]
@@ -200,6 +203,17 @@ class Sequence:
         if not len(self.members) and self._cold:  # the one that worked alone is gone: the next does
             first = min(self._cold, key=lambda cold: self._cold[cold])
             decisions += self.join(first, *self._cold.pop(first))
+        return decisions
+
+    def go_on_without(self) -> list[Decision]:
+        """All wait, but those that are not at the gate for something else than this table: this once nobody waits for them."""
+        absent = [member for member in self.members.active() if member.learner not in self._gate]
+        for member in absent:
+            self.members.rest(member)
+        decisions = self._advance()
+        for member in absent:
+            self.members.rouse(member)
+            member.next_iteration = max(member.next_iteration, self.version)
         return decisions
 
     def change(self, sync: Sync, dial: int) -> list[Decision]:
@@ -256,7 +270,18 @@ class Sequence:
     def stepping(self) -> set[int]:
         """Learners that do nothing until others publish, or start."""
         early = {ticket.learner for ticket in self._early if not ticket.silent}
-        return early | {learner for learner, needed in self._gate.waiting().items() if needed >= 0}
+        return (early | self._gate.blocked()) - self._fetching
+
+    @property
+    def at_gate(self) -> int:
+        """How many wait, or rest."""
+        return len(self._gate) + len(self._early)
+
+    def steps(self, learner: int) -> int:
+        """Gradients that it has published."""
+        member = self.members.live.get(learner)
+        early = sum(ticket.learner == learner for ticket in self._early)
+        return early if member is None else member.steps + early
 
     def account(self) -> Account:
         return Account(
@@ -279,6 +304,9 @@ class Sequence:
 
     def _accept(self, ticket: Ticket) -> list[Decision]:
         member = self.members.live[ticket.learner]
+        member.steps += 1
+        if not ticket.silent and self._fetching:
+            self._fetching.discard(ticket.learner)
         iteration = max(member.next_iteration, self.version)
         beyond = self._limit is not None and iteration >= self._limit  # its update would be after the last
         if beyond or (self.sync.late == "drop" and ticket.stamp < self.version):

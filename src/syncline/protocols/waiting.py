@@ -172,6 +172,17 @@ class Gate:
         """It waits, or rests."""
         return learner in self._waiting
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def blocked(self) -> set[int]:
+        """Learners that do nothing until they may go on."""
+        return {
+            learner
+            for learner, (_, needed, silent) in self._waiting.items()
+            if needed != RESTS and not silent
+        }
+
     def waiting(self) -> dict[int, int]:
         """Learner to the version it waits for (-1: it rests)."""
         return {learner: needed for learner, (_, needed, _) in self._waiting.items()}

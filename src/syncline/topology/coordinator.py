@@ -160,6 +160,7 @@ class Coordinator:
             m.LoadState: self._states.load,
             m.AwaitState: self._states.wait,
             m.Rejoin: self._rejoin,
+            m.Called: lambda learner, _: self._room.answer_call(learner),
         }
         try:
             handlers[type(message)](learner, message)

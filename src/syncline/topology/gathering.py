@@ -7,11 +7,25 @@ loader, the coordinator knows: it is asked again before anything is decided upon
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from syncline.ports import OUTSIDE, ServerPort
-from syncline.protocols.meetings import Decision, Meetings, Place, Unmet
+from syncline.protocols.meetings import Decision, Meetings, Met, Place, Unmet, Way
 from syncline.topology import messages as m
 from syncline.topology.feeding import Feeding
+
+
+class Steps(Protocol):
+    """What the gathering asks of the tables."""
+
+    def stepping(self) -> dict[int, Place]:
+        """Who waits for others' gradients, and of which table."""
+
+    def crossing(self, members: int) -> bool:
+        """So many may stand still, some of them in steps of different tables: quick to see, and seldom so."""
+
+    def way(self, learner: int) -> Way:
+        """How far it has come."""
 
 
 class Gathering:
@@ -21,10 +35,10 @@ class Gathering:
         self,
         port: ServerPort,
         feeding: Feeding,
-        stepping: Callable[[], dict[int, Place]],
+        steps: Steps,
         decided: Callable[[int, list[Decision]], None],
     ) -> None:
-        self._port, self._feeding, self._stepping, self._decided = port, feeding, stepping, decided
+        self._port, self._feeding, self._steps, self._decided = port, feeding, steps, decided
         self._meetings = Meetings()
         self._opening: dict[int, Place] = {}  # who waits for others to open something too, as last heard
         self._heard = 0  # of that, how often
@@ -57,9 +71,13 @@ class Gathering:
         self._decided(OUTSIDE, self._meetings.leave(learner))
 
     @property
-    def opens(self) -> bool:
-        """Somebody opens something, and waits for others to do so."""
-        return bool(self._opening)
+    def tangled(self) -> bool:
+        """Steps may wait for somebody that opens something, or for each other."""
+        return bool(self._opening) or self._crossing()
+
+    def _crossing(self) -> bool:
+        meetings = self._meetings
+        return self._steps.crossing(len(meetings.members) - len(meetings.here) - len(self._opening))
 
     def opening(self, event: m.Opening) -> None:
         self._heard = event.number
@@ -75,29 +93,30 @@ class Gathering:
         openings may be old, unless it is `sure`: the coordinator was asked while all stood still.
         """
         meetings, opening = self._meetings, self._opening
-        if not meetings.here and not opening:
+        crossing = self._crossing()
+        if not meetings.here and not opening and not crossing:
             self._feeding.untangle()
             return
         elsewhere = self._feeding.waiting()
-        if opening:
-            stepping = self._stepping()
+        if opening or crossing:
+            stepping = self._steps.stepping()
             if meetings.still(stepping, elsewhere, opening):
                 waiting = {**stepping, **elsewhere, **opening}
-                if not sure:
+                if opening and not sure:
                     self._port.report(m.Standstill(self._heard, {*meetings.here, *waiting}))
                     return
                 elsewhere = waiting
-        decisions = meetings.stand_still(elsewhere)
+        decisions = meetings.stand_still(elsewhere, self._steps.way)
         self._decided(OUTSIDE, decisions)
-        if sure and not decisions:
-            self._feeding.untangle(elsewhere)
+        if not decisions and (sure or not (meetings.here or opening)):
+            self._feeding.untangle(elsewhere if sure else ())
 
     def standstill(self, event: m.Standstill) -> None:
         """The coordinator says the same; unless somebody has gone on meanwhile, it is so."""
         if event.number == self._heard:
             self.untangle(sure=True)
 
-    def over(self, decision: Decision) -> None:
+    def over(self, decision: Met | Unmet) -> None:
         """Those who met hear of it."""
         others = dict(decision.others) if isinstance(decision, Unmet) else {}
         self._port.report(m.Met(decision.learners, others))

@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat, cast
 from syncline.ports import DROPPED, KEEP, SILENT, STATES, Entry, Kind, Note, Portion, ServerPort
 from syncline.protocols.cadence import Cadence
 from syncline.protocols.folding import Ticket
-from syncline.protocols.meetings import STEP, Met, Place, Unmet
+from syncline.protocols.meetings import STEP, Met, Place, Uncross, Unmet, Way
 from syncline.protocols.meetings import Decision as MeetingDecision
 from syncline.protocols.sequence import Change, Decision, Drop, Fold, Full, Sequence, Take
 from syncline.protocols.spans import Decision as LedgerDecision
@@ -45,7 +45,7 @@ class Leader:
         self._work = Worklist(self._carry_out, self._cut)
         self._decided = self._work.add
         self._feeding = Feeding(port, self._ranks, self._decided)
-        self._gathering = Gathering(port, self._feeding, self._stepping, self._decided)
+        self._gathering = Gathering(port, self._feeding, self, self._decided)
         self._agreement = Agreement(port, replay)
         self._tally, self._belongings = Tally(), Belongings()
         self._usage: dict[int, Usage] = defaultdict(list)
@@ -55,6 +55,7 @@ class Leader:
         self._buffered: set[int] = set()  # tables with buffers
         self._cadence: Cadence | None = None
         self._course: dict[int, int] = {}  # epoch -> number of the dial that begins with it
+        self._loops: dict[int, Way] = {}  # where a learner was when its last loop over batches began
         self._finished = False
         self.watch: Callable[[int, Any], None] | None = (
             None  # told of every decision before it is carried out
@@ -117,6 +118,7 @@ class Leader:
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.leave(learner))
         self._feeding.leave(learner)
+        self._loops.pop(learner, None)
         self._gathering.leave(learner)
         self._gathering.untangle()
         self._log(Entry(Kind.LEAVE, learner=learner))
@@ -137,6 +139,8 @@ class Leader:
         if kind == GRADIENT:
             self._gradient(learner, note)
         elif kind == ASK:
+            if len(self._sequences) > 1:
+                self._begin_loop(learner, (note.loader, note.upto))
             self._feeding.ask(note.loader, learner, note.upto)
         elif kind == Kind.USED:
             self._usage[learner].append((note.loader, note.upto))
@@ -170,16 +174,35 @@ class Leader:
             ticket.silent = bool(note.flags & SILENT)
             self._keep_states(learner, note)
         self._decided(note.table, self._sequences[note.table].gradient(ticket))
-        if self._gathering.opens:
+        if self._gathering.tangled:
             self._gathering.untangle()
 
-    def _stepping(self) -> dict[int, Place]:
+    def stepping(self) -> dict[int, Place]:
         """Who waits for others' gradients, and of which table."""
         return {
             learner: Place(STEP, table)
             for table, sequence in self._sequences.items()
             for learner in sequence.stepping()
         }
+
+    def crossing(self, members: int) -> bool:
+        """So many may stand still, some of them in steps of different tables."""
+        if len(self._sequences) < 2:
+            return False
+        waiting = [sequence.at_gate for sequence in self._sequences.values()]
+        return sum(waiting) >= members and sum(map(bool, waiting)) > 1
+
+    def way(self, learner: int) -> Way:
+        """How far it has come."""
+        return self._way(learner).since(self._loops.get(learner, Way()))
+
+    def _way(self, learner: int, loop: tuple[int, int] = Way().began) -> Way:
+        steps = tuple(sequence.steps(learner) for _, sequence in sorted(self._sequences.items()))
+        return Way(steps, loop, self._feeding.progress(learner))
+
+    def _begin_loop(self, learner: int, loop: tuple[int, int]) -> None:
+        if learner not in self._loops or self._loops[learner].began != loop:
+            self._loops[learner] = self._way(learner, loop)
 
     def _keep_states(self, learner: int, note: Note) -> None:
         if note.flags & STATES:
@@ -227,6 +250,8 @@ class Leader:
             self._turn(place, decision.dial)
         elif isinstance(decision, Met | Unmet):
             self._met(decision)
+        elif isinstance(decision, Uncross):
+            self._decided(decision.table, self._sequences[decision.table].go_on_without())
 
     def _release(self, table: int, release: Release) -> None:
         if self._gathering.cold and table == 0 and self._gathering.warmed(release.learner):
@@ -362,7 +387,7 @@ class Leader:
 
     # -- meetings ----------------------------------------------------------------------------------------
 
-    def _met(self, decision: MeetingDecision) -> None:
+    def _met(self, decision: Met | Unmet) -> None:
         """All of them count again before one can publish: lockstep rounds stay whole."""
         self._feeding.met(decision.learners)
         for table, sequence in self._sequences.items():

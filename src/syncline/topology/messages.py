@@ -88,6 +88,11 @@ class Rejoin:
 
 
 @dataclass(frozen=True, slots=True)
+class Called:
+    """It waits in a step, and was called; answered by Refused, or by None where others were meant."""
+
+
+@dataclass(frozen=True, slots=True)
 class Returned:
     """Its function returned."""
 

@@ -30,6 +30,7 @@ class WaitingRoom:
         self._opening: dict[int, Place] = {}  # who waits for others to open the same
         self._news: dict[int, Place | None] = {}  # what the shards have not heard of that
         self._told = 0  # how often they were
+        self._refusals: dict[int, LoopError] = {}  # for learners that wait in a step, when they ask
         self.ending = False  # some have heard of the end, others not yet: they differ for no fault of theirs
 
     @property
@@ -53,6 +54,7 @@ class WaitingRoom:
     def reset(self) -> None:
         """The shards are new ones: they have heard of nobody here."""
         self._met.clear()
+        self._refusals.clear()
         self._news = dict(self._opening)
 
     # -- meetings ----------------------------------------------------------------------------------------
@@ -116,6 +118,14 @@ class WaitingRoom:
         for learner in opening:
             self._withdrawn(learner, self._asked[learner])
         self._refuse([*(each for each in met.learners if each in self._live), *opening], problem)
+        if len(stepped := {place for place in met.others.values() if place.what == STEP}) > 1:
+            self._refusals.update((each, problem) for each, place in met.others.items() if place in stepped)
+            self._port.call_learners()
+
+    def answer_call(self, learner: int) -> None:
+        """It waits in a step, and asks whether it is to go on waiting."""
+        problem = self._refusals.pop(learner, None)
+        self.reply(learner, m.Refused(problem) if problem else None)
 
 
 def _place(asked: Any) -> Place | None:
@@ -131,6 +141,8 @@ def differing(places: Mapping[Place | None, list[int]]) -> str:
     rules = []
     if any(place is not None and place.what in (TABLE, LOADER) for place in places):
         rules.append("open the same tables and loaders in the same order")
+    if sum(place is not None and place.what == STEP for place in places) > 1:
+        rules.append("step the same tables in the same order")
     if None in places:
         rules.append("call session.mean equally often")
     advice = ""

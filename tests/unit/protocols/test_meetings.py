@@ -6,7 +6,19 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.protocols.meetings import EPOCH, LOADER, TABLE, Decision, Meetings, Met, Place, Unmet
+from syncline.protocols.meetings import (
+    EPOCH,
+    LOADER,
+    STEP,
+    TABLE,
+    Decision,
+    Meetings,
+    Met,
+    Place,
+    Uncross,
+    Unmet,
+    Way,
+)
 
 many = settings(max_examples=500, deadline=None)
 FIRST = (0, 1, 2)
@@ -60,7 +72,7 @@ class Crew:
 
     def see(self, decisions: Iterable[Decision], *, stood: bool) -> None:
         for decision in decisions:
-            assert set(decision.learners) == self.here
+            assert not isinstance(decision, Uncross) and set(decision.learners) == self.here
             others = self.members - self.here
             if not stood:
                 assert self.here and isinstance(decision, Met) and not others  # all have come or left
@@ -170,3 +182,64 @@ def test_loops_that_wait_in_three_places_differ() -> None:
     assert meetings.stand_still({0: PLACES["w"], 2: PLACES["t"]}) == [
         Unmet((1,), ((0, PLACES["w"]), (2, PLACES["t"])))
     ]
+
+
+STEPS = {0: Place(STEP, 0), 1: Place(STEP, 1), 2: Place(STEP, 1)}
+
+
+def test_steps_that_equal_loops_do_not_come_to_differ() -> None:
+    ways = {0: Way((1, 0)), 1: Way((0, 1)), 2: Way((0, 1))}
+    assert Meetings(FIRST).stand_still(STEPS, ways.__getitem__) == [Unmet((), tuple(STEPS.items()))]
+    meetings = Meetings((*FIRST, 3))
+    meetings.come(3)
+    assert meetings.stand_still(STEPS, ways.__getitem__) == [Unmet((3,), tuple(STEPS.items()))]
+    assert not meetings.here
+
+
+def test_steps_that_equal_loops_may_come_to_go_on_one_table_first() -> None:
+    """One is behind; or came later; or all went back to a checkpoint; or one had fewer batches and is out of its loop."""
+    behind = {0: Way((3, 2)), 1: Way((4, 4)), 2: Way((4, 4))}
+    crossed = {0: Way((1, 0)), 1: Way((0, 1)), 2: Way((0, 1))}
+    assert Meetings(FIRST).stand_still(STEPS, behind.__getitem__) == [Uncross(0)]
+    assert Meetings(FIRST, apart=True).stand_still(STEPS, crossed.__getitem__) == [Uncross(0)]
+    meetings = Meetings((1, 2))
+    meetings.join(0)
+    assert meetings.stand_still(STEPS, crossed.__getitem__) == [Uncross(0)]
+    ended = {0: Way((3, 0), (0, 1), ((1, True, 4),)), 1: Way((2, 1), (0, 1), ((1, True, 3),))}
+    assert Meetings((0, 1)).stand_still(STEPS, ended.__getitem__) == [Uncross(0)]
+
+
+def test_steps_of_one_table_are_no_standstill_of_their_own() -> None:
+    """Its updates wait for nobody that rests, and all others do."""
+    meetings = Meetings((0, 1))
+    assert meetings.stand_still({0: STEPS[0]}) == []
+
+
+@many
+@given(
+    st.text("ab", min_size=1, max_size=6),
+    st.text("ab", max_size=4),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4),
+    st.integers(0, 6),
+    st.integers(0, 6),
+)
+def test_equal_loops_never_contradict_each_other(
+    body: str, tail: str, epochs: list[tuple[int, int]], one: int, other: int
+) -> None:
+    """Any numbers of batches in each epoch, whatever follows it; each is anywhere in the last one."""
+    ways = []
+    for who, at in ((0, one), (1, other)):
+        before, batches = Way(), 0
+        for number, counts in enumerate(epochs):
+            word = body * counts[who] + tail
+            last = number == len(epochs) - 1
+            word = word[: at * len(word) // 6] if last else word
+            had = min(counts[who], 1 + len(word) // len(body)) if last else counts[who]
+            start = Way(before.steps, (0, number), ((number, False, batches),))
+            steps = (word.count("a"), word.count("b"))
+            before = Way(tuple(map(sum, zip(start.steps or (0, 0), steps, strict=True))))
+            batches += had + 1
+            ended = len(word) >= len(body) * counts[who]
+            now = Way(before.steps, batches=((number, ended, batches),)).since(start)
+        ways.append(now)
+    assert not ways[0].contradicts(ways[1]) and not ways[1].contradicts(ways[0])

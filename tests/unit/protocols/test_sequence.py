@@ -511,3 +511,42 @@ def test_a_meeting_is_complete_when_every_live_member_has_brought_its_own(
         for k in complete if move in "lb" else ():
             brought[k] = {}
         assert all(meeting.missing(k) == sorted(members - brought[k].keys()) for k in brought)
+
+
+def test_steps_go_on_this_once_without_those_that_wait_elsewhere() -> None:
+    sequence = Sequence(Sync.parse("hardsync"), initial={0: 0, 1: 1, 2: 2})
+    for learner in range(3):
+        sequence.join(learner, learner, 0)
+    one, two = (Ticket(learner, learner, 1, 0, 0, 4) for learner in (1, 2))
+    assert [type(each) for each in (*sequence.gradient(one), *sequence.gradient(two))] == [Take, Take]
+    assert sequence.stepping() == {1, 2} and sequence.steps(1) == 1 and sequence.at_gate == 2
+    fold, *released = sequence.go_on_without()
+    assert isinstance(fold, Fold) and [ticket.learner for ticket in fold.tickets] == [1, 2]
+    assert released == [Release(1, 1, 1), Release(2, 1, 1)] and sequence.stepping() == set()
+    sequence.gradient(Ticket(1, 1, 2, 1, 1, 4))
+    sequence.gradient(Ticket(2, 2, 2, 1, 1, 4))
+    assert sequence.version == 1  # it is waited for again
+    sequence.gradient(Ticket(0, 0, 1, 0, 0, 4))
+    assert sequence.version == 2 and sequence.clock.histogram == {0: 4, 1: 1}
+
+
+def test_slack_is_given_this_once_without_those_that_wait_elsewhere() -> None:
+    sequence = Sequence(Sync.parse("ssp:0"), initial={0: 0, 1: 1})
+    for learner in range(2):
+        sequence.join(learner, learner, 0)
+    sequence.gradient(Ticket(1, 1, 1, 0, 0, 4))
+    assert sequence.stepping() == {1}
+    assert sequence.go_on_without() == [Release(1, 1, 1)]
+    sequence.gradient(Ticket(1, 1, 2, 1, 1, 4))
+    assert sequence.stepping() == {1}  # the other counts from where it was left
+    sequence.gradient(Ticket(0, 0, 1, 0, 0, 4))
+    assert sequence.stepping() == set()
+
+
+def test_who_fetches_computes_meanwhile() -> None:
+    """The dial has changed: it waits for others' gradients, but is not blocked."""
+    sequence = Sequence(Sync.parse("hardsync"), initial={0: 0, 1: 1})
+    for learner in range(2):
+        sequence.join(learner, learner, 0)
+    sequence.gradient(Ticket(0, 0, 1, 0, 0, 4, silent=True))
+    assert sequence.fetch(0, 2) == [] and sequence.stepping() == set()

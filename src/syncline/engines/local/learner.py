@@ -30,7 +30,8 @@ from syncline.ports import LearnerPort, Note, Portion, Reading, Reset, RunStoppe
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
 
-STOP, GENERATION = 0, 1  # words of the hub: the run is to end; how often the servers were started
+# words of the hub: the run is to end; how often the servers were started; how often learners were called
+STOP, GENERATION, CALLS = 0, 1, 2
 DIALS, DIAL_ROOM = 64, 1024  # dials that a run may have, and bytes for each
 
 
@@ -120,6 +121,7 @@ class LocalLink(TableLink):
             try:
                 while (found := self._replies.released(number)) is None:
                     self._port.check()
+                    self._port.answer_call()
                     self._sleeper.wait()
             finally:
                 desk.wait(False)
@@ -143,7 +145,7 @@ class LocalLearnerPort(LearnerPort):
         self.desk = Desk(spec.desk)
         self._hub = Hub(spec.hub)
         self.sleeper = Sleeper(spec.bell, yields=spec.yields)
-        self._generation = spec.generation
+        self._generation, self._calls = spec.generation, self._hub.words[CALLS]
         self._portions: dict[int, dict[int, Portion]] = {}
 
     @contextlib.contextmanager
@@ -160,6 +162,12 @@ class LocalLearnerPort(LearnerPort):
         """Nobody waits for servers that are gone."""
         if self._hub.words[GENERATION] != self._generation:
             raise Reset
+
+    def answer_call(self) -> None:
+        """Ask, where it was called while it waits in a step; raises what it is refused with."""
+        if self._hub.words[CALLS] != self._calls:
+            self._calls = self._hub.words[CALLS]
+            self.request(m.Called())
 
     def now(self) -> float:
         return time.monotonic()

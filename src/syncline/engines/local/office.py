@@ -72,6 +72,9 @@ class Office(CoordinatorPort):
     def reset_learners(self) -> None:
         self._run.staff.next_generation()
 
+    def call_learners(self) -> None:
+        self._run.staff.call_learners()
+
     def new_desk(self, learner: int) -> tuple[int, Region]:
         return self._run.staff.generation, self._run.staff.introduce(learner)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from syncline.engines.local.cargo import Parcel
 from syncline.engines.local.exchange import Ring
-from syncline.engines.local.learner import GENERATION, STOP, Hub, LearnerSpec
+from syncline.engines.local.learner import CALLS, GENERATION, STOP, Hub, LearnerSpec
 from syncline.engines.local.memory import Bell, Region
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometry, ServerSpec
@@ -130,6 +130,11 @@ class Staff:
         """Learners notice that the servers are new ones."""
         self.generation += 1
         self.hub.words[GENERATION] = self.generation
+        self._ring_learners()
+
+    def call_learners(self) -> None:
+        """Who waits in a step asks why."""
+        self.hub.words[CALLS] += 1
         self._ring_learners()
 
     def _ring_learners(self) -> None:

@@ -60,6 +60,10 @@ class SimCoordinator(CoordinatorPort):
         for learner in self._world.live.values():
             self._world.soon(learner.wake)
 
+    def call_learners(self) -> None:
+        for learner in self._world.live.values():
+            self._world.soon(learner.call)
+
     def new_desk(self, learner: int) -> SimServer:
         return self._world.servers[0]
 

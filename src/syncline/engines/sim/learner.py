@@ -39,6 +39,7 @@ class SimLearner(LearnerPort):
     __slots__ = (  # thousands of them: objects with many attributes are large and slow without
         "_answers",
         "_arrival",
+        "_called",
         "_communication",
         "_computation",
         "_compute",
@@ -79,6 +80,7 @@ class SimLearner(LearnerPort):
         self._arrival = 0.0  # of the last thing it sent: nothing overtakes
         self.portions: dict[tuple[int, int], Portion] = {}
         self._answers: list[Any] = []
+        self._called = False  # it is to ask why it waits
         self.waits_for: str | None = None
         self._computation = 0  # counts computations, for those that were cut off
         self.step = 0  # computations so far, those before a checkpoint included
@@ -173,6 +175,18 @@ class SimLearner(LearnerPort):
     def stale(self) -> bool:
         """It knows only servers that are gone."""
         return self._leader is not self._world.servers[0]
+
+    def until_released(self, ready: Callable[[], bool], what: str) -> None:
+        """The same, in a step: there it may be called, and asks why."""
+        while not ready():
+            self.until_served(lambda: ready() or self._called, what, TICKET)
+            if not ready():
+                self._called = False
+                self.request(m.Called())
+
+    def call(self) -> None:
+        self._called = True
+        self.wake()
 
     def wake(self) -> None:
         if self.waits_for is None or self.fiber.done:
@@ -428,7 +442,7 @@ class SimLink(TableLink):
 
     def wait(self, number: int) -> Reading:
         what = f"ticket {number} of table {self._table}"
-        self._learner.until_served(lambda: self._releases.reading(number) is not None, what, TICKET)
+        self._learner.until_released(lambda: self._releases.reading(number) is not None, what)
         reading = self._releases.reading(number)
         assert reading is not None
         return reading

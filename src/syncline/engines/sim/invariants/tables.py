@@ -63,6 +63,8 @@ class TableAccount:
         self.pending: list[Key] = []  # taken, in their order
         self.folded, self.dropped = account.gradients, account.dropped
         self.finishing = False
+        self._uncrossed = 0  # the last version that was made without some that step another table
+        self._uncrossing = False  # it is to be made
         self._short: str | None = (
             None  # an update of too few gradients: right only before a change of the dial
         )
@@ -96,6 +98,12 @@ class TableAccount:
         if learner in self.members:
             member = self.members[learner]
             member.resting, member.rested = None, True
+
+    def uncross(self) -> None:
+        """Who steps another table is not waited for this once, and counts from where the others are."""
+        self._uncrossing = True
+        for member in self.members.values():
+            member.rested = True
 
     def active(self) -> set[int]:
         return {learner for learner, member in self.members.items() if member.resting is None}
@@ -162,6 +170,8 @@ class TableAccount:
         for key in keys:
             self.pending.remove(key)
             del self.gradients[key]
+        if self._uncrossing:
+            self._uncrossed = fold.version
         self.version += 1
         self.folded += len(keys)
         return found
@@ -181,7 +191,9 @@ class TableAccount:
         sync, sigma = self.sync, self.version - ticket.stamp
         if sigma < 0:
             raise Broken(f"a gradient of version {ticket.stamp} is folded into version {self.version + 1}")
-        if ticket.stamp < self.base or (ticket.silent and not sync.local):  # computed under the dial before
+        if ticket.stamp < max(self.base, self._uncrossed) or (
+            ticket.silent and not sync.local
+        ):  # computed under the dial before
             return
         if sync.lockstep and sigma != min(self.version - self.base, sync.delay):
             raise Broken(
@@ -195,7 +207,7 @@ class TableAccount:
 
     def _check_quorum(self, fold: Fold) -> None:
         """Too few are right at the end of the run, and where the dial changes next."""
-        if self.finishing:
+        if self.finishing or self._uncrossing:
             return
         if self.sync.lockstep:
             missing = self.active() - {ticket.learner for ticket in fold.tickets}
@@ -310,6 +322,7 @@ class TableAccount:
     def due(self) -> None:
         """No update that could be made is missing."""
         self._not_short()
+        self._uncrossing = False
         if self.expected or not self.pending or self._full:
             return
         if self.sync.lockstep:

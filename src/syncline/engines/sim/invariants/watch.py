@@ -16,7 +16,7 @@ from syncline.engines.sim.invariants.tables import Gradient, TableAccount
 from syncline.engines.sim.invariants.values import Values
 from syncline.errors import InvariantError
 from syncline.ports import Entry, Kind, Note, ServerPort
-from syncline.protocols.meetings import Met, Unmet
+from syncline.protocols.meetings import Met, Uncross, Unmet
 from syncline.protocols.sequence import Change, Drop, Fold, Take
 from syncline.protocols.spans import End, EpochDone, Grant
 from syncline.protocols.waiting import Release
@@ -173,6 +173,9 @@ class Watch:
                 self._fed(place, decision)
             elif isinstance(decision, Met | Unmet):
                 self._met(decision)
+            elif isinstance(decision, Uncross):
+                self._touched.add(decision.table)
+                self._tables[decision.table].uncross()
             else:
                 self._touched.add(place)
                 self._sequenced(place, self._tables[place], decision)

@@ -1,0 +1,167 @@
+"""Own loops over two tables, with real processes and in the twin (M8): equal ones go on whatever happens to them, others end by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import TensorDataset
+
+import syncline as sl
+from syncline.errors import LoopError
+from syncline.testing import Faults
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ENGINES = ["sim", "local"]
+PATIENCE = 60.0  # seconds until a run counts as hung: a failure, not a measurement
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def launch(
+    function: Callable[..., Any], *arguments: Any, engine: str = "sim", script: str = "", **options: Any
+) -> sl.Result:
+    """With faults played in virtual time, or on the processes; a run that hangs is ended and fails."""
+    chosen = sl.Sim(script=script, check=True, compute=1.0, transfer=0.01) if engine == "sim" else "local"
+    run = sl.launch(function, *arguments, engine=chosen, threads=1, wait=False, **options)
+    if script and engine == "local":
+        Faults(script).play(run)
+    try:
+        return run.wait(PATIENCE)
+    except TimeoutError:
+        run.stop()
+        raise
+
+
+def two(session: sl.Session) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    models = [nn.Linear(4, 1) for _ in range(2)]
+    return [(model, session.optimizer(model, partial(SGD, lr=0.1))) for model in models]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def numbers(size: int) -> TensorDataset:
+    return TensorDataset(torch.randn(size, 4, generator=torch.Generator().manual_seed(size)))
+
+
+def both(session: sl.Session, size: int) -> None:
+    """A step of each for every batch."""
+    tables = two(session)
+    loader = session.loader(numbers(size), batch_size=3)
+    while not session.ending and loader.epoch < 3:
+        for (x,) in loader:
+            for model, optimizer in tables:
+                step(model, optimizer, x)
+
+
+def seldom(session: sl.Session, size: int) -> None:
+    """The second's for every third batch, of two in an accumulated gradient."""
+    first, (model, optimizer) = two(session)
+    loader = session.loader(numbers(size), batch_size=3)
+    while not session.ending and loader.epoch < 3:
+        for number, (x,) in enumerate(loader):
+            with session.accumulate():
+                model(x).sum().backward()
+            step(*first, x)
+            if number % 3 == 1:
+                step(model, optimizer, x)
+
+
+def after(session: sl.Session, size: int) -> None:
+    """The second's after the batches, of which some learners have more than others; then they meet."""
+    first, second = two(session)
+    loader = session.loader(numbers(size), batch_size=3)
+    while not session.ending and loader.epoch < 3:
+        for (x,) in loader:
+            step(*first, x)
+        step(*second, torch.ones(1, 4))
+        session.mean(1.0)
+
+
+LOOPS = [both, seldom, after]
+FAULTS = [
+    ("", {}),
+    ("add 1 at version 3", {}),
+    ("kill learner 1 at version 3", {}),
+    ("kill learner 1 at version 3", {"replace": True}),
+    ("kill learner 2 at version 8; add 2 at version 4", {}),
+    ("kill shard 0 at version 3", {"run_dir": "run"}),
+]
+NAMES = ["calm", "joined", "lost", "replaced", "lost and joined", "a shard lost"]
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "delayed:1", "ssp:0", "backup:1"])
+@pytest.mark.parametrize("script, options", FAULTS, ids=NAMES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_equal_loops_go_on_in_the_twin(
+    loop: Callable[..., None], script: str, options: dict[str, Any], sync: str, tmp_path: Path
+) -> None:
+    for size in (20, 27, 34):
+        folder = {"run_dir": tmp_path / str(size)} if "run_dir" in options else {}
+        result = launch(loop, size, learners=3, sync=sync, script=script, **{**options, **folder})
+        assert all(table.pending == 0 for table in result.statistics.tables.values())
+
+
+@pytest.mark.parametrize("script, options", FAULTS[1::2], ids=NAMES[1::2])
+@pytest.mark.parametrize("loop", [both, after])
+def test_equal_loops_go_on_with_processes(
+    loop: Callable[..., None], script: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = {"run_dir": tmp_path / "run"} if "run_dir" in options else {}
+    result = launch(
+        loop, 40, learners=3, sync="hardsync", engine="local", script=script, **{**options, **folder}
+    )
+    assert all(table.pending == 0 for table in result.statistics.tables.values())
+
+
+def crossed(session: sl.Session, caught: bool = False) -> None:
+    tables = two(session)
+    if session.rank == 2:
+        session.mean(1.0)
+        return
+    try:
+        for _ in range(5):
+            step(*tables[session.rank], torch.ones(1, 4))
+    except LoopError:
+        if not caught:
+            raise
+        step(*tables[session.rank], torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sync", ["hardsync", "ssp:1", "delayed:1"])
+@pytest.mark.parametrize("learners", [2, 3])
+def test_steps_of_different_tables_end_by_name(learners: int, sync: str, engine: str) -> None:
+    with pytest.raises(sl.LearnerError, match="loops differ, and all wait for each other") as failed:
+        launch(crossed, learners=learners, sync=sync, engine=engine)
+    assert isinstance(failed.value.__cause__, LoopError)
+    problem = str(failed.value.__cause__)
+    assert ("learners [2] wait in session.mean" in problem) == (learners == 3)
+    for rank in (0, 1):
+        assert f"learners [{rank}] wait in a step of table {rank}" in problem
+    assert "Every learner must step the same tables in the same order" in problem
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_who_caught_that_cannot_go_on(engine: str) -> None:
+    with pytest.raises(sl.LearnerError, match=r"cannot go on.*It was: learners' loops differ"):
+        launch(crossed, True, learners=2, sync="hardsync", engine=engine)
