@@ -30,6 +30,7 @@ class _Learner:
     open: list[tuple[int, Span]] = field(default_factory=list)  # granted, not taken: can come back
     taken: list[tuple[int, Span]] = field(default_factory=list)  # not settled
     blocked: bool = False  # it does nothing until its ask is answered
+    held: int = 0  # counts those that wait in the last epoch, in the order of their asks
     wanted: int = 0  # the epoch it waits for at the barrier, if it does
     queued: int = 0  # asks for that epoch
 
@@ -72,8 +73,11 @@ class Ledger:
         self._learners: dict[int, _Learner] = {}
         self._gone: dict[int, list[tuple[int, Span]]] = {}  # left, with gradients still to settle
         self._held: dict[int, _Learner] = {}  # waiting in the last epoch, in the order of their asks
+        self._stopped: dict[int, _Learner] = {}  # those of them that are blocked
+        self._holds = 0  # how often somebody was held
+        # all that may have something which may come back, and others; None before anybody is held
+        self._hopeful: dict[int, _Learner] | None = None
         self._barrier: set[int] = set()  # waiting for the next epoch
-        self._hopeful: _Learner | None = None  # the last that had something which may come back
         self._behind: _Learner | None = None  # the last that others waited for at the barrier
         self._out: list[Decision] = []
 
@@ -93,6 +97,7 @@ class Ledger:
         )
         member = _Learner(id=learner, rank=rank, epoch=epoch, first=epoch + over, ended=over)
         self._learners[learner] = member
+        self._look_at(member)
         return []
 
     def ask(self, learner: int, epoch: int) -> list[Decision]:
@@ -142,6 +147,8 @@ class Ledger:
         member = self._learners.get(learner)
         if member is not None and member.index <= upto:
             member.blocked = True
+            if learner in self._held:
+                self._stopped[learner] = member
         return self._advance()
 
     def close(self, learner: int, upto: int) -> list[Decision]:
@@ -166,7 +173,9 @@ class Ledger:
         member = self._learners.pop(learner, None)
         if member is None:
             return []
-        self._held.pop(learner, None)
+        self._let_go(member)
+        if self._hopeful is not None:
+            self._hopeful.pop(learner, None)
         self._barrier.discard(learner)
         self._stock.give_back(span for _, span in member.open)
         self._stock.give_back(member.reserved)
@@ -214,7 +223,7 @@ class Ledger:
 
     def waiting(self) -> set[int]:
         """Learners that do nothing until others go on: at the barrier, or in the last epoch."""
-        return self.stuck() | {learner for learner, member in self._held.items() if member.blocked}
+        return self.stuck() | self._stopped.keys()
 
     def epoch(self, learner: int) -> int:
         """The epoch that this learner is in: a joiner's first ask is for this one."""
@@ -262,9 +271,9 @@ class Ledger:
             member.open.append((member.index, span))
             self._out.append(Grant(member.id, self._count(member), *span))
         if not member.asks:
-            self._held.pop(member.id, None)
+            self._let_go(member)
         elif self._epochs == member.epoch + 1:
-            self._held.setdefault(member.id, member)
+            self._hold(member)
         else:
             self._end(member)
 
@@ -282,15 +291,20 @@ class Ledger:
         for member in self._by_rank():
             if member.epoch == epoch and not member.ended and (span := self._stock.next(epoch, member.rank)):
                 member.reserved.append(span)
+                self._look_at(member)
 
     def _end(self, member: _Learner) -> None:
         member.ended = True
         member.asks = 0
-        self._held.pop(member.id, None)
+        self._let_go(member)
         self._out.append(End(member.id, self._count(member), member.epoch))
 
     def _count(self, member: _Learner) -> int:
-        member.blocked = False
+        if member.blocked:
+            member.blocked = False
+            self._stopped.pop(member.id, None)
+        if self._hopeful is not None:
+            self._hopeful[member.id] = member
         member.index += 1
         return member.index - 1
 
@@ -306,7 +320,7 @@ class Ledger:
         self._stock.disown(member.rank, member.epoch)
         member.asks = 0
         member.ended = True
-        self._held.pop(member.id, None)
+        self._let_go(member)
         self._stock.broken.add(member.epoch)
 
     def _settle(self, taken: list[tuple[int, Span]], upto: int, since: int) -> None:
@@ -320,6 +334,7 @@ class Ledger:
     def _begin(self, epoch: int) -> None:
         if epoch > self._stock.newest:
             self._stock.begin(epoch, self._ranks())
+            self._hopeful = None  # parts of their own are there for all
 
     def _ranks(self) -> set[int]:
         return {member.rank for member in self._learners.values()}
@@ -431,22 +446,47 @@ class Ledger:
         Of several that are blocked, who has consumed something goes first and publishes it; the others stay, and
         get it if that fails.
         """
-        while self._held and not self._hope():
-            blocked = [member for member in self._held.values() if member.blocked]
-            if not blocked:
-                return
-            self._end(next((member for member in reversed(blocked) if self._may_return(member)), blocked[-1]))
+        if not self._stopped or self._hope():
+            return
+        last = sorted(self._stopped.values(), key=lambda member: -member.held)
+        first = next((member for member in last if self._may_return(member)), None)
+        for member in last if first is None else [first]:
+            self._end(member)
 
     def _hope(self) -> bool:
-        """Something may come back from one that is not blocked; who it was the last time is asked first."""
-        last = self._hopeful
-        if last is not None and last.id in self._learners and self._gives_hope(last):
-            return True
-        self._hopeful = next((m for m in self._learners.values() if self._gives_hope(m)), None)
-        return self._hopeful is not None
+        """Something may come back from one that is not blocked.
+
+        Who may have come to have something is looked at until one has: each costs once, however many there are.
+        """
+        if self._hopeful is None:
+            self._hopeful = dict(self._learners)
+        while self._hopeful:
+            learner, member = next(reversed(self._hopeful.items()))
+            if self._gives_hope(member):
+                return True
+            del self._hopeful[learner]
+        return False
 
     def _gives_hope(self, member: _Learner) -> bool:
-        return not (member.blocked and member.id in self._held) and self._may_return(member)
+        return member.id not in self._stopped and self._may_return(member)
+
+    def _look_at(self, member: _Learner) -> None:
+        """It may have something now that may come back, or may go on."""
+        if self._hopeful is not None:
+            self._hopeful[member.id] = member
+
+    def _hold(self, member: _Learner) -> None:
+        if member.id not in self._held:
+            self._holds += 1
+            member.held = self._holds
+            self._held[member.id] = member
+            if member.blocked:
+                self._stopped[member.id] = member
+
+    def _let_go(self, member: _Learner) -> None:
+        if self._held.pop(member.id, None) is not None:
+            self._stopped.pop(member.id, None)
+            self._look_at(member)
 
     def _may_return(self, member: _Learner) -> bool:
         if member.open or member.reserved:
