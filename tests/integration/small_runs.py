@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import syncline as sl
+from syncline.testing import Faults
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
+PATIENCE = 60.0  # seconds until a run counts as hung: a failure, not a measurement
 PRESETS = [
     "hardsync",
     "softsync:1",
@@ -69,6 +72,24 @@ def train(**changes: Any) -> Any:
         **changes,
     }
     return sl.train(given.pop("model"), given.pop("data"), **given)
+
+
+def launched(function: Callable[..., Any], *arguments: Any, script: str = "", **options: Any) -> sl.Result:
+    """Faults are played on the processes, where there are any; a run that hangs is ended and fails."""
+    run = sl.launch(function, *arguments, threads=1, wait=False, **options)
+    if script and options.get("engine") == "local":
+        Faults(script).play(run)
+    try:
+        return run.wait(PATIENCE)
+    except TimeoutError:
+        run.stop()
+        raise
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
 
 
 def check_accounts(result: sl.Result) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import cloudpickle
 import pytest
@@ -16,27 +14,12 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.errors import LayoutError, LoopError, UsageError
+from tests.integration.small_runs import launched, step
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-PATIENCE = 60.0  # seconds until a run counts as hung: a failure, not a measurement
 engines = pytest.mark.parametrize("engine", ["sim", "local"])
 sgd = partial(SGD, lr=0.1)
-
-
-def launch(function: Callable[..., Any], *arguments: Any, **options: Any) -> sl.Result:
-    run = sl.launch(function, *arguments, threads=1, wait=False, **options)
-    try:
-        return run.wait(PATIENCE)
-    except TimeoutError:
-        run.stop()
-        raise
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    model(x).square().mean().backward()
-    optimizer.step()
 
 
 def other_order(session: sl.Session, then: str) -> str:
@@ -75,14 +58,14 @@ def other_order(session: sl.Session, then: str) -> str:
 def test_who_was_refused_a_table_and_goes_on_is_told_why_it_cannot(then: str, engine: str) -> None:
     said = r"learner (\d) cannot go on after an error that its code caught.*It was: table 1: learner \1 built another"
     with pytest.raises(sl.LearnerError, match=said) as caught:
-        launch(other_order, then, learners=2, sync="hardsync", engine=engine)
+        launched(other_order, then, learners=2, sync="hardsync", engine=engine)
     assert isinstance(caught.value.__cause__, LoopError)
     assert "in two optimizers" not in str(caught.value)
 
 
 @engines
 def test_who_was_refused_a_table_may_return(engine: str) -> None:
-    one, other = sorted(launch(other_order, "return", learners=2, sync="hardsync", engine=engine).returned)
+    one, other = sorted(launched(other_order, "return", learners=2, sync="hardsync", engine=engine).returned)
     assert one == "nothing" and "built another layout" in other
 
 
@@ -105,7 +88,7 @@ def test_who_met_in_another_loop_and_goes_on_is_told(engine: str) -> None:
     with pytest.raises(
         sl.LearnerError, match=r"learner 0 cannot go on.*It was: learners' loops differ"
     ) as caught:
-        launch(meets_unequally, learners=2, sync="hardsync", engine=engine)
+        launched(meets_unequally, learners=2, sync="hardsync", engine=engine)
     assert caught.value.rank == 0
 
 
@@ -131,7 +114,7 @@ def corrected(session: sl.Session) -> list[float]:
 @engines
 @pytest.mark.parametrize("topology", ["servers", "allreduce"])
 def test_what_all_catch_alike_keeps_nobody_from_going_on(topology: str, engine: str) -> None:
-    result = launch(corrected, learners=2, sync="hardsync", topology=topology, engine=engine)
+    result = launched(corrected, learners=2, sync="hardsync", topology=topology, engine=engine)
     assert result.returned == [[0.5, 2.0]] * 2
 
 
@@ -147,4 +130,4 @@ def another_model(session: sl.Session) -> int:
 
 @engines
 def test_under_allreduce_a_table_opens_after_a_layout_error_that_all_caught(engine: str) -> None:
-    assert launch(another_model, learners=2, topology="allreduce", engine=engine).returned == [1, 1]
+    assert launched(another_model, learners=2, topology="allreduce", engine=engine).returned == [1, 1]

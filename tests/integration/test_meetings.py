@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from syncline.testing import Faults
+from tests.integration.small_runs import launched, step
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ENGINES = ["sim", "local"]
-PATIENCE = 60.0  # seconds until a run counts as hung: a failure, not a measurement
+pytestmark = pytest.mark.usefixtures("one_thread")
 PRESETS = [
     "hardsync",
     "softsync:1",
@@ -33,34 +33,13 @@ PRESETS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def launch(
     function: Callable[..., Any], *arguments: Any, engine: str = "sim", script: str = "", **options: Any
 ) -> sl.Result:
-    """With faults played in virtual time, or on the processes; a run that hangs is ended and fails."""
+    """With faults played in virtual time, and checked, or on the processes."""
     servers = options.get("topology") != "allreduce"
     chosen = sl.Sim(script=script, check=servers) if engine == "sim" else "local"
-    run = sl.launch(function, *arguments, engine=chosen, threads=1, wait=False, **options)
-    if script and engine == "local":
-        Faults(script).play(run)
-    try:
-        return run.wait(PATIENCE)
-    except TimeoutError:
-        run.stop()
-        raise
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    model(x).square().mean().backward()
-    optimizer.step()
+    return launched(function, *arguments, engine=chosen, script=script, **options)
 
 
 def numbers(size: int) -> TensorDataset:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,35 +17,20 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.errors import LoopError
-from syncline.testing import Faults
+from tests.integration.small_runs import launched
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ENGINES = ["sim", "local"]
-PATIENCE = 60.0  # seconds until a run counts as hung: a failure, not a measurement
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def launch(
     function: Callable[..., Any], *arguments: Any, engine: str = "sim", script: str = "", **options: Any
 ) -> sl.Result:
-    """With faults played in virtual time, or on the processes; a run that hangs is ended and fails."""
+    """With faults played in virtual time, and checked, or on the processes."""
     chosen = sl.Sim(script=script, check=True, compute=1.0, transfer=0.01) if engine == "sim" else "local"
-    run = sl.launch(function, *arguments, engine=chosen, threads=1, wait=False, **options)
-    if script and engine == "local":
-        Faults(script).play(run)
-    try:
-        return run.wait(PATIENCE)
-    except TimeoutError:
-        run.stop()
-        raise
+    return launched(function, *arguments, engine=chosen, script=script, **options)
 
 
 def two(session: sl.Session) -> list[tuple[nn.Module, torch.optim.Optimizer]]:

@@ -235,9 +235,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         reading, before = self._wait(number), self.version
         if not (self.sync.local and reading.dial == self._dial):
             self._take_over(reading)
-            moved = (
-                self.version != before and not self.sync.lockstep
-            )  # whose rounds are what all publish next
+            # in lockstep rounds are what all publish next
+            moved = self.version != before and not self.sync.lockstep
             if moved and self._session.examples and self._stamp is None:
                 self._stamp = before  # batches of the next gradient were computed on it
 

@@ -2,8 +2,8 @@
 
 A meeting is of all live learners that have read a table. It is over when all of them have come or left; and where those
 that have not come wait themselves for somebody who is in it, so that nobody waits for ever. The same holds for steps
-of different tables, which wait for each other. Not responsible for what
-learners bring to it, nor for their rest meanwhile: who is in a meeting rests, all of it go on at once.
+of different tables, which wait for each other. Not responsible for what learners bring to it, nor for their rest
+meanwhile: who is in a meeting rests, all of it go on at once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ EPOCH, STEP, TABLE, LOADER = "epoch", "step", "table", "loader"
 class Place(NamedTuple):
     """Where a learner does nothing until others come too, other than a meeting."""
 
-    what: (
-        str  # EPOCH: at a loader, for others to go on with theirs; STEP: of a table; TABLE, LOADER: opens one
-    )
+    what: str  # EPOCH: at a loader, for others to go on; STEP: of a table; TABLE, LOADER: opens one
     number: int
 
 
@@ -31,9 +29,7 @@ class Way(NamedTuple):
 
     steps: tuple[int, ...] = ()  # by table, since its last loop over batches began
     began: tuple[int, int] = (-1, 0)  # that loop: loader and epoch
-    batches: tuple[
-        tuple[int, bool, int], ...
-    ] = ()  # by loader: epoch, whether it has had all of it, how many
+    batches: tuple[tuple[int, bool, int], ...] = ()  # by loader: epoch, had all of it, how many
 
     def since(self, before: Way) -> Way:
         """What it has done since it was there."""

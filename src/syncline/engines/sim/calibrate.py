@@ -50,6 +50,7 @@ T = TypeVar("T")
 ROUNDS = 10
 SECONDS = 0.2  # of each window
 CROWDED = 0.06  # of each window of a crowd
+MANY, FEW = 40, 4  # steps in which decisions are looked at; few of large models, whose steps take long
 LARGE = 8_000_000  # bytes of a model: of larger ones few fit into one process, and decisions matter little
 
 
@@ -83,7 +84,6 @@ class Sample:
 class Works:
     """The parts of a step, seen at one time."""
 
-    unit: float  # a computation
     one: Work  # of one learner, while the others compute
     all: Work | None  # of each, where all do the same; None where they share cores
 
@@ -132,7 +132,8 @@ class Calibration:
             turns.window(0.0)
         for crowd in self._crowds.values():
             crowd.window(learners, 0.0)
-        self._folding.measure()  # memory is touched for the first time
+        if self._shared:
+            self._folding.measure()  # memory is touched for the first time
 
     def __enter__(self) -> Calibration:
         return self
@@ -150,32 +151,41 @@ class Calibration:
         self.samples[sync].append(found)
         return found
 
+    @property
+    def _shared(self) -> list[str]:
+        """Dials under which processes share cores."""
+        return [sync for sync in self.works if sync not in self._crowds]
+
+    @property
+    def _small(self) -> bool:
+        return self._folding.nbytes < LARGE
+
     def fold(self) -> None:
         """One more look at the shards' work, and at their decisions."""
-        alone = self._alone() if len(self._crowds) < len(self.works) else None
-        for sync, seen in self.works.items():
-            crowd = self._crowds.get(sync)
-            if alone is not None and crowd is None:
-                seen.append(alone)
-            if not self.decisions[sync] or self._folding.nbytes < LARGE:
-                self.decisions[sync].append(self._crowded(partial(self._decisions, sync))[0])
+        if self._shared:
+            alone = self._alone()
+            for sync in self._shared:
+                self.works[sync].append(alone)
+        for sync, seen in self.decisions.items():
+            if not seen or self._small:
+                seen.append(self._crowded(partial(self._decisions, sync))[0])
 
     def _decisions(self, sync: str) -> Decisions:
         move_to(*deal(1))
         crowded = sync in self._crowds
-        many = crowded and self._folding.nbytes < LARGE
-        return decisions(self._work, sync, learners=self._learners if many else 2, warm=crowded)
+        learners = self._learners if crowded and self._small else 2
+        steps = MANY if self._small else FEW
+        return decisions(self._work, sync, learners=learners, steps=steps, warm=crowded)
 
     def _alone(self) -> Works:
-        found, _ = self._crowded(self._folding.measure)
-        return Works(found.compute, found, None)
+        return Works(self._crowded(self._folding.measure)[0], None)
 
     def look_at_crowd(self, sync: str) -> None:
         """One more look at what processes do to each other, where each has a core."""
         crowd = self._crowds.get(sync)
         if crowd is not None:
             one, everybody = (crowd.window(active, CROWDED) for active in (1, self._learners))
-            self.works[sync].append(Works(one.compute, one, everybody))
+            self.works[sync].append(Works(one, everybody))
 
     def _crowded(self, action: Callable[[], T]) -> tuple[T, list[Window]]:
         """While the plain loops have the other cores; and what they did."""
@@ -228,7 +238,7 @@ class Calibration:
 def _middle(works: Sequence[Works], part: Callable[[Works], Work], unit: float | None = None) -> Work:
     """Medians; in units of the computations beside them where a unit is given."""
     names = ("compute", "copy", "take", "fold", "serve")
-    scales = [unit / looked.unit if unit else 1.0 for looked in works]
+    scales = [unit / looked.one.compute if unit else 1.0 for looked in works]
     found = {
         name: median(scale * getattr(part(looked), name) for scale, looked in zip(scales, works, strict=True))
         for name in names

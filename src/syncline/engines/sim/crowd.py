@@ -10,29 +10,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from syncline.dial import Course, Sync
-from syncline.engines.local.memory import Cells, Region
+from syncline.engines.local.memory import PAGE, Cells, Region
 from syncline.engines.sim.memory import part_bytes
-from syncline.engines.sim.shard_work import Work, hand_over, seconds_of
+from syncline.engines.sim.shard_work import Draft, Work, hand_over, seconds_of
 from syncline.engines.sim.turns import Player, Stage, Workload, inequality
 from syncline.errors import RunError
-from syncline.learn.session import Session, make_optimizer
-from syncline.table.layout import LINE, lay_out
+from syncline.learn.session import Session
+from syncline.table.layout import LINE
 from syncline.table.shard import Shard
 from syncline.table.slot import Slot, slot_bytes
-from syncline.table.template import ELEMENTWISE, OptimizerTemplate
 
 YIELDS, NAP = 500, 0.00005  # how a process waits for its turn
 PATIENCE = 60.0  # seconds
 CELL = LINE // 8  # a word for each that is written: a cache line of its own
-PAGE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +56,7 @@ class Seen:
 
 
 class Crowd(Stage):
-    """So many learners and shards, each with a core; a window is for none, the first, or all of the learners."""
+    """So many learners and shards, each with a core; a window is for the first, or for all of the learners."""
 
     def __init__(self, work: Workload, *, learners: int, shards: int, sync: str) -> None:
         plan = Plan(work=work, learners=learners, shards=shards, sync=Course.of(sync).first)
@@ -70,8 +67,7 @@ class Crowd(Stage):
         self._region = Region(board.nbytes)
         path = f"/proc/{os.getpid()}/fd/{self._region.fd}"
         self._windows, self._round = 0, 0.0
-        plan = Plan(work=work, learners=learners, shards=shards, sync=plan.sync, path=path)
-        super().__init__(partial(_take_part, plan), processes=learners + shards)
+        super().__init__(partial(_take_part, replace(plan, path=path)), processes=learners + shards)
 
     def __exit__(self, *raised: object) -> None:
         try:
@@ -80,14 +76,14 @@ class Crowd(Stage):
             self._region.release()
 
     def window(self, active: int, seconds: float) -> Work:
-        """Means over whoever is active; the other learners compute meanwhile. None active: all only compute."""
+        """Means over whoever is active; the other learners compute meanwhile."""
         self._windows += 1
         count = max(3, round(seconds / self._round)) if self._round else 3
         start = time.perf_counter()
         self._tell(f"work {self._windows} {active} {count}")
         answers = [Seen(**answer) for answer in self._answers()]
         self._round = (time.perf_counter() - start) / count
-        learners, shards = answers[: active or self._learners], answers[self._learners :]
+        learners, shards = answers[:active], answers[self._learners :]
         computed = [seconds for learner in learners for seconds in learner.compute]
         copied = [seconds for learner in learners for seconds in (*learner.publish, *learner.read)]
         return Work(
@@ -111,18 +107,12 @@ def _mean(values: Sequence[float]) -> float:
 # -- in the processes ------------------------------------------------------------------------------------------
 
 
-class _Board:
+class _Board(Draft):
     """A table's memory as in a run: weights, and for each learner a slot and an inbox; and whose turn it is."""
 
     def __init__(self, plan: Plan) -> None:
+        super().__init__(plan.work, shards=plan.shards)
         self._plan = plan
-        self.model = plan.work.model()
-        inner = make_optimizer(self.model, plan.work.optimizer)
-        groups = [group["params"] for group in inner.param_groups]
-        cuttable = type(inner) in ELEMENTWISE
-        self.layout, tensors = lay_out(self.model, groups, cuttable=cuttable, shards=plan.shards)
-        self.parameters: list[Tensor] = list(tensors.parameters)
-        self.template = OptimizerTemplate.of(inner)
         words = CELL * (1 + plan.learners * (1 + plan.shards))
         self._start = -(-8 * words // PAGE) * PAGE
         self._weights = self.layout.parameters.nbytes
@@ -181,7 +171,7 @@ class _Learner:
 
     def __init__(self, plan: Plan, board: _Board, rank: int) -> None:
         self._board, self._rank = board, rank
-        self._objective, self._batch = plan.work.objective, plan.work.batch(plan.work.batch_size)
+        self._work, self._batch = plan.work, plan.work.batch(plan.work.batch_size)
         self._gradients = board.slots[rank].gradients
         weights = board.weights if plan.sync.lockstep else board.inboxes[rank]
         self._weights = board.layout.parameters.views(weights)
@@ -194,14 +184,13 @@ class _Learner:
     def obey(self, order: str, values: Sequence[float]) -> Seen:
         window, active, count = map(int, values)
         seen = Seen()
-        if active and self._rank >= active:
+        if self._rank >= active:
             while self._board.over() < window:
                 seen.compute.append(seconds_of(self._compute))
             return seen
         for _ in range(count):
             seen.compute.append(seconds_of(self._compute))
-            if active:
-                self._exchange(seen)
+            self._exchange(seen)
         if self._rank == 0:
             self._board.tell_over(window)
         return seen
@@ -214,8 +203,7 @@ class _Learner:
         seen.read.append(seconds_of(self._read))
 
     def _compute(self) -> None:
-        self._board.model.zero_grad()
-        self._objective(self._board.model, self._batch).backward()
+        self._work.compute(self._board.model, self._batch)
 
     def _publish(self) -> None:
         hand_over(self._board.parameters, self._gradients)
@@ -237,8 +225,6 @@ class _Folder:
     def obey(self, order: str, values: Sequence[float]) -> Seen:
         _, active, count = map(int, values)
         seen = Seen()
-        if not active:
-            return seen
         for _ in range(count):
             if self._sync.lockstep:
                 self._in_lockstep(active, seen)

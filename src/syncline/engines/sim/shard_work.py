@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -32,8 +33,6 @@ from syncline.table.template import ELEMENTWISE, OptimizerTemplate
 from syncline.topology.servers import ServerRole
 
 SECONDS = 0.03  # of each measurement
-STEPS, FEW = 40, 4  # of decisions; few where a model has so many parameters that a step takes long
-SMALL = 2_000_000
 LOOKS = 200  # at a note and a bell
 
 
@@ -49,18 +48,28 @@ class Work:
     uneven: float = 0.0  # the Gini coefficient of single computations, of all learners together
 
 
+class Draft:
+    """A model and its table, before there is memory for it."""
+
+    def __init__(self, work: Workload, *, shards: int) -> None:
+        self.model = work.model()
+        inner = make_optimizer(self.model, work.optimizer)
+        groups = [group["params"] for group in inner.param_groups]
+        cuttable = type(inner) in ELEMENTWISE
+        self.layout, tensors = lay_out(self.model, groups, cuttable=cuttable, shards=shards)
+        self.parameters: list[Tensor] = list(tensors.parameters)
+        self.template = OptimizerTemplate.of(inner)
+
+
 class Folding:
     """A shard of the model, and two gradients to fold."""
 
     def __init__(self, work: Workload) -> None:
         self._work, self._batch = work, work.batch(work.batch_size)
-        self._model = model = work.model()
-        inner = make_optimizer(model, work.optimizer)
-        groups = [group["params"] for group in inner.param_groups]
-        layout, tensors = lay_out(model, groups, cuttable=type(inner) in ELEMENTWISE, shards=1)
+        draft = Draft(work, shards=1)
+        self._model, self._parameters, self._template = draft.model, draft.parameters, draft.template
+        layout = draft.layout
         self.nbytes = sum(part_bytes(layout))
-        self._parameters = tensors.parameters
-        self._template = OptimizerTemplate.of(inner)
         self._slots = [private_slot(layout) for _ in range(2)]
         self._inbox, weights = _memory(layout), _memory(layout)
         values = [parameter.detach() for parameter in self._parameters]
@@ -100,8 +109,7 @@ class Folding:
         )
 
     def _compute(self) -> None:
-        self._model.zero_grad()
-        self._work.objective(self._model, self._batch).backward()
+        self._work.compute(self._model, self._batch)
 
     def _copy(self) -> None:
         hand_over(self._parameters, self._slots[0].gradients)
@@ -138,14 +146,14 @@ class Decisions:
     reply: float  # for each learner that a fold releases, in lockstep
 
 
-def decisions(work: Workload, sync: str, *, learners: int, warm: bool) -> Decisions:
-    """Of a simulated run, by the machine's clock.
+def decisions(work: Workload, sync: str, *, learners: int, steps: int, warm: bool) -> Decisions:
+    """Of a simulated run of so many steps, by the machine's clock.
 
     `warm`: nobody computes on the shard's core meanwhile, and notes come together, as they do where a shard is busy.
     """
     spec = RunSpec(
         function=_steps,
-        arguments=(work, warm),
+        arguments=(work, steps, warm),
         learners=learners,
         course=Course.of(sync),
         shards=1,
@@ -220,18 +228,14 @@ class Watch:
         return timed
 
 
-def _steps(session: Session, work: Workload, warm: bool) -> float:
+def _steps(session: Session, work: Workload, steps: int, warm: bool) -> float:
     """The median time of a computation; `warm`: all of them are before the steps."""
     model, batch = work.model(), work.batch(work.batch_size)
     optimizer = session.optimizer(model, work.optimizer)
 
-    def compute() -> None:
-        optimizer.zero_grad()
-        work.objective(model, batch).backward()
-
+    compute = partial(work.compute, model, batch)
     taken: list[float] = [seconds_of(compute) for _ in range(3 if warm else 0)]
-    small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
-    for _ in range(STEPS if small else FEW):
+    for _ in range(steps):
         if not warm:
             taken.append(seconds_of(compute))
         optimizer.step()

@@ -47,6 +47,11 @@ class Workload:
     optimizer: Callable[..., torch.optim.Optimizer]
     batch_size: int
 
+    def compute(self, model: nn.Module, batch: Any) -> None:
+        """One gradient, into the parameters'."""
+        model.zero_grad()
+        self.objective(model, batch).backward()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
@@ -274,7 +279,7 @@ class _Plain:
 
     def __init__(self, work: Workload, place: Path) -> None:
         self.model, self._batch = work.model(), work.batch(work.batch_size)
-        self._objective, self._place = work.objective, place
+        self._work, self._place = work, place
 
     def obey(self, order: str, values: Sequence[float]) -> Window:
         if order == "burn":
@@ -283,8 +288,7 @@ class _Plain:
         return self.work(*values)
 
     def compute(self) -> None:
-        self.model.zero_grad()
-        self._objective(self.model, self._batch).backward()
+        self._work.compute(self.model, self._batch)
 
     def step(self) -> None:
         self.compute()
