@@ -228,7 +228,8 @@ def _plain(run: Run, record: RunRecord, console: Console, *, goes_on: bool) -> N
             if each["epoch"] not in printed:
                 printed.add(each["epoch"])
                 _line(console, epoch_line(record, each))
-        fresh, events = record.events[events:], len(record.events)
+        fresh = record.events[events:]  # more may come meanwhile, on another thread
+        events += len(fresh)
         for each in fresh:
             if each.get("event") not in QUIET:
                 _line(console, event_line(each))

@@ -5,6 +5,7 @@ Not responsible for where evaluation runs: the engine passes a function that sta
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import traceback
 import warnings
@@ -196,9 +197,7 @@ class Recorder:
             self._tell(Snapshot(record, self._states.pop(epoch)))
 
     def _close(self, record: EpochRecord) -> None:
-        self.outcome.history = [each for each in self.outcome.history if each.epoch != record.epoch]
-        self.outcome.history.append(record)
-        self.outcome.history.sort(key=lambda each: each.epoch)
+        _insert(self.outcome.history, record)
         self._tell(record)
         for callback in self._callbacks:
             try:
@@ -206,6 +205,13 @@ class Recorder:
                     self._stop()
             except Exception:
                 self.error = self.error or RunError(f"a callback failed:\n{traceback.format_exc()}")
+
+
+def _insert(history: list[EpochRecord], record: EpochRecord) -> None:
+    """By epoch; one that is made again takes the place of the old."""
+    place = bisect.bisect_left(history, record.epoch, key=lambda each: each.epoch)
+    again = place < len(history) and history[place].epoch == record.epoch
+    history[place : place + again] = [record]
 
 
 def _by_rank(record: dict[str, Any]) -> dict[str, Any]:

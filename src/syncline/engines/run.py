@@ -217,6 +217,10 @@ class Handle(ABC):
         """End the run soon; learners finish the step they are in."""
 
     @abstractmethod
+    def end(self, seconds: float) -> None:
+        """Wait so long for a run that was stopped, then end it in the middle; nothing of it goes on afterwards."""
+
+    @abstractmethod
     def add_learners(self, count: int) -> None:
         """More learners join the run."""
 

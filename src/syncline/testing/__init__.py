@@ -8,5 +8,6 @@ result = run.wait()
 
 from syncline.engines.local.engine import Local
 from syncline.testing.faults import Fault, Faults
+from syncline.testing.leftovers import end_leftovers
 
-__all__ = ["Fault", "Faults", "Local"]
+__all__ = ["Fault", "Faults", "Local", "end_leftovers"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +53,10 @@ class Result:
 
 
 class Run:
-    """A run in progress, from `wait=False`."""
+    """A run in progress, from `wait=False`; as a context manager it stops what was not waited for.
+
+    A run whose handle is gone is stopped, and so is one that goes on when the script ends.
+    """
 
     def __init__(
         self,
@@ -66,6 +71,8 @@ class Run:
         if self.recording is not None:
             spec = dataclasses.replace(spec, listeners=(*spec.listeners, self.recording.heard))
         self._handle: Handle = engine.start(spec)
+        self._forgotten = weakref.finalize(self, _forget, self._handle)
+        self._forgotten.atexit = False  # then all that go on are ended together
         if self.recording is not None:
             self.recording.follow(self._handle)
 
@@ -85,6 +92,19 @@ class Run:
     def _recorded(self) -> None:
         if self.recording is not None:
             self.recording.finish()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """What was not waited for is stopped; what goes wrong in it is raised, unless the block has raised already."""
+        if not self.done:
+            self.stop()
+        try:
+            self.wait()
+        except BaseException:
+            if kind is None:
+                raise
 
     @property
     def done(self) -> bool:
@@ -121,6 +141,18 @@ class Run:
     def statistics(self) -> Statistics:
         """Versions, staleness, who waits for whom."""
         return self._handle.statistics()
+
+
+def _forget(handle: Handle) -> None:
+    """Nobody can wait for it any more."""
+    if not handle.done:
+        handle.stop()
+        warnings.warn(
+            "a run goes on whose handle is gone: it is stopped. Keep what train(wait=False) returns, use it in a `with` "
+            "block, or call wait()",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def result_of(outcome: Outcome, *, model: nn.Module | None, before: int) -> Result:

@@ -1,17 +1,25 @@
-"""A control channel: whole objects over a Unix socket, with descriptors; never the fast path."""
+"""A control channel: whole objects over a Unix socket, with descriptors; never the fast path.
+
+`receive` and `send` wait. `take` and `post` never do, be the other end stopped in the middle of a message: they are for
+whoever has many channels and must hear them all.
+"""
 
 from __future__ import annotations
 
+import array
 import contextlib
+import os
 import pickle
-import select
 import socket
 import struct
+from collections import deque
 from typing import Any
 
 from syncline.engines.local.cargo import Parcel, pack, unpack
 
 _HEAD = struct.Struct("QI")  # bytes that follow, descriptors that come with them
+_ROOM = socket.CMSG_LEN(4 * 253)  # for the descriptors of one message
+NOTHING = object()  # what `take` gives where no whole message is there
 
 
 class Closed(Exception):
@@ -24,6 +32,8 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         end.setblocking(True)
+        self._head, self._body, self._fds = bytearray(), bytearray(), []  # type: bytearray, bytearray, list[int]
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
@@ -33,17 +43,17 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    # -- sending -----------------------------------------------------------------------------------------
+
     def send(self, message: Any) -> None:
+        """Waits until the message is on its way."""
         if self._socket.fileno() < 0:
             raise Closed
         parcel = message if isinstance(message, Parcel) else pack(message)
-        body = pickle.dumps((parcel.pickled, parcel.sizes, parcel.inline, parcel.bulk))
         try:
-            head = _HEAD.pack(len(body), len(parcel.fds))
-            sent = (
-                socket.send_fds(self._socket, [head], parcel.fds) if parcel.fds else self._socket.send(head)
-            )
-            self._socket.sendall(head[sent:] + body if sent < len(head) else body)
+            data, fds = _written(parcel)
+            sent = socket.send_fds(self._socket, [data], fds) if fds else 0
+            self._socket.sendall(data[sent:])
         except (BrokenPipeError, ConnectionResetError) as error:
             raise Closed from error
         finally:
@@ -55,37 +65,98 @@ class Channel:
         with contextlib.suppress(Closed):
             self.send(message)
 
-    def receive(self) -> Any:
-        try:
-            head, fds, _, _ = socket.recv_fds(self._socket, _HEAD.size, 253)
-        except ConnectionResetError as error:
-            raise Closed from error
-        head += self._exactly(_HEAD.size - len(head)) if head else b""
-        if not head:
-            raise Closed
-        length, _ = _HEAD.unpack(head)
-        pickled, sizes, inline, bulk = pickle.loads(self._exactly(length))
-        return unpack(Parcel(pickled, sizes, inline, list(fds), bulk))
-
-    def _exactly(self, length: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < length:
-            try:
-                got = self._socket.recv(min(1 << 20, length - len(parts)))
-            except ConnectionResetError as error:
-                raise Closed from error
-            if not got:
-                raise Closed
-            parts += got
-        return bytes(parts)
-
-    def ready(self) -> bool:
-        """Something can be received now, be it the end; a closed channel has nothing more."""
+    def post(self, message: Any) -> None:
+        """Without waiting: what the other end does not take now goes out with `flush`, or is lost with its death."""
         if self._socket.fileno() < 0:
+            return
+        parcel = message if isinstance(message, Parcel) else pack(message)
+        data, fds = _written(parcel)
+        self._unsent.append((data, [os.dup(fd) for fd in fds]))
+        if not isinstance(message, Parcel):
+            parcel.close()
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what can be sent of what was posted; False if something is left."""
+        try:
+            while self._unsent:
+                data, fds = self._unsent[0]
+                sent = _send_some(self._socket, data, fds)
+                _close_all(fds)
+                self._unsent.popleft()
+                if sent < len(data):
+                    self._unsent.appendleft((data[sent:], []))
+        except BlockingIOError:
             return False
-        poll = select.poll()  # select() knows no descriptor beyond 1023
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
+        except OSError:  # it is dead, or closed here
+            self._forget()
+        return True
+
+    # -- receiving ---------------------------------------------------------------------------------------
+
+    def receive(self) -> Any:
+        """Waits for a whole message."""
+        return self._read(0)
+
+    def take(self) -> Any:
+        """A message, if a whole one is there, else NOTHING; what there is of the next is kept."""
+        return self._read(socket.MSG_DONTWAIT)
+
+    def _read(self, flags: int) -> Any:
+        try:
+            while missing := self._missing():
+                if not self._read_some(missing, flags):
+                    raise Closed
+        except BlockingIOError:
+            return NOTHING
+        except OSError as error:
+            raise Closed from error
+        return self._finish()
+
+    def _read_some(self, missing: int, flags: int) -> int:
+        if len(self._head) < _HEAD.size:
+            got, control, _, _ = self._socket.recvmsg(missing, _ROOM, flags)  # recv_fds forgets the flags
+            self._head += got
+            for _, _, packed in control:
+                self._fds += array.array("i", packed[: len(packed) // 4 * 4])
+        else:
+            got = self._socket.recv(min(1 << 20, missing), flags)
+            self._body += got
+        return len(got)
+
+    def _missing(self) -> int:
+        """Bytes of the message that has begun."""
+        if len(self._head) < _HEAD.size:
+            return _HEAD.size - len(self._head)
+        return int(_HEAD.unpack(self._head)[0]) - len(self._body)
+
+    def _finish(self) -> Any:
+        body, fds = self._body, self._fds
+        self._head, self._body, self._fds = bytearray(), bytearray(), []
+        pickled, sizes, inline, bulk = pickle.loads(body)
+        return unpack(Parcel(pickled, sizes, inline, fds, bulk))
 
     def close(self) -> None:
         self._socket.close()
+        self._forget()
+        _close_all(self._fds)
+        self._fds = []
+
+    def _forget(self) -> None:
+        while self._unsent:
+            _close_all(self._unsent.popleft()[1])
+
+
+def _written(parcel: Parcel) -> tuple[bytes, list[int]]:
+    body = pickle.dumps((parcel.pickled, parcel.sizes, parcel.inline, parcel.bulk))
+    return _HEAD.pack(len(body), len(parcel.fds)) + body, parcel.fds
+
+
+def _send_some(end: socket.socket, data: bytes, fds: list[int]) -> int:
+    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    return end.sendmsg([data], control, socket.MSG_DONTWAIT)  # send_fds forgets the flags
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

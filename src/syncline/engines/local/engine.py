@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 
 from syncline.dial import Sync
+from syncline.engines import live
 from syncline.engines.local.peers import PeerSupervisor
 from syncline.engines.local.supervisor import Supervisor
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
@@ -19,8 +20,15 @@ class LocalHandle(Handle):
 
     def __init__(self, spec: RunSpec, crashes: Mapping[str, int] | None = None) -> None:
         self._run = PeerSupervisor(spec) if spec.allreduce else Supervisor(spec, crashes)
-        self._thread = threading.Thread(target=self._run.thread.main, name="syncline-supervisor", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="syncline-supervisor", daemon=True)
+        live.began(self)
         self._thread.start()
+
+    def _main(self) -> None:
+        try:
+            self._run.thread.main()
+        finally:
+            live.ended(self)
 
     def wait(self, timeout: float | None = None) -> Outcome:
         try:
@@ -30,8 +38,7 @@ class LocalHandle(Handle):
             try:
                 return self._wait(None)
             except KeyboardInterrupt:
-                self._run.command("kill")
-                self._run.thread.done.wait(10)
+                self.end(0)
                 raise
 
     def _wait(self, timeout: float | None) -> Outcome:
@@ -48,6 +55,12 @@ class LocalHandle(Handle):
 
     def stop(self) -> None:
         self._run.command("stop")
+
+    def end(self, seconds: float) -> None:
+        if not self._run.thread.done.wait(seconds):
+            self._run.command("kill")
+            self._run.thread.done.wait(10)
+        self._thread.join(1)
 
     def add_learners(self, count: int) -> None:
         self._run.command(count)

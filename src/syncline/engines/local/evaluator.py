@@ -21,7 +21,7 @@ class Evaluator:
         self._recorder = recorder
         self._waiting: deque[tuple[int, dict[str, Tensor]]] = deque()  # the first is being tested
         self._process = processes.fork("evaluator", 0, 0, None, None, 1)
-        self._process.channel.send(evaluate)
+        self._process.channel.post(evaluate)
         evaluate.close()
 
     def give(self, epoch: int, state: dict[str, Tensor]) -> None:
@@ -31,7 +31,7 @@ class Evaluator:
 
     def _next(self) -> None:
         if self._waiting:
-            self._process.channel.try_send(self._waiting[0])
+            self._process.channel.post(self._waiting[0])
 
     def hear(self, message: Any) -> None:
         if isinstance(message, m.Raised):

@@ -124,6 +124,11 @@ def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     return mine, process
 
 
+def pid() -> int | None:
+    """Of this process's server, if it has one."""
+    return _server[2].pid if _server is not None and _server[0] == os.getpid() else None
+
+
 @atexit.register
 def shutdown() -> None:
     """End the fork server (it also ends by itself with the caller)."""

@@ -1,4 +1,4 @@
-"""Learners that are not heard of: named, and ended where the user wants that. When it is too long is `Patience`'s."""
+"""Learners and shards that are not heard of: named, and ended where the user wants that. When it is too long is `Patience`'s."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from syncline.protocols.patience import Patience
 
 
 class Hanging:
-    """Looks at one run's learners; `others` and `end` say in its warning what it means, and what kill_hung does."""
+    """Looks at one run's learners, or shards; `others` and `end` say in its warning what it means, and what kill_hung does."""
 
-    def __init__(self, spec: RunSpec, recorder: Recorder, *, others: str, end: str) -> None:
-        self._patience = Patience(spec.patience) if spec.patience else None
+    def __init__(
+        self, spec: RunSpec, recorder: Recorder, *, others: str, end: str, least: float = 0.0
+    ) -> None:
+        self._patience = Patience(max(spec.patience, least)) if spec.patience else None
         self._kill, self._recorder = spec.kill_hung, recorder
         self._others, self._end = others, end
 
@@ -23,21 +25,25 @@ class Hanging:
         now: float,
         progress: Mapping[int, int],
         idle: set[int],
-        learners: Mapping[int, Process],
+        processes: Mapping[int, Process],
         kill: Callable[[Process, str], None],
     ) -> None:
         """Who should compute and has not been heard of? Those that wait for others are `idle`."""
         if self._patience is None:
             return
         for number in self._patience.look(now, progress, idle):
-            process = learners[number]
+            process = processes[number]
             silence = self._patience.silence(number, now)
             what = f"hangs: not heard of for {silence:.1f} s (pid {process.pid})"
-            self._recorder.event(what, process.rank, kind="hangs", pid=process.pid)
+            rank = process.rank if process.role == "learner" else None
+            name = f"{process.role} {process.rank}"
+            self._recorder.event(
+                what if rank is not None else f"{name} {what}", rank, kind="hangs", pid=process.pid
+            )
             if self._kill:
                 kill(process, f"patience of {self._patience.seconds:g} s is over")
             else:
                 self._recorder.warn(
-                    f"learner {process.rank} {what}; {self._others}. It is left alone: kill_hung=True {self._end}, "
+                    f"{name} {what}; {self._others}. It is left alone: kill_hung=True {self._end}, "
                     "patience= sets the time"
                 )

@@ -58,12 +58,12 @@ class Office(CoordinatorPort):
     def reply(self, learner: int, message: Any) -> None:
         process = self._run.staff.learners.get(learner)
         if process is not None:
-            process.channel.try_send(message)
+            process.channel.post(message)
 
     def tell_shards(self, message: Any) -> None:
         parcel = pack(message)  # once: a table's state is as large as the model
         for process in reversed(self._run.staff.shards):
-            process.channel.try_send(parcel)
+            process.channel.post(parcel)
         parcel.close()
 
     def add_dial(self, number: int, sync: Sync) -> None:

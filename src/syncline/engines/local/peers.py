@@ -18,7 +18,7 @@ from syncline.engines.local.learner import Task
 from syncline.engines.local.memory import Region
 from syncline.engines.local.peer import Board, Broken, PeerSpec
 from syncline.engines.local.processes import Process
-from syncline.engines.local.statistics import with_processes
+from syncline.engines.local.statistics import Questions, with_processes
 from syncline.engines.local.thread import RunThread
 from syncline.engines.record import learner_error, peer_record
 from syncline.engines.run import RunSpec
@@ -49,6 +49,7 @@ class PeerSupervisor:
         self.thread = RunThread(
             self.recorder, self._started, begin=self._begin, loop=self._loop, end=self._end
         )
+        self._questions = Questions(self.thread)
         self.learners: dict[int, Process] = {}  # by rank
         self._meeting = os.memfd_create("syncline-meeting", os.MFD_CLOEXEC)
         self._stop_word = Region(8)
@@ -85,7 +86,7 @@ class PeerSupervisor:
         for rank in range(spec.learners):
             peer = PeerSpec(spec.peer(rank), meeting, self._boards[rank], self._stop_word, nccl)
             self.learners[rank] = self._processes.fork("learner", rank, rank, peer, None, self._threads())
-            self.learners[rank].channel.try_send(task)
+            self.learners[rank].channel.post(task)
         task.close()
         if evaluate is not None:
             self._evaluator = Evaluator(self._processes, evaluate, self.recorder)
@@ -108,7 +109,9 @@ class PeerSupervisor:
         return all(process.state == "returned" for process in self.learners.values())
 
     def _asked(self, command: Any) -> None:
-        if command == "kill":
+        if isinstance(command, m.AskStatistics):
+            self._questions.answer(self._statistics(command.number))
+        elif command == "kill":
             self.thread.fail(KeyboardInterrupt())
         else:
             self.thread.outcome.interrupted |= command == "interrupt"
@@ -123,7 +126,7 @@ class PeerSupervisor:
     # -- processes ---------------------------------------------------------------------------------------
 
     def _reply(self, rank: int, message: Any) -> None:
-        self.learners[rank].channel.try_send(message)
+        self.learners[rank].channel.post(message)
 
     def _heard(self, process: Process, message: Any) -> None:
         if process.role == "evaluator":
@@ -195,12 +198,10 @@ class PeerSupervisor:
 
     def ask_statistics(self) -> m.Statistics:
         """As the learners' boards show it; at the end exact."""
-        if self.thread.done.is_set():
-            return self.thread.outcome.statistics
-        try:
-            shown = [Board(region).read() for region in self._boards]
-        except ValueError:  # the run has just ended
-            return self.thread.outcome.statistics
+        return self._questions.ask()
+
+    def _statistics(self, number: int) -> m.Statistics:
+        shown = [Board(region).read() for region in self._boards]
         first = shown[0]
         clock = StalenessClock()
         clock.histogram.update(first.histogram)
@@ -214,7 +215,7 @@ class PeerSupervisor:
             rank: each.loss for rank, each in enumerate(shown) if each.loss == each.loss and each.started
         }
         tables = {0: table} if self._keeper.layouts else {}
-        return self._with_processes(m.Statistics(0, tables, steps, losses), waiting)
+        return self._with_processes(m.Statistics(number, tables, steps, losses), waiting)
 
     def _with_processes(self, statistics: m.Statistics, waiting: dict[int, int]) -> m.Statistics:
         return with_processes(
@@ -231,7 +232,7 @@ class PeerSupervisor:
         outcome.statistics = self._with_processes(outcome.statistics, {})
         if self.thread.error is None:
             for process in self.learners.values():
-                process.channel.try_send(None)  # they may leave
+                process.channel.post(None)  # they may leave
         self.thread.close()
         os.close(self._meeting)
         for region in (self._stop_word, *self._boards):

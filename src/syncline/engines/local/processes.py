@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 from syncline.engines.local import forkserver
-from syncline.engines.local.channel import Channel, Closed
+from syncline.engines.local.channel import NOTHING, Channel, Closed
 from syncline.engines.local.child import Setup
 from syncline.engines.local.memory import Bell
 from syncline.errors import LostError
+
+RETRY = 0.01  # seconds until what somebody did not take is offered again
 
 
 @dataclass(slots=True, eq=False)
@@ -52,14 +54,22 @@ class Processes:
         self._decoders = {"stdout": decoder("replace"), "stderr": decoder("replace")}
         self.watch(self._server.fileno(), self._from_forkserver)
         for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
+            os.set_blocking(end, False)
             self.watch(end, partial(self._print, end, stream))
 
     def watch(self, fd: int, action: Callable[[], object]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, action)
 
     def work(self, seconds: float) -> None:
-        """Wait for something to happen, and handle all that has."""
-        for key, _ in self._selector.select(timeout=0 if self._deferred else seconds):
+        """Wait for something to happen, and handle all that has.
+
+        Whatever was ready may be so no more: handling another may have read it. So nothing here waits for what it reads.
+        """
+        if self._deferred:
+            seconds = 0.0
+        elif [process for process in self.by_pid.values() if not process.channel.flush()]:
+            seconds = min(seconds, RETRY)  # somebody does not read, and gets the rest when it does
+        for key, _ in self._selector.select(timeout=seconds):
             key.data()
         while self._deferred:  # handling one may reap others that lie here
             self._end_of(self._deferred.pop(0))
@@ -72,30 +82,35 @@ class Processes:
         pid = self._await_start()
         theirs.close()
         process = self.by_pid[pid] = Process(role, number, rank, pid, channel, bell)
-        channel.try_send(Setup(role, threads, list(sys.path), os.getcwd(), dict(os.environ), spec))
+        channel.post(Setup(role, threads, list(sys.path), os.getcwd(), dict(os.environ), spec))
         self.watch(channel.fileno(), partial(self._hear, process))
         return process
 
     def _await_start(self) -> int:
         while True:
-            answer = self._server.receive()
+            answer = self._from_server()
             if isinstance(answer, forkserver.Started):
                 return answer.pid
             self._deferred.append(answer)
 
+    def _from_server(self, *, wait: bool = True) -> Any:
+        try:
+            return self._server.receive() if wait else self._server.take()
+        except Closed as error:
+            raise LostError("the fork server was lost; the run cannot go on") from error
+
     # -- hearing -----------------------------------------------------------------------------------------
 
     def _hear(self, process: Process) -> bool:
-        """One message; False if the channel is closed."""
-        if process.channel.fileno() < 0:  # closed in the same round of the loop
-            return False
+        """One message; False if there is none."""
         try:
-            message = process.channel.receive()
+            message = process.channel.take()
         except Closed:
             self.dismiss(process)
             return False
-        self._heard(process, message)
-        return True
+        if message is not NOTHING:
+            self._heard(process, message)
+        return message is not NOTHING
 
     def dismiss(self, process: Process) -> None:
         """Nothing more is heard of it."""
@@ -103,27 +118,26 @@ class Processes:
             self._selector.unregister(process.channel.fileno())
             process.channel.close()
 
-    def _print(self, end: int, stream: str) -> None:
-        data = os.read(end, 65536)
-        target = getattr(sys, stream)
-        target.write(self._decoders[stream].decode(data))
-        target.flush()
+    def _print(self, end: int, stream: str) -> bool:
+        """What learners print; False if there is nothing."""
+        try:
+            data = os.read(end, 65536)
+        except BlockingIOError:
+            return False
+        say(getattr(sys, stream), self._decoders[stream].decode(data))
+        return True
 
     # -- ending ------------------------------------------------------------------------------------------
 
     def _from_forkserver(self) -> None:
-        try:
-            answer = self._server.receive()
-        except Closed as error:
-            raise LostError("the fork server was lost; the run cannot go on") from error
-        self._end_of(answer)
+        if (answer := self._from_server(wait=False)) is not NOTHING:
+            self._end_of(answer)
 
     def _end_of(self, ended: forkserver.Ended) -> None:
         process = self.by_pid[ended.pid]
         process.reaped = True
-        while process.state == "running" and process.channel.ready():
-            if not self._hear(process):
-                break
+        while process.state == "running" and self._hear(process):
+            pass  # its last words
         self.dismiss(process)
         if process.state == "running":
             self._ended(process, forkserver.describe(ended.code))
@@ -143,7 +157,7 @@ class Processes:
             self._deferred.remove(ended)
             self.by_pid[ended.pid].reaped = True
         while not all(process.reaped for process in processes):
-            answer = self._server.receive()
+            answer = self._from_server()
             if isinstance(answer, forkserver.Ended) and self.by_pid[answer.pid] in processes:
                 self.by_pid[answer.pid].reaped = True
             else:
@@ -173,19 +187,23 @@ class Processes:
         alive = {pid for pid, process in self.by_pid.items() if not process.reaped} - reaped
         while alive and time.monotonic() < deadline:
             try:
-                if not self._server.ready():
-                    time.sleep(0.002)
-                    continue
-                ended = self._server.receive()
+                ended = self._server.take()
             except Closed:
                 return
-            alive.discard(ended.pid)
+            if ended is NOTHING:
+                time.sleep(0.002)
+            else:
+                alive.discard(ended.pid)
 
     def _drain_prints(self) -> None:
         for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
-            os.set_blocking(end, False)
-            try:
-                while True:
-                    self._print(end, stream)
-            except BlockingIOError:
+            while self._print(end, stream):
                 pass
+
+
+def say(target: TextIO, text: str) -> None:
+    """Print what a learner printed; what this terminal cannot show is escaped, and a closed one is no reason to fail."""
+    encoding = getattr(target, "encoding", None) or "utf-8"
+    with contextlib.suppress(ValueError, OSError):
+        target.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        target.flush()

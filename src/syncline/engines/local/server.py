@@ -7,11 +7,11 @@ effects. Not responsible for any decision.
 from __future__ import annotations
 
 import gc
-import os
 import struct
 import threading
 import time
 import traceback
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ PORTION = struct.Struct("=6q")
 DESK_NOTES, DESK_PORTIONS, LOG_ENTRIES = 64, 256, 1024
 WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)  # a word of a desk
 LISTEN_EVERY = 0.002  # seconds of work between looks at the supervisor's channel
+SLOW = 0.002  # seconds between looks at a full log
 
 
 @dataclass(slots=True)
@@ -133,6 +134,7 @@ class ServerSpec:
     bells: list[Bell]  # of the shards
     geometry: Geometry
     yields: int
+    beats: Region  # a line for each shard: it counts there that it lives
     folder: str | None = None  # of checkpoints
     crash: int | None = None  # for tests
 
@@ -163,6 +165,7 @@ class LocalServerPort(ServerPort):
         self._layouts: dict[int, Layout] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
         self.readers: set[tuple[int, int]] = set()  # (loader, learner)
+        self._beyond: deque[Entry] = deque()  # what the log has no room for: followers are slow, or stopped
         self.to_wake: set[int] = set()
         self.wake_shards = False
         self.norms_wanted: tuple[int, int] | None = None
@@ -205,14 +208,21 @@ class LocalServerPort(ServerPort):
     # -- effects -----------------------------------------------------------------------------------------
 
     def append(self, entry: Entry) -> None:
-        if self.log is not None:
-            while not self.log.push(entry):
-                self._wake_replicas()
-                os.sched_yield()
-            if entry.kind == Kind.FOLD:  # the heavy one: all shards at the same time
-                self._wake_replicas()
-            else:
-                self.wake_shards = True
+        if self.log is None:
+            return
+        if self._beyond or not self.log.push(entry):
+            self._beyond.append(entry)
+        elif entry.kind == Kind.FOLD:  # the heavy one: all shards at the same time
+            self._wake_replicas()
+        else:
+            self.wake_shards = True
+
+    def keeps_up(self) -> bool:
+        """The others have room for more: while they have not, nothing further is taken (M12)."""
+        while self._beyond and self.log is not None and self.log.push(self._beyond[0]):
+            self._beyond.popleft()
+            self.wake_shards = True
+        return not self._beyond
 
     def weights(self, table: int) -> tuple[list[Tensor], list[list[Tensor]]]:
         shelf = self.shelves[table]
@@ -299,13 +309,16 @@ class _Loop:
         self._leads = spec.shard == 0
         self._reader = spec.shard - 1
         self._heard = 0.0  # when the supervisor was last listened to
+        self._beats = spec.beats.words[LINE * spec.shard : LINE * spec.shard + 1]
 
     def report(self, message: Any) -> None:
         self._port.report(message)
 
     def run(self) -> None:
         while True:
-            worked = self._read_notes() if self._leads else self._read_log()
+            self._beats[0] += 1
+            keeps_up = self._port.keeps_up()
+            worked = keeps_up and (self._read_notes() if self._leads else self._read_log())
             worked |= self._read_norms()
             self._port.flush()
             if worked:
@@ -313,7 +326,7 @@ class _Loop:
                 if time.monotonic() - self._heard < LISTEN_EVERY:
                     continue
             self._heard = time.monotonic()
-            ready = self._sleeper.peek() if worked else self._sleeper.wait()
+            ready = self._sleeper.peek() if worked else self._sleeper.wait(1.0 if keeps_up else SLOW)
             if self._channel.fileno() in ready:
                 self._control()
                 self._port.flush()
@@ -324,6 +337,8 @@ class _Loop:
             while (record := desk.notes.pop()) is not None:
                 self._hand_over(learner, Note._make(record))  # type: ignore[arg-type]
                 worked = True
+                if not self._port.keeps_up():
+                    return True
             if worked:
                 self._port.flush()
         return worked

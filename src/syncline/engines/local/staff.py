@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from syncline.engines.local.cargo import Parcel
-from syncline.engines.local.exchange import Ring
+from syncline.engines.local.exchange import LINE, Ring
 from syncline.engines.local.learner import CALLS, GENERATION, STOP, Hub, LearnerSpec
 from syncline.engines.local.memory import Bell, Region
 from syncline.engines.local.processes import Process, Processes
@@ -43,6 +43,7 @@ class Staff:
         self._regions: dict[int, list[Region]] = defaultdict(list)  # by learner; SHARED, and SERVERS' own
         self._shared = self.region(Hub.nbytes())
         self._shard_bells = [Bell() for _ in range(spec.shards)]
+        self._beats = self.region(8 * LINE * spec.shards)
         self.hub = Hub(self._shared)
 
     # -- memory ------------------------------------------------------------------------------------------
@@ -72,6 +73,7 @@ class Staff:
                 self._shard_bells,
                 self.geometry,
                 YIELDS["shard"],
+                self._beats,
                 self._spec.folder,
                 self._crashes.pop(f"shard {shard}", None),
             )
@@ -84,7 +86,7 @@ class Staff:
         bell = bell or self.learners[learner].bell
         assert bell is not None
         for shard in self.shards:
-            shard.channel.try_send(AddLearner(learner, desk, bell))
+            shard.channel.post(AddLearner(learner, desk, bell))
         return desk
 
     def start_learner(self, learner: int, rank: int) -> None:
@@ -104,7 +106,7 @@ class Staff:
         )
         process = self._processes.fork("learner", learner, rank, spec, bell, self._threads())
         self.learners[learner] = process
-        process.channel.try_send(self._task)
+        process.channel.post(self._task)
 
     def _threads(self) -> int:
         """Of a learner."""
@@ -153,6 +155,10 @@ class Staff:
         seen = {number: Desk.heard(self._desks[number]) for number in self.learners}
         progress = {number: count for number, (count, _) in seen.items()}
         return progress, {number for number, (_, waits) in seen.items() if waits}
+
+    def beats(self) -> dict[int, int]:
+        """How often each shard has looked for something to do."""
+        return {shard: self._beats.words[LINE * shard] for shard in range(len(self.shards))}
 
     def close(self) -> None:
         """Nothing stays behind; the processes have ended."""

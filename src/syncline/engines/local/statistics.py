@@ -10,6 +10,7 @@ from syncline.engines.local.thread import RunThread
 from syncline.topology import messages as m
 
 PATIENCE = 10.0  # seconds that a caller waits for an answer
+SILENCE = 2.0  # seconds that the leading shard gets for one
 
 
 def with_processes(
@@ -27,27 +28,36 @@ def with_processes(
 
 
 class Questions:
-    """Asked by callers on their own threads, answered by the leading shard."""
+    """Asked by callers on their own threads, answered on the run's."""
 
     def __init__(self, thread: RunThread) -> None:
         self._thread = thread
         self._asked = 0
-        self._answers: dict[int, m.Statistics] = {}
-        self.open: list[m.AskStatistics] = []  # not answered yet
+        self._answers: dict[int, m.Statistics | None] = {}  # of whom a caller waits for
+        self._last = m.Statistics(-1)
+        self.open: dict[int, float] = {}  # passed on to the leading shard, and when
 
     def ask(self) -> m.Statistics:
         """At the end of a run, those of its end."""
         with self._thread.changed:
             self._asked += 1
             number = self._asked
+            self._answers[number] = None
             self._thread.command(m.AskStatistics(number))
             self._thread.changed.wait_for(
-                lambda: number in self._answers or self._thread.done.is_set(), PATIENCE
+                lambda: self._answers[number] is not None or self._thread.done.is_set(), PATIENCE
             )
-            return self._answers.pop(number, self._thread.outcome.statistics)
+            return self._answers.pop(number) or self._thread.outcome.statistics
 
     def answer(self, statistics: m.Statistics) -> None:
-        self.open = [asked for asked in self.open if asked.number != statistics.number]
+        self.open.pop(statistics.number, None)
+        self._last = statistics
         with self._thread.changed:
-            self._answers[statistics.number] = statistics
-            self._thread.changed.notify_all()
+            if statistics.number in self._answers:
+                self._answers[statistics.number] = statistics
+                self._thread.changed.notify_all()
+
+    def overdue(self, now: float) -> list[m.Statistics]:
+        """The last answer for all that the leading shard does not answer, be it stopped."""
+        late = [number for number, asked in self.open.items() if now - asked > SILENCE]
+        return [dataclasses.replace(self._last, number=number) for number in late]

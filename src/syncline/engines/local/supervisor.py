@@ -33,6 +33,7 @@ from syncline.topology.coordinator import Coordinator
 GRACE = 5.0  # seconds that learners get to finish their step after a stop
 LAST_CUT = 1.0  # seconds that a stop waits for a checkpoint to begin
 LOOK = 0.25  # seconds between looks at timers
+SHARD_PATIENCE = 5.0  # seconds at least: an idle shard shows once a second that it lives
 
 
 class Supervisor:
@@ -64,6 +65,13 @@ class Supervisor:
         self._hanging = Hanging(
             spec, self.recorder, others="the others may wait for it", end="ends such a learner"
         )
+        self._hanging_shards = Hanging(
+            spec,
+            self.recorder,
+            others="all learners wait for it",
+            end="goes back to the last checkpoint",
+            least=SHARD_PATIENCE,
+        )
         self._looked = self._cut_asked = self._started
         self.staff: Staff
         self._coordinator: Coordinator
@@ -73,7 +81,7 @@ class Supervisor:
         self.thread.command(command)
 
     def ask_statistics(self) -> m.Statistics:
-        return self._with_processes(self._questions.ask())
+        return self._questions.ask()
 
     # -- the run -----------------------------------------------------------------------------------------
 
@@ -126,6 +134,10 @@ class Supervisor:
             progress, waiting = self.staff.heard()
             idle = waiting | self._coordinator.meeting()
             self._hanging.look(now, progress, idle, self.staff.learners, self._kill)
+        shards = dict(enumerate(self.staff.shards))
+        self._hanging_shards.look(now, self.staff.beats(), set(), shards, self._kill)
+        for last in self._questions.overdue(now):
+            self._questions.answer(self._with_processes(last))
         seconds = self.spec.cut_seconds
         if seconds is not None and now - self._cut_asked > seconds:
             self._cut_asked = now
@@ -137,8 +149,8 @@ class Supervisor:
 
     def _asked(self, command: Any) -> None:
         if isinstance(command, m.AskStatistics):
-            self._questions.open.append(command)
-            self.staff.shards[0].channel.try_send(command)
+            self._questions.open[command.number] = time.monotonic()
+            self.staff.shards[0].channel.post(command)
         elif isinstance(command, Sync):
             self.recorder.event(f"dial: {command} from the next version on", kind="dial")
             self._coordinator.change(command)
@@ -208,7 +220,7 @@ class Supervisor:
         if isinstance(message, m.ShardRaised):
             self.thread.fail(RunError(f"shard {shard} failed:\n{message.traceback}"))
         elif isinstance(message, m.Statistics):
-            self._questions.answer(message)
+            self._questions.answer(self._with_processes(message))
         else:
             self._coordinator.from_shard(message)
 
@@ -276,8 +288,8 @@ class Supervisor:
         anew = {} if self.staff.learners else self.staff.new_ids()
         self._finishing = False
         self._coordinator.recover(last, anew)
-        for asked in self._questions.open:  # the old ones did not answer
-            self.staff.shards[0].channel.try_send(asked)
+        for number in self._questions.open:  # the old ones did not answer
+            self.staff.shards[0].channel.post(m.AskStatistics(number))
         for learner, rank in anew.items():
             self.staff.start_learner(learner, rank)
         self.recorder.event(

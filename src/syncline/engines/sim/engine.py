@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from syncline.dial import Course, Sync
+from syncline.engines import live
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.debris import debris
@@ -25,6 +28,8 @@ from syncline.learn.training import run_training
 from syncline.topology import messages as m
 from syncline.topology.parse import AllReduce, Servers, check_all_reduce, parse_topology
 
+LOOK = 0.05  # seconds between looks whether a run that was asked something has ended
+
 
 class SimHandle(Handle):
     """A simulated run on a thread of its own."""
@@ -35,8 +40,15 @@ class SimHandle(Handle):
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
         self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="syncline-sim", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="syncline-sim", daemon=True)
+        live.began(self)
         self._thread.start()
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        finally:
+            live.ended(self)
 
     def _run(self) -> None:
         debris.sweep()
@@ -85,6 +97,10 @@ class SimHandle(Handle):
         if self._world is not None:
             self._world.commands.append(lambda world: world.ask_stop())
 
+    def end(self, seconds: float) -> None:
+        """Nothing ends a simulated learner's own computation in the middle."""
+        self._thread.join(seconds)
+
     def add_learners(self, count: int) -> None:
         self._begun.wait()
         if self._world is not None:
@@ -99,6 +115,13 @@ class SimHandle(Handle):
         self._begun.wait()
         if self._world is None:
             raise RunError("the simulated run did not start")
+        if threading.current_thread() is self._thread:
+            return self._world.statistics()
+        answers: queue.SimpleQueue[m.Statistics] = queue.SimpleQueue()
+        self._world.commands.append(lambda world: answers.put(world.statistics()))
+        while not self.done:
+            with contextlib.suppress(queue.Empty):
+                return answers.get(timeout=LOOK)
         return self._world.statistics()
 
 

@@ -217,6 +217,9 @@ class TorchrunHandle(Handle):
     def stop(self) -> None:
         raise UsageError("under torchrun a run is ended by a callback, or by ending torchrun")
 
+    def end(self, seconds: float) -> None:
+        """It runs on the caller's thread: whoever can call this is not in it."""
+
     def add_learners(self, count: int) -> None:
         raise UsageError("all-reduce has fixed membership: no learners can be added")
 

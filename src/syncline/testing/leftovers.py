@@ -1,0 +1,48 @@
+"""What outlives its test: runs, their threads, their processes. For a fixture that fails when there is any."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from syncline.engines import live
+from syncline.engines.local import forkserver
+
+PATIENCE = 5.0  # seconds that a thread which is on its way out gets
+
+
+def end_leftovers() -> list[str]:
+    """In words; nothing of it is left afterwards."""
+    found = [f"a run that goes on ({type(handle).__name__})" for handle in live.end_all()]
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("syncline-")]:
+        thread.join(PATIENCE)
+        if thread.is_alive():
+            found.append(f"thread {thread.name}")
+    server = forkserver.pid()
+    for pid in children(os.getpid()) - {server} | (children(server) if server is not None else set()):
+        found.append(f"process {pid}: {_command(pid)}")
+        os.kill(pid, 9)
+    return found
+
+
+def children(pid: int) -> set[int]:
+    """Its child processes that live."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found.update(map(int, task.read_text().split()))
+    return {child for child in found if _state(child) not in ("Z", "X", "")}
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()[:200]
+    except OSError:
+        return "gone"

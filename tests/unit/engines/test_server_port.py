@@ -1,0 +1,34 @@
+"""A leading shard whose followers do not read: it takes nothing further, and loses nothing."""
+
+from __future__ import annotations
+
+from syncline.engines.local.channel import Channel
+from syncline.engines.local.exchange import LINE, Ring
+from syncline.engines.local.memory import Bell, Cells, Region
+from syncline.engines.local.server import ENTRY, LOG_ENTRIES, Geometry, LocalServerPort, ServerSpec
+from syncline.ports import Entry, Kind
+
+
+def test_what_the_log_has_no_room_for_follows_in_order() -> None:
+    log, beats = Region(8 * Ring.words(LOG_ENTRIES, 2)), Region(8 * LINE * 3)
+    channel, theirs = Channel.pair()
+    bells = [Bell() for _ in range(3)]
+    port = LocalServerPort(channel, ServerSpec(0, 3, log, bells, Geometry(2, 0), 0, beats))
+    followers = Ring(Cells(log), 0, capacity=LOG_ENTRIES, form=ENTRY, readers=2)
+    count = LOG_ENTRIES + 300
+    for number in range(count):
+        port.append(Entry(int(Kind.RELEASE), number=number))
+    assert not port.keeps_up()
+    seen: list[list[int]] = [[], []]
+    for reader, every in ((0, 1), (1, 2)):  # one reads all there is, the other lags
+        for _ in range(LOG_ENTRIES // every):
+            record = followers.pop(reader)
+            assert record is not None
+            seen[reader].append(int(record[3]))
+    assert port.keeps_up()
+    for reader in (0, 1):
+        while (record := followers.pop(reader)) is not None:
+            seen[reader].append(int(record[3]))
+    assert seen == [list(range(count))] * 2
+    channel.close()
+    theirs.close()
