@@ -1,4 +1,6 @@
-"""Own loops over two tables, with real processes and in the twin (M8): equal ones go on whatever happens to them, others end by name."""
+"""Own loops over two tables, with real processes and in the twin (M8): a step of each for every batch goes on whatever happens,
+other loops go on or end by name; nobody waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,6 @@ def after(session: sl.Session, size: int) -> None:
         session.mean(1.0)
 
 
-LOOPS = [both, seldom, after]
 FAULTS = [
     ("", {}),
     ("add 1 at version 3", {}),
@@ -96,25 +97,93 @@ NAMES = ["calm", "joined", "lost", "replaced", "lost and joined", "a shard lost"
 
 @pytest.mark.parametrize("sync", ["hardsync", "delayed:1", "ssp:0", "backup:1"])
 @pytest.mark.parametrize("script, options", FAULTS, ids=NAMES)
-@pytest.mark.parametrize("loop", LOOPS)
-def test_equal_loops_go_on_in_the_twin(
-    loop: Callable[..., None], script: str, options: dict[str, Any], sync: str, tmp_path: Path
+def test_a_step_of_each_for_every_batch_goes_on_in_the_twin(
+    script: str, options: dict[str, Any], sync: str, tmp_path: Path
 ) -> None:
     for size in (20, 27, 34):
         folder = {"run_dir": tmp_path / str(size)} if "run_dir" in options else {}
-        result = launch(loop, size, learners=3, sync=sync, script=script, **{**options, **folder})
+        result = launch(both, size, learners=3, sync=sync, script=script, **{**options, **folder})
         assert all(table.pending == 0 for table in result.statistics.tables.values())
 
 
 @pytest.mark.parametrize("script, options", FAULTS[1::2], ids=NAMES[1::2])
-@pytest.mark.parametrize("loop", [both, after])
-def test_equal_loops_go_on_with_processes(
-    loop: Callable[..., None], script: str, options: dict[str, Any], tmp_path: Path
+def test_a_step_of_each_for_every_batch_goes_on_with_processes(
+    script: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = {"run_dir": tmp_path / "run"} if "run_dir" in options else {}
     result = launch(
-        loop, 40, learners=3, sync="hardsync", engine="local", script=script, **{**options, **folder}
+        both, 40, learners=3, sync="hardsync", engine="local", script=script, **{**options, **folder}
     )
+    assert all(table.pending == 0 for table in result.statistics.tables.values())
+
+
+def goes_on_or_ends(function: Callable[..., None], *arguments: Any, **options: Any) -> str | None:
+    """The words of the error, where it ends with one that says that loops differ."""
+    try:
+        result = launch(function, *arguments, **options)
+    except sl.LearnerError as failed:
+        if isinstance(failed.__cause__, LoopError):
+            return str(failed.__cause__)
+        raise
+    assert all(table.pending == 0 for table in result.statistics.tables.values())
+    return None
+
+
+@pytest.mark.parametrize(
+    "sync", ["hardsync", "delayed:1", "ssp:0", "backup:1", "ssp:1 until 1 then hardsync"]
+)
+@pytest.mark.parametrize("script, options", FAULTS, ids=NAMES)
+@pytest.mark.parametrize("loop", [seldom, after])
+def test_steps_that_unequal_numbers_of_batches_part_go_on_or_end_by_name(
+    loop: Callable[..., None], script: str, options: dict[str, Any], sync: str, tmp_path: Path
+) -> None:
+    for size in (20, 27, 34):
+        folder = {"run_dir": tmp_path / str(size)} if "run_dir" in options else {}
+        given = {**options, **folder}
+        problem = goes_on_or_ends(loop, size, learners=3, sync=sync, script=script, **given)
+        assert problem is None or ("of table 0" in problem and "of table 1" in problem)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_that_ends_by_name_with_processes_too(engine: str) -> None:
+    """30 examples in batches of 3: one of three learners has a batch more, and steps the first table while others step the second."""
+    with pytest.raises(sl.LearnerError, match=r"in a step of table 0.* in a step of table 1"):
+        launch(after, 30, learners=3, sync="hardsync", engine=engine)
+
+
+def fetching(session: sl.Session) -> None:
+    """Fetches are overdue when the dial turns."""
+    tables = two(session)
+    loader = session.loader(numbers(60), batch_size=3)
+    while not session.ending and loader.epoch < 3:
+        for (x,) in loader:
+            for model, optimizer in tables if session.rank else reversed(tables):
+                step(model, optimizer, x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("then", ["hardsync", "ssp:0", "delayed:1"])
+def test_a_fetch_that_is_overdue_when_the_dial_turns_keeps_nobody_waiting(then: str, engine: str) -> None:
+    sync = f"downpour:push=2,fetch=3,local_lr=0.1 until 1 then {then}"
+    problem = goes_on_or_ends(fetching, learners=2, sync=sync, engine=engine)
+    assert problem is not None or then != "hardsync"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "ssp:1"])
+def test_a_warm_start_whose_shard_is_lost_goes_on(sync: str, engine: str, tmp_path: Path) -> None:
+    result = launch(
+        both,
+        60,
+        learners=3,
+        sync=sync,
+        engine=engine,
+        warmstart=12,
+        script="kill shard 0 at version 20; kill shard 0 at version 5",
+        run_dir=tmp_path / "run",
+        checkpoint_every=4,
+    )
+    assert [event.kind for event in result.events if event.kind == "recovered"]
     assert all(table.pending == 0 for table in result.statistics.tables.values())
 
 

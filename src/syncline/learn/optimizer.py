@@ -325,7 +325,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self._fetching is None:
             return
         number, due = self._fetching
-        reading = self._link.wait(number) if self._locals >= due else self._link.released(number)
+        reading = self._link.released(number)
+        if reading is None and self._locals >= due:
+            self._session.awaits(self.number, number)
+            reading = self._wait(number)
         if reading is None:
             return
         self._fetching = None

@@ -365,6 +365,11 @@ class ServerSession(Session):
             if not self.sync.lockstep:
                 self.rest(loader, index)
 
+    def awaits(self, table: int, number: int) -> None:
+        """It does nothing until this ticket is released, though it had gone on: steps of other tables may wait for it."""
+        if len(self._tables) > 1:
+            self.port.post(Note(Kind.AWAIT, table, number))
+
     def rest(self, loader: int, index: int) -> None:
         """Nothing to compute: nobody need wait for this learner, be it under a dial that it does not know yet."""
         if not self._rests or self._rest_loader != loader:

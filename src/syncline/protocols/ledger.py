@@ -230,11 +230,6 @@ class Ledger:
         member = self._learners[learner]
         return max(member.epoch, member.first)
 
-    def progress(self, learner: int) -> tuple[int, bool, int]:
-        """Its epoch, whether it was told that this is over, and how many answers it has got."""
-        member = self._learners.get(learner)
-        return (-1, False, 0) if member is None else (member.epoch, member.ended, member.index)
-
     def holds(self, learner: int) -> tuple[int, int]:
         """Positions it has that would come back, and those that are in gradients not yet folded."""
         member = self._learners.get(learner)

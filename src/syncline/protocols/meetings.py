@@ -1,17 +1,15 @@
 """When a meeting of learners is over, and who was in it (M8); that learners' loops differ. Pure, events in, decisions out.
 
 A meeting is of all live learners that have read a table. It is over when all of them have come or left; and where those
-that have not come wait themselves for somebody who is in it, so that nobody waits for ever. The same holds for steps
-of different tables, which wait for each other. Not responsible for what learners bring to it, nor for their rest
-meanwhile: who is in a meeting rests, all of it go on at once.
+that have not come wait themselves for somebody who is in it, so that nobody waits for ever: by those who are there, or,
+where learners whose loops began together would be parted, not at all, since their loops differ. Not responsible for what learners
+bring to it, nor for their rest meanwhile: who is in a meeting rests, all of it go on at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import sub
 from typing import NamedTuple
 
 EPOCH, STEP, TABLE, LOADER = "epoch", "step", "table", "loader"
@@ -22,36 +20,6 @@ class Place(NamedTuple):
 
     what: str  # EPOCH: at a loader, for others to go on; STEP: of a table; TABLE, LOADER: opens one
     number: int
-
-
-class Way(NamedTuple):
-    """How far a learner has come in its loop."""
-
-    steps: tuple[int, ...] = ()  # by table, since its last loop over batches began
-    began: tuple[int, int] = (-1, 0)  # that loop: loader and epoch
-    batches: tuple[tuple[int, bool, int], ...] = ()  # by loader: epoch, had all of it, how many
-
-    def since(self, before: Way) -> Way:
-        """What it has done since it was there."""
-        steps = map(sub, self.steps, chain(before.steps, repeat(0)))
-        counts = chain((count for _, _, count in before.batches), repeat(0))
-        batches = (
-            (epoch, ended, count - had)
-            for (epoch, ended, count), had in zip(self.batches, counts, strict=False)
-        )
-        return Way(tuple(steps), before.began, tuple(batches))
-
-    def contradicts(self, other: Way) -> bool:
-        """Equal loops do not come to this: each has made a step that the other has not, with the same batches to make them of."""
-        ahead = any(mine > theirs for mine, theirs in zip(self.steps, other.steps, strict=False))
-        behind = any(mine < theirs for mine, theirs in zip(self.steps, other.steps, strict=False))
-        same = self.began == other.began and not any(map(_unequal, self.batches, other.batches))
-        return same and ahead and behind
-
-
-def _unequal(mine: tuple[int, bool, int], theirs: tuple[int, bool, int]) -> bool:
-    """One may be past a loop over batches in which the other still is."""
-    return mine[0] != theirs[0] or ((mine[1] or theirs[1]) and mine[2] != theirs[2])
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -71,8 +39,8 @@ class Unmet:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Uncross:
-    """Learners wait in steps of several tables, for each other, and loops that are equal can come to that: those that step this
-    table go on without the others, which count again at once."""
+    """Learners wait in steps of several tables, for some that came later: those that step this table go on without the
+    others, which count again at once."""
 
     table: int
 
@@ -120,24 +88,19 @@ class Meetings:
         waiting = len(self._here) + sum(map(len, elsewhere))  # quick to see, and seldom enough
         return waiting >= len(self.members) and not self.members.difference(self._here, *elsewhere)
 
-    def stand_still(
-        self, elsewhere: Mapping[int, Place], way: Callable[[int], Way] = lambda learner: Way()
-    ) -> list[Decision]:
-        """The same: if nobody else is missing, nobody will ever come. `way` says how far one has come.
+    def stand_still(self, elsewhere: Mapping[int, Place]) -> list[Decision]:
+        """The same: if nobody else is missing, nobody will ever come.
 
-        Where steps wait for each other, one table's go on first. Otherwise those who are in a meeting hold it; where nobody is, an epoch begins for those that wait for one, which is not
-        decided here. But where that would leave out some whose loops began together with theirs, the loops differ.
+        Who is in a meeting holds it; where nobody is, one table's steps go on first, or an epoch begins for those that wait for one,
+        which is not decided here. But where that would leave out some whose loops began together with theirs, the loops differ.
         """
         others = self.members - self._here.keys()
         if not others or not self.still(elsewhere):
             return []
-        stepping = {each for each in others if elsewhere[each].what == STEP}
-        tables = {elsewhere[each].number for each in stepping}
-        if len(tables) > 1:
-            ways = {way(each) for each in stepping & self._together}
-            if not any(one.contradicts(other) for one in ways for other in ways):
-                return [Uncross(min(tables))]
-            return self._unmet(elsewhere)
+        steps = {each: elsewhere[each].number for each in others if elsewhere[each].what == STEP}
+        if len(set(steps.values())) > 1:
+            together = {steps[each] for each in steps.keys() & self._together}
+            return [Uncross(min(together or steps.values()))] if len(together) < 2 else self._unmet(elsewhere)
         going = set(self._here) or {each for each in others if elsewhere[each].what == EPOCH}
         left = self.members - going
         if going and not (going & self._together and left & self._together):

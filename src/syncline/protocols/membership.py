@@ -18,7 +18,6 @@ class Member:
     next_iteration: int = 0
     resting: bool = False
     clock: int = 0  # steps, as slack counts them
-    steps: int = 0
 
 
 class Members:

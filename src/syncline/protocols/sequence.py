@@ -149,6 +149,10 @@ class Sequence:
         self._gate.arrive(learner, number, member.next_iteration - 1, self.version)
         return list(self._gate.open(self.version))
 
+    def awaits(self, learner: int) -> None:
+        """What it fetches is overdue: it computes no more meanwhile."""
+        self._fetching.discard(learner)
+
     def rest(self, learner: int, number: int) -> list[Decision]:
         """It waits for data: quorums go on without it until `resume`."""
         if learner not in self.members:
@@ -277,12 +281,6 @@ class Sequence:
         """How many wait, or rest."""
         return len(self._gate) + len(self._early)
 
-    def steps(self, learner: int) -> int:
-        """Gradients that it has published."""
-        member = self.members.live.get(learner)
-        early = sum(ticket.learner == learner for ticket in self._early)
-        return early if member is None else member.steps + early
-
     def account(self) -> Account:
         return Account(
             version=self.version,
@@ -304,7 +302,6 @@ class Sequence:
 
     def _accept(self, ticket: Ticket) -> list[Decision]:
         member = self.members.live[ticket.learner]
-        member.steps += 1
         if not ticket.silent and self._fetching:
             self._fetching.discard(ticket.learner)
         iteration = max(member.next_iteration, self.version)

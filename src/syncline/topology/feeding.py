@@ -156,9 +156,5 @@ class Feeding:
             for learner in ledger.waiting()
         }
 
-    def progress(self, learner: int) -> tuple[tuple[int, bool, int], ...]:
-        """Of each loader: its epoch, whether it has had all of that, and how many answers."""
-        return tuple(ledger.progress(learner) for _, ledger in sorted(self._ledgers.items()))
-
     def standings(self) -> dict[int, Standing]:
         return {loader: ledger.standing() for loader, ledger in self._ledgers.items()}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from syncline.ports import OUTSIDE, ServerPort
-from syncline.protocols.meetings import Decision, Meetings, Met, Place, Unmet, Way
+from syncline.protocols.meetings import Decision, Meetings, Met, Place, Unmet
 from syncline.topology import messages as m
 from syncline.topology.feeding import Feeding
 
@@ -23,9 +23,6 @@ class Steps(Protocol):
 
     def crossing(self, members: int) -> bool:
         """So many may stand still, some of them in steps of different tables: quick to see, and seldom so."""
-
-    def way(self, learner: int) -> Way:
-        """How far it has come."""
 
 
 class Gathering:
@@ -106,7 +103,7 @@ class Gathering:
                     self._port.report(m.Standstill(self._heard, {*meetings.here, *waiting}))
                     return
                 elsewhere = waiting
-        decisions = meetings.stand_still(elsewhere, self._steps.way)
+        decisions = meetings.stand_still(elsewhere)
         self._decided(OUTSIDE, decisions)
         if not decisions and (sure or not (meetings.here or opening)):
             self._feeding.untangle(elsewhere if sure else ())

@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat, cast
 from syncline.ports import DROPPED, KEEP, SILENT, STATES, Entry, Kind, Note, Portion, ServerPort
 from syncline.protocols.cadence import Cadence
 from syncline.protocols.folding import Ticket
-from syncline.protocols.meetings import STEP, Met, Place, Uncross, Unmet, Way
+from syncline.protocols.meetings import STEP, Met, Place, Uncross, Unmet
 from syncline.protocols.meetings import Decision as MeetingDecision
 from syncline.protocols.sequence import Change, Decision, Drop, Fold, Full, Sequence, Take
 from syncline.protocols.spans import Decision as LedgerDecision
@@ -55,7 +55,9 @@ class Leader:
         self._buffered: set[int] = set()  # tables with buffers
         self._cadence: Cadence | None = None
         self._course: dict[int, int] = {}  # epoch -> number of the dial that begins with it
-        self._loops: dict[int, Way] = {}  # where a learner was when its last loop over batches began
+        self._late: dict[int, list[m.JoinTable]] = defaultdict(
+            list
+        )  # of learners that wait for the warm start's end
         self._finished = False
         self.watch: Callable[[int, Any], None] | None = (
             None  # told of every decision before it is carried out
@@ -95,6 +97,9 @@ class Leader:
 
     def join_table(self, join: m.JoinTable) -> None:
         self._ranks[join.learner] = join.rank
+        if join.table and self._sequences[0].cold(join.learner):  # it reads this one after the first
+            self._late[join.learner].append(join)
+            return
         if join.buffers is not None:
             self._belongings.bring(join.table, join.learner, join.buffers)
         sequence = self._sequences[join.table]
@@ -117,8 +122,8 @@ class Leader:
             self._belongings.lose(learner)
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.leave(learner))
+        self._late.pop(learner, None)
         self._feeding.leave(learner)
-        self._loops.pop(learner, None)
         self._gathering.leave(learner)
         self._gathering.untangle()
         self._log(Entry(Kind.LEAVE, learner=learner))
@@ -139,8 +144,6 @@ class Leader:
         if kind == GRADIENT:
             self._gradient(learner, note)
         elif kind == ASK:
-            if len(self._sequences) > 1:
-                self._begin_loop(learner, (note.loader, note.upto))
             self._feeding.ask(note.loader, learner, note.upto)
         elif kind == Kind.USED:
             self._usage[learner].append((note.loader, note.upto))
@@ -158,6 +161,9 @@ class Leader:
             self._keep_states(learner, note)
         elif kind == Kind.FETCH:
             self._decided(note.table, self._sequences[note.table].fetch(learner, note.number))
+        elif kind == Kind.AWAIT:
+            self._sequences[note.table].awaits(learner)
+            self._gathering.untangle()
         elif kind in (Kind.PUT, Kind.STATE, Kind.LOAD):
             version = self._sequences[note.table].version
             rank = self._ranks[learner]
@@ -191,18 +197,6 @@ class Leader:
             return False
         waiting = [sequence.at_gate for sequence in self._sequences.values()]
         return sum(waiting) >= members and sum(map(bool, waiting)) > 1
-
-    def way(self, learner: int) -> Way:
-        """How far it has come."""
-        return self._way(learner).since(self._loops.get(learner, Way()))
-
-    def _way(self, learner: int, loop: tuple[int, int] = Way().began) -> Way:
-        steps = tuple(sequence.steps(learner) for _, sequence in sorted(self._sequences.items()))
-        return Way(steps, loop, self._feeding.progress(learner))
-
-    def _begin_loop(self, learner: int, loop: tuple[int, int]) -> None:
-        if learner not in self._loops or self._loops[learner].began != loop:
-            self._loops[learner] = self._way(learner, loop)
 
     def _keep_states(self, learner: int, note: Note) -> None:
         if note.flags & STATES:
@@ -255,6 +249,8 @@ class Leader:
 
     def _release(self, table: int, release: Release) -> None:
         if self._gathering.cold and table == 0 and self._gathering.warmed(release.learner):
+            for join in self._late.pop(release.learner, ()):
+                self.join_table(join)
             self._feeding.welcome_late(release.learner)
         self._log(
             Entry(

@@ -519,7 +519,7 @@ def test_steps_go_on_this_once_without_those_that_wait_elsewhere() -> None:
         sequence.join(learner, learner, 0)
     one, two = (Ticket(learner, learner, 1, 0, 0, 4) for learner in (1, 2))
     assert [type(each) for each in (*sequence.gradient(one), *sequence.gradient(two))] == [Take, Take]
-    assert sequence.stepping() == {1, 2} and sequence.steps(1) == 1 and sequence.at_gate == 2
+    assert sequence.stepping() == {1, 2} and sequence.at_gate == 2
     fold, *released = sequence.go_on_without()
     assert isinstance(fold, Fold) and [ticket.learner for ticket in fold.tickets] == [1, 2]
     assert released == [Release(1, 1, 1), Release(2, 1, 1)] and sequence.stepping() == set()

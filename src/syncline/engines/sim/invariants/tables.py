@@ -35,6 +35,7 @@ class Member:
     last: int  # the version it read last
     clock: int = 0
     rested: bool = False  # since the dial began
+    aware: bool = True  # it has read since then: before, it may not know
     resting: int | None = None  # with this ticket
     took: Key = (-1, -1)  # number and iteration of its last gradient that was taken
 
@@ -191,9 +192,9 @@ class TableAccount:
         sync, sigma = self.sync, self.version - ticket.stamp
         if sigma < 0:
             raise Broken(f"a gradient of version {ticket.stamp} is folded into version {self.version + 1}")
-        if ticket.stamp < max(self.base, self._uncrossed) or (
-            ticket.silent and not sync.local
-        ):  # computed under the dial before
+        member = self.members.get(ticket.learner)
+        unaware = (ticket.silent and not sync.local) or (member is not None and not member.aware)
+        if unaware or ticket.stamp < max(self.base, self._uncrossed):  # computed under the dial before
             return
         if sync.lockstep and sigma != min(self.version - self.base, sync.delay):
             raise Broken(
@@ -244,7 +245,7 @@ class TableAccount:
             )
         self.sync, self.base = sync, self.version
         for member in self.members.values():
-            member.clock, member.rested = 0, False
+            member.clock, member.rested, member.aware = 0, False, False
 
     def release(self, release: Release) -> None:
         """It goes on."""
@@ -271,7 +272,7 @@ class TableAccount:
         elif gradient is not None:
             self._check_lead(release)
         self._check_slack(release, member)
-        member.last = release.version
+        member.last, member.aware = release.version, True
 
     def _enters(self, release: Release) -> None:
         clocks = [each.clock for learner, each in self.members.items() if learner in self.active()]
