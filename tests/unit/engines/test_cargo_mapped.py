@@ -389,6 +389,19 @@ def test_a_file_in_the_place_of_a_deleted_one_is_not_taken_for_it(file: Path) ->
     assert np.array_equal(found[0], NUMBERS) and np.array_equal(found[1].numpy(), NUMBERS)
 
 
+def test_a_file_with_the_name_that_the_system_shows_is_not_taken_for_a_deleted_one(file: Path) -> None:
+    given = opened(file)
+    file.unlink()
+    np.zeros_like(NUMBERS).tofile(f"{file} (deleted)")
+    assert np.array_equal(trip(given, most=SIZE), NUMBERS)
+
+
+@pytest.mark.parametrize("name", ["a b ", "a\nb", "a\rb", "a\\012b", "a (deleted)", "ä", b"\xff"])
+def test_files_of_any_name_are_mapped(name: str | bytes, file: Path) -> None:
+    given = opened(file.rename(file.parent / os.fsdecode(name)))
+    assert np.array_equal(trip(given), NUMBERS)
+
+
 def test_a_deleted_file_that_nobody_holds_open_is_copied(file: Path) -> None:
     given = torch.from_file(str(file), shared=False, size=len(NUMBERS))
     file.unlink()

@@ -167,7 +167,7 @@ def _ranges() -> list[_Range]:
     """The file-backed memory of this process, by address."""
     found: list[_Range] = []
     with suppress(OSError), open("/proc/self/maps", "rb") as file:
-        for line in file.read().splitlines():
+        for line in file.read().split(b"\n")[:-1]:  # no other character ends a line: names may hold them
             span, mode, offset, device, inode, *path = line.split(None, 5)
             if inode == b"0" or not path:
                 continue
