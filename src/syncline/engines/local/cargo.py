@@ -298,7 +298,9 @@ class _Found:
 def _as_tensor(buffer: memoryview) -> Tensor:
     if not buffer:
         return torch.empty(0, dtype=torch.uint8)
-    with warnings.catch_warnings():  # read-only as it was where it comes from
+    if not buffer.readonly:
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+    with warnings.catch_warnings():  # it is read-only where it comes from, too
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
