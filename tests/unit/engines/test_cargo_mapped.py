@@ -7,7 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from multiprocessing.shared_memory import SharedMemory
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 
@@ -161,16 +161,10 @@ def test_messages_are_values_of_their_moment(file: Path) -> None:
 
 
 def test_arrays_in_shared_memory_stay_shared() -> None:
-    memory = SharedMemory(create=True, size=SIZE)
-    try:
-        given: np.ndarray = np.ndarray((SIZE // 4,), np.float32, memory.buf)
-        found = trip(given[10:])
-        found[0] = 7
-        assert given[10] == 7
-        del given, found
-    finally:
-        memory.close()
-        memory.unlink()
+    given = np.frombuffer(RawArray("f", SIZE // 4), np.float32)
+    found = trip(given[10:])
+    found[0] = 7
+    assert given[10] == 7
 
 
 def test_anonymous_shared_memory_is_copied() -> None:
