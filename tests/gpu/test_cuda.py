@@ -1,7 +1,11 @@
 """GPU learners go through pinned buffers; skipped where there is no GPU."""
 
+import sys
+from collections import UserDict
+from dataclasses import dataclass
 from functools import partial
 
+import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import syncline as sl
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +47,42 @@ def test_training_on_a_gpu(sync: str) -> None:
     assert result.gradients == 64
     assert result.history[-1].metrics["accuracy"] > 0.9
     assert all(not tensor.is_cuda for tensor in result.state_dict().values())
+
+
+@dataclass(frozen=True)
+class Batch:
+    name: str
+    content: UserDict[str, torch.Tensor]
+
+
+def as_object(items: list[tuple[torch.Tensor, torch.Tensor]]) -> Batch:
+    x, y = zip(*items, strict=True)
+    return Batch("a batch", UserDict(x=torch.stack(x), y=torch.stack(y)))
+
+
+def of_object(model: nn.Module, batch: Batch) -> torch.Tensor:
+    assert batch.content["x"].is_cuda and batch.name == "a batch"
+    return F.cross_entropy(model(batch.content["x"]), batch.content["y"])
+
+
+@pytest.mark.parametrize("topology", ["servers", "allreduce"])
+def test_batches_of_any_kind_are_on_the_gpu(topology: str) -> None:
+    torch.manual_seed(0)
+    result = sl.train(
+        nn.Linear(20, 2),
+        data(),
+        objective=of_object,
+        collate=as_object,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        sync="hardsync",
+        topology=topology,
+        device="cuda",
+        learners=1,
+        batch_size=32,
+        epochs=2,
+        evaluate=data(),
+    )
+    assert result.gradients == 32 and result.history[-1].metrics["loss"] < 0.7
 
 
 def one_gpu_learner(session: sl.Session) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from syncline.errors import UsageError
+from syncline.learn.batches import to_device
 from syncline.ports import OUTSIDE, Kind, Note, Portion
 
 if TYPE_CHECKING:
@@ -58,17 +59,6 @@ def reader(data: Dataset[Any], collate: Callable[[list[Any]], Any] | None) -> Ca
     if several is not None:
         return lambda indices: gather(several(indices.tolist()))
     return lambda indices: gather([data[index] for index in indices.tolist()])
-
-
-def count_of(batch: Any) -> int:
-    """Examples in a batch: the length of its first tensor."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 1
-    if isinstance(batch, dict):
-        return next((count_of(value) for value in batch.values()), 1)
-    if isinstance(batch, (list, tuple)):
-        return count_of(batch[0]) if batch else 1
-    return 1
 
 
 class _Read(NamedTuple):
@@ -307,18 +297,6 @@ class _InTurn:
 
     def get(self) -> _Read:
         return self._read(self._waiting.popleft())
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
 
 
 class SplitLoader:

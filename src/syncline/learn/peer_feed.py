@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from syncline.errors import UsageError
-from syncline.learn.feed import epoch_order, reader, to_device
+from syncline.learn.batches import to_device
+from syncline.learn.feed import epoch_order, reader
 from syncline.protocols.rounds import Rounds, Share
 
 if TYPE_CHECKING:

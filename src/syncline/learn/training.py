@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from syncline.errors import UsageError
-from syncline.learn.feed import count_of, to_device
+from syncline.learn.batches import count_of, to_device
 from syncline.learn.surface import Session
 
 Loss = Callable[[Any, Any], Tensor]

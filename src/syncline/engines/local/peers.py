@@ -78,8 +78,8 @@ class PeerSupervisor:
 
     def _begin(self) -> None:
         spec = self.spec
-        task = pack(Task(spec.function, spec.arguments, spec.keywords))
-        evaluate = pack(spec.evaluate) if spec.evaluate is not None else None
+        task = pack(Task(spec.function, spec.arguments, spec.keywords), mapped=True)
+        evaluate = pack(spec.evaluate, mapped=True) if spec.evaluate is not None else None
         self._processes = self.thread.open(self._heard, self._ended, self._asked)
         meeting = f"/proc/{os.getpid()}/fd/{self._meeting}"
         nccl = wants_nccl(spec.devices)

@@ -87,8 +87,8 @@ class Supervisor:
 
     def _begin(self) -> None:
         spec = self.spec
-        self._task = pack(Task(spec.function, spec.arguments, spec.keywords))
-        evaluate = pack(spec.evaluate) if spec.evaluate is not None else None
+        self._task = pack(Task(spec.function, spec.arguments, spec.keywords), mapped=True)
+        evaluate = pack(spec.evaluate, mapped=True) if spec.evaluate is not None else None
         self._processes = self.thread.open(self._heard, self._ended, self._asked)
         self.staff = Staff(spec, self._processes, self._task, self._crashes)
         ids = {rank + 1: rank for rank in range(spec.learners)}

@@ -1,0 +1,88 @@
+"""Batches of any shape: their tensors on a device, and how many examples they hold.
+
+Looked into are mappings (Hugging Face's `BatchEncoding` is one), lists, tuples, named tuples and data classes, also frozen
+ones; what has a `to(device)` of its own moves itself. Containers come back as what they were; those without a tensor, and
+everything else, untouched. Not responsible for reading batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserList, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors there. Copies from pageable memory have left it when this returns."""
+    return batch if device.type == "cpu" else _moved(batch, device)
+
+
+def count_of(batch: Any) -> int:
+    """Examples in a batch: the length of the first tensor in it that has one; 1 without any."""
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])
+    return next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 1)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if (move := _own_move(batch)) is not None:
+        moved = move(device)
+        return batch if moved is None else moved  # one that moves in place
+    if not (parts := _parts(batch)):
+        return batch
+    moved = {key: _moved(value, device) for key, value in parts.items()}
+    return batch if all(moved[key] is parts[key] for key in parts) else _with(batch, moved)
+
+
+def _own_move(batch: Any) -> Callable[[torch.device], Any] | None:
+    move = getattr(batch, "to", None)
+    return move if callable(move) and not isinstance(batch, type) else None
+
+
+def _parts(batch: Any) -> dict[Any, Any]:
+    """What a container holds, by key, place or field."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, (list, tuple, UserList, deque)):
+        return dict(enumerate(batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch)]
+        return {name: getattr(batch, name) for name in names if hasattr(batch, name)}
+    return {}
+
+
+def _with(batch: Any, parts: dict[Any, Any]) -> Any:
+    """The same container with other contents."""
+    if isinstance(batch, tuple):
+        make = getattr(batch, "_make", type(batch))  # a named tuple's takes a sequence too
+        return make(list(parts.values()))
+    if isinstance(batch, Mapping) and not isinstance(batch, MutableMapping):
+        return type(batch)(parts)  # type: ignore[call-arg]
+    clone = copy.copy(batch)
+    if isinstance(batch, (MutableMapping, list, UserList, deque)):
+        for key, value in parts.items():
+            clone[key] = value
+    else:
+        for key, value in parts.items():
+            object.__setattr__(clone, key, value)  # frozen ones too
+    return clone
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """All of a batch's, in their order."""
+    if isinstance(batch, Tensor):
+        yield batch
+        return
+    parts = _parts(batch)
+    if not parts and _own_move(batch) is not None:
+        parts = dict(getattr(batch, "__dict__", {}))
+    for value in parts.values():
+        yield from _tensors(value)
