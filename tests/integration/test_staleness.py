@@ -173,9 +173,9 @@ def test_history_holds_an_evaluation_of_one_version() -> None:
 @pytest.mark.parametrize("sync", ["softsync:1", "async"])
 def test_evaluation_beside_free_learners(sync: str) -> None:
     result = train(sync=sync, epochs=3, evaluate=points(100))
-    versions = [record.version for record in result.history]
-    assert len(versions) == 3 and versions == sorted(versions)
-    assert versions[-1] <= result.version
+    assert [record.epoch for record in result.history] == [0, 1, 2]  # whichever was done first
+    assert all(0 < record.version <= result.version for record in result.history)
+    assert max(record.examples for record in result.history) == 1200
     assert all({"loss", "accuracy"} <= record.metrics.keys() for record in result.history)
 
 
@@ -193,7 +193,7 @@ def test_a_callback_stops_early(sync: str) -> None:
         evaluate=points(100),
         callbacks=[stop_when_good],
     )
-    assert seen == [record.epoch for record in result.history] == list(range(len(seen)))
+    assert sorted(seen) == [record.epoch for record in result.history]
     assert 2 <= len(seen) < 10_000
     assert not result.interrupted
     check_accounts(result)

@@ -242,6 +242,8 @@ class Watch:
             with self._checking():
                 for number in self._touched:
                     self._tables[number].due()
+                for feed in self._feeds.values():
+                    feed.due()
             self._touched.clear()
         if self._moved:
             self._moved = False
