@@ -150,7 +150,7 @@ def test_a_dial_begins_with_its_epoch_when_all_before_it_are_done(tmp_path: Path
         clocks=True,
     )
     first, second = (record.version for record in result.history[:2])
-    assert second < first and len(result.history) == 6
+    assert second + 5 < first and len(result.history) == 6  # meanwhile the fast one goes on alone
     gradients = np.bincount(read_clocks(tmp_path)["version"])[1:]
     assert gradients[:first].tolist() == [1] * first
     assert set(gradients[first + 2 : -1].tolist()) == {2}  # what was under way is folded in between
