@@ -154,3 +154,23 @@ def test_a_dial_begins_with_its_epoch_when_all_before_it_are_done(tmp_path: Path
     gradients = np.bincount(read_clocks(tmp_path)["version"])[1:]
     assert gradients[:first].tolist() == [1] * first
     assert set(gradients[first + 2 : -1].tolist()) == {2}  # what was under way is folded in between
+
+
+def over_two_loaders(session: sl.Session) -> None:
+    """The second is over in the middle of the first one's epoch."""
+    model = nn.Linear(4, 2)
+    optimizer = session.optimizer(model, partial(SGD, lr=0.1))
+    first, second = (session.loader(points(size), batch_size=4) for size in (16, 8))
+    others = iter(second)
+    for index, (x, _) in enumerate(first):
+        next(others, None)
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        session.loss = float(index)
+        optimizer.step()
+
+
+def test_losses_are_of_the_whole_epoch_also_where_another_loader_is_over_in_between() -> None:
+    result = sl.launch(over_two_loaders, learners=1, sync="async", engine="sim")
+    (record,) = result.history
+    assert record.loss == pytest.approx((0 * 8 + 1 * 8 + 2 * 4 + 3 * 4) / 24)  # by the gradients' examples
