@@ -21,6 +21,7 @@ from syncline.cli.training import Wish, run_job
 from syncline.cli.words import duration, event_line, how, summary
 from syncline.dial import LATER, PRESETS
 from syncline.errors import UsageError
+from syncline.report.clocks import clock_lines
 from syncline.report.record import EVENTS, read_run
 
 app = typer.Typer(
@@ -87,6 +88,9 @@ def train(
     ] = None,
     seed: Seed = None,
     run_dir: RunDir = None,
+    clocks: Annotated[
+        bool, typer.Option("--clocks", help="Keep the vector clock of every update in the run folder.")
+    ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -117,7 +121,8 @@ def train(
         "seed": seed,
     }
     with told(debug):
-        wish = Wish(job=job, flags=flags, sets=set_ or [], run_dir=run_dir, resume=resume)
+        sets = [*(set_ or []), *(["clocks=true"] if clocks else [])]
+        wish = Wish(job=job, flags=flags, sets=sets, run_dir=run_dir, resume=resume)
         code = run_job(wish, Console())
     raise typer.Exit(code)
 
@@ -152,10 +157,17 @@ def show(
     run: Annotated[
         Path | None, typer.Argument(metavar="RUN", help="A run folder; the newest in runs/ if none.")
     ] = None,
+    clocks: Annotated[
+        bool, typer.Option("--clocks", help="Only its vector clocks: one line per update, rank:stamp each.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Print a run, finished or running: how far, how good, how stale, who did what."""
     with told(debug):
+        if clocks:
+            for line in clock_lines(run if run is not None else _newest()):
+                print(line)
+            return
         record = read_run(run if run is not None else _newest())
         console = Console()
         console.print(panel(record))

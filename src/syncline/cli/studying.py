@@ -92,7 +92,7 @@ def redraw(folder: Path, console: Console) -> int:
 
 def _job(asked: Asked, points: list[Point]) -> Job:
     """The job that all runs share, tried as a whole: what one of them would refuse is refused now."""
-    job = replace(load(asked.wish), run_dir=None, resume=None, checkpoint_every=None)
+    job = replace(load(asked.wish), run_dir=None, resume=None, checkpoint_every=None, clocks=False)
     if asked.simulated is not None:
         job = asked.simulated.apply(job)
     else:

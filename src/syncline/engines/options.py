@@ -43,10 +43,15 @@ class Checkpoints:
     resume: str | Path | None
     every: int | str | None
     keep: int
+    clocks: bool = False  # the run folder keeps the vector clock of every update
 
     def fields(self, seed: int) -> dict[str, Any]:
         updates, seconds = self._every()
         check_whole("keep_checkpoints", self.keep)
+        if not isinstance(self.clocks, bool):
+            raise UsageError(f"clocks is True or False, got {self.clocks!r}")
+        if self.clocks and self.run_dir is None and self.resume is None:
+            raise UsageError("clocks=True needs run_dir=, the folder to write to")
         found = restored(find(self.resume)) if self.resume is not None else None
         if found is not None and found.seed != seed:
             raise UsageError(
@@ -58,6 +63,7 @@ class Checkpoints:
             "cut_every": updates,
             "cut_seconds": seconds,
             "keep": self.keep,
+            "clocks": self.clocks,
             "restored": found,
         }
 

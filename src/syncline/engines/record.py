@@ -85,6 +85,8 @@ class Recorder:
             self._finished = True
         elif isinstance(record, m.Warned):
             self.warn(record.text)
+        elif isinstance(record, m.Clocks):
+            self._tell(record)
         elif isinstance(record, m.Left):
             self._left(record)
         elif isinstance(record, m.Checkpointed):
@@ -135,10 +137,11 @@ class Recorder:
 
     def go_back(self, restored: Restored | None) -> None:
         """The run goes on from a checkpoint: what came after it is forgotten."""
-        epochs = restored.epoch if restored else 0
-        self.outcome.history = [record for record in self.outcome.history if record.epoch < epochs]
-        self._void += [epoch for epoch in self._open if epoch in self._sent and epoch >= epochs]
-        self._open = {epoch: record for epoch, record in self._open.items() if epoch < epochs}
+        known = (*self._open, *(record.epoch for record in self.outcome.history))
+        done = {epoch for epoch in known if restored and restored.has_done(epoch)}
+        self.outcome.history = [record for record in self.outcome.history if record.epoch in done]
+        self._void += [epoch for epoch in self._open if epoch in self._sent and epoch not in done]
+        self._open = {epoch: record for epoch, record in self._open.items() if epoch in done}
         self._sent &= set(self._open)
         for epoch in self._open.keys() - self._sent:  # its snapshot is lost
             self.outcome.history.append(self._open.pop(epoch))

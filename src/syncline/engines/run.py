@@ -24,7 +24,7 @@ from syncline.topology.restore import Restored
 
 Evaluate = Callable[[dict[str, Tensor]], dict[str, float]]
 Callback = Callable[["EpochRecord"], bool | None]
-Listener = Callable[[Any], None]  # gets Began, EpochRecord, Snapshot, Event and Logged, as they come
+Listener = Callable[[Any], None]  # gets Began, EpochRecord, Snapshot, Event, Logged and Clocks, as they come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,7 @@ class RunSpec:
     cut_every: int | None = None  # versions between checkpoints
     cut_seconds: float | None = None
     keep: int = 2  # checkpoints
+    clocks: bool = False  # the run folder keeps the vector clock of every update
     restored: Restored | None = None  # where the run goes on
     evaluate: Evaluate | None = None
     callbacks: tuple[Callback, ...] = ()
@@ -112,6 +113,7 @@ class RunSpec:
             seed=self.seed,
             cuts=self.folder is not None,
             every=self.cut_every,
+            clocks=self.clocks,
             warm=self.warm,
             batch_size=self.batch_size,
             limit=self.limit,

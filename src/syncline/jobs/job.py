@@ -85,6 +85,7 @@ class Job:
     resume: str | None = None
     checkpoint_every: int | str | None = None
     keep_checkpoints: int = 2
+    clocks: bool = False
     on_error: str = "raise"
     replace: bool = False
     patience: float | None = 60.0
@@ -257,6 +258,8 @@ def _contradictions(job: Mapping[str, Any]) -> Iterator[Problem]:
         yield ("objective",), "give either loss or objective, not both"
     if job["checkpoint_every"] is not None and job["run_dir"] is None and job["resume"] is None:
         yield ("checkpoint_every",), "needs run_dir, the folder to write to"
+    if job["clocks"] and job["run_dir"] is None and job["resume"] is None:
+        yield ("clocks",), "needs run_dir, the folder to write to"
 
 
 def _dial(job: Mapping[str, Any]) -> Iterator[Problem]:

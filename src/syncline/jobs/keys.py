@@ -282,6 +282,13 @@ KEYS: tuple[Key, ...] = (
         meaning="how many checkpoints stay",
     ),
     Key(
+        name="clocks",
+        kind="true or false",
+        read=_flag,
+        default=False,
+        meaning="the vector clock of every update is kept in run_dir (clocks.bin)",
+    ),
+    Key(
         name="on_error",
         kind="raise or continue",
         read=_on_error,

@@ -62,7 +62,7 @@ def plots(record: RunRecord) -> list[str]:
             svg.Series(_called(each), [(e, v) for e, _, v in points]) for each, points in series.items()
         ]
         by_time = [
-            svg.Series(_called(each), [(s, v) for _, s, v in points]) for each, points in series.items()
+            svg.Series(_called(each), sorted((s, v) for _, s, v in points)) for each, points in series.items()
         ]
         y = name.split()[-1].lower()
         drawn.append(svg.lines(f"{name} over epochs", by_epoch, x="epochs", y=y))

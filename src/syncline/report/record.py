@@ -81,7 +81,9 @@ class RunRecord:
         resumed = line.get("resumed")
         if isinstance(resumed, dict):
             epoch, version = _number(resumed.get("epoch")) or 0, _number(resumed.get("version")) or 0
-            self.epochs = [each for each in self.epochs if each["epoch"] < epoch]
+            early = resumed.get("early")  # done before an earlier one
+            ahead = early if isinstance(early, list) else []
+            self.epochs = [each for each in self.epochs if each["epoch"] < epoch or each["epoch"] in ahead]
             self.samples = [each for each in self.samples if each["version"] <= version]
         if before == self.options.get("engine") == "sim":  # virtual time goes on from the checkpoint's moment
             kept = (each["seconds"] for each in (*self.epochs, *self.samples))

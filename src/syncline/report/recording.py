@@ -36,12 +36,13 @@ from syncline.engines.run import (
 from syncline.errors import RunError
 from syncline.learn.training import Training
 from syncline.report import weights
+from syncline.report.clocks import CLOCKS, append_clocks, cut_clocks
 from syncline.report.lines import EVENTS, LineWriter, plain, read_lines, write_whole
 from syncline.report.page import page
 from syncline.report.record import Line, RunRecord, better, judged
 from syncline.report.tensorboard import Board, installed
 from syncline.table.checkpoints import CheckpointError
-from syncline.topology.messages import Statistics
+from syncline.topology.messages import Clocks, Statistics
 
 OFTEN, SELDOM = 0.25, 1.0  # seconds between two statistics
 SOON = 20.0  # seconds of a run with OFTEN
@@ -67,6 +68,7 @@ class Recording:
         self._before = spec.restored.counts.examples.get(0, 0) if spec.restored else 0  # examples
         self._first: tuple[int, float] | None = None  # examples and seconds when the first were folded
         self._read_past()
+        self._keep_clocks(None, spec.restored.version if spec.restored else 0)
         self._lines = LineWriter(folder / EVENTS)
         options = describe(spec, engine, model)
         started = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
@@ -86,8 +88,11 @@ class Recording:
 
     def _beginning(self, spec: RunSpec, options: Line) -> Line:
         restored = spec.restored
-        resumed = {"version": restored.version, "epoch": restored.epoch} if restored else None
-        line: Line = {"run": options, "resumed": resumed, "seconds": 0.0}
+        line: Line = {"run": options, "resumed": None, "seconds": 0.0}
+        if restored is not None:
+            known = {each["epoch"] for each in self.record.epochs}
+            early = sorted(each for each in known if each > restored.epoch and restored.has_done(each))
+            line["resumed"] = {"version": restored.version, "epoch": restored.epoch, "early": early}
         if not self._virtual:  # else run.json has it: these lines are the same every time
             line.update(pid=os.getpid(), host=socket.gethostname())
         return line
@@ -159,8 +164,12 @@ class Recording:
                 losses=record.losses,
                 metrics=record.metrics,
             )
+        elif isinstance(record, Clocks):
+            self._keep_clocks(record.rows)
         elif isinstance(record, Event):
             self._look_who_is_gone(record)
+            if record.kind == "recovered":
+                self._keep_clocks(None, record.details["version"])
             self._add(
                 "event",
                 seconds=record.seconds,
@@ -269,6 +278,16 @@ class Recording:
         except OSError as error:
             self._failed(f"{self.folder / EVENTS}: {error.strerror}")
 
+    def _keep_clocks(self, rows: bytes | None, version: int = 0) -> None:
+        """More of them; or (None) the run goes on from that version."""
+        try:
+            if rows is None:
+                cut_clocks(self.folder, version)
+            else:
+                append_clocks(self.folder, rows)
+        except OSError as error:
+            self._failed(f"{self.folder / CLOCKS}: {error.strerror}")
+
     def _whole(self, name: str, text: str) -> None:
         try:
             write_whole(self.folder / name, text)
@@ -364,6 +383,7 @@ def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
         "patience": spec.patience,
         "kill_hung": spec.kill_hung,
         "checkpoint_every": spec.cut_every or spec.cut_seconds,
+        "clocks": spec.clocks,
         "policy": plan.policy if plan else None,
         "function": getattr(spec.function, "__qualname__", str(spec.function)),
         "model": type(model).__name__ if model is not None else None,

@@ -102,6 +102,7 @@ class Coordinator:
                 self._restored.counts,
                 tuple(self._openings.initial),
                 bool(self._stale),
+                self._plan.clocks,
             )
         )
 
@@ -246,7 +247,7 @@ class Coordinator:
             self._port.stop_learners()
         else:
             if kind is m.EpochEnd and message.loader == 0:
-                self._epoch = message.epoch + 1
+                self._epoch = message.done
             self._port.emit(message)
 
     # -- checkpoints -------------------------------------------------------------------------------------

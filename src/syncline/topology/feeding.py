@@ -28,6 +28,7 @@ class Feeding:
         self._resting: dict[int, int] = {}  # learner -> loader it waits for
         self._late: dict[int, list[int]] = defaultdict(list)  # loaders that wait for the warm start's end
         self._gone: set[int] = set()
+        self._epochs: dict[int, int] = {}  # learner -> the epoch of its last batches of the first loader
 
     # -- who is there ------------------------------------------------------------------------------------
 
@@ -123,6 +124,25 @@ class Feeding:
         for loader, upto in usage:
             since = max((until for each in before for at, until in each if at == loader), default=0)
             self._decided(loader, self._ledgers[loader].settled(learner, upto, since))
+
+    def epochs(self, learner: int, usage: list[tuple[int, int]]) -> dict[int, int]:
+        """Of which epochs of the first loader a gradient's batches are, and how many examples.
+
+        One without batches of its own (of a second table, say) belongs where its learner's last ones do.
+        """
+        ledger, found = self._ledgers.get(0), dict[int, int]()
+        if ledger is None:
+            return {0: 1}
+        for loader, upto in usage:
+            if loader == 0:
+                found = ledger.epochs(learner, upto)
+        if found:
+            self._epochs[learner] = max(found)
+        return found or {ledger.not_done(self._epochs.get(learner, 0)): 1}
+
+    def done(self, loader: int) -> int:
+        """Epochs that are done, in order."""
+        return self._ledgers[loader].done
 
     # -- what comes of it --------------------------------------------------------------------------------
 

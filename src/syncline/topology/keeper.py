@@ -185,6 +185,7 @@ class Keeper:
                 mean,
                 dict(sorted(losses.items())),
                 len(first.copies),
+                first.epoch + 1,
             )
         )
 

@@ -231,6 +231,7 @@ class Resume:
     counts: Counts = field(default_factory=lambda: Counts())
     initial: tuple[int, ...] = ()  # learners that all wait for in the beginning
     back: bool = False  # these are in the middle of their loops: the servers were lost
+    clocks: bool = False  # vector clocks of updates are reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,7 @@ class Counts:
     """What the leading shard has counted, beside the tables' and loaders' own accounts."""
 
     examples: dict[int, int] = field(default_factory=dict)  # by table
-    losses: dict[int, list[float]] = field(default_factory=dict)  # rank -> [sum, count], of the epoch
+    losses: dict[int, dict[int, list[float]]] = field(default_factory=dict)  # epoch -> rank -> [sum, count]
     steps: dict[int, int] = field(default_factory=dict)  # by rank
 
 
@@ -332,6 +333,14 @@ class EpochEnd:
     loss: float
     losses: dict[int, float]  # by rank
     tables: int
+    done: int  # epochs up to here, in order: this one may be done before an earlier one
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Vector clocks of updates, by request (R6): rows of version, rank, stamp, four bytes each."""
+
+    rows: bytes
 
 
 @dataclass(frozen=True, slots=True)

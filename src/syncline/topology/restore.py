@@ -86,6 +86,10 @@ class Restored:
         """Epochs of the first loader that are done."""
         return self.loaders[0].standing.done if 0 in self.loaders else 0
 
+    def has_done(self, epoch: int) -> bool:
+        """That epoch of the first loader: one may be done before an earlier one."""
+        return 0 in self.loaders and self.loaders[0].standing.has_done(epoch)
+
 
 def manifest(
     cut: m.Cut,
@@ -133,13 +137,14 @@ def restored(checkpoint: Checkpoint) -> Restored:
     found = checkpoint.manifest
     try:
         counts = {key: _by_number(value) for key, value in found["counts"].items()}
+        loaders = {record["loader"]: _loader(record) for record in found["loaders"]}
         return Restored(
             name=str(checkpoint.path),
             seed=found["seed"],
             tables={record["table"]: _table(checkpoint, record) for record in found["tables"]},
-            loaders={record["loader"]: _loader(record) for record in found["loaders"]},
+            loaders=loaders,
             learners=_learners(checkpoint.tensors(LEARNERS), counts["steps"]),
-            counts=m.Counts(**counts),
+            counts=m.Counts(**{**counts, "losses": _losses(counts["losses"], loaders)}),
             history=found["history"],
             sync=found["sync"],
             chosen=[(Sync(**record), epoch) for record, epoch in found.get("chosen", [])],
@@ -202,6 +207,16 @@ def _learners(tensors: Mapping[str, Tensor], steps: Mapping[int, int]) -> dict[i
         )
         for rank in sorted({*steps, *random, *buffers})
     }
+
+
+def _losses(
+    found: Mapping[int, Any], loaders: Mapping[int, LoaderState]
+) -> dict[int, dict[int, list[float]]]:
+    if any(
+        isinstance(each, list) for each in found.values()
+    ):  # by rank, as they once were kept: of one epoch
+        return {loaders[0].standing.done if 0 in loaders else 0: dict(found)}
+    return {epoch: _by_number(ranks) for epoch, ranks in found.items()}
 
 
 def _by_number(mapping: Mapping[Any, Any]) -> dict[int, Any]:

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def run_point(job: Job, point: Point, moved: Moved = lambda epochs: None, *, tim
 
 def _trained(job: Job, moved: Moved) -> dict[str, Any]:
     arguments = job.build()
-    arguments["callbacks"] = (*arguments["callbacks"], lambda record: moved(record.epoch + 1))
+    done = count(1)  # epochs; they need not be done in order
+    arguments["callbacks"] = (*arguments["callbacks"], lambda record: moved(next(done)))
     result: Result = train(**arguments)
     return _known(result, arguments)
 

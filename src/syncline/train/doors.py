@@ -36,6 +36,7 @@ def launch(
     resume: str | Path | None = None,
     checkpoint_every: int | str | None = None,
     keep_checkpoints: int = 2,
+    clocks: bool = False,
     on_error: str = "raise",
     replace: bool = False,
     patience: float | None = PATIENCE,
@@ -69,7 +70,7 @@ def launch(
         joint_batch=batch_size * learners if batch_size else None,
         warm=warmstart,
         faults=Faults(on_error, replace, patience, kill_hung),
-        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
+        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints, clocks),
     )
     run = Run(runner, spec, None)
     return run.wait() if wait else run
@@ -103,6 +104,7 @@ def train(
     resume: str | Path | None = None,
     checkpoint_every: int | str | None = None,
     keep_checkpoints: int = 2,
+    clocks: bool = False,
     on_error: str = "raise",
     replace: bool = False,
     patience: float | None = PATIENCE,
@@ -117,7 +119,8 @@ def train(
     runs beside the learners at each epoch's end, on one version. A callback gets each epoch's record and ends the run by returning True.
 
     The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
-    number) or seconds (a text such as "30s") and at the end; `resume` goes on from one. A learner that dies is left out, with
+    number) or seconds (a text such as "30s") and at the end; `resume` goes on from one. With `clocks` the vector clock of every
+    update is kept there too. A learner that dies is left out, with
     `replace` another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner
     not heard of for `patience` seconds is named, and ended with `kill_hung`.
     """
@@ -160,7 +163,7 @@ def train(
         evaluate=evaluation_of(built, evaluate, loss, objective, each, collate),
         callbacks=tuple(callbacks),
         faults=Faults(on_error, replace, patience, kill_hung),
-        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
+        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints, clocks),
     )
     run = Run(runner, spec, built, made)
     return run.wait() if wait else run

@@ -61,6 +61,7 @@ def run_spec(
             warm=rest["warm"],
             on_error=faults.on_error,
             replace=faults.replace,
+            clocks=checkpoints.clocks,
         )
         checkpoints.refuse_all_reduce()
     elif any(dial.auto for _, dial in course.dials):

@@ -144,7 +144,9 @@ class Supervisor:
             self._coordinator.ask_cut()
 
     def _kill(self, process: Process, why: str) -> None:
-        self.recorder.event(f"killed: {why}", process.rank, kind="killed", pid=process.pid)
+        self.recorder.event(
+            f"killed: {why}", process.rank, kind="killed", learner=process.number, pid=process.pid
+        )
         self._processes.kill(process)
 
     def _asked(self, command: Any) -> None:
@@ -210,7 +212,7 @@ class Supervisor:
         if self.spec.on_error == "raise":
             self.thread.fail(error)
             return
-        self.recorder.event(f"raised: {error}", process.rank, kind="raised")
+        self.recorder.event(f"raised: {error}", process.rank, kind="raised", learner=process.number)
         self._gone(process, lost=True)
         if not self.staff.learners and not self.thread.outcome.returned and not self._stopping:
             self.thread.fail(error)

@@ -6,7 +6,7 @@ ledger decides; a decision that cannot be is a `Broken`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from syncline.protocols.spans import Standing
 
@@ -24,7 +24,9 @@ class FeedAccount:
 
     def __init__(self, size: int, epochs: int | None, standing: Standing | None) -> None:
         self.size, self.epochs = size, epochs
-        self.done = standing.done if standing else 0
+        self.done = standing.done if standing else 0  # epochs, in order
+        self._early: set[int] = set()  # done before an earlier one
+        self._touched: set[int] = set()  # epochs of which something was settled
         self._states: dict[int, bytearray] = {}
         self._skipped = dict(standing.skipped) if standing else {}  # before the checkpoint: settled, here
         self._out: dict[int, dict[int, Span]] = {}  # learner -> index -> granted, in no gradient
@@ -36,6 +38,7 @@ class FeedAccount:
             self._restore(standing)
 
     def _restore(self, standing: Standing) -> None:
+        self._early = {epoch for epoch in range(self.done, standing.newest + 1) if standing.has_done(epoch)}
         for epoch, owners in standing.fresh.items():
             state = self._states[epoch] = bytearray([SETTLED]) * self.size
             for start, stop in owners.values():
@@ -45,7 +48,7 @@ class FeedAccount:
 
     def _set(self, spans: Iterable[Span], before: int, after: int, what: str) -> None:
         for epoch, start, stop in spans:
-            if epoch < self.done:
+            if self._is_done(epoch):
                 raise Broken(f"{what}: positions {start}…{stop - 1} of epoch {epoch}, which is done")
             state = self._states.setdefault(epoch, bytearray(self.size))
             if not 0 <= start < stop <= self.size:
@@ -56,6 +59,9 @@ class FeedAccount:
                     f"{what}: position {wrong[0]} of epoch {epoch} is {WORDS[state[wrong[0]]]}, not {WORDS[before]}"
                 )
             state[start:stop] = bytes([after]) * (stop - start)
+
+    def _is_done(self, epoch: int) -> bool:
+        return epoch < self.done or epoch in self._early
 
     def granted(self, learner: int, index: int, span: Span) -> None:
         """Handed out: nobody else may have it, and it may not be in an update already."""
@@ -78,8 +84,9 @@ class FeedAccount:
         out = self._out.get(learner, {})
         return [out.pop(index) for index in sorted(out) if index < upto]
 
-    def settled(self, spans: Iterable[Span], what: str) -> None:
+    def settled(self, spans: Sequence[Span], what: str) -> None:
         self._set(spans, OUT, SETTLED, what)
+        self._touched.update(epoch for epoch, _, _ in spans)
 
     def back(self, spans: Iterable[Span], what: str) -> None:
         self._set(spans, OUT, FREE, what)
@@ -96,8 +103,8 @@ class FeedAccount:
         self.given.pop(learner, None)
 
     def epoch_done(self, epoch: int, skipped: int) -> None:
-        if epoch != self.done:
-            raise Broken(f"epoch {epoch} is said to be done, the next to be done is {self.done}")
+        if self._is_done(epoch):
+            raise Broken(f"epoch {epoch} is said to be done, and was done before")
         state = self._states.pop(epoch, bytearray(self.size))
         free, out = state.count(FREE) + self._skipped.get(epoch, 0), state.count(OUT)
         if out or free != skipped:
@@ -107,7 +114,17 @@ class FeedAccount:
             )
         if skipped and not self._broken:
             raise Broken(f"epoch {epoch} skips {skipped} examples, and nobody left its loop")
-        self.done += 1
+        self._early.add(epoch)
+        while self.done in self._early:
+            self._early.remove(self.done)
+            self.done += 1
+
+    def due(self) -> None:
+        """An event is over: all that could be said to be done was."""
+        for epoch in self._touched & self._states.keys():
+            if self._states[epoch].count(SETTLED) == self.size:
+                raise Broken(f"all of epoch {epoch} is settled, and it is not said to be done")
+        self._touched.clear()
 
     def compare(self, standing: Standing) -> None:
         """Nothing that is not settled has fallen under the table."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ class Watch:
         self._tables: dict[int, TableAccount] = {}
         self._values: dict[int, Values] = {}
         self._feeds: dict[int, FeedAccount] = {}
+        self._examples: dict[int, int] = defaultdict(int)  # in updates, by table
         self._used: dict[int, list[tuple[int, int]]] = {}  # learner -> (loader, upto) of the next gradient
         self._resting: dict[int, int] = {}  # learner -> loader it waits for
         self._gone: set[int] = set()
@@ -121,7 +123,9 @@ class Watch:
     def told(self, event: Any) -> None:
         """Before the leading shard handles what the coordinator says."""
         with self._checking():
-            if isinstance(event, m.MakeTable):
+            if isinstance(event, m.Resume):
+                self._examples.update(event.counts.examples)
+            elif isinstance(event, m.MakeTable):
                 self._make_table(event)
             elif isinstance(event, m.MakeLoader):
                 self._feeds[event.loader] = FeedAccount(event.size, event.epochs, event.standing)
@@ -199,8 +203,12 @@ class Watch:
         first = max((t for t in fold.tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
         role = self._world.roles[0]
         self._values[number].folded(fold, lambda: role.options(number, first.learner, first.number))
-        for gradient in gradients:
+        for ticket, gradient in zip(fold.tickets, gradients, strict=True):
             self._each(gradient.usage, lambda feed, span: feed.settled([span], f"in version {fold.version}"))
+            held = sum(stop - start for _, (_, start, stop) in gradient.usage)
+            if gradient.usage and held != ticket.count:
+                raise Broken(f"a gradient of {ticket.count} examples is folded, its batches hold {held}")
+            self._examples[number] += ticket.count
 
     def _fed(self, loader: int, decision: Grant | End | EpochDone) -> None:
         feed = self._feeds[loader]
@@ -242,6 +250,8 @@ class Watch:
             with self._checking():
                 for number in self._touched:
                     self._tables[number].due()
+                for feed in self._feeds.values():
+                    feed.due()
             self._touched.clear()
         if self._moved:
             self._moved = False
@@ -283,11 +293,13 @@ class Watch:
                 said[number].gradients,
                 said[number].dropped,
                 said[number].pending,
+                said[number].examples,
             )
-            mine = (table.version, table.folded, table.dropped, 0)
+            mine = (table.version, table.folded, table.dropped, 0, self._examples[number])
             if theirs != mine:
                 raise Broken(
-                    f"table {number}: the run says version, gradients, dropped, pending {theirs}, counted were {mine}"
+                    f"table {number}: the run says version, gradients, dropped, pending, examples {theirs}, "
+                    f"counted were {mine}"
                 )
             if said[number].staleness.gradients != table.folded:
                 raise Broken(f"staleness of {said[number].staleness.gradients} of {table.folded} gradients")
