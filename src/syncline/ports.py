@@ -49,6 +49,7 @@ class Kind(IntEnum):
     FAREWELL = 10  # its function is over: its random states lie in a slot
     BLOCKED = 11  # does nothing until its portion of this number is there
     MEET = 12  # waits in a meeting, and does nothing until it is over
+    ENDED = 13  # its stream's epoch ends after so many batches
     # the leading shard to the others
     TAKE = 20
     FOLD = 21

@@ -117,7 +117,7 @@ class Leader:
             self._belongings.lose(learner)
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.leave(learner))
-        self._feeding.leave(learner)
+        self._feeding.leave(learner, lost=lost)
         self._loops.pop(learner, None)
         self._gathering.leave(learner)
         self._gathering.untangle()
@@ -146,6 +146,8 @@ class Leader:
             self._usage[learner].append((note.loader, note.upto))
         elif kind == Kind.CLOSE:
             self._feeding.close(note.loader, learner, note.upto)
+        elif kind == Kind.ENDED:
+            self._feeding.ended(note.loader, learner, note.upto)
         elif kind == Kind.REST:
             self._rest(learner, note)
         elif kind == Kind.BLOCKED:

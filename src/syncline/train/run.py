@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from syncline.dial import Sync, as_sync
 from syncline.engines.run import Engine, EpochRecord, Event, Handle, Outcome, RunSpec
 from syncline.engines.sim.account import Simulated
 from syncline.errors import DialError, UsageError
 from syncline.learn.session import check_whole, refuse_weighted
+from syncline.learn.training import Training
 from syncline.protocols.clocks import Staleness
 from syncline.report.recording import record_run
 from syncline.topology.messages import Statistics
@@ -100,6 +102,12 @@ class Run:
     def add_learners(self, count: int = 1) -> None:
         """More learners join the run; they count from the version they first read."""
         check_whole("count", count)
+        plan = next(iter(self._spec.arguments), None)
+        if isinstance(plan, Training) and isinstance(plan.data, IterableDataset):
+            raise UsageError(
+                f"an iterable data set is split over the {self._spec.learners} learners of the start: "
+                "a learner that joins would have no share of it"
+            )
         self._handle.add_learners(count)
 
     def change(self, sync: str | Sync) -> None:
