@@ -105,8 +105,11 @@ class Processes:
 
     def _print(self, end: int, stream: str) -> None:
         data = os.read(end, 65536)
-        target = getattr(sys, stream)
-        target.write(self._decoders[stream].decode(data))
+        target, text = getattr(sys, stream), self._decoders[stream].decode(data)
+        try:
+            target.write(text)
+        except UnicodeEncodeError:  # the caller's terminal has not all letters
+            target.write(text.encode(target.encoding, "backslashreplace").decode(target.encoding))
         target.flush()
 
     # -- ending ------------------------------------------------------------------------------------------
