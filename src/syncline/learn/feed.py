@@ -60,17 +60,6 @@ def reader(data: Dataset[Any], collate: Callable[[list[Any]], Any] | None) -> Ca
     return lambda indices: gather([data[index] for index in indices.tolist()])
 
 
-def count_of(batch: Any) -> int:
-    """Examples in a batch: the length of its first tensor."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 1
-    if isinstance(batch, dict):
-        return next((count_of(value) for value in batch.values()), 1)
-    if isinstance(batch, (list, tuple)):
-        return count_of(batch[0]) if batch else 1
-    return 1
-
-
 class _Read(NamedTuple):
     """A batch that was read ahead."""
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -21,9 +19,11 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
 from syncline.learn.feed import POLICIES, Loader, read_ahead
+from syncline.learn.inputs import check_data, check_function
+from syncline.learn.models import refuse_unready
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.ownership import Ownership, tables_of
-from syncline.learn.randomness import pack_random, unpack_random
+from syncline.learn.randomness import pack_random, seed_random, unpack_random
 from syncline.learn.streams import StreamLoader
 from syncline.learn.surface import Factory, Session
 from syncline.ports import Kind, LearnerPort, Note, Reset
@@ -203,6 +203,8 @@ class ServerSession(Session):
         collate: Callable[[list[Any]], Any] | None = None,
         ahead: int | None = None,
     ) -> Loader:
+        check_data("session.loader's data", data)
+        check_function("collate", collate)
         check_policy(policy)
         batch_size = batch_of_each(batch_size, global_batch_size, self.learners, self.sync)
         key = (id(data), batch_size, policy)
@@ -341,6 +343,9 @@ class ServerSession(Session):
         """Of the gradient that is being made."""
         return self._count
 
+    def count(self, examples: int) -> None:
+        self._count += examples
+
     def used(self, loader: int) -> int:
         return self._used.get(loader, 0)
 
@@ -389,15 +394,9 @@ class ServerSession(Session):
         self._rests = []
 
 
-def seed_random(seed: int) -> None:
-    """All generators that a learner's code may draw from."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % (1 << 32))
-    random.seed(seed)
-
-
 def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
     """Run the user's factory on the model's parameters, or on the model where it asks for `model`."""
+    refuse_unready(model)
     if next(iter(model.parameters()), None) is None:
         raise LayoutError(
             f"{type(model).__name__} has no parameters: there is nothing to train. "

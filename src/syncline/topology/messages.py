@@ -106,6 +106,7 @@ class Returned:
     """Its function returned."""
 
     value: Any
+    problem: str = ""  # why the value is not here
 
 
 @dataclass(frozen=True, slots=True)
