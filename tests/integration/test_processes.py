@@ -296,7 +296,7 @@ def test_results_that_do_not_pickle_are_left_out_and_such_arguments_refused() ->
 
     with pytest.warns(RuntimeWarning, match="could not travel.*lock"):
         assert launch(returns, learners=1).returned == [None]
-    with pytest.raises(UsageError, match="argument 1 cannot travel.*lock"):
+    with pytest.raises(UsageError, match=r"argument 1 cannot travel.*lock"):
         launch(counting, threading.Lock(), learners=1)
     assert launch(counting, 1, learners=1).returned == [1]  # and nothing is broken
 

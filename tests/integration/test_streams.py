@@ -264,3 +264,28 @@ def test_checked_simulated_runs_lose_and_gain_learners_over_streams() -> None:
                 replace=True,
             )
             assert [record.epoch for record in result.history] == [0, 1, 2], (sync, script)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sync", ["hardsync", "async"])
+def test_an_empty_share_keeps_nobody(engine: str, sync: str) -> None:
+    """Learner 1 finds nothing, and loops longer than the one that does."""
+
+    def learner(session: sl.Session) -> int:
+        model = nn.Linear(1, 1)
+        optimizer = session.optimizer(model, partial(SGD, lr=0.1))
+        loader, count = session.loader(data, batch_size=1), 0
+        for _ in range(2 + 2 * session.rank):
+            for batch in loader:
+                count += len(batch)
+                step(model, optimizer, batch)
+        return count
+
+    data = Stream(1)
+    result = launched(learner, learners=2, sync=sync, engine=engine)
+    assert result.returned == [2, 0] and [record.epoch for record in result.history] == [0, 1]
+
+
+def test_a_run_whose_examples_are_all_lost_ends_with_an_error() -> None:
+    with pytest.raises(sl.LearnerError, match="no learner that is left finds an example in its share"):
+        train(Stream(1), sync="async", engine=sl.Sim("p775", script="kill learner 0 at version 5"), steps=50)

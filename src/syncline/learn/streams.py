@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, default_collate
 from syncline.errors import UsageError
 from syncline.learn.feed import Loader, to_device
 from syncline.ports import Kind, Note, Portion
+from syncline.protocols.streams import NEVER
 from syncline.topology import messages as m
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ class StreamLoader(Loader):
             self._iterating = False
 
     def _begins(self) -> bool:
-        """The epoch, in lockstep for all at once; False where the run ends."""
+        """The epoch, in lockstep for all at once; False where it is over already, or the run ends."""
         portion: Portion | None = self._next(block=True)
-        if portion is None:
+        if portion is None or (portion.end and portion.epoch != NEVER):
             return False
         if portion.end:
             raise UsageError(

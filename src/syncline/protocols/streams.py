@@ -13,6 +13,7 @@ from syncline.errors import RunError
 from syncline.protocols.spans import Decision, End, EpochDone, Grant, Standing
 
 NOBODY = -1  # has ended an epoch
+NEVER = -1  # in place of an epoch that ends at once: of all that could find something in it none is left
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class Streams:
         self._done = self._newest = standing.done if standing is not None else 0
         self._last = NOBODY  # the last epoch that anybody has ended
         self._cut: int | None = None  # the epoch that the run's end cut short
+        self._returned = False  # somebody has left of its own accord: the run may be over
         self._learners: dict[int, _Learner] = {}
         self._gone: dict[int, _Learner] = {}  # left, with gradients still to settle
         self._out: list[Decision] = []
@@ -122,6 +124,7 @@ class Streams:
         member = self._learners.pop(learner, None)
         if member is None:
             return []
+        self._returned |= not lost
         if member.begun and not member.ended:
             if lost:
                 member.ends.append((member.epoch, member.reached))
@@ -186,6 +189,11 @@ class Streams:
         member.epoch, member.begun, member.ended, member.queued = epoch, True, False, False
         self._answer(member, Grant(member.id, member.index, epoch, 0, 0))
 
+    def _end(self, member: _Learner) -> None:
+        """It would find nothing, and nobody is there with whom it could wait for the next."""
+        member.epoch, member.begun, member.ended = member.wanted, True, True
+        self._answer(member, End(member.id, member.index, member.wanted if self._returned else NEVER))
+
     def _answer(self, member: _Learner, answer: Grant | End) -> None:
         member.index += 1
         member.blocked = member.queued = False
@@ -208,7 +216,7 @@ class Streams:
         if len(waiting) == len(self._learners):
             if all(member.empty for member in waiting):
                 for member in waiting:
-                    self._answer(member, End(member.id, member.index, member.wanted))
+                    self._end(member)
                 return
             self._newest = max(self._newest, min(member.wanted for member in waiting))
         for member in self._by_rank():

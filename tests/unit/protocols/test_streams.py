@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import RunError
 from syncline.protocols.spans import Decision, End, EpochDone, Grant, Standing
-from syncline.protocols.streams import Streams
+from syncline.protocols.streams import NEVER, Streams
 
 
 def begun(learners: int, *, lockstep: bool = False) -> Streams:
@@ -97,13 +97,19 @@ def test_an_empty_share_begins_no_epoch_before_others_do() -> None:
 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_an_epoch_in_which_nobody_would_find_anything_ends_at_once(lockstep: bool) -> None:
+    """Those who might are lost, or have returned: then it may be the run that is over."""
     streams = begun(2, lockstep=lockstep)
     streams.close(0, 0)
     streams.ask(0, 1)
-    assert streams.leave(1, lost=True) == [End(0, 1, 1), EpochDone(0)]
+    assert streams.leave(1, lost=True) == [End(0, 1, NEVER), EpochDone(0)]
+    streams = begun(2, lockstep=lockstep)
+    streams.close(0, 0)
+    streams.ask(0, 1)
+    assert streams.leave(1, lost=False) == [End(0, 1, 1)]
+    assert streams.ask(0, 2) == [End(0, 2, 2)]
     streams = begun(1, lockstep=lockstep)
     streams.close(0, 0)
-    assert streams.ask(0, 1) == [End(0, 1, 1)]
+    assert EpochDone(0) not in streams.ask(0, 1)
 
 
 def test_a_lost_share_is_not_waited_for_but_its_gradients_are() -> None:
