@@ -6,7 +6,7 @@
     │   ├── LayoutError                layouts differ, a parameter in two optimizers, unsupported optimizer
     │   ├── LoopError                  learners' loops differ: they wait for each other, or one was refused and goes on
     │   └── NotYetError                understood, but not built yet
-    └── RunError (RuntimeError)        something went wrong during a run
+    └── RunError (RuntimeError)        something went wrong during a run: .result, where weights came of it nevertheless
         ├── LearnerError               a learner's code raised: .rank, .traceback
         ├── InvariantError             something that always holds does not (checked simulated runs)
         ├── CheckpointError            a checkpoint cannot be written, found or read (table.checkpoints)
@@ -16,6 +16,11 @@ Not responsible for wording: whoever raises says what is wrong, where, and what 
 """
 
 from __future__ import annotations
+
+import re
+from typing import Any
+
+OWN = re.compile(r"syncline\.errors\.\w+: ")  # an error of this library says by itself what is wrong
 
 
 class SynclineError(Exception):
@@ -45,17 +50,28 @@ class NotYetError(UsageError):
 class RunError(SynclineError, RuntimeError):
     """Something went wrong during a run."""
 
+    outcome: Any = None  # of an engine that has the last weights nevertheless
+    result: Any = None  # the same for the caller: `error.result.state_dict()`
+
 
 class LearnerError(RunError):
-    """A learner's code raised; the message contains its traceback."""
+    """A learner's code raised; the message says what, then its traceback."""
 
-    def __init__(self, rank: int, traceback: str) -> None:
-        super().__init__(rank, traceback)  # both stay in args: the error has to survive pickling
+    def __init__(self, rank: int, traceback: str, what: str = "") -> None:
+        super().__init__(rank, traceback, what)  # all stay in args: the error has to survive pickling
         self.rank = rank
         self.traceback = traceback
+        self.what = what or raised_in(traceback)
 
     def __str__(self) -> str:
-        return f"learner {self.rank} raised:\n\n{self.traceback.rstrip()}"
+        own = OWN.match(self.what)
+        first = f": {self.what[own.end() :]}" if own else f" raised {self.what}"
+        return f"learner {self.rank}{first}\n\n{self.traceback.rstrip()}"
+
+
+def raised_in(traceback: str) -> str:
+    """What was raised: its type and words."""
+    return (traceback.strip().splitlines() or [""])[-1]
 
 
 class LostError(RunError):

@@ -50,6 +50,7 @@ class Kind(IntEnum):
     BLOCKED = 11  # does nothing until its portion of this number is there
     MEET = 12  # waits in a meeting, and does nothing until it is over
     AWAIT = 13  # does nothing until what it fetches is there
+    ENDED = 14  # its stream's epoch ends after so many batches
     # the leading shard to the others
     TAKE = 20
     FOLD = 21

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 HEAD = """
 import json, os, signal, sys, time
 from functools import partial
@@ -127,6 +129,8 @@ def test_the_same_script_with_and_without_torchrun(tmp_path: Path) -> None:
     output = finish(run, local)
     assert run.returncode == 0, output[0]
     assert local.returncode == 0, output[1]
+    assert output[0].count("syncline: the 2 processes that torchrun started are the learners") == 1
+    assert "torchrun started" not in output[1]
     mine, first, second = (read(tmp_path, "train", rank) for rank in ("local", 0, 1))
     assert first == second == mine
     assert (tmp_path / "run-0" / "events.jsonl").exists() and not (tmp_path / "run-1").exists()
@@ -183,6 +187,33 @@ def test_ranks_that_are_lost_are_named_on_all_others(tmp_path: Path) -> None:
         assert all(
             value < 5 for key, value in fates.items() if key.endswith("took") and key != "fine took"
         ), fates
+
+
+APART = """
+def learner(session):
+    model = net()
+    opt = session.optimizer(model, SGD)
+    F.cross_entropy(model(DATA.tensors[0]), DATA.tensors[1]).backward()
+    opt.step()
+    with torch.no_grad():
+        model[0].bias.fill_(session.rank)
+
+try:
+    sl.launch(learner, topology="allreduce", run_dir=sys.argv[1] + "/apart")
+except sl.RunError as error:
+    write("apart", said=say(error), bias=error.result.state_dict()["0.bias"].tolist(), updates=error.result.updates)
+"""
+
+
+def test_copies_that_differ_come_back_with_the_error_on_all_ranks(tmp_path: Path) -> None:
+    run = torchrun("--standalone", "--nproc-per-node=2", script(tmp_path, HEAD, APART), tmp_path)
+    output = finish(run)[0]
+    assert run.returncode == 0, output
+    for rank in range(2):
+        apart = read(tmp_path, "apart", rank)
+        assert "the copies of table 0 differ at the end" in apart["said"]
+        assert apart["updates"] == 1 and apart["bias"] == [0.0] * 8, "learner 0's"
+    assert load_file(tmp_path / "apart" / "model.safetensors")["0.bias"].tolist() == [0.0] * 8
 
 
 def test_what_cannot_be_under_torchrun(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from syncline.cli.comparing import comparison, write_plot
 from syncline.cli.display import panel
+from syncline.cli.letters import write_all_letters
 from syncline.cli.messages import told, warn_shortly
 from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where
 from syncline.cli.simulate import simulate
@@ -44,6 +45,7 @@ Name = Annotated[str | None, typer.Option(metavar="NAME")]
 def main() -> None:
     """The entry point of `syncline` and `python -m syncline`."""
     warn_shortly()
+    write_all_letters()
     app(prog_name="syncline")
 
 

@@ -18,6 +18,7 @@ from syncline.engines.run import (
     Began,
     Callback,
     EpochRecord,
+    Evaluate,
     Event,
     Listener,
     Logged,
@@ -26,7 +27,7 @@ from syncline.engines.run import (
     Sampled,
     Snapshot,
 )
-from syncline.errors import LearnerError, RunError
+from syncline.errors import LearnerError, RunError, SynclineError
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
 from syncline.topology.keeper import Keeper
@@ -109,6 +110,14 @@ class Recorder:
         self._tell(Event(seconds=self._now(), what=text, kind="warning"))
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
+    def returned(self, rank: int, message: m.Returned) -> None:
+        """A learner's function is over."""
+        self.outcome.returned[rank] = message.value
+        if message.problem:
+            self.warn(
+                f"what learner {rank} returned could not travel, result.returned[{rank}] is None: {message.problem}"
+            )
+
     def _left(self, left: m.Left) -> None:
         """What was lost with a learner belongs to the event of its loss."""
         for event in reversed(self.outcome.events):
@@ -161,6 +170,14 @@ class Recorder:
         self._complete = True
         return True
 
+    def keep_weights(self, error: BaseException) -> None:
+        """The run fails; if its last weights are there they come back with the error."""
+        layouts = self._layouts()
+        if isinstance(error, RunError) and self._finished and self._assembly.complete("final", layouts):
+            self.outcome.tables = self._assembly.take("final", layouts)
+            self.outcome.seconds = self._now()
+            error.outcome = self.outcome
+
     def _epoch(self, end: m.EpochEnd) -> None:
         if end.loader != 0:
             return
@@ -188,6 +205,16 @@ class Recorder:
                     self._states[epoch] = state
                 self._evaluate(epoch, state)
 
+    def test(self, epoch: int, state: dict[str, Tensor], evaluate: Evaluate) -> None:
+        """Evaluate here and now, where no process does it."""
+        try:
+            metrics = evaluate(state)
+        except Exception as error:
+            words = f"evaluation failed: {said(error)}\n\n{traceback.format_exc()}"
+            self.error = self.error or RunError(words)
+        else:
+            self.evaluated(epoch, metrics)
+
     def evaluated(self, epoch: int, metrics: dict[str, float]) -> None:
         if epoch in self._void:  # of a version that was lost
             self._void.remove(epoch)
@@ -206,8 +233,9 @@ class Recorder:
             try:
                 if callback(record):
                     self._stop()
-            except Exception:
-                self.error = self.error or RunError(f"a callback failed:\n{traceback.format_exc()}")
+            except Exception as error:
+                words = f"a callback failed: {said(error)}\n\n{traceback.format_exc()}"
+                self.error = self.error or RunError(words)
 
 
 def _insert(history: list[EpochRecord], record: EpochRecord) -> None:
@@ -222,9 +250,18 @@ def _by_rank(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "losses": {int(rank): loss for rank, loss in record["losses"].items()}}
 
 
+def said(error: BaseException) -> str:
+    """What was raised: type and words; of this library's own errors only the words."""
+    return str(error) if isinstance(error, SynclineError) else _raised(error)
+
+
+def _raised(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
 def learner_error(rank: int, error: BaseException | None, text: str) -> LearnerError:
     """A learner's exception, for the caller."""
-    told = LearnerError(rank=rank, traceback=text)
+    told = LearnerError(rank, text, _raised(error) if error is not None else "")
     told.__cause__ = error
     return told
 
@@ -247,5 +284,10 @@ def peer_record(
         callbacks=spec.callbacks,
         listeners=spec.listeners,
     )
-    keeper = Keeper(spec.learners, emit=recorder.emit, event=recorder.event, reply=reply, fail=fail)
+
+    def failed(error: BaseException) -> None:
+        recorder.keep_weights(error)
+        fail(error)
+
+    keeper = Keeper(spec.learners, emit=recorder.emit, event=recorder.event, reply=reply, fail=failed)
     return recorder, keeper

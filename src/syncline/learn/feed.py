@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -85,7 +85,8 @@ class Loader:
         ahead: int,
         parts: int,
     ) -> None:
-        self.number, self.batch_size, self.size = number, batch_size, len(data)  # type: ignore[arg-type]
+        self.number, self.batch_size = number, batch_size
+        self.size = 0 if isinstance(data, IterableDataset) else len(data)  # type: ignore[arg-type]
         self._session = session
         self.epoch = 0  # of the next iteration
         self.generation = 0  # counts the servers it had to do with
@@ -116,11 +117,7 @@ class Loader:
         return -(-self.size // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._iterating:
-            raise UsageError(f"loader {self.number} is being iterated already: one loop at a time")
-        self._iterating = True
-        self._started = False
-        self._session.restore_random()
+        self._enter()
         source = self._read_ahead() if self._ahead else ((p, self._batch(p)) for p in self._portions())
         try:
             for portion, batch in source:
@@ -130,6 +127,16 @@ class Loader:
             source.close()
             self._leave()
             self._iterating = False
+
+    def _enter(self) -> None:
+        if self._iterating:
+            raise UsageError(f"loader {self.number} is being iterated already: one loop at a time")
+        self._iterating = True
+        self._started = False
+        self._session.restore_random()
+
+    def look_ahead(self) -> None:
+        """A gradient of its batches is about to be published."""
 
     def _batch(self, portion: Portion) -> Any:
         order = self._orders.get(portion.epoch)
@@ -297,38 +304,3 @@ class _InTurn:
 
     def get(self) -> _Read:
         return self._read(self._waiting.popleft())
-
-
-class SplitLoader:
-    """An iterable data set, split by rank: every learner keeps its own share of the stream."""
-
-    def __init__(
-        self,
-        session: ServerSession,
-        data: IterableDataset[Any],
-        *,
-        batch_size: int,
-        collate: Callable[[list[Any]], Any] | None,
-    ) -> None:
-        self._session, self._data = session, data
-        self.batch_size, self.epoch = batch_size, 0
-        self._collate = collate or default_collate
-
-    def __iter__(self) -> Iterator[Any]:
-        rank, learners = self._session.rank, self._session.learners
-        held: list[Any] = []
-        for index, item in enumerate(self._data):
-            if self._session.ending:
-                return
-            if index % learners == rank:
-                held.append(item)
-                if len(held) == self.batch_size:
-                    yield self._give(held)
-                    held = []
-        if held:
-            yield self._give(held)
-        self.epoch += 1
-
-    def _give(self, items: Sequence[Any]) -> Any:
-        self._session.count(len(items))
-        return to_device(self._collate(list(items)), self._session.device)

@@ -19,8 +19,10 @@ from syncline.dial import Course, Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.buckets import Header
 from syncline.learn.feed import read_ahead
+from syncline.learn.inputs import check_data, check_function
 from syncline.learn.ownership import Ownership, tables_of
 from syncline.learn.peer_feed import PeerLoader, PeerSplitLoader
+from syncline.learn.randomness import seed_random
 from syncline.learn.reduced import ReducedOptimizer
 from syncline.learn.session import (
     check_batches,
@@ -29,7 +31,6 @@ from syncline.learn.session import (
     make_optimizer,
     numbers,
     refuse_sparse,
-    seed_random,
 )
 from syncline.learn.silence import Silence
 from syncline.learn.surface import Factory, Session
@@ -179,6 +180,8 @@ class PeerSession(Session):
         collate: Callable[[list[Any]], Any] | None = None,
         ahead: int | None = None,
     ) -> PeerLoader | PeerSplitLoader:
+        check_data("session.loader's data", data)
+        check_function("collate", collate)
         check_policy(policy)
         check_joint(batch_size, global_batch_size, self.learners)
         if batch_size is not None:

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
-from syncline.learn.feed import POLICIES, Loader, SplitLoader, read_ahead
+from syncline.learn.feed import POLICIES, Loader, read_ahead
+from syncline.learn.inputs import check_data, check_function
+from syncline.learn.models import refuse_unready
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.ownership import Ownership, tables_of
-from syncline.learn.randomness import pack_random, unpack_random
+from syncline.learn.randomness import pack_random, seed_random, unpack_random
+from syncline.learn.streams import StreamLoader
 from syncline.learn.surface import Factory, Session
 from syncline.ports import Kind, LearnerPort, Note, Reset
 from syncline.table.layout import Layout, Tensors, lay_out
@@ -201,11 +202,11 @@ class ServerSession(Session):
         policy: str = "ledger",
         collate: Callable[[list[Any]], Any] | None = None,
         ahead: int | None = None,
-    ) -> Loader | SplitLoader:
+    ) -> Loader:
+        check_data("session.loader's data", data)
+        check_function("collate", collate)
         check_policy(policy)
         batch_size = batch_of_each(batch_size, global_batch_size, self.learners, self.sync)
-        if isinstance(data, IterableDataset):
-            return SplitLoader(self, data, batch_size=batch_size, collate=collate)
         key = (id(data), batch_size, policy)
         if key not in self._same:
             self._same[key] = self._open_loader(data, batch_size, policy, collate, ahead)
@@ -219,14 +220,21 @@ class ServerSession(Session):
         collate: Callable[[list[Any]], Any] | None,
         ahead: int | None,
     ) -> Loader:
-        check_batches(len(data), batch_size)  # type: ignore[arg-type]
         number = len(self._loaders)
-        ahead = read_ahead(data, ahead)
         epochs = self.config.epochs if number == 0 else None
-        opening = m.OpenLoader(number, len(data), batch_size, policy, epochs)  # type: ignore[arg-type]
+        stream = isinstance(data, IterableDataset)
+        if stream:
+            check_whole("batch_size", batch_size)
+            opening = m.OpenLoader(number, 0, batch_size, m.STREAM, epochs)
+        else:
+            check_batches(len(data), batch_size)  # type: ignore[arg-type]
+            opening = m.OpenLoader(number, len(data), batch_size, policy, epochs)  # type: ignore[arg-type]
+        ahead = read_ahead(data, ahead)
 
         def opened() -> Loader:
             parts = self._request(opening)
+            if stream:
+                return StreamLoader(self, number, data, batch_size=batch_size, collate=collate)  # type: ignore[arg-type]
             return Loader(
                 self,
                 number,
@@ -349,6 +357,8 @@ class ServerSession(Session):
             self._rests, self._idle = [], None
         if not self._fresh:
             return count or 1, -1, 0
+        for loader in self._fresh:
+            self._loaders[loader].look_ahead()
         *further, last = self._fresh
         for loader in further:
             self.port.post(Note(Kind.USED, loader=loader, upto=self._used[loader]), ring=False)
@@ -389,15 +399,9 @@ class ServerSession(Session):
         self._rests = []
 
 
-def seed_random(seed: int) -> None:
-    """All generators that a learner's code may draw from."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % (1 << 32))
-    random.seed(seed)
-
-
 def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
     """Run the user's factory on the model's parameters, or on the model where it asks for `model`."""
+    refuse_unready(model)
     if next(iter(model.parameters()), None) is None:
         raise LayoutError(
             f"{type(model).__name__} has no parameters: there is nothing to train. "

@@ -33,7 +33,7 @@ from syncline.engines.run import (
     Sampled,
     Snapshot,
 )
-from syncline.errors import RunError
+from syncline.errors import LearnerError, RunError
 from syncline.learn.training import Training
 from syncline.report import weights
 from syncline.report.clocks import CLOCKS, append_clocks, cut_clocks
@@ -235,11 +235,12 @@ class Recording:
                 self._take(self._inbox.get())
             if outcome is not None:
                 self._add("end", **self._ending(outcome))
-                for table, (version, state) in outcome.tables.items():
-                    name = weights.MODEL if table == 0 else f"model.{table}.safetensors"
-                    self._save(name, state, {"version": version}, table)
             else:
                 self._add("end", seconds=self._now(), how="failed", error=_short(error))
+            kept = error.outcome if isinstance(error, RunError) else outcome
+            for table, (version, state) in kept.tables.items() if kept is not None else ():
+                name = weights.MODEL if table == 0 else f"model.{table}.safetensors"
+                self._save(name, state, {"version": version}, table)
             if self._virtual:
                 self._kept["took"] = self._took + time.monotonic() - self._began
                 self._keep()
@@ -263,6 +264,8 @@ class Recording:
     def _throughput(self, examples: int, seconds: float) -> float:
         """Examples a second since the first update: starting processes is no training."""
         first, since = self._first or (self._before, 0.0)
+        if first >= examples:  # all in one look
+            first, since = self._before, 0.0
         return (examples - first) / (seconds - since) if seconds > since else 0.0
 
     # -- writing: nothing of it may hurt the run -----------------------------------------------------------
@@ -408,6 +411,6 @@ def _length(data: Any) -> int | None:
 def _short(error: BaseException | None) -> str:
     """What was raised; of a learner's traceback the last line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    if len(lines) == 1:
+    if len(lines) == 1 or isinstance(error, LearnerError):
         return lines[0] if isinstance(error, RunError) else f"{type(error).__name__}: {lines[0]}"
     return f"{lines[0]} {lines[-1]}"

@@ -194,11 +194,10 @@ class Keeper:
         self._check_absent()
         if len(self.closed) < self._learners:
             return
-        if problem := _difference(self.closed):
-            self._fail(RunError(problem))
-            return
         self._emit_copies("final", [self.closed[each].copies for each in range(self._learners)])
         self._emit(m.Finished(self._statistics()))
+        if problem := _difference(self.closed):
+            self._fail(RunError(problem))
 
     def _statistics(self) -> m.Statistics:
         tables = {
@@ -219,7 +218,7 @@ class Keeper:
     def _emit_copies(self, tag: str, copies: list[dict[int, Copy]]) -> None:
         for table, first in copies[0].items():
             assert first.segments is not None
-            buffers = joint_buffers([each[table].buffers for each in copies])
+            buffers = joint_buffers([each[table].buffers for each in copies if table in each])
             self._emit(m.WeightsPart(tag, table, 0, first.version, first.segments, buffers))
 
 

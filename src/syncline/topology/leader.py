@@ -127,7 +127,7 @@ class Leader:
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.leave(learner))
         self._late.pop(learner, None)
-        self._feeding.leave(learner)
+        self._feeding.leave(learner, lost=lost)
         self._gathering.leave(learner)
         self._gathering.untangle()
         self._log(Entry(Kind.LEAVE, learner=learner))
@@ -153,6 +153,8 @@ class Leader:
             self._usage[learner].append((note.loader, note.upto))
         elif kind == Kind.CLOSE:
             self._feeding.close(note.loader, learner, note.upto)
+        elif kind == Kind.ENDED:
+            self._feeding.ended(note.loader, learner, note.upto)
         elif kind == Kind.REST:
             self._rest(learner, note)
         elif kind == Kind.BLOCKED:

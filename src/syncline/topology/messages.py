@@ -19,6 +19,10 @@ from syncline.table.checkpoints import Written
 from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate, Options, PieceState
 
+STREAM = (
+    "stream"  # in place of a loader's policy: every learner reads its own share, of a size that nobody knows
+)
+
 # -- a learner to the coordinator --------------------------------------------------------------------------
 
 
@@ -47,6 +51,11 @@ class OpenLoader:
     batch_size: int
     policy: str
     epochs: int | None
+
+    def __str__(self) -> str:
+        if self.policy == STREAM:
+            return f"a stream in batches of {self.batch_size}"
+        return f"{self.size} examples in batches of {self.batch_size} ({self.policy})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,7 @@ class Returned:
     """Its function returned."""
 
     value: Any
+    problem: str = ""  # why the value is not here
 
 
 @dataclass(frozen=True, slots=True)

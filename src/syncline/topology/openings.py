@@ -211,9 +211,8 @@ class Openings:
         first = self.loaders.get(message.loader, message)
         if first != message:
             raise UsageError(
-                f"learner {self._live[learner]} opened loader {message.loader} with {message.size} examples in batches "
-                f"of {message.batch_size} ({message.policy}), another learner with {first.size} in batches of "
-                f"{first.batch_size} ({first.policy}). Every learner must open the same loaders in the same order."
+                f"learner {self._live[learner]} opened loader {message.loader} with {message}, another learner with {first}. "
+                "Every learner must open the same loaders in the same order."
             )
         if message.loader not in self.loaders:
             self._make_loader(message)

@@ -11,6 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from syncline.engines.run import EpochRecord
 from syncline.engines.sim.engine import Sim
 from syncline.engines.sim.timing import Follow, Timing
@@ -103,7 +105,8 @@ def time_job(job: Job, follow: Follow | None = None) -> Timing:
     engine, topology = made["engine"], parse_topology(job.topology)
     if not isinstance(engine, Sim):
         raise UsageError(f"timing is the simulator's, this job runs on {job.engine}")
-    parameters = [each for each in made["model"].parameters() if each.requires_grad]
+    model = made["model"] if isinstance(made["model"], nn.Module) else made["model"]()
+    parameters = [each for each in model.parameters() if each.requires_grad]
     count = sum(each.numel() for each in parameters)
     where: dict[str, Any] = {}
     if isinstance(topology, AllReduce):

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from syncline.engines.collectives import Group
 from syncline.engines.local.channel import Channel, Closed
-from syncline.engines.local.learner import Task, say
+from syncline.engines.local.learner import Task, returned, say
 from syncline.engines.local.memory import Region
 from syncline.learn.peers import PeerConfig, PeerSession
 from syncline.ports import CollectivePort, PeerLost, Progress, Reduction, RunStopped
-from syncline.topology import messages as m
 from syncline.topology.keeper import Meet
 
 SIGMAS = 64  # staleness up to here has a word of its own
@@ -159,7 +158,7 @@ def run_peer(channel: Channel, spec: PeerSpec) -> int:
             value = None
         session.close()
         sys.stdout.flush()
-        channel.send(m.Returned(value))
+        channel.send(returned(value))
         channel.receive()
         port.close()
     except Closed:

@@ -11,11 +11,10 @@ from typing import Any
 
 from syncline.dial import Sync
 from syncline.engines.collectives import wants_nccl
-from syncline.engines.local.cargo import pack
 from syncline.engines.local.evaluator import Evaluator
 from syncline.engines.local.hanging import Hanging
-from syncline.engines.local.learner import Task
 from syncline.engines.local.memory import Region
+from syncline.engines.local.packing import pack_task
 from syncline.engines.local.peer import Board, Broken, PeerSpec
 from syncline.engines.local.processes import Process
 from syncline.engines.local.statistics import Questions, with_processes
@@ -78,8 +77,7 @@ class PeerSupervisor:
 
     def _begin(self) -> None:
         spec = self.spec
-        task = pack(Task(spec.function, spec.arguments, spec.keywords), mapped=True)
-        evaluate = pack(spec.evaluate, mapped=True) if spec.evaluate is not None else None
+        task, evaluate = pack_task(spec)
         self._processes = self.thread.open(self._heard, self._ended, self._asked)
         meeting = f"/proc/{os.getpid()}/fd/{self._meeting}"
         nccl = wants_nccl(spec.devices)
@@ -134,7 +132,7 @@ class PeerSupervisor:
             self._evaluator.hear(message)
         elif isinstance(message, m.Returned):
             process.state = "returned"
-            self.thread.outcome.returned[process.rank] = message.value
+            self.recorder.returned(process.rank, message)
         elif isinstance(message, m.Raised):
             process.state = "raised"
             self.recorder.event("raised", process.rank, kind="raised")

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from syncline.dial import Sync
-from syncline.engines.local.cargo import Parcel, pack
+from syncline.engines.local.cargo import Parcel
 from syncline.engines.local.evaluator import Evaluator
 from syncline.engines.local.hanging import Hanging
-from syncline.engines.local.learner import Task
 from syncline.engines.local.office import Office
+from syncline.engines.local.packing import pack_task
 from syncline.engines.local.processes import Process
 from syncline.engines.local.staff import Staff
 from syncline.engines.local.statistics import Questions, with_processes
@@ -87,8 +87,7 @@ class Supervisor:
 
     def _begin(self) -> None:
         spec = self.spec
-        self._task = pack(Task(spec.function, spec.arguments, spec.keywords), mapped=True)
-        evaluate = pack(spec.evaluate, mapped=True) if spec.evaluate is not None else None
+        self._task, evaluate = pack_task(spec)
         self._processes = self.thread.open(self._heard, self._ended, self._asked)
         self.staff = Staff(spec, self._processes, self._task, self._crashes)
         ids = {rank + 1: rank for rank in range(spec.learners)}
@@ -200,7 +199,7 @@ class Supervisor:
     def _from_learner(self, process: Process, message: Any) -> None:
         if isinstance(message, m.Returned):
             process.state = "returned"
-            self.thread.outcome.returned[process.rank] = message.value
+            self.recorder.returned(process.rank, message)
             self._gone(process, lost=False)
         elif isinstance(message, m.Raised):
             process.state = "raised"

@@ -194,7 +194,7 @@ class PeerWorld:
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
         assert self.spec.evaluate is not None
         self.streams.enter(OUTSIDE)
-        self.recorder.evaluated(epoch, self.spec.evaluate(state))
+        self.recorder.test(epoch, state, self.spec.evaluate)
 
     # -- what others ask ---------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from syncline.engines.sim.memory import Traffic
 from syncline.engines.sim.states import Random
 from syncline.learn.optimizer import refuse_sparse_gradients
-from syncline.learn.training import check_scalar
+from syncline.learn.training import check_loss
 from syncline.table.layout import Layout, Part
 from syncline.table.promised import Made, Maker, PromisedPart, Taken
 from syncline.table.shard import Mean
@@ -268,7 +268,7 @@ class EachAlone(Computer):
             for parameter in shop.parameters:
                 parameter.grad = None
             value = shop.plan.objective(shop.model, batch)
-            check_scalar(value)
+            check_loss(value)
             value.backward()
             promise.loss = value.item()
         finally:

@@ -452,7 +452,7 @@ class World:
             if self.workshop is not None and isinstance(self._evaluation, Evaluation):
                 self._evaluation = self._evaluation.on(self.workshop.device)
         assert self._evaluation is not None
-        self.recorder.evaluated(epoch, self._evaluation(state))
+        self.recorder.test(epoch, state, self._evaluation)
 
     def waiting(self) -> dict[int, str | None]:
         """Rank to what it waits for."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from syncline.engines.record import learner_error, peer_record
+from syncline.engines.record import learner_error, peer_record, said
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.torchrun.wire import TOKEN, Wire
 from syncline.errors import LostError, RunError
@@ -224,7 +224,7 @@ class Clerk:
                 metrics = self.spec.evaluate(state)
                 self._tested.put(lambda epoch=epoch, metrics=metrics: self.recorder.evaluated(epoch, metrics))  # type: ignore[misc]
             except Exception as error:
-                failure = RunError(f"evaluation failed: {type(error).__name__}: {error}")
+                failure = RunError(f"evaluation failed: {said(error)}")
                 self._tested.put(lambda failure=failure: self._fail(failure))  # type: ignore[misc]
             self._ring.send(b"t")
 

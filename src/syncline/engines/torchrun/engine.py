@@ -6,7 +6,6 @@ Rank 0's clerk keeps the record; every rank returns the same result.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import socket
 import sys
@@ -17,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncline.dial import Sync
 from syncline.engines.allocator import keep_freed_memory
@@ -27,6 +26,7 @@ from syncline.engines.torchrun.clerk import Answer, Clerk, Done, Failed, Gone, L
 from syncline.engines.torchrun.place import Place, next_store
 from syncline.engines.torchrun.wire import TOKEN, Wire
 from syncline.errors import LearnerError, LostError, RunError, UsageError
+from syncline.learn.models import copied
 from syncline.learn.peers import PeerSession
 from syncline.learn.training import Training
 from syncline.ports import CollectivePort, PeerLost, Progress, Reduction, RunStopped
@@ -315,9 +315,9 @@ def _connect(store: Any, place: Place) -> Line:
 
 def _own(argument: Any) -> Any:
     """`train` does not change the caller's model: processes that it starts have their own, too."""
-    return (
-        replace(argument, model=copy.deepcopy(argument.model)) if isinstance(argument, Training) else argument
-    )
+    if isinstance(argument, Training) and isinstance(argument.model, nn.Module):
+        return replace(argument, model=copied(argument.model))
+    return argument
 
 
 class Torchrun(Engine):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from syncline.engines.sim.invariants.feed import Broken, FeedAccount, Span
+from syncline.engines.sim.invariants.feed import Broken, FeedAccount, Span, StreamAccount
 from syncline.engines.sim.invariants.tables import Gradient, TableAccount
 from syncline.engines.sim.invariants.values import Values
 from syncline.errors import InvariantError
@@ -40,7 +40,7 @@ class Watch:
     def _begin(self) -> None:
         self._tables: dict[int, TableAccount] = {}
         self._values: dict[int, Values] = {}
-        self._feeds: dict[int, FeedAccount] = {}
+        self._feeds: dict[int, FeedAccount | StreamAccount] = {}
         self._examples: dict[int, int] = defaultdict(int)  # in updates, by table
         self._used: dict[int, list[tuple[int, int]]] = {}  # learner -> (loader, upto) of the next gradient
         self._resting: dict[int, int] = {}  # learner -> loader it waits for
@@ -105,7 +105,7 @@ class Watch:
         with self._checking():
             if note.kind == Kind.REST and learner not in self._gone:
                 self._rest(learner, note)
-            elif note.kind == Kind.CLOSE:
+            elif note.kind in (Kind.CLOSE, Kind.ENDED):
                 self._moved = True
                 self._feeds[note.loader].closed(learner, note.upto)
 
@@ -128,7 +128,7 @@ class Watch:
             elif isinstance(event, m.MakeTable):
                 self._make_table(event)
             elif isinstance(event, m.MakeLoader):
-                self._feeds[event.loader] = FeedAccount(event.size, event.epochs, event.standing)
+                self._make_loader(event)
             elif isinstance(event, m.JoinTable):
                 self._tables[event.table].joins(event.learner)
             elif isinstance(event, m.Leave):
@@ -136,6 +136,12 @@ class Watch:
             elif isinstance(event, m.Finish):
                 for table in self._tables.values():
                     table.finishing = True
+
+    def _make_loader(self, make: m.MakeLoader) -> None:
+        if make.policy == m.STREAM:
+            self._feeds[make.loader] = StreamAccount(make.epochs, make.standing)
+        else:
+            self._feeds[make.loader] = FeedAccount(make.size, make.epochs, make.standing)
 
     def _make_table(self, make: m.MakeTable) -> None:
         self._tables[make.table] = TableAccount(
@@ -165,7 +171,9 @@ class Watch:
         for feed in self._feeds.values():
             feed.left(learner)
 
-    def _each(self, usage: Iterable[tuple[int, Span]], action: Callable[[FeedAccount, Span], None]) -> None:
+    def _each(
+        self, usage: Iterable[tuple[int, Span]], action: Callable[[FeedAccount | StreamAccount, Span], None]
+    ) -> None:
         for loader, span in usage:
             action(self._feeds[loader], span)
 
@@ -205,8 +213,11 @@ class Watch:
         self._values[number].folded(fold, lambda: role.options(number, first.learner, first.number))
         for ticket, gradient in zip(fold.tickets, gradients, strict=True):
             self._each(gradient.usage, lambda feed, span: feed.settled([span], f"in version {fold.version}"))
-            held = sum(stop - start for _, (_, start, stop) in gradient.usage)
-            if gradient.usage and held != ticket.count:
+            counted = [
+                span for loader, span in gradient.usage if isinstance(self._feeds[loader], FeedAccount)
+            ]
+            held = sum(stop - start for _, start, stop in counted)
+            if counted and len(counted) == len(gradient.usage) and held != ticket.count:
                 raise Broken(f"a gradient of {ticket.count} examples is folded, its batches hold {held}")
             self._examples[number] += ticket.count
 
