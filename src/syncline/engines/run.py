@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline.dial import Course, Sync
+from syncline.engines.lock import RunLock
 from syncline.engines.sim.account import Simulated
 from syncline.learn.peers import PeerConfig
 from syncline.learn.session import SessionConfig
@@ -53,6 +54,7 @@ class RunSpec:
     patience: float | None = 60.0  # seconds without a word until a learner is said to hang
     kill_hung: bool = False
     folder: str | None = None  # of checkpoints
+    lock: RunLock | None = None  # of the run folder, released with its record
     cut_every: int | None = None  # versions between checkpoints
     cut_seconds: float | None = None
     keep: int = 2  # checkpoints
@@ -192,6 +194,7 @@ class Outcome:
     seconds: float = 0.0
     began: float = 0.0  # seconds of a simulated run before it went on from a checkpoint
     interrupted: bool = False
+    signal: int = 0  # that ended it, where another process heard it
     simulated: Simulated | None = None  # where the time of a simulated run went
 
     @property
@@ -205,7 +208,7 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> Outcome:
-        """Block until the run has ended; raises what went wrong. Ctrl-C stops the run and returns what there is."""
+        """Block until the run has ended; raises what went wrong."""
 
     @property
     @abstractmethod
@@ -215,6 +218,14 @@ class Handle(ABC):
     @abstractmethod
     def stop(self) -> None:
         """End the run soon; learners finish the step they are in."""
+
+    def interrupt(self, signal: int) -> None:
+        """The same, because of a signal; called in its handler."""
+        self.stop()
+
+    def kill(self) -> None:
+        """End it at once, with nothing."""
+        self.stop()
 
     @abstractmethod
     def add_learners(self, count: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from syncline.engines.options import PATIENCE, Checkpoints, Faults
+from syncline.engines.options import AUTO, PATIENCE, Checkpoints, Faults
 from syncline.engines.run import Callback, Engine
 from syncline.errors import UsageError
 from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
@@ -34,7 +34,7 @@ def launch(
     warmstart: int = 0,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
-    checkpoint_every: int | str | None = None,
+    checkpoint_every: int | str | None = AUTO,
     keep_checkpoints: int = 2,
     on_error: str = "raise",
     replace: bool = False,
@@ -69,7 +69,7 @@ def launch(
         joint_batch=batch_size * learners if batch_size else None,
         warm=warmstart,
         faults=Faults(on_error, replace, patience, kill_hung),
-        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
+        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints, runner.virtual),
     )
     run = Run(runner, spec, None)
     return run.wait() if wait else run
@@ -101,7 +101,7 @@ def train(
     threads: int | None = None,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
-    checkpoint_every: int | str | None = None,
+    checkpoint_every: int | str | None = AUTO,
     keep_checkpoints: int = 2,
     on_error: str = "raise",
     replace: bool = False,
@@ -160,7 +160,7 @@ def train(
         evaluate=evaluation_of(built, evaluate, loss, objective, each, collate),
         callbacks=tuple(callbacks),
         faults=Faults(on_error, replace, patience, kill_hung),
-        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
+        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints, runner.virtual),
     )
     run = Run(runner, spec, built, made)
     return run.wait() if wait else run

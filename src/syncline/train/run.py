@@ -18,6 +18,7 @@ from syncline.learn.session import check_whole, refuse_weighted
 from syncline.protocols.clocks import Staleness
 from syncline.report.recording import record_run
 from syncline.topology.messages import Statistics
+from syncline.train.interrupts import Interrupts
 
 MOST_DIALS = 64  # in one run
 
@@ -62,25 +63,44 @@ class Run:
     ) -> None:
         self._spec, self._model, self._made = spec, model, made
         self._changes = 0
-        self.recording = record_run(spec, engine, model)  # None without a run folder
-        if self.recording is not None:
-            spec = dataclasses.replace(spec, listeners=(*spec.listeners, self.recording.heard))
-        self._handle: Handle = engine.start(spec)
+        try:
+            self.recording = record_run(spec, engine, model)  # None without a run folder
+            if self.recording is not None:
+                spec = dataclasses.replace(spec, listeners=(*spec.listeners, self.recording.heard))
+            self._handle: Handle = engine.start(spec)
+        except BaseException:
+            if spec.lock is not None:
+                spec.lock.release()
+            raise
+        self.interrupts = Interrupts(self._handle.interrupt)
         if self.recording is not None:
             self.recording.follow(self._handle)
 
     def wait(self, timeout: float | None = None) -> Result:
-        """The result; raises what went wrong."""
+        """The result; raises what went wrong, and what ended it: after Ctrl-C KeyboardInterrupt, after SIGTERM SystemExit."""
+        with self.interrupts:
+            outcome = self._outcome(timeout)
+            before = self._spec.restored.counts.examples.get(0, 0) if self._spec.restored else 0
+            result = result_of(outcome, model=self._model, before=before)
+        told = self.interrupts.told(result, outcome.signal)
+        if told is not None:
+            raise told
+        return result
+
+    def _outcome(self, timeout: float | None) -> Outcome:
         try:
             outcome = self._handle.wait(timeout)
         except TimeoutError:
+            raise
+        except KeyboardInterrupt:
+            self._handle.kill()
+            self._recorded()
             raise
         except BaseException:
             self._recorded()
             raise
         self._recorded()
-        before = self._spec.restored.counts.examples.get(0, 0) if self._spec.restored else 0
-        return result_of(outcome, model=self._model, before=before)
+        return outcome
 
     def _recorded(self) -> None:
         if self.recording is not None:

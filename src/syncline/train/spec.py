@@ -62,7 +62,6 @@ def run_spec(
             on_error=faults.on_error,
             replace=faults.replace,
         )
-        checkpoints.refuse_all_reduce()
     elif any(dial.auto for _, dial in course.dials):
         raise DialError(
             f"{course}: the delay adapts over all-reduce only; give delayed:k, or topology='allreduce'"

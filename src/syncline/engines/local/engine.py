@@ -23,18 +23,6 @@ class LocalHandle(Handle):
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> Outcome:
-        try:
-            return self._wait(timeout)
-        except KeyboardInterrupt:
-            self._run.command("interrupt")
-            try:
-                return self._wait(None)
-            except KeyboardInterrupt:
-                self._run.command("kill")
-                self._run.thread.done.wait(10)
-                raise
-
-    def _wait(self, timeout: float | None) -> Outcome:
         if not self._run.thread.done.wait(timeout):
             raise TimeoutError(f"the run goes on after {timeout} s")
         self._thread.join()
@@ -48,6 +36,13 @@ class LocalHandle(Handle):
 
     def stop(self) -> None:
         self._run.command("stop")
+
+    def interrupt(self, signal: int) -> None:
+        self._run.command("interrupt")
+
+    def kill(self) -> None:
+        self._run.command("kill")
+        self._run.thread.done.wait(10)
 
     def add_learners(self, count: int) -> None:
         self._run.command(count)
