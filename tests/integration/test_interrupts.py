@@ -308,7 +308,7 @@ def test_a_killed_run_s_folder_can_be_resumed_at_once(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=f"process {process.pid} on"):
             sl.launch(print, resume=tmp_path / "run")
         process.kill()
-    assert json.loads((tmp_path / "run" / ".lock").read_text())["pid"] == process.pid
+    assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == process.pid
     resumed = sl.launch(a_few_steps, learners=2, resume=tmp_path / "run")
     assert resumed.version > 3
 

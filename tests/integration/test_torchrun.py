@@ -29,8 +29,10 @@ def net():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 def write(name, **values):
-    with open(f"{sys.argv[1]}/{name}.{os.environ.get('RANK', 'local')}.json", "w") as file:
+    path = f"{sys.argv[1]}/{name}.{os.environ.get('RANK', 'local')}.json"
+    with open(path + ".tmp", "w") as file:
         json.dump(values, file)
+    os.replace(path + ".tmp", path)  # torchrun may end this process at any moment
 
 def say(error):
     return f"{type(error).__name__}: {error}"

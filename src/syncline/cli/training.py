@@ -72,16 +72,24 @@ def run_loaded(job: Job, wish: Wish, console: Console) -> int:
     record = run.recording.record
     try:
         _watch(run, console, goes_on=job.resume is not None)
-        result = run.wait()
+        result = _result(run)
     except SynclineError:
         _line(console, f"failed; what was recorded is in {near(record.path)}")
         raise
-    except (KeyboardInterrupt, Terminated) as ended:
-        if not hasattr(ended, "result"):  # the second Ctrl-C
-            raise
-        result = ended.result
     _last_words(record, result, wish, console)
     return 128 + run.interrupts.number if result.interrupted else 0
+
+
+def _result(run: Run) -> Result:
+    """Of a run that has ended, by a signal too."""
+    try:
+        found: Result | None = run.wait()
+    except (KeyboardInterrupt, Terminated) as ended:
+        found = getattr(ended, "result", None)
+        if found is None:  # what went wrong on the way, or the second Ctrl-C
+            raise ended.__cause__ or ended from None
+    assert found is not None
+    return found
 
 
 # -- the job -------------------------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ def _ended(run: Run) -> bool:
     except TimeoutError:
         return False
     except (KeyboardInterrupt, Terminated) as ended:
-        if not hasattr(ended, "result"):  # the second Ctrl-C
+        if getattr(ended, "result", None) is None:
             raise
     return True
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from syncline.errors import UsageError
 
-LOCK = ".lock"
+LOCK = "run.lock"
 
 
 class RunLock:
@@ -25,17 +25,30 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / LOCK
-        self._made = not self._path.exists()
+        while not self._take():
+            continue
+        self._file.truncate(0)
+        self._file.write(
+            json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()})
+        )
+        self._file.flush()
+
+    def _take(self) -> bool:
+        """False where the one before took its file away meanwhile."""
         self._file = self._path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = self._holder()
             self._file.close()
-            raise UsageError(_taken(folder, holder)) from None
+            raise UsageError(_taken(self._path.parent, holder)) from None
         except OSError:  # no locks there
-            return
-        self._sign()
+            return True
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
+                return True
+        self._file.close()
+        return False
 
     def _holder(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
@@ -44,22 +57,11 @@ class RunLock:
             return found if isinstance(found, dict) else {}
         return {}
 
-    def _sign(self) -> None:
-        self._file.truncate(0)
-        self._file.write(
-            json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()})
-        )
-        self._file.flush()
-
-    def withdraw(self) -> None:
-        """There was no run, after all."""
-        if self._made:
-            self._path.unlink(missing_ok=True)
-        self.release()
-
     def release(self) -> None:
+        """The file goes, too; only a process that was killed leaves one."""
         if not self._file.closed:
             with contextlib.suppress(OSError):
+                os.unlink(self._path)
                 fcntl.flock(self._file, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
             self._file.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.engines.lock import RunLock
-from syncline.errors import UsageError
+from syncline.errors import SynclineError, UsageError
 from syncline.learn.session import check_whole
 from syncline.table.checkpoints import CheckpointError, Folder, find
 from syncline.topology.restore import Restored, restored
@@ -47,32 +47,49 @@ class Checkpoints:
     every: int | str | None
     keep: int
     virtual: bool = False  # a simulated run's seconds are none in which work is lost
+    rank: int | None = (
+        None  # under torchrun: the first writes, all read, and all must hear what one is refused
+    )
 
-    def fields(self, seed: int) -> dict[str, Any]:
+    def fields(self, seed: int, *, servers: bool) -> dict[str, Any]:
         updates, seconds = self._every()
         check_whole("keep_checkpoints", self.keep)
-        root = self._root()
+        given = {"cut_every": updates, "cut_seconds": seconds, "keep": self.keep}
+        if self.rank is None:
+            return {**given, **self._found(seed, servers)}
+        elsewhere = self.rank > 0 and (self.run_dir is not None or self.resume is not None)
+        try:
+            return {**given, **self._found(seed, servers), "recorded_elsewhere": elsewhere}
+        except SynclineError as error:
+            return {**given, "refused": error}
+
+    def _found(self, seed: int, servers: bool) -> dict[str, Any]:
+        """The folder to write to, locked, and the state to go on from."""
+        root = self._root() if not self.rank else None
         there = root is not None and (self.run_dir is not None or root.parent.is_dir())
         lock = _locked(root.parent) if root is not None and there else None
         try:
-            found = self._restored(seed)
+            found = self._restored(seed, servers)
             if root is not None:
                 Folder(root).prepare()
         except BaseException:
             if lock is not None:
-                lock.withdraw()
+                lock.release()
             raise
         return {
             "folder": str(root.resolve()) if root is not None else None,
             "lock": lock,
-            "cut_every": updates,
-            "cut_seconds": seconds,
-            "keep": self.keep,
             "restored": found,
         }
 
-    def _restored(self, seed: int) -> Restored | None:
+    def _restored(self, seed: int, servers: bool) -> Restored | None:
         found = restored(find(self.resume)) if self.resume is not None else None
+        flights = sum(len(each.flights) for each in found.pipelines.values()) if found is not None else 0
+        if found is not None and servers and flights:
+            raise UsageError(
+                f"{found.name} holds {flights} averages of an all-reduce run ({found.sync}) that are not applied yet, which "
+                "servers cannot take over; resume with topology='allreduce'"
+            )
         if found is not None and found.seed != seed:
             raise UsageError(
                 f"{found.name} was made with seed={found.seed}, this run has seed={seed}: the rest of its data would "

@@ -58,10 +58,17 @@ class RunSpec:
     cut_every: int | None = None  # versions between checkpoints
     cut_seconds: float | None = None
     keep: int = 2  # checkpoints
+    recorded_elsewhere: bool = False  # another process has the run folder
+    refused: Exception | None = None  # why this process cannot begin, where others must hear it
     restored: Restored | None = None  # where the run goes on
     evaluate: Evaluate | None = None
     callbacks: tuple[Callback, ...] = ()
     listeners: tuple[Listener, ...] = ()
+
+    @property
+    def cuts(self) -> bool:
+        """Checkpoints are written, be it by another process."""
+        return self.folder is not None or self.recorded_elsewhere
 
     @property
     def delay(self) -> int:
@@ -86,7 +93,7 @@ class RunSpec:
             device=self.devices[rank % len(self.devices)],
             limit=self.limit,
             epochs=self.epochs,
-            cuts=self.folder is not None,
+            cuts=self.cuts,
             delay=self.delay,
         )
 
@@ -104,6 +111,9 @@ class RunSpec:
             clip_norm=self.clip_norm,
             joint_batch=self.joint_batch,
             snapshots=self.evaluate is not None,
+            cuts=self.cuts,
+            every=self.cut_every,
+            seconds=self.cut_seconds,
         )
 
     def plan(self) -> Plan:
@@ -112,7 +122,7 @@ class RunSpec:
             course=self.course,
             learners=self.learners,
             seed=self.seed,
-            cuts=self.folder is not None,
+            cuts=self.cuts,
             every=self.cut_every,
             warm=self.warm,
             batch_size=self.batch_size,

@@ -92,13 +92,14 @@ class Run:
             outcome = self._handle.wait(timeout)
         except TimeoutError:
             raise
-        except KeyboardInterrupt:
-            self._handle.kill()
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                self._handle.kill()
             self._recorded()
-            raise
-        except BaseException:
-            self._recorded()
-            raise
+            told = self.interrupts.told(None, 0)
+            if told is None or isinstance(error, KeyboardInterrupt):
+                raise
+            raise told from error
         self._recorded()
         return outcome
 

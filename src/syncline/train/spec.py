@@ -72,7 +72,7 @@ def run_spec(
     devices = devices_of(device, learners)
     if place is not None:
         devices = (devices_of(device, place.local)[place.local_rank],)
-        checkpoints = checkpoints if place.rank == 0 else dataclasses.replace(checkpoints, run_dir=None)
+        checkpoints = dataclasses.replace(checkpoints, rank=place.rank)
     return RunSpec(
         function=function,
         arguments=arguments,
@@ -85,7 +85,7 @@ def run_spec(
         batch_size=batch_size,
         **rest,
         **faults.fields(),
-        **checkpoints.fields(rest["seed"]),
+        **checkpoints.fields(rest["seed"], servers=allreduce is None),
     )
 
 

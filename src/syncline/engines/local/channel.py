@@ -7,6 +7,7 @@ import pickle
 import select
 import socket
 import struct
+import threading
 from typing import Any
 
 from syncline.engines.local.cargo import Parcel, pack, unpack
@@ -23,6 +24,7 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        self._sending = threading.Lock()  # one message at a time, whichever thread sends it
         end.setblocking(True)
 
     @classmethod
@@ -39,16 +41,18 @@ class Channel:
         parcel = message if isinstance(message, Parcel) else pack(message)
         body = pickle.dumps((parcel.pickled, parcel.sizes, parcel.inline, parcel.bulk))
         try:
-            head = _HEAD.pack(len(body), len(parcel.fds))
-            sent = (
-                socket.send_fds(self._socket, [head], parcel.fds) if parcel.fds else self._socket.send(head)
-            )
-            self._socket.sendall(head[sent:] + body if sent < len(head) else body)
+            with self._sending:
+                self._put(body, parcel.fds)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise Closed from error
         finally:
             if not isinstance(message, Parcel):
                 parcel.close()
+
+    def _put(self, body: bytes, fds: list[int]) -> None:
+        head = _HEAD.pack(len(body), len(fds))
+        sent = socket.send_fds(self._socket, [head], fds) if fds else self._socket.send(head)
+        self._socket.sendall(head[sent:] + body if sent < len(head) else body)
 
     def try_send(self, message: Any) -> None:
         """A send whose failure does not matter: the party's death is noticed elsewhere."""
