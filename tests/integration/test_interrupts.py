@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import SGD
 
 import syncline as sl
+from syncline.engines import options
 from syncline.errors import UsageError
 from syncline.report.record import read_run
 from syncline.table.checkpoints import find
@@ -160,7 +161,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize("where", ["servers"])
+@pytest.mark.parametrize("where", ["servers", "allreduce"])
 def test_sigterm_to_all_processes_leaves_a_last_checkpoint_and_a_complete_folder(
     where: str, tmp_path: Path
 ) -> None:
@@ -192,8 +193,8 @@ def test_sigterm_ends_the_command_line_with_143_and_a_checkpoint(tmp_path: Path)
     assert read_run(tmp_path / "run").state == "stopped" and find(tmp_path / "run").number > 0
 
 
-def small(**options: Any) -> sl.Run:
-    return start(points(64), learners=2, epochs=10**6, **options)
+def small(**changes: Any) -> sl.Run:
+    return start(points(64), learners=2, epochs=10**6, **changes)
 
 
 def going(run: sl.Run) -> None:
@@ -326,3 +327,16 @@ def test_where_nothing_is_resumed_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(sl.RunError, match="no checkpoint"):
         sl.launch(a_few_steps, resume=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("topology", ["servers:2", "allreduce"])
+def test_with_a_folder_there_are_checkpoints_without_asking(
+    topology: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "MINUTE", 0.05)
+    run = small(run_dir=tmp_path, topology=topology, sync="hardsync", keep_checkpoints=99)
+    while len(list((tmp_path / "checkpoints").glob("0*"))) < 3:
+        assert not run.done
+        threading.Event().wait(0.01)
+    run.stop()
+    run.wait()
