@@ -161,6 +161,19 @@ def test_with_another_number_of_learners(sync: str, learners: int, tmp_path: Pat
     assert result.version > part.version and [each.epoch for each in result.history] == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    "topology, sync", [("allreduce", "hardsync"), ("allreduce", "delayed:1"), (SMALL, "hardsync")]
+)
+def test_averages_in_flight_are_applied_under_another_dial_and_way(
+    topology: str, sync: str, tmp_path: Path
+) -> None:
+    whole = train(sync="delayed:3", topology=SMALL)
+    train(sync="delayed:3", topology=SMALL, engine=sl.Sim(script="stop at version 6"), run_dir=tmp_path)
+    result = train(sync=sync, topology=topology, resume=tmp_path)
+    assert (result.version, result.gradients) == (whole.version, whole.gradients)
+    assert result.statistics.tables[0].examples == 3 * SIZE and result.staleness.max == 3
+
+
 def test_partitions_go_on_with_the_same_learners_only(tmp_path: Path) -> None:
     whole = train(policy="partition")
     train(policy="partition", run_dir=tmp_path / "a", checkpoint_every=4, keep_checkpoints=99)

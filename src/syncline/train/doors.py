@@ -117,9 +117,12 @@ def train(
     runs beside the learners at each epoch's end, on one version. A callback gets each epoch's record and ends the run by returning True.
 
     The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
-    number) or seconds (a text such as "30s") and at the end; `resume` goes on from one. A learner that dies is left out, with
-    `replace` another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner
-    not heard of for `patience` seconds is named, and ended with `kill_hung`.
+    number) or seconds (a text such as "30s"; "auto" is a minute, "end" or None the last one alone) and at the end; `resume` goes
+    on from one. A learner that dies is left out, with `replace` another takes its place; an exception ends the run, or only its
+    learner with `on_error="continue"`; a learner not heard of for `patience` seconds is named, and ended with `kill_hung`.
+
+    Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
+    `.result` is what was trained. A second Ctrl-C does not wait.
     """
     runner = engine_of(engine)
     learners = learners_of(runner, learners, topology, wait)
