@@ -145,7 +145,8 @@ class Openings:
 
     def initialised(self, learner: int, message: m.Initialised) -> None:
         table = self.tables[message.table]
-        self._restored.check_optimizer(message.table, _name(message.template))
+        if message.table in self._restored.tables:
+            self._restored.check_optimizer(message.table, _name(message.template))
         table.template = message.template
         if self._plan.cuts:
             values = self._port.read_table(table.handle, table.layout)
