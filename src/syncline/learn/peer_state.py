@@ -56,15 +56,26 @@ def refuse_hidden(inner: torch.optim.Optimizer) -> None:
 def load_table(inner: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], kept: TableState) -> None:
     """The inverse."""
     inner.state.clear()
+    whole = {  # whose counts of steps lie on the device, too
+        id(parameter)
+        for group in inner.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
     for index, (parameter, value) in enumerate(zip(parameters, kept.values, strict=True)):
         parameter.copy_(value)
         if index in kept.state:
-            inner.state[parameter] = beside(parameter, _copied(kept.state[index]))
+            state = beside(parameter, _copied(kept.state[index]))
+            inner.state[parameter] = _moved(state, parameter.device) if id(parameter) in whole else state
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     """Learners of one process share nothing."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def flight_of(reducer: Reducer, current: Round) -> Flight:
