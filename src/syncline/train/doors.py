@@ -69,7 +69,7 @@ def launch(
         joint_batch=batch_size * learners if batch_size else None,
         warm=warmstart,
         faults=Faults(on_error, replace, patience, kill_hung),
-        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints, runner.virtual),
+        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints, virtual=runner.virtual),
     )
     run = Run(runner, spec, None)
     return run.wait() if wait else run
@@ -163,7 +163,7 @@ def train(
         evaluate=evaluation_of(built, evaluate, loss, objective, each, collate),
         callbacks=tuple(callbacks),
         faults=Faults(on_error, replace, patience, kill_hung),
-        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints, runner.virtual),
+        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints, virtual=runner.virtual),
     )
     run = Run(runner, spec, built, made)
     return run.wait() if wait else run
