@@ -12,12 +12,16 @@
         ├── CheckpointError            a checkpoint cannot be written, found or read (table.checkpoints)
         └── LostError                  a process died and the run cannot go on without it
 
+    KeyboardInterrupt                  Ctrl-C has ended a run: its .result is what was trained
+    Terminated (SystemExit, code 143)  SIGTERM has: .result, too
+
 Not responsible for wording: whoever raises says what is wrong, where, and what to do instead.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 from typing import Any
 
 OWN = re.compile(r"syncline\.errors\.\w+: ")  # an error of this library says by itself what is wrong
@@ -80,3 +84,18 @@ class LostError(RunError):
 
 class InvariantError(RunError):
     """Something that always holds does not: a bug of the protocols, found by a checked simulated run."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM has ended a run; `result` is what was trained."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__(128 + signal.SIGTERM)
+        self.result = result
+
+
+def interrupted(result: Any) -> KeyboardInterrupt:
+    """Ctrl-C has ended a run. Of that very class: only so Python ends as a shell expects it, and its loop with it."""
+    error = KeyboardInterrupt("Ctrl-C has ended the run; what was trained is this exception's .result")
+    error.result = result  # type: ignore[attr-defined]
+    return error

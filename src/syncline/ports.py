@@ -397,6 +397,10 @@ class CollectivePort(ABC):
         """Tell whoever keeps the run's record."""
 
     @abstractmethod
+    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        """Write a file of a checkpoint; whoever keeps the record hears `Saved`. Waits while the last one is written."""
+
+    @abstractmethod
     def note(self, progress: Progress) -> None:
         """How far this learner is, for statistics; on every step's path."""
 

@@ -561,7 +561,6 @@ class Coupled(SGD):
         ("allreduce", {"on_error": "continue"}, "fixed membership"),
         ("allreduce:layerwise,apply=reverse", {"clip_norm": 1.0}, "use apply=end"),
         ("allreduce:layerwise,apply=arrival", {"sync": "delayed:1"}, "leave apply= out"),
-        ("allreduce", {"resume": "somewhere"}, "not built yet"),
         ("allreduce", {"global_batch_size": 1}, "each needs at least one example"),
         ("servers", {"global_batch_size": 9}, "same batch_size"),
         ("allreduce:fast", {}, "none of blocking, layerwise"),

@@ -176,40 +176,6 @@ def test_code_without_a_file_works(tmp_path: Path) -> None:
     assert "trained 6 Net" in done.stdout and "same class True" in done.stdout, done.stderr
 
 
-def test_ctrl_c_ends_promptly_and_returns_what_was_trained(tmp_path: Path) -> None:
-    process = start(
-        write(
-            tmp_path,
-            """
-            def learner(session):
-                model = nn.Linear(2, 1)
-                opt = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
-                for step in range(10**9):
-                    model(torch.ones(1, 2)).sum().backward()
-                    opt.step()
-                    if step == 20 and session.rank == 0:
-                        print("going")
-
-            result = sl.launch(learner, learners=2, sync="async")
-            print("interrupted", result.interrupted, result.version >= 20, sorted(result.state_dict()))
-            """,
-        )
-    )
-    assert process.stdout is not None
-    lines = [process.stdout.readline()]
-    while "going" not in lines[-1]:
-        assert lines[-1], lines
-        lines.append(process.stdout.readline())
-    children = descendants(process.pid)
-    began = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
-    out = finish(process)
-    assert "interrupted True True ['bias', 'weight']" in out, out
-    assert process.returncode == 0
-    assert time.monotonic() - began < HANG / 2
-    until(lambda: not any(map(alive, children)), "the script's processes to end")
-
-
 def test_kill_9_of_the_parent_ends_all_its_processes(tmp_path: Path) -> None:
     """M11: every process watches a pipe whose only write end is the parent's; 2 s, here with room for a busy machine."""
     process = start(

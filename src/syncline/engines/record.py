@@ -10,10 +10,12 @@ import dataclasses
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from syncline.engines.files import commit, write_part
 from syncline.engines.run import (
     Began,
     Callback,
@@ -28,9 +30,11 @@ from syncline.engines.run import (
     Snapshot,
 )
 from syncline.errors import LearnerError, RunError, SynclineError
+from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
 from syncline.topology.keeper import Keeper
+from syncline.topology.peer_cuts import GatheredCut
 from syncline.topology.restore import Restored
 from syncline.topology.weights import Assembly
 
@@ -274,8 +278,9 @@ def peer_record(
     stop: Callable[[], None],
     reply: Callable[[int, Any], None],
     fail: Callable[[BaseException], None],
+    virtual: bool = False,
 ) -> tuple[Recorder, Keeper]:
-    """The recorder of an all-reduce run, and the keeper to whom its learners report."""
+    """The recorder of an all-reduce run, and the keeper to whom its learners report; it writes checkpoints."""
     recorder = Recorder(
         now=now,
         evaluate=evaluate,
@@ -283,11 +288,49 @@ def peer_record(
         layouts=lambda: keeper.layouts,
         callbacks=spec.callbacks,
         listeners=spec.listeners,
+        restored=spec.restored,
     )
 
     def failed(error: BaseException) -> None:
         recorder.keep_weights(error)
         fail(error)
 
-    keeper = Keeper(spec.learners, emit=recorder.emit, event=recorder.event, reply=reply, fail=failed)
+    keeper = Keeper(
+        spec.learners,
+        emit=recorder.emit,
+        event=recorder.event,
+        reply=reply,
+        fail=failed,
+        keep=lambda cut: recorder.emit(
+            keep_cut(
+                spec,
+                cut,
+                layouts=keeper.layouts,
+                history=recorder.history(),
+                virtual=now() if virtual else 0.0,
+            )
+        ),
+    )
     return recorder, keeper
+
+
+def keep_cut(
+    spec: RunSpec,
+    cut: GatheredCut,
+    *,
+    layouts: dict[int, Layout],
+    history: list[dict[str, Any]],
+    virtual: float,
+) -> m.Checkpointed:
+    """The last file of a checkpoint, and its commit."""
+    assert spec.folder is not None
+    folder = Folder(Path(spec.folder))
+    name, tensors = cut.learners()
+    own = write_part(folder, (cut.number, name, tensors, {}))
+    if problem := cut.problem or own.problem:
+        folder.abandon(cut.number)
+        return m.Checkpointed(cut.number, "", problem)
+    assert own.written is not None
+    manifest = cut.manifest(seed=spec.seed, sync=str(spec.course), layouts=layouts, history=history)
+    manifest["virtual"] = virtual
+    return commit(folder, cut.number, manifest, [*cut.files, own.written], spec.keep)

@@ -62,6 +62,7 @@ class Recording:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._virtual = engine.virtual
+        self._lock = spec.lock
         self._best = weights.best_so_far(folder) if spec.restored else None
         self._board: Board | None = None
         self._gone: dict[int, str] = {}  # rank -> how, in a simulated run
@@ -251,6 +252,8 @@ class Recording:
             self._lines.close()
             if self._board is not None:
                 self._board.close()
+            if self._lock is not None:
+                self._lock.release()
 
     def _ending(self, outcome: Outcome) -> Line:
         found = of_statistics(outcome.statistics, self._gone) or {}

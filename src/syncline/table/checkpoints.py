@@ -21,7 +21,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -256,6 +256,7 @@ class Checkpoint:
     path: Path
     number: int
     manifest: dict[str, Any]
+    seal: int = field(default=0, compare=False)  # of its manifest, and so of all its files
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file, by name."""
@@ -309,16 +310,31 @@ def _candidates(path: Path) -> list[Path]:
     return [chosen, *older] if chosen else []
 
 
+def read(path: Path) -> Checkpoint:
+    """The one that `find` has found, a moment ago and in another process: its files are not verified again."""
+    try:
+        content, seal = _content(path)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} is gone: {error.strerror}") from error
+    return Checkpoint(path, content["number"], content["manifest"], seal)
+
+
+def _content(path: Path) -> tuple[dict[str, Any], int]:
+    """Of a manifest that is whole, and its crc32."""
+    sealed = _SEALED.fullmatch((path / MANIFEST).read_bytes())
+    if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
+        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is truncated or has changed")
+    content: dict[str, Any] = json.loads(sealed["body"])
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"checkpoint {path} has format {content['format']}, this reads {FORMAT}")
+    return content, int(sealed["crc"], 16)
+
+
 def _verified(path: Path) -> Checkpoint:
     """The checkpoint, if nothing of it is damaged."""
     name = MANIFEST
     try:
-        sealed = _SEALED.fullmatch((path / name).read_bytes())
-        if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
-            raise CheckpointError(f"checkpoint {path} is damaged: {name} is truncated or has changed")
-        content = json.loads(sealed["body"])
-        if content["format"] != FORMAT:
-            raise CheckpointError(f"checkpoint {path} has format {content['format']}, this reads {FORMAT}")
+        content, seal = _content(path)
         for file in content["files"]:
             name, expected, found = file["name"], (file["nbytes"], file["crc"]), (0, 0)
             with open(path / name, "rb", buffering=0) as stream:
@@ -329,7 +345,7 @@ def _verified(path: Path) -> Checkpoint:
                 raise CheckpointError(f"checkpoint {path} is damaged: {name} {changed}")
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {name}: {error.strerror}") from error
-    return Checkpoint(path, content["number"], content["manifest"])
+    return Checkpoint(path, content["number"], content["manifest"], seal)
 
 
 def piece_tensors(

@@ -17,6 +17,7 @@ from syncline.protocols.clocks import Staleness
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
 from syncline.topology.belongings import joint_buffers
+from syncline.topology.peer_cuts import GatheredCut, PeerCut, PeerCuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,11 @@ class Keeper:
         event: Callable[..., None],
         reply: Callable[[int, Any], None],
         fail: Callable[[BaseException], None],
+        keep: Callable[[GatheredCut], None],
     ) -> None:
         self._learners = learners
-        self._emit, self._event, self._reply, self._fail = emit, event, reply, fail
+        self._emit, self._event, self._reply, self._fail, self._keep = emit, event, reply, fail, keep
+        self._cuts = PeerCuts(learners)
         self.layouts: dict[int, Layout] = {}
         self._met = [0] * learners  # meetings of each
         self._meetings: dict[int, dict[int, Meet]] = {}
@@ -120,6 +123,9 @@ class Keeper:
             self._epoch(rank, message)
         elif isinstance(message, PeerClosed):
             self._close(rank, message)
+        elif isinstance(message, PeerCut | m.Saved):
+            if (cut := self._cuts.add(rank, message)) is not None:
+                self._keep(cut)
         elif isinstance(message, Deeper):
             what = (
                 f"delay {message.before} → {message.depth}: {message.share:.0%} of the time was spent waiting"
@@ -127,6 +133,11 @@ class Keeper:
             self._event(what, kind="delay", version=message.version, table=message.table, delay=message.depth)
         else:
             self._emit(message)
+
+    @property
+    def cutting(self) -> bool:
+        """A checkpoint is being written."""
+        return self._cuts.open
 
     # -- meetings ----------------------------------------------------------------------------------------
 

@@ -125,12 +125,7 @@ class Openings:
                 "Every learner must create the same model and optimizer in the same order; "
                 "seeds may differ, shapes and groups may not."
             )
-        kept = self._restored.tables.get(message.table)
-        if kept is not None and (difference := kept.layout.difference(message.layout)):
-            raise LayoutError(
-                f"{self._restored.name} was made by another model: table {message.table} there and here, {difference}. "
-                "Resume with the model and parameter groups it was made with."
-            )
+        self._restored.check_layout(message.table, message.layout)
         if table.made:
             self._join(message.table, table, learner)
             return
@@ -150,12 +145,8 @@ class Openings:
 
     def initialised(self, learner: int, message: m.Initialised) -> None:
         table = self.tables[message.table]
-        kept = self._restored.tables.get(message.table)
-        if kept is not None and kept.optimizer != _name(message.template):
-            raise UsageError(
-                f"{self._restored.name} holds the state of {kept.optimizer}, this run has {_name(message.template)} "
-                "for that table; resume with the optimizer it was made with"
-            )
+        if message.table in self._restored.tables:
+            self._restored.check_optimizer(message.table, _name(message.template))
         table.template = message.template
         if self._plan.cuts:
             values = self._port.read_table(table.handle, table.layout)
@@ -226,11 +217,7 @@ class Openings:
 
     def _make_loader(self, opened: m.OpenLoader) -> None:
         kept = self._restored.loaders.get(opened.loader)
-        if kept is not None and (kept.size, kept.policy) != (opened.size, opened.policy):
-            raise UsageError(
-                f"{self._restored.name} was made with {kept.size} examples in loader {opened.loader} ({kept.policy}), "
-                f"this run has {opened.size} ({opened.policy}); resume with the data it was made with"
-            )
+        self._restored.check_loader(opened.loader, opened.size, opened.policy)
         self._port.tell_shards(
             m.MakeLoader(
                 loader=opened.loader,

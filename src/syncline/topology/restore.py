@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync
+from syncline.errors import LayoutError, UsageError
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
 from syncline.table.checkpoints import Checkpoint, CheckpointError, layout_json, layout_of, whole
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
+from syncline.topology.flights import FLIGHTS, PipelineState, pipelines_of
 
 LEARNERS = "learners.safetensors"
 
@@ -68,6 +70,7 @@ class Restored:
 
     name: str  # of the checkpoint, for messages
     seed: int
+    seal: int = 0  # of its content
     tables: dict[int, TableState] = field(default_factory=dict)
     loaders: dict[int, LoaderState] = field(default_factory=dict)
     learners: dict[int, m.Personal] = field(default_factory=dict)
@@ -75,7 +78,34 @@ class Restored:
     history: list[dict[str, Any]] = field(default_factory=list)
     sync: str = ""  # the dials of the run that wrote it
     chosen: list[tuple[Sync, int]] = field(default_factory=list)  # changed to on the way, with the epoch
+    pipelines: dict[int, PipelineState] = field(default_factory=dict)  # of an all-reduce run, by table
     simulated: dict[str, Any] | None = None  # where a simulated run stood; the simulator's own
+    virtual: float = 0.0  # seconds of a simulated all-reduce run
+
+    def check_layout(self, table: int, layout: Layout) -> None:
+        """A table goes on only with the model that it was made with."""
+        kept = self.tables.get(table)
+        if kept is not None and (difference := kept.layout.difference(layout)):
+            raise LayoutError(
+                f"{self.name} was made by another model: table {table} there and here, {difference}. "
+                "Resume with the model and parameter groups it was made with."
+            )
+
+    def check_optimizer(self, table: int, optimizer: str) -> None:
+        kept = self.tables.get(table)
+        if kept is not None and kept.optimizer != optimizer:
+            raise UsageError(
+                f"{self.name} holds the state of {kept.optimizer}, this run has {optimizer} "
+                "for that table; resume with the optimizer it was made with"
+            )
+
+    def check_loader(self, loader: int, size: int, policy: str) -> None:
+        kept = self.loaders.get(loader)
+        if kept is not None and (kept.size, kept.policy) != (size, policy):
+            raise UsageError(
+                f"{self.name} was made with {kept.size} examples in loader {loader} ({kept.policy}), "
+                f"this run has {size} ({policy}); resume with the data it was made with"
+            )
 
     @property
     def version(self) -> int:
@@ -128,7 +158,7 @@ def manifest(
             for loader, (opened, parts) in loaders.items()
         ],
         "counts": dataclasses.asdict(cut.counts),
-        "history": list(history),
+        "history": [record for record in history if record["version"] <= cut.number],  # no later one
     }
 
 
@@ -141,6 +171,7 @@ def restored(checkpoint: Checkpoint) -> Restored:
         return Restored(
             name=str(checkpoint.path),
             seed=found["seed"],
+            seal=checkpoint.seal,
             tables={record["table"]: _table(checkpoint, record) for record in found["tables"]},
             loaders=loaders,
             learners=_learners(checkpoint.tensors(LEARNERS), counts["steps"]),
@@ -148,12 +179,19 @@ def restored(checkpoint: Checkpoint) -> Restored:
             history=found["history"],
             sync=found["sync"],
             chosen=[(Sync(**record), epoch) for record, epoch in found.get("chosen", [])],
+            pipelines=_pipelines(checkpoint, found.get("pipelines", [])),
             simulated=found.get("simulated"),
+            virtual=found.get("virtual", 0.0),
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} lacks {error}: it was written by another version of Syncline"
         ) from error
+
+
+def _pipelines(checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> dict[int, PipelineState]:
+    flying = any(record["flights"] for record in records)
+    return pipelines_of(records, checkpoint.tensors(FLIGHTS) if flying else {})
 
 
 def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:

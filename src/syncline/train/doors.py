@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from syncline.engines.options import PATIENCE, Checkpoints, Faults
+from syncline.engines.options import AUTO, PATIENCE, Checkpoints, Faults
 from syncline.engines.run import Callback, Engine
 from syncline.learn.session import check_whole
 from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
@@ -45,7 +45,7 @@ def launch(
     warmstart: int = 0,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
-    checkpoint_every: int | str | None = None,
+    checkpoint_every: int | str | None = AUTO,
     keep_checkpoints: int = 2,
     clocks: bool = False,
     on_error: str = "raise",
@@ -84,7 +84,9 @@ def launch(
         joint_batch=batch_size * learners if batch_size else None,
         warm=warmstart,
         faults=Faults(on_error, replace, patience, kill_hung),
-        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints, clocks),
+        checkpoints=Checkpoints(
+            run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
+        ),
     )
     run = Run(runner, spec, None)
     return run.wait() if wait else run
@@ -116,7 +118,7 @@ def train(
     threads: int | None = None,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
-    checkpoint_every: int | str | None = None,
+    checkpoint_every: int | str | None = AUTO,
     keep_checkpoints: int = 2,
     clocks: bool = False,
     on_error: str = "raise",
@@ -134,10 +136,13 @@ def train(
     runs beside the learners at each epoch's end, on one version. A callback gets each epoch's record and ends the run by returning True.
 
     The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
-    number) or seconds (a text such as "30s") and at the end; `resume` goes on from one. With `clocks` the vector clock of every
-    update is kept there too. A learner that dies is left out, with
-    `replace` another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner
-    not heard of for `patience` seconds is named, and ended with `kill_hung`.
+    number) or seconds (a text such as "30s"; "auto" is a minute, "end" or None the last one alone) and at the end; `resume` goes
+    on from one. With `clocks` the vector clock of every update is kept there too. A learner that dies is left out, with `replace`
+    another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner not heard of for
+    `patience` seconds is named, and ended with `kill_hung`.
+
+    Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
+    `.result` is what was trained. A second Ctrl-C does not wait.
     """
     runner = engine_of(engine)
     learners = learners_of(runner, learners, topology, wait)
@@ -180,7 +185,9 @@ def train(
         evaluate=evaluation_of(sent, evaluate, loss, objective, each, collate),
         callbacks=check_callbacks(callbacks),
         faults=Faults(on_error, replace, patience, kill_hung),
-        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints, clocks),
+        checkpoints=Checkpoints(
+            run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
+        ),
     )
     run = Run(runner, spec, whole, made)
     return run.wait() if wait else run

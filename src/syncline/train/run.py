@@ -22,6 +22,7 @@ from syncline.learn.training import Training
 from syncline.protocols.clocks import Staleness
 from syncline.report.recording import record_run
 from syncline.topology.messages import Statistics
+from syncline.train.interrupts import Interrupts
 
 MOST_DIALS = 64  # in one run
 
@@ -72,31 +73,51 @@ class Run:
         self._plan = plan if isinstance(plan, Training) else None
         self._own = self._plan is not None and not isinstance(self._plan.model, nn.Module)  # not the caller's
         self._changes = 0
-        self.recording = record_run(spec, engine, model)  # None without a run folder
-        if self.recording is not None:
-            spec = dataclasses.replace(spec, listeners=(*spec.listeners, self.recording.heard))
-        self._handle: Handle = engine.start(spec)
+        try:
+            self.recording = record_run(spec, engine, model)  # None without a run folder
+            if self.recording is not None:
+                spec = dataclasses.replace(spec, listeners=(*spec.listeners, self.recording.heard))
+            self._handle: Handle = engine.start(spec)
+        except BaseException:
+            if spec.lock is not None:
+                spec.lock.release()
+            raise
         self._forgotten = weakref.finalize(self, _forget, self._handle)
         self._forgotten.atexit = False  # then all that go on are ended together
+        self.interrupts = Interrupts(self._handle.interrupt)
         if self.recording is not None:
             self.recording.follow(self._handle)
 
     def wait(self, timeout: float | None = None) -> Result:
-        """The result; raises what went wrong."""
+        """The result; raises what went wrong, and what ended it: after Ctrl-C KeyboardInterrupt, after SIGTERM SystemExit."""
+        with self.interrupts:
+            outcome = self._outcome(timeout)
+            result = self._result(outcome)
+        told = self.interrupts.told(result, outcome.signal)
+        if told is not None:
+            raise told
+        return result
+
+    def _outcome(self, timeout: float | None) -> Outcome:
         try:
             outcome = self._handle.wait(timeout)
         except TimeoutError:
             raise
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                self._handle.end(0)
             self._recorded()
             if isinstance(error, RunError) and error.outcome is not None:
                 try:
                     error.result = self._result(error.outcome)
                 except RunError as modelless:
                     error.result = modelless.result
-            raise
+            told = self.interrupts.told(None, 0)
+            if told is None or isinstance(error, KeyboardInterrupt):
+                raise
+            raise told from error
         self._recorded()
-        return self._result(outcome)
+        return outcome
 
     def _result(self, outcome: Outcome) -> Result:
         """With the model; if that cannot be made the weights come back with the error."""

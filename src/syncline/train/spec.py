@@ -65,7 +65,6 @@ def run_spec(
             replace=faults.replace,
             clocks=checkpoints.clocks,
         )
-        checkpoints.refuse_all_reduce()
     elif any(dial.auto for _, dial in course.dials):
         raise DialError(
             f"{course}: the delay adapts over all-reduce only; give delayed:k, or topology='allreduce'"
@@ -76,7 +75,7 @@ def run_spec(
     devices = devices_of(device, learners)
     if place is not None:
         devices = (devices_of(device, place.local)[place.local_rank],)
-        checkpoints = checkpoints if place.rank == 0 else dataclasses.replace(checkpoints, run_dir=None)
+        checkpoints = dataclasses.replace(checkpoints, rank=place.rank)
     return RunSpec(
         function=function,
         arguments=arguments,
@@ -89,7 +88,7 @@ def run_spec(
         batch_size=batch_size,
         **rest,
         **faults.fields(),
-        **checkpoints.fields(rest["seed"]),
+        **checkpoints.fields(rest["seed"], servers=allreduce is None),
     )
 
 

@@ -36,6 +36,7 @@ class Left:
     value: Any
     calls: int
     steps: int
+    signal: int = 0  # that it got, where the run has ended before its time
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,10 @@ class Clerk:
             return
         if isinstance(message, Left):
             self._left[rank] = message
-            self.recorder.outcome.returned[rank] = message.value
+            outcome = self.recorder.outcome
+            outcome.returned[rank] = message.value
+            outcome.signal = outcome.signal or message.signal
+            outcome.interrupted |= message.signal != 0
             self._tell(Gone(rank, message.calls, message.steps))
         elif isinstance(message, m.Raised):
             self._fail(learner_error(rank, message.error, message.traceback))
@@ -237,7 +241,8 @@ class Clerk:
     def _finished(self) -> bool:
         if self.recorder.error is not None:
             return True
-        return len(self._left) == self.spec.learners and self.recorder.complete()
+        complete = self.recorder.complete() and not self.keeper.cutting
+        return len(self._left) == self.spec.learners and complete
 
     def _end(self) -> None:
         """Tell everybody."""
