@@ -66,7 +66,9 @@ class Statistics:
 
 @dataclass(slots=True)
 class _Learner:
-    pending: set[int] = field(default_factory=set)  # tasks that it has not answered, cancelled ones too
+    pending: dict[int, int] = field(
+        default_factory=dict
+    )  # tasks not answered, cancelled ones too -> evaluation
     next: int = -1  # the unit after those it had: it has read up to there
     home: int = -1  # where it began in this evaluation, or the last
 
@@ -83,7 +85,7 @@ class Portions:
 
     A learner holds `ahead` tasks beyond the one it computes, to read data ahead. At most `copies` learners compute
     a portion at a time. `deterministic`: tasks are fixed chunks of `every` portions, taken in their order; at most
-    `window` (2 for each learner) chunks are out or wait. Inside, a *unit* is a portion, or such a chunk.
+    `window` (3 + `ahead` for each learner) chunks are out or wait. Inside, a *unit* is a portion, or such a chunk.
     """
 
     def __init__(
@@ -95,8 +97,9 @@ class Portions:
         deterministic: bool = False,
         window: int | None = None,
     ) -> None:
-        for name, value, least in (("every", every, 1), ("copies", copies, 1), ("ahead", ahead, 0)):
-            if value < least:
+        given = {"every": every, "copies": copies, "ahead": ahead, "window": window}
+        for name, value in given.items():
+            if value is not None and value < (least := 0 if name == "ahead" else 1):
                 raise UsageError(f"portions need {name} >= {least}, got {name} = {value}")
         self._every, self._copies, self._ahead = every, copies, ahead
         self._unit = every if deterministic else 1  # portions
@@ -104,7 +107,7 @@ class Portions:
         self._learners: dict[int, _Learner] = {}
         self._idle: dict[int, None] = {}  # nothing pending, in the order in which they became so
         self._short: dict[int, None] = {}  # fewer pending than they may hold ahead
-        self._evaluation, self._portions, self._units = -1, 0, 0
+        self._evaluation, self._portions = -1, 0
         self._tasks: dict[int, _Task] = {}  # live: none of their units is answered
         self._made = 0
         self._out: list[Decision] = []
@@ -124,6 +127,8 @@ class Portions:
             raise RunError(f"evaluation {evaluation} begins after {self._evaluation}; numbers rise")
         for task in list(self._tasks):
             self._cancel(task)
+        for take in self._waiting.values():
+            self._discard(take.learner, take.evaluation, take.task)
         self._evaluation, self._portions = evaluation, portions
         self._clear(-(-portions // self._unit))
         for learner in self._learners.values():
@@ -143,37 +148,44 @@ class Portions:
         if member is None:
             return []
         self._idle.pop(learner, None), self._short.pop(learner, None)
-        for task in sorted(member.pending & self._tasks.keys()):
+        for task in [task for task in member.pending if task in self._tasks]:
             self._give_back(task)
         return self._advance()
 
     def answer(self, learner: int, evaluation: int, task: int) -> list[Decision]:
         """The task's sum has come, whole; it outlives the learner."""
-        self._settle(learner, task)
-        if evaluation == self._evaluation and task in self._tasks and self._tasks[task].learner == learner:
+        if self._settle(learner, evaluation, task):
             self._accept(task)
         else:
-            self._counts["discarded"] += 1
-            self._out.append(Discard(learner, evaluation, task))
+            self._discard(learner, evaluation, task)
         return self._advance()
 
-    def drop(self, learner: int, task: int) -> list[Decision]:
+    def drop(self, learner: int, evaluation: int, task: int) -> list[Decision]:
         """It will not answer this task, and is free for another."""
-        self._settle(learner, task)
-        if task in self._tasks and self._tasks[task].learner == learner:
+        if self._settle(learner, evaluation, task):
             self._give_back(task)
         return self._advance()
+
+    def _settle(self, learner: int, evaluation: int, task: int) -> bool:
+        """It has said all about this task; whether that was live."""
+        member = self._learners.get(learner)
+        if member is None or member.pending.get(task) != evaluation:
+            return False
+        del member.pending[task]
+        self._note(learner)
+        return task in self._tasks
 
     # -- tasks -----------------------------------------------------------------------------------------------
 
     def _clear(self, units: int) -> None:
         self._free = Gaps(units)
         self._holders: dict[int, set[int]] = {}  # unit that is out -> live tasks
-        self._left = units  # not answered
+        self._left = units  # not taken
         self._copyable: list[
             tuple[int, int, int]
-        ] = []  # (tasks, number, unit), a heap; stale ones are skipped
-        self._first, self._waiting = 0, dict[int, Take]()  # the first unit not taken; sums before their turn
+        ] = []  # heap of (tasks, age, unit); what is stale is skipped
+        self._first = 0  # the first unit not taken, where they are in order
+        self._waiting: dict[int, Take] = {}  # sums whose turn has not come
 
     def _accept(self, number: int) -> None:
         task = self._tasks.pop(number)
@@ -182,20 +194,25 @@ class Portions:
             rivals |= self._holders.pop(unit) - {number}
         for rival in sorted(rivals):
             self._cancel(rival)
-        self._left -= task.stop - task.start
+        take = Take(task.learner, self._evaluation, number)
+        if not self._ordered:
+            self._take(take, task.stop - task.start)
+            return
+        self._waiting[task.start] = take
+        while self._first in self._waiting:
+            self._first += 1
+            self._take(self._waiting.pop(self._first - 1), 1)
+
+    def _take(self, take: Take, units: int) -> None:
         self._counts["taken"] += 1
-        self._take(task.start, Take(task.learner, self._evaluation, number))
+        self._out.append(take)
+        self._left -= units
         if self._left == 0:
             self._out.append(Done(self._evaluation))
 
-    def _take(self, unit: int, take: Take) -> None:
-        if not self._ordered:
-            self._out.append(take)
-            return
-        self._waiting[unit] = take
-        while self._first in self._waiting:
-            self._out.append(self._waiting.pop(self._first))
-            self._first += 1
+    def _discard(self, learner: int, evaluation: int, task: int) -> None:
+        self._counts["discarded"] += 1
+        self._out.append(Discard(learner, evaluation, task))
 
     def _cancel(self, number: int) -> None:
         self._out.append(Cancel(self._tasks[number].learner, self._evaluation, number))
@@ -225,12 +242,6 @@ class Portions:
 
     # -- who gets what ---------------------------------------------------------------------------------------
 
-    def _settle(self, learner: int, task: int) -> None:
-        member = self._learners.get(learner)
-        if member is not None and task in member.pending:
-            member.pending.remove(task)
-            self._note(learner)
-
     def _note(self, learner: int) -> None:
         """Whether it may be given something."""
         held = len(self._learners[learner].pending)
@@ -252,23 +263,35 @@ class Portions:
 
     def _hand_out(self, learner: int, *, copies: bool) -> bool:
         member = self._learners[learner]
-        span = self._fresh(member)
-        if span is not None:
-            self._free.take(*span)
-            member.next = span[1]
-            member.home = span[0] if member.home < 0 else member.home
+        if self._overdue(learner):
+            copied, start, stop = True, self._first, self._first + 1
+        elif (span := self._fresh(member)) is not None:
+            copied, (start, stop) = False, span
+            self._free.take(start, stop)
+            member.next = stop
+            member.home = start if member.home < 0 else member.home
         elif copies and (unit := self._to_copy()) is not None:
-            span = (unit, unit + 1)
-            self._counts["copied"] += 1
-        if span is None:
+            copied, start, stop = True, unit, unit + 1
+        else:
             return False
-        self._assign(learner, *span)
+        self._counts["copied"] += copied
+        self._assign(learner, start, stop)
         return True
+
+    def _overdue(self, learner: int) -> bool:
+        """Many sums wait for one that a single other learner computes: it is copied before all have to wait."""
+        holders = self._holders.get(self._first, ())
+        if len(self._waiting) < max(1, self._width() // (3 + self._ahead)) or self._copies == 1:
+            return False
+        return len(holders) == 1 and self._tasks[min(holders)].learner != learner
+
+    def _width(self) -> int:
+        return self._window or (3 + self._ahead) * len(self._learners)
 
     def _assign(self, learner: int, start: int, stop: int) -> None:
         number = self._made = self._made + 1
         self._tasks[number] = _Task(learner, start, stop)
-        self._learners[learner].pending.add(number)
+        self._learners[learner].pending[number] = self._evaluation
         for unit in range(start, stop):
             self._holders.setdefault(unit, set()).add(number)
             self._note_copies(unit)
@@ -276,18 +299,16 @@ class Portions:
         self._out.append(Assign(learner, self._evaluation, number, start * self._unit, self._stop(stop)))
 
     def _fresh(self, member: _Learner) -> tuple[int, int] | None:
-        """Units that nobody has: the neighbours of what it had, else of the lowest or largest gap.
+        """Units that nobody has: the lowest chunk; or the neighbours of what it had, or some of the largest gap.
 
-        Tasks get shorter towards the end, so that learners end together. A gap that another is about to go into is
-        begun in the middle.
+        A gap that another is about to go into is begun in the middle. Tasks get shorter towards the end, so that
+        learners end together.
         """
         if not self._free:
             return None
         if self._ordered:
-            window = self._window or 2 * len(self._learners)
-            start, _ = self._free.at(member.next) or self._free.lowest()
-            start = start if start < self._first + window else self._free.lowest()[0]
-            return (start, start + 1) if start < self._first + window else None
+            start, _ = self._free.lowest()
+            return (start, start + 1) if start < self._first + self._width() else None
         length = max(1, min(self._every, len(self._free) // (2 * len(self._learners))))
         start, stop = self._free.at(member.next) or self._free.largest()
         if start != member.next and stop - start >= 2 * length:

@@ -13,6 +13,7 @@ from syncline.batch.conjugate_gradient import ConjugateGradient
 from syncline.batch.gradient_descent import GradientDescent
 from syncline.batch.lbfgs import LBFGS
 from tests.unit.batch.plain import Plain
+from tests.unit.batch.problems import rosenbrock
 from tests.unit.batch.tapes import TAPES, Tape
 
 METHODS: list[c.BatchMethod] = [
@@ -84,3 +85,11 @@ def test_with_any_scalars_at_all_it_sends_only_finite_numbers(
     plain = Plain(lambda x: (0.0, x), method.vectors, np.array([1.0, -2.0, 3.0]))
     end, iterates = run(method, plain, lambda got: {name: tape.next() for name in got})
     check_best(method, end, iterates, plain.whole("x"))
+
+
+def test_a_dot_that_is_not_finite_makes_it_forget_its_history() -> None:
+    method = LBFGS(history=2)
+    plain = Plain(rosenbrock, method.vectors, np.array([-1.2, 1.0]))
+    end, iterates = run(method, plain, lambda got: got | ({"y0.y0": math.inf} if "y0.y0" in got else {}))
+    check_best(method, end, iterates, plain.whole("x"))
+    assert iterates[-1][0] < 1e-6 * iterates[0][0] or len(iterates) > MOST
