@@ -53,7 +53,7 @@ class _Conjugate(Direction):
         if not -math.inf < slope < 0:
             self.forget()
             slope = -squared
-        step = self._reach / -slope if self._reach and slope else first_step(squared)
+        step = self._reach / -slope if slope else 0.0
         terms = ((-1.0, "g"), (self._beta, "d")) if self._beta else ((-1.0, "g"),)
         return (Combine("d", terms),), step if 0 < step < math.inf else first_step(squared)
 
@@ -64,7 +64,8 @@ class _Conjugate(Direction):
         self.forget()
         if move is None:
             return
-        self._slope, self._reach = move.slope, -move.step * move.slope_before
+        reach = -move.step * move.slope_before
+        self._slope, self._reach = move.slope, reach if math.isfinite(reach) else 0.0
         parallel, squared = got["g.old g"], got["g.g"]
         if self._squared > 0 and abs(parallel) < PARALLEL * squared:
             beta = max(0.0, (squared - parallel) / self._squared)

@@ -26,13 +26,13 @@ from syncline.batch.commands import (
     Swap,
 )
 from syncline.batch.line_search import armijo, wolfe
-from syncline.batch.standing import MEASURE, Standing, Stops, need, number, whole
+from syncline.batch.standing import MEASURE, Options, Standing, need, number, whole
 
 LineSearch = Literal["wolfe", "armijo"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Descent(Stops, ABC):
+class Descent(Options, ABC):
     """Options of a method with a line search; subclasses give the direction."""
 
     line_search: LineSearch = "wolfe"

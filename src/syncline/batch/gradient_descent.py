@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from syncline.batch.commands import Axpy, Copy, Evaluate, Fill, Iteration, Scale, State, Steps
-from syncline.batch.standing import MEASURE, Standing, Stops, need, number
+from syncline.batch.standing import MEASURE, Options, Standing, need, number
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientDescent(Stops):
+class GradientDescent(Options):
     """v = momentum·v − lr·g, x += v."""
 
     lr: float

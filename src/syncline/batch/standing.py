@@ -49,7 +49,8 @@ class Standing:
         if not self._arrive(loss, got):
             return False
         self.iteration += 1
-        self.decrease = (before - loss) / max(1.0, abs(before), abs(loss))
+        scale = max(1.0, abs(before), abs(loss))
+        self.decrease = before / scale - loss / scale  # the difference itself may overflow
         return True
 
     def _arrive(self, loss: float, got: Scalars) -> bool:
@@ -73,15 +74,17 @@ class Standing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stops:
-    """Options of all methods here: what max |gᵢ|, and an iteration's relative decrease of the loss, must stay above."""
+class Options:
+    """Of all methods here."""
 
-    tolerance: float = 1e-6
-    decrease: float = 1e-9
+    tolerance: float = 1e-6  # end where max |gᵢ| is within it
+    decrease: float = 1e-9  # end where an iteration lowers the loss by at most so much of max(1, |loss|)
+    deterministic: bool = False  # portions are added in a fixed order: for who evaluates, not for the method
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "decrease"):
             need(self, name, 0 <= number(self, name) < math.inf, "a number >= 0")
+        need(self, "deterministic", isinstance(self.deterministic, bool), "True or False")
 
     def reached(self, at: Standing) -> tuple[str, str] | None:
         """Why to end, in a word and in a sentence."""

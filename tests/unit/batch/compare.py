@@ -1,9 +1,7 @@
 """Prints the table of docs/batch_methods.md; needs scipy: `python -m tests.unit.batch.compare`."""
 
 import numpy as np
-import scipy
 import torch
-from scipy.optimize import minimize
 
 from syncline.batch.conjugate_gradient import ConjugateGradient
 from syncline.batch.lbfgs import LBFGS
@@ -12,6 +10,8 @@ from tests.unit.batch.problems import DECREASE, PROBLEMS, TOLERANCE, Problem
 
 
 def by_scipy(problem: Problem) -> tuple[float, int]:
+    from scipy.optimize import minimize
+
     options = {"maxcor": 10, "gtol": TOLERANCE, "ftol": DECREASE, "maxfun": 100_000, "maxiter": 100_000}
     found = minimize(problem.objective, problem.start, jac=True, method="L-BFGS-B", options=options)
     return float(found.fun), found.nfev
@@ -41,6 +41,8 @@ def by_torch(problem: Problem) -> tuple[float, int]:
 
 
 def main() -> None:
+    import scipy
+
     print(f"scipy {scipy.__version__}, torch {torch.__version__}")
     print("| problem | minimum | scipy | torch | LBFGS | by armijo | ConjugateGradient |")
     for name, problem in PROBLEMS.items():

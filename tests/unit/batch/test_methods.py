@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from syncline.batch.commands import BatchMethod, Combine, Dot, Evaluate
 from syncline.batch.conjugate_gradient import ConjugateGradient
@@ -13,6 +14,7 @@ from syncline.batch.descent import Descent
 from syncline.batch.gradient_descent import GradientDescent
 from syncline.batch.lbfgs import LBFGS
 from syncline.errors import UsageError
+from tests.unit.batch.compare import by_torch
 from tests.unit.batch.plain import drive
 from tests.unit.batch.problems import DECREASE, PROBLEMS, REFERENCE, logistic, rosenbrock
 
@@ -40,28 +42,35 @@ def test_the_gradients_of_the_problems_are_right(name: str) -> None:
 
 
 @per_problem
-def test_lbfgs_finds_scipys_minimum_with_at_most_a_fifth_more_evaluations(name: str) -> None:
-    problem, (minimum, scipy_evaluations, _) = PROBLEMS[name], REFERENCE[name]
+def test_lbfgs_finds_the_minimum_of_scipy_and_torch_with_at_most_a_fifth_more_evaluations(name: str) -> None:
+    problem, (minimum, scipy_evaluations) = PROBLEMS[name], REFERENCE[name]
     found = drive(LBFGS(decrease=DECREASE), problem.objective, problem.start)
     assert found.end is not None and found.end.why == "gradient"
     assert found.end.evaluations <= 1.2 * scipy_evaluations
     assert found.end.loss == pytest.approx(minimum, rel=1e-6, abs=2e-7)
     assert problem.objective(found.x)[0] == found.end.loss
     assert np.max(np.abs(problem.objective(found.x)[1])) <= 1e-6
+    assert by_torch(problem)[0] == pytest.approx(found.end.loss, rel=1e-6, abs=2e-7)
 
 
 @per_problem
 @pytest.mark.parametrize("method", [LBFGS(line_search="armijo"), ConjugateGradient()], ids=["Armijo", "CG"])
 def test_the_other_searches_find_the_same_minima(name: str, method: Descent) -> None:
-    problem, (minimum, *_) = PROBLEMS[name], REFERENCE[name]
+    problem, (minimum, _) = PROBLEMS[name], REFERENCE[name]
     found = drive(replace(method, decrease=DECREASE), problem.objective, problem.start, most=5000)
     assert found.end is not None and found.end.why == "gradient"
     assert found.end.loss == pytest.approx(minimum, rel=1e-6, abs=2e-7)
 
 
-def test_gradient_descent_is_that_of_torch() -> None:
-    import torch
+@pytest.mark.parametrize(
+    "name, x", [("Rosenbrock, n = 2", (1, 1)), ("Beale", (3, 0.5)), ("Himmelblau", (3, 2))]
+)
+def test_of_several_minima_lbfgs_finds_scipys(name: str, x: tuple[float, float]) -> None:
+    problem = PROBLEMS[name]
+    np.testing.assert_allclose(drive(LBFGS(), problem.objective, problem.start).x, x, atol=1e-3)
 
+
+def test_gradient_descent_is_that_of_torch() -> None:
     problem = logistic()
     found = drive(GradientDescent(lr=0.01, momentum=0.9), problem.objective, problem.start, most=50)
     x = torch.zeros(20, dtype=torch.float64, requires_grad=True)
@@ -159,6 +168,14 @@ def test_a_state_of_another_method_or_of_a_longer_history_is_refused() -> None:
 
 DESCENTS = {name: method for name, method in METHODS.items() if isinstance(method, Descent)}
 per_descent = pytest.mark.parametrize("method", DESCENTS.values(), ids=DESCENTS)
+
+
+@per_descent
+def test_one_example_is_enough(method: BatchMethod) -> None:
+    problem = logistic(examples=1)
+    found = drive(method, problem.objective, problem.start)
+    assert found.end is not None and found.end.why in ("gradient", "decrease")
+    assert np.max(np.abs(problem.objective(found.x)[1])) < 1e-3
 
 
 @per_method
@@ -296,6 +313,7 @@ def test_a_relative_decrease_within_the_given_one_ends_it() -> None:
         (LBFGS, {"tolerance": -1.0}, r"LBFGS\(tolerance=-1.0\): tolerance is a number >= 0"),
         (LBFGS, {"tolerance": "small"}, "tolerance is a number"),
         (LBFGS, {"decrease": float("nan")}, "decrease is a number"),
+        (LBFGS, {"deterministic": 1}, "deterministic is True or False"),
         (LBFGS, {"line_search": "wolf"}, "line_search is 'wolfe' or 'armijo'"),
         (LBFGS, {"c1": 0.7}, "c1 is a number between 0 and 0.5"),
         (LBFGS, {"c1": 0.3, "c2": 0.2}, "c2 is a number between c1 = 0.3 and 1"),
