@@ -39,10 +39,12 @@ class PeerLoader:
         collate: Callable[[list[Any]], Any] | None,
         ahead: int,
     ) -> None:
-        self.number, self.batch_size, self.data = number, batches[session.rank], data
+        self.number, self.batch_size = number, batches[session.rank]
+        self.data, self.collate = data, collate  # kept: the session knows its loaders by their identity
+        self.ahead = ahead  # in force from the next epoch on
         self.size = len(data)  # type: ignore[arg-type]
         self.epoch = 0  # of the next iteration
-        self._session, self._batches, self._policy, self._ahead = session, tuple(batches), policy, ahead
+        self._session, self._batches, self._policy = session, tuple(batches), policy
         self._rounds = Rounds(
             size=self.size, batches=batches, rank=session.rank, partition=policy == "partition"
         )
@@ -50,8 +52,8 @@ class PeerLoader:
         self._iterating = False
 
     def __len__(self) -> int:
-        """Batches in an epoch, over all learners."""
-        return -(-self.size * len(self._batches) // sum(self._batches))
+        """Batches of an epoch that this loop sees, those that it repeats without weight included."""
+        return self._rounds.count
 
     def __iter__(self) -> Iterator[Any]:
         if self._iterating:
@@ -86,8 +88,8 @@ class PeerLoader:
             parts=len(self._batches),
         )
         shares = [self._rounds.share(number) for number in range(self._rounds.count)]
-        if self._ahead:
-            return _read_ahead(shares, lambda share: self._batch(order, share), self._ahead)
+        if self.ahead and self._session.config.reader:
+            return _read_ahead(shares, lambda share: self._batch(order, share), self.ahead)
         return ((share, self._batch(order, share)) for share in shares)
 
     def _batch(self, order: Tensor, share: Share) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline.dial import Course, Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.buckets import Header
-from syncline.learn.feed import read_ahead
+from syncline.learn.feed import identity, read_ahead
 from syncline.learn.ownership import Ownership, tables_of
 from syncline.learn.peer_feed import PeerLoader, PeerSplitLoader
 from syncline.learn.reduced import ReducedOptimizer
@@ -186,9 +186,12 @@ class PeerSession(Session):
         else:
             assert global_batch_size is not None
             batches = equal_shares(global_batch_size, self.learners)
-        key = (id(data), batches, policy)
+        reads = read_ahead(data, ahead)
+        key = (id(data), batches, policy, identity(collate))
         if key not in self._same:
-            self._same[key] = self._open_loader(data, batches, policy, collate, ahead)
+            self._same[key] = self._open_loader(data, batches, policy, collate, reads)
+        elif ahead is not None and isinstance(loader := self._same[key], PeerLoader):
+            loader.ahead = reads
         return self._same[key]
 
     def _open_loader(
@@ -197,7 +200,7 @@ class PeerSession(Session):
         batches: tuple[int, ...],
         policy: str,
         collate: Callable[[list[Any]], Any] | None,
-        ahead: int | None,
+        ahead: int,
     ) -> PeerLoader | PeerSplitLoader:
         number = len(self._loaders)
         iterable = isinstance(data, IterableDataset)
@@ -216,7 +219,6 @@ class PeerSession(Session):
         if iterable:
             loader = PeerSplitLoader(self, number, data, batch_size=batches[self.rank], collate=collate)
         else:
-            ahead = read_ahead(data, ahead) if self.config.reader else 0
             loader = PeerLoader(
                 self, number, data, batches=batches, policy=policy, collate=collate, ahead=ahead
             )

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
-from syncline.learn.feed import POLICIES, Loader, SplitLoader, read_ahead
+from syncline.learn.feed import POLICIES, Loader, SplitLoader, identity, read_ahead
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.ownership import Ownership, tables_of
 from syncline.learn.randomness import pack_random, unpack_random
@@ -204,11 +204,14 @@ class ServerSession(Session):
     ) -> Loader | SplitLoader:
         check_policy(policy)
         batch_size = batch_of_each(batch_size, global_batch_size, self.learners, self.sync)
+        reads = read_ahead(data, ahead)
         if isinstance(data, IterableDataset):
             return SplitLoader(self, data, batch_size=batch_size, collate=collate)
-        key = (id(data), batch_size, policy)
+        key = (id(data), batch_size, policy, identity(collate))
         if key not in self._same:
-            self._same[key] = self._open_loader(data, batch_size, policy, collate, ahead)
+            self._same[key] = self._open_loader(data, batch_size, policy, collate, reads)
+        elif ahead is not None:
+            self._same[key].ahead = reads
         return self._same[key]
 
     def _open_loader(
@@ -217,11 +220,10 @@ class ServerSession(Session):
         batch_size: int,
         policy: str,
         collate: Callable[[list[Any]], Any] | None,
-        ahead: int | None,
+        ahead: int,
     ) -> Loader:
         check_batches(len(data), batch_size)  # type: ignore[arg-type]
         number = len(self._loaders)
-        ahead = read_ahead(data, ahead)
         epochs = self.config.epochs if number == 0 else None
         opening = m.OpenLoader(number, len(data), batch_size, policy, epochs)  # type: ignore[arg-type]
 

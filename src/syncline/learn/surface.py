@@ -45,9 +45,11 @@ class Session(ABC):
         collate: Callable[[list[Any]], Any] | None = None,
         ahead: int | None = None,
     ) -> Any:
-        """This learner's batches; iterate once per epoch. The same call again gives the same loader.
+        """This learner's batches; iterate once per epoch. The same call again gives the same loader, another `collate` another.
 
-        `ahead` batches are read by a thread before they are needed: none for tensors in memory, else two.
+        `ahead` batches are read by a thread before they are needed: none for tensors in memory, else two. Given again it
+        holds from the next epoch on. `len` is the batches of an epoch that one loop sees: the same number in every learner,
+        exact in lockstep and over all-reduce; elsewhere the mean over the learners, of which a fast one gets more.
         `global_batch_size` is that of all learners together, each takes its share.
         """
 
