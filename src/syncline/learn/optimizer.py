@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from syncline.learn.session import ServerSession
 
 
+_UNSAID = object()
+
+
 @dataclass(slots=True)
 class Sum:
     """Gradients since the last push, in a slot."""
@@ -72,7 +75,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._slot = -1  # the last that was filled
         self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
         self._serial = 0
-        self._options: list[dict[str, Any]] = []
+        self._loaded: list[dict[str, tuple[Any, Any]]] = [{} for _ in self.param_groups]
+        self._options = self._said()
         self._seen: list[tuple[Any, ...]] = []
         self._tensor_options = False
         self._written = [-1] * len(link.slots)  # serial of the options in each slot
@@ -214,10 +218,24 @@ class SharedOptimizer(torch.optim.Optimizer):
         """Comparing values is cheap; tensors among them may have changed in place, and are read out."""
         self._tensor_options = any(isinstance(value, Tensor) for values in seen for value in values)
         self._seen = [] if self._tensor_options else seen
-        options = group_options(self)
+        options = self._said()
         if options != self._options:
             self._options = options
             self._serial += 1
+
+    def _said(self) -> Options:
+        """The groups' options as they travel: of what a loaded state has set, what was said before, since the shards have
+        loaded it themselves and may have changed it."""
+        said = group_options(self)
+        for option, loaded in zip(said, self._loaded, strict=True):
+            for key, (value, before) in list(loaded.items()):
+                if option[key] != value:
+                    del loaded[key]
+                elif before is _UNSAID:
+                    del option[key]
+                else:
+                    option[key] = before
+        return said
 
     def read(self, number: int) -> None:
         """Wait until this ticket is released, then take over the version it names."""
@@ -369,7 +387,10 @@ class SharedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state as plain PyTorch gives it, of the newest version."""
         parts: list[m.StatePart] = self._session.insist(self._state_parts)
-        return merge(self._link.layout, group_options(self), [part.state for part in parts])
+        options = [dict(option) for option in parts[0].options]
+        for option, said, sent in zip(options, self._said(), self._options, strict=True):
+            option.update((key, said[key]) for key in said if said[key] != sent.get(key, _UNSAID))
+        return merge(self._link.layout, options, [part.state for part in parts])
 
     def _state_parts(self) -> list[m.StatePart]:
         number = self.ticket()
@@ -379,8 +400,10 @@ class SharedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of plain PyTorch's or of another run; every learner may call it."""
         options, state = split(self._link.layout, state_dict)
-        for group, option in zip(self.param_groups, options, strict=True):
+        said = self._said()
+        for group, option, before, loaded in zip(self.param_groups, options, said, self._loaded, strict=True):
             group.update(option)
+            loaded.update((key, (value, before.get(key, _UNSAID))) for key, value in option.items())
         self._session.insist(lambda: self._load(options, state))
 
     def _load(self, options: Options, state: dict[int, dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from syncline.learn.applications import Application, Applications
 from syncline.learn.buckets import Header
 from syncline.learn.callbacks import Callbacks
 from syncline.learn.reducer import Reducer, Round
+from syncline.learn.wishes import Wishes
 from syncline.ports import RunStopped
 from syncline.protocols.clocks import StalenessClock
 from syncline.protocols.pipeline import Pipeline, Vote
@@ -64,6 +65,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         )
         self._reducer = Reducer(session, number, self._parameters, names, self.hooks, self._pipeline)
         self._by_bucket = self._groups_by_bucket()
+        self._wishes = Wishes(self)
 
     def __repr__(self) -> str:
         return f"ReducedOptimizer(table {self.number}, {self.kind.__name__}, {len(self._reducer.buckets)} buckets)"
@@ -153,7 +155,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         if self.number == 0:
             current.epochs = self._session.take_marks()
         if self._session.config.most_delay:
-            current.options = [_options(group) for group in self.param_groups]
+            current.options = self._wishes.now()
         self._pipeline.start()
         self._flying[current.iteration] = current
 
@@ -192,16 +194,9 @@ class ReducedOptimizer(torch.optim.Optimizer):
         factor = self._session.factor
         if factor == 1.0 and not current.options:
             yield
-            return
-        kept = [_options(group) for group in self.param_groups]
-        for group, option in zip(self.param_groups, current.options or kept, strict=True):
-            group.update(option)
-            group["lr"] = option["lr"] * factor
-        try:
-            yield
-        finally:
-            for group, option in zip(self.param_groups, kept, strict=True):
-                group.update(option)
+        else:
+            with self._wishes.as_of(current.options, factor):
+                yield
 
     def _applied(self, current: Round) -> None:
         """Count, and hear what the others said."""
@@ -341,6 +336,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         """Every learner must load the same."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self._wishes = Wishes(self)
 
     def take_losses(self) -> tuple[float, int]:
         """Since the last call."""
@@ -392,7 +388,3 @@ class ReducedOptimizer(torch.optim.Optimizer):
         """Nothing is held after the learner's function."""
         self._reducer.close()
         self.hooks.remove()
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

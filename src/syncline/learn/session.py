@@ -420,9 +420,14 @@ def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
 
 
 def shards_for(optimizer: torch.optim.Optimizer, shards: int, *, fixed: bool) -> int:
-    """Of a table: all there are where the user named their number, else only as many as are worth it."""
+    """Of a table: all there are where the user named their number, else only as many as are worth it.
+
+    An optimizer that is not torch's may compute something over all its parameters: one shard has them all.
+    """
     if fixed:
         return shards
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return 1
     size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
     return max(1, min(shards, size // SHARD_BYTES))
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync
-from syncline.table.checkpoints import piece_tensors
+from syncline.table.checkpoints import group_notes, piece_tensors
 from syncline.table.flat_sgd import FlatSGD
+from syncline.table.groups import Groups
 from syncline.table.joined_step import JoinedStep
 from syncline.table.layout import Layout
 from syncline.table.promised import Made, Maker, PromisedPart, Taken
@@ -128,6 +129,7 @@ class Shard:
         self._whole: list[Tensor] | None = None  # segments of a gradient that lacks nothing
         self._one: Taken | None = None  # the only gradient of the next step, which may wait
         self._put: dict[int, list[Tensor]] = {}
+        self._groups = Groups(self.optimizer, template.options)
         self._options: Options = template.options
         self._factor = 1.0
         self._copies: dict[str, Tensor] = {}  # of the last cut
@@ -283,10 +285,7 @@ class Shard:
         """Run the optimizer on the gathered gradient: the next version."""
         if options is not self._options or factor != self._factor:
             self._options, self._factor = options, factor
-            for group, option in zip(self.optimizer.param_groups, options, strict=True):
-                group.update(option)
-                if factor != 1.0:
-                    group["lr"] = option["lr"] * factor
+            self._groups.follow(options, factor)
             if self._flat is not None:
                 self._flat.changed()
         if self._one is None or not self._step_later(self._one):
@@ -376,6 +375,7 @@ class Shard:
             if (state := self.optimizer.state.get(parameter))
         }
         live, notes = piece_tensors(self.part, views, states)
+        notes |= group_notes(self._groups.own())
         for name, tensor in live.items():
             kept = self._copies.get(name)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
@@ -387,13 +387,15 @@ class Shard:
     def state(self) -> tuple[Options, PieceState]:
         self._settle()
         self._look()
-        return self._options, piece_states(self.optimizer, self.part, self.parameters)
+        return self._groups.values(), piece_states(self.optimizer, self.part, self.parameters)
 
     def load(self, options: Options, state: dict[int, dict[str, Any]]) -> None:
         """Replace the optimizer's state (entries as `template.split` gives them)."""
         self._settle()
         self._look(change=True)
-        self._options = options
+        self._groups.load(options)
+        if self._flat is not None:
+            self._flat.changed()
         self.optimizer.state.clear()
         for piece, parameter in zip(self.part.pieces, self.parameters, strict=True):
             if piece.entry in state:

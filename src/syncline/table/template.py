@@ -11,7 +11,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class OptimizerTemplate:
     attributes: dict[str, Any]
     options: Options
     state: dict[int, dict[str, Any]]
+    own: Options = field(default_factory=list)  # options that its steps have changed, where it goes on
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerTemplate:
@@ -86,6 +87,8 @@ class OptimizerTemplate:
             {"params": [p for i in indices for p in by_entry[i]], **options}
             for indices, options in zip(layout.groups, self.options, strict=True)
         ]
+        for group, own in zip(groups, self.own, strict=False):
+            group.update(own)
         optimizer = self.kind.__new__(self.kind)
         attributes = copy.deepcopy(self.attributes)  # shards of one process share nothing
         optimizer.__setstate__({**attributes, "state": state, "param_groups": groups})

@@ -181,7 +181,9 @@ class Openings:
             m.MakeTable(
                 table=number,
                 layout=table.layout,
-                template=replace(table.template, state=known.state) if known else table.template,
+                template=replace(table.template, state=known.state, own=known.own)
+                if known
+                else table.template,
                 dial=self._dial(),
                 initial={learner: rank for learner, rank in self.initial.items() if learner in self._live},
                 learners=plan.learners,

@@ -17,7 +17,7 @@ from torch import Tensor
 from syncline.dial import Sync
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
-from syncline.table.checkpoints import Checkpoint, CheckpointError, layout_json, layout_of, whole
+from syncline.table.checkpoints import Checkpoint, CheckpointError, layout_json, layout_of, own_options, whole
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
 
@@ -49,6 +49,7 @@ class TableState:
     optimizer: str
     values: list[Tensor]  # by entry
     state: dict[int, dict[str, Any]]
+    own: list[dict[str, Any]] = field(default_factory=list)  # options that the optimizer itself has changed
     account: Account = field(default_factory=Account)
 
 
@@ -157,6 +158,7 @@ def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
     for shard in range(layout.shards):
         name = table_file(record["table"], shard)
         parts.append((checkpoint.tensors(name), checkpoint.notes(name)))
+    own = [own_options(notes) for _, notes in parts]
     values, state = whole(layout, parts)
     account = record["account"]
     return TableState(
@@ -164,6 +166,7 @@ def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
         optimizer=record["optimizer"],
         values=values,
         state=state,
+        own=own[0],
         account=Account(**{**account, "histogram": _by_number(account["histogram"] or {})}),
     )
 

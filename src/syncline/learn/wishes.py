@@ -1,0 +1,49 @@
+"""What a learner's loop has set in its optimizer's groups, apart from what the optimizer's own steps make of them.
+
+For all-reduce, where an average is applied with the options that its gradient had, and a rate times a factor (M4): counters and
+the like, which some optimizers keep in their groups, go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from syncline.table.template import Options, group_options
+
+
+class Wishes:
+    """Of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._left = group_options(optimizer)  # by the last step
+        self._wished = group_options(optimizer)
+
+    def now(self) -> Options:
+        """All options as the loop has set them."""
+        for wished, left, option in zip(
+            self._wished, self._left, group_options(self._optimizer), strict=True
+        ):
+            wished.update((key, value) for key, value in option.items() if value != left.get(key))
+            left.update(option)
+        return [dict(wished) for wished in self._wished]
+
+    @contextlib.contextmanager
+    def as_of(self, options: Options, factor: float) -> Iterator[None]:
+        """For a step: what the loop has changed since is as it was, and the rate times the factor."""
+        now, swapped = self.now(), []
+        for group, option, wished in zip(self._optimizer.param_groups, options or now, now, strict=True):
+            used = {key: value for key, value in option.items() if value != wished.get(key)}
+            if factor != 1.0:
+                used["lr"] = used.get("lr", group["lr"]) * factor
+            swapped.append((group, used, {key: group.get(key) for key in used}))
+            group.update(used)
+        try:
+            yield
+        finally:
+            for group, used, kept in swapped:
+                group.update((key, kept[key]) for key in used if group[key] is used[key])
+            self._left = group_options(self._optimizer)
