@@ -1,9 +1,10 @@
-"""Optimizers of users' own (M4, M5): state in parameter groups. With one learner the bits of plain PyTorch."""
+"""Optimizers of users' own (M4, M5): state in parameter groups, optimizers around others. With one learner the bits of plain PyTorch."""
 
 from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 import syncline as sl
-from tests.integration.small_runs import launched, points, same
+from syncline.errors import LearnerError
+from tests.integration.small_runs import kinds, launched, points, same
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -248,3 +250,232 @@ def test_a_resumed_run_takes_the_rate_of_its_own_factory(tmp_path: Path) -> None
     frozen = train(resume=tmp_path, optimizer=partial(Averaging, lr=0.0), schedule=None)
     assert frozen.version == 20
     assert same(frozen.state_dict(), train(resume=tmp_path, epochs=2, **settings).state_dict())
+
+
+# -- optimizers that hold parameters or optimizers -----------------------------------------------------------
+
+
+class Lookahead(Optimizer):
+    """As most write it: around an optimizer that is there, with its groups; counts in them."""
+
+    def __init__(self, base: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base, self.k, self.alpha = base, k, alpha
+        self.param_groups, self.fast_state = base.param_groups, base.state
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                slow = self.state[parameter].setdefault("slow", parameter.clone())
+                if group["counter"] % self.k == self.k - 1:
+                    slow.lerp_(parameter, self.alpha)
+                    parameter.copy_(slow)
+            group["counter"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        fast, slow = self.base.state_dict(), super().state_dict()
+        return {"fast": fast["state"], "slow": slow["state"], "param_groups": fast["param_groups"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = state_dict["param_groups"]
+        self.base.load_state_dict({"state": state_dict["fast"], "param_groups": groups})
+        self.param_groups, self.fast_state = self.base.param_groups, self.base.state
+        super().load_state_dict({"state": state_dict["slow"], "param_groups": groups})
+        self.param_groups = self.base.param_groups
+
+
+class Around(Optimizer):
+    """Makes its own optimizer, with groups of its own; counts in an attribute; keeps copies in a list."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": lr})
+        self.inner = torch.optim.Adam(params, lr=lr)
+        self.slow = [parameter.detach().clone() for parameter in params]
+        self.calls, self.sizes = 0, ({"half": 0.5}, [])
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        self.inner.step()
+        self.inner.zero_grad()
+        with torch.no_grad():
+            for parameter, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+                if self.calls % 4 == 0:
+                    slow.lerp_(parameter, self.sizes[0]["half"])
+                    parameter.copy_(slow)
+        self.sizes[1].append(self.calls)
+
+
+class Listed(Optimizer):
+    """Goes by a list of its own, which a closure holds."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": lr, "before": 0.0})
+        self.each = lambda: iter(params)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        norm = float(sum(parameter.grad.square().sum() for parameter in self.each())) ** 0.5
+        for parameter in self.each():
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"] / (1.0 + norm))
+            parameter.grad = None
+        self.param_groups[0]["before"] = norm
+
+
+def lookahead(params: Iterable[Any], lr: float = 0.1) -> Lookahead:
+    return Lookahead(torch.optim.SGD(params, lr=lr, momentum=0.9))
+
+
+def lookahead_of_two_groups(model: nn.Module) -> Lookahead:
+    groups = [{"params": [p]} for p in model.parameters()]
+    return Lookahead(torch.optim.AdamW(groups, lr=0.05), k=2)
+
+
+WRAPPERS = [lookahead, Around, Listed]
+wrappers = pytest.mark.parametrize("factory", WRAPPERS)
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """The leaves of a state, by their paths."""
+    if isinstance(value, dict):
+        return {k: v for key, each in value.items() for k, v in flat(each, f"{path}/{key}").items()}
+    if isinstance(value, list):
+        return {k: v for key, each in enumerate(value) for k, v in flat(each, f"{path}/{key}").items()}
+    return {path: value}
+
+
+def check_whole(got: Seen, wanted: Seen) -> None:
+    assert same(got[0], wanted[0])
+    mine, theirs = flat(got[1]), flat(wanted[1])
+    assert mine.keys() == theirs.keys()
+    for path, value in theirs.items():
+        assert torch.equal(mine[path], value) if isinstance(value, Tensor) else mine[path] == value, path
+
+
+@alone
+@wrappers
+def test_optimizers_around_others_train_as_in_plain_pytorch(
+    factory: Any, engine: str, topology: str, sync: str
+) -> None:
+    wanted = fit(plain, factory)
+    start = fit(plain, factory, 0, 0)
+    assert not same(start[0], wanted[0])
+    result = launched(fit_in_session, factory, learners=1, engine=engine, topology=topology, sync=sync)
+    check_whole(result.returned[0], wanted)
+
+
+@wrappers
+def test_their_states_go_both_ways(factory: Any) -> None:
+    """What their own `state_dict` says is loaded by their own `load_state_dict`, as in plain PyTorch."""
+    middle = fit(plain, factory, 0, 6)
+    wanted = fit(plain, factory, 6, 12, copy.deepcopy(middle))
+    options = {"learners": 1, "topology": "servers:2", "engine": "sim"}
+    saved = launched(fit_in_session, factory, 0, 6, **options).returned[0]
+    check_whole(saved, middle)
+    for source in (middle, saved):
+        check_whole(launched(fit_in_session, factory, 6, 12, source, **options).returned[0], wanted)
+    check_whole(fit(plain, factory, 6, 12, saved), wanted)
+
+
+@pytest.mark.parametrize("engine", ["sim", "local"])
+@pytest.mark.parametrize("factory", [*WRAPPERS, lookahead_of_two_groups])
+def test_they_go_on_from_a_checkpoint_to_the_same_bits(factory: Any, engine: str, tmp_path: Path) -> None:
+    settings = {"optimizer": factory, "engine": engine, "topology": "servers:3", "checkpoint_every": 3}
+    whole = train(run_dir=tmp_path / "a", keep_checkpoints=99, **settings)
+    folders = sorted((tmp_path / "a" / "checkpoints").iterdir())
+    assert int(folders[0].name) < whole.version and whole.history[-1].loss < whole.history[0].loss
+    for folder in folders[:2]:
+        resumed = train(resume=folder, run_dir=tmp_path / f"b{folder.name}", **settings)
+        assert same(resumed.state_dict(), whole.state_dict())
+
+
+def test_a_lost_shard_of_such_a_table_comes_back(tmp_path: Path) -> None:
+    engine = sl.Sim(script="kill shard 0 at version 8")
+    disturbed = train(optimizer=lookahead, engine=engine, run_dir=tmp_path, checkpoint_every=3)
+    assert kinds(disturbed) == ["shard lost", "recovered"]
+    assert disturbed.history[-1].loss < disturbed.history[0].loss
+    assert same(disturbed.state_dict(), train(optimizer=lookahead).state_dict())
+
+
+@pytest.mark.parametrize("topology", ["servers", "allreduce"])
+def test_a_factor_of_the_rate_reaches_the_optimizer_inside(topology: str) -> None:
+    class Twice(Around):
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+
+    def factory(params: Iterable[Any]) -> Optimizer:
+        return Twice(params, lr=0.01)
+
+    options = {"learners": 1, "topology": topology, "engine": "sim", "batch_size": 4}
+    result = launched(fit_in_session, factory, sync="hardsync:reference_batch=1", **options)
+    wanted = fit(plain, lambda params: Twice(params, lr=0.02))
+    assert same(result.returned[0][0], wanted[0])
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "async"])
+def test_several_learners_train_through_a_wrapper(sync: str) -> None:
+    losses = [r.loss for r in train(optimizer=lookahead, sync=sync, learners=3, epochs=6).history]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+class Odd(Optimizer):
+    """Holds something in `held`."""
+
+    def __init__(self, model: nn.Module, held: Any) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1})
+        self.held = held
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def hooked(model: nn.Module) -> Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+REFUSED = {
+    "holds a module in 'held' (Linear)": lambda model: Odd(model, {"net": [model]}),
+    "holds a parameter in 'held' that is in none of its groups": lambda model: Odd(
+        model, nn.Parameter(torch.zeros(1))
+    ),
+    "holds a view of a parameter's memory in 'held'": lambda model: Odd(
+        model, [p.data for p in model.parameters()]
+    ),
+    "holds in 'held' something that cannot be sent": lambda model: Odd(model, threading.Lock()),
+    "has step hooks": hooked,
+    "LBFGS calls its closure": lambda model: Odd(model, torch.optim.LBFGS(model.parameters())),
+}
+
+
+def opens(session: sl.Session, problem: str) -> None:
+    session.optimizer(nn.Linear(2, 2), REFUSED[problem])
+
+
+@pytest.mark.parametrize("engine", ["sim", "local"])
+@pytest.mark.parametrize("problem", REFUSED)
+def test_what_a_shard_cannot_have_is_refused_by_name(problem: str, engine: str) -> None:
+    with pytest.raises(LearnerError) as caught:
+        launched(opens, problem, learners=2, engine=engine)
+    line = str(caught.value).splitlines()[-1]
+    assert "LayoutError: " in line
+    assert problem in line
+    assert "LBFGS" in problem or "or use topology='allreduce'" in line
+
+
+def test_a_wrapper_whose_state_is_no_tensor_is_in_no_checkpoint_and_that_is_said(tmp_path: Path) -> None:
+    class Strange(Around):
+        def __init__(self, params: Iterable[Any]) -> None:
+            super().__init__(params)
+            self.seen = {1, 2}
+
+    with pytest.warns(RuntimeWarning, match=r"checkpoint .* failed: Strange.seen is a set"):
+        result = train(optimizer=Strange, run_dir=tmp_path)
+    assert result.version == 20

@@ -61,8 +61,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         link: TableLink,
         tensors: Tensors,
         steps: int = 0,
+        *,
+        wraps: bool = False,
     ) -> None:
-        self.kind = type(inner)
+        self.kind, self._wraps = type(inner), wraps
         super().__init__(inner.param_groups, dict(inner.defaults))
         self.number, self.version = number, -1
         self._stamp: int | None = None  # of the gradient that is being made, where it is not the version
@@ -387,10 +389,17 @@ class SharedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state as plain PyTorch gives it, of the newest version."""
         parts: list[m.StatePart] = self._session.insist(self._state_parts)
+        if (whole := parts[0].whole) is not None:
+            self._add_unsent(whole.get("param_groups", ()))
+            return whole
         options = [dict(option) for option in parts[0].options]
-        for option, said, sent in zip(options, self._said(), self._options, strict=True):
-            option.update((key, said[key]) for key in said if said[key] != sent.get(key, _UNSAID))
+        self._add_unsent(options)
         return merge(self._link.layout, options, [part.state for part in parts])
+
+    def _add_unsent(self, options: Options) -> None:
+        """What the loop has changed since the last gradient."""
+        for option, said, sent in zip(options, self._said(), self._options, strict=False):
+            option.update((key, said[key]) for key in said if said[key] != sent.get(key, _UNSAID))
 
     def _state_parts(self) -> list[m.StatePart]:
         number = self.ticket()
@@ -399,16 +408,27 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of plain PyTorch's or of another run; every learner may call it."""
+        if self._wraps:
+            self._take_options(state_dict.get("param_groups", ()))
+            self._session.insist(lambda: self._load([], {}, state_dict))
+            return
         options, state = split(self._link.layout, state_dict)
-        said = self._said()
-        for group, option, before, loaded in zip(self.param_groups, options, said, self._loaded, strict=True):
-            group.update(option)
-            loaded.update((key, (value, before.get(key, _UNSAID))) for key, value in option.items())
+        self._take_options(options)
         self._session.insist(lambda: self._load(options, state))
 
-    def _load(self, options: Options, state: dict[int, dict[str, Any]]) -> None:
+    def _take_options(self, options: Options) -> None:
+        for group, option, before, loaded in zip(
+            self.param_groups, options, self._said(), self._loaded, strict=False
+        ):
+            taken = {key: value for key, value in option.items() if key not in ("params", "param_names")}
+            group.update(taken)
+            loaded.update((key, (value, before.get(key, _UNSAID))) for key, value in taken.items())
+
+    def _load(
+        self, options: Options, state: dict[int, dict[str, Any]], whole: dict[str, Any] | None = None
+    ) -> None:
         number = self.ticket()
-        self._session.port.request(m.LoadState(self.number, number, options, state))
+        self._session.port.request(m.LoadState(self.number, number, options, state, whole))
         self._session.port.post(Note(Kind.LOAD, self.number, number))
         self._link.wait(number)
 

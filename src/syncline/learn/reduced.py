@@ -25,6 +25,7 @@ from syncline.protocols.clocks import StalenessClock
 from syncline.protocols.pipeline import Pipeline, Vote
 from syncline.table.layout import Layout, Tensors
 from syncline.table.template import ELEMENTWISE
+from syncline.table.wrapping import look
 from syncline.topology.keeper import Account, Copy, Deeper
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         )
         self._reducer = Reducer(session, number, self._parameters, names, self.hooks, self._pipeline)
         self._by_bucket = self._groups_by_bucket()
-        self._wishes = Wishes(self)
+        self._wishes = Wishes(self, look(inner).optimizers)
 
     def __repr__(self) -> str:
         return f"ReducedOptimizer(table {self.number}, {self.kind.__name__}, {len(self._reducer.buckets)} buckets)"
@@ -336,7 +337,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         """Every learner must load the same."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        self._wishes = Wishes(self)
+        self._wishes = Wishes(self, look(self.inner).optimizers)
 
     def take_losses(self) -> tuple[float, int]:
         """Since the last call."""

@@ -28,6 +28,7 @@ from syncline.learn.surface import Factory, Session
 from syncline.ports import Kind, LearnerPort, Note, Reset
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.template import ELEMENTWISE, SCALE_INVARIANT, OptimizerTemplate, refuse_unsupported
+from syncline.table.wrapping import look
 from syncline.topology import messages as m
 from syncline.topology.means import brought, like
 
@@ -148,24 +149,27 @@ class ServerSession(Session):
             raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")
         refuse_sparse(model)
         inner = make_optimizer(model, factory)
-        refuse_weighted(self.sync, inner)
+        held = look(inner)
+        held.refuse(inner)
+        refuse_weighted(self.sync, inner, *held.optimizers)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         given = [parameter for group in inner.param_groups for parameter in group["params"]]
         named = [(names.get(id(parameter), "a parameter"), parameter) for parameter in given]
         self._owned.check(named)
-        cuttable = type(inner) in ELEMENTWISE
         layout, tensors = lay_out(
             model,
             [group["params"] for group in inner.param_groups],
-            cuttable=cuttable,
+            cuttable=type(inner) in ELEMENTWISE,
             shards=shards_for(inner, self.config.shards, fixed=self.config.fixed_shards),
         )
-        table = self.insist(lambda: self._open_table(inner, layout, tensors))
+        table = self.insist(lambda: self._open_table(inner, layout, tensors, wraps=held.wraps))
         self._tables.append(table)
         self._owned.claim(named)
         return table
 
-    def _open_table(self, inner: torch.optim.Optimizer, layout: Layout, tensors: Tensors) -> SharedOptimizer:
+    def _open_table(
+        self, inner: torch.optim.Optimizer, layout: Layout, tensors: Tensors, *, wraps: bool
+    ) -> SharedOptimizer:
         number = len(self._tables)
         answer = self._request(m.Open(number, layout))
         if isinstance(answer, m.Initialise):
@@ -181,9 +185,8 @@ class ServerSession(Session):
         if personal is not None:
             copy_all(tensors.buffers, personal.buffers.get(number, tensors.buffers))
             self._kept_random = personal.random
-        return SharedOptimizer(
-            self, number, inner, link, tensors, personal.steps if personal is not None else 0
-        )
+        steps = personal.steps if personal is not None else 0
+        return SharedOptimizer(self, number, inner, link, tensors, steps, wraps=wraps)
 
     def put(self, model: nn.Module) -> None:
         """Make this learner's present values of the model global, with the next update (M6)."""
@@ -416,14 +419,18 @@ def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
             "give a callable such as partial(torch.optim.SGD, lr=0.1)"
         )
     refuse_unsupported(inner)
+    vars(inner).setdefault("defaults", {})  # a wrapper may have none
     return inner
 
 
 def shards_for(optimizer: torch.optim.Optimizer, shards: int, *, fixed: bool) -> int:
     """Of a table: all there are where the user named their number, else only as many as are worth it.
 
-    An optimizer that is not torch's may compute something over all its parameters: one shard has them all.
+    An optimizer that is not torch's may compute something over all its parameters: one shard has them all. One that holds
+    others goes to one shard in any case.
     """
+    if look(optimizer).wraps:
+        return 1
     if fixed:
         return shards
     if not type(optimizer).__module__.startswith("torch.optim."):
@@ -432,13 +439,14 @@ def shards_for(optimizer: torch.optim.Optimizer, shards: int, *, fixed: bool) ->
     return max(1, min(shards, size // SHARD_BYTES))
 
 
-def refuse_weighted(sync: Sync, optimizer: torch.optim.Optimizer) -> None:
+def refuse_weighted(sync: Sync, *optimizers: torch.optim.Optimizer) -> None:
     """Weights in the mean of a fold mean nothing to an optimizer that divides them out again (M4)."""
-    if sync.weighs and isinstance(optimizer, SCALE_INVARIANT):
-        raise UsageError(
-            f"{sync} weights each gradient by its staleness, but {type(optimizer).__name__} divides a gradient's "
-            "scale out again: use SGD, or rate=share, which changes the learning rate itself"
-        )
+    for optimizer in optimizers:
+        if sync.weighs and isinstance(optimizer, SCALE_INVARIANT):
+            raise UsageError(
+                f"{sync} weights each gradient by its staleness, but {type(optimizer).__name__} divides a gradient's "
+                "scale out again: use SGD, or rate=share, which changes the learning rate itself"
+            )
 
 
 def refuse_sparse(model: nn.Module) -> None:

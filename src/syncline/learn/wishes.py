@@ -7,18 +7,19 @@ the like, which some optimizers keep in their groups, go on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from syncline.table.groups import rated
 from syncline.table.template import Options, group_options
 
 
 class Wishes:
-    """Of one optimizer."""
+    """Of one optimizer, and of those that it holds: the factor is for their rates too."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, inner: Sequence[torch.optim.Optimizer] = ()) -> None:
+        self._optimizer, self._inner = optimizer, inner
         self._left = group_options(optimizer)  # by the last step
         self._wished = group_options(optimizer)
 
@@ -37,13 +38,15 @@ class Wishes:
         now, swapped = self.now(), []
         for group, option, wished in zip(self._optimizer.param_groups, options or now, now, strict=True):
             used = {key: value for key, value in option.items() if value != wished.get(key)}
-            if factor != 1.0:
-                used["lr"] = used.get("lr", group["lr"]) * factor
-            swapped.append((group, used, {key: group.get(key) for key in used}))
+            swapped.append((group, {key: group.get(key) for key in used}, used))
+            group.update(used)
+        for group in rated(self._optimizer, self._inner) if factor != 1.0 else ():
+            used = {"lr": group["lr"] * factor}
+            swapped.append((group, {"lr": group["lr"]}, used))
             group.update(used)
         try:
             yield
         finally:
-            for group, used, kept in swapped:
+            for group, kept, used in reversed(swapped):
                 group.update((key, kept[key]) for key in used if group[key] is used[key])
             self._left = group_options(self._optimizer)

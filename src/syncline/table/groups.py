@@ -6,7 +6,8 @@ like, which some optimizers keep in their groups, stay. The rate factor of the d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +18,18 @@ from syncline.table.template import Options, group_options
 class Groups:
     """One optimizer's; `options` is how learners' groups were in the beginning."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, options: Options, inner: Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
+        self._optimizer, self._inner = (
+            optimizer,
+            inner,
+        )  # those that it holds: the factor is for their rates too
         self._told = [{key: _as_sent(value) for key, value in option.items()} for option in options]
         self._factor = 1.0
-        self._rates: list[tuple[Any, Any]] = []  # of each group: as it is, and times the factor
+        self._rates: list[
+            tuple[dict[str, Any], Any, Any]
+        ] = []  # of each group: as it is, and times the factor
 
     def follow(self, options: Options, factor: float) -> None:
         """Take over what learners changed, and have the rate times the factor in force."""
@@ -36,25 +44,30 @@ class Groups:
 
     def _unscale(self) -> None:
         """A rate that the optimizer itself has changed meanwhile stays changed."""
-        for group, (rate, scaled) in zip(self._optimizer.param_groups, self._rates, strict=False):
+        for group, rate, scaled in self._rates:
             group["lr"] = rate if group["lr"] == scaled else group["lr"] / self._factor
         self._rates = []
 
     def _scale(self, factor: float) -> None:
         self._factor = factor
         if factor != 1.0:
-            for group in self._optimizer.param_groups:
-                self._rates.append((group["lr"], group["lr"] * factor))
-                group["lr"] = self._rates[-1][1]
+            for group in rated(self._optimizer, self._inner):
+                self._rates.append((group, group["lr"], group["lr"] * factor))
+                group["lr"] = self._rates[-1][2]
+
+    @contextlib.contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """The rates as they are without the factor, for whoever looks at the optimizer's state or changes it."""
+        self._unscale()
+        try:
+            yield
+        finally:
+            self._scale(self._factor)
 
     def values(self) -> Options:
         """As the optimizer has them, without the factor."""
-        factor = self._factor
-        self._unscale()
-        try:
+        with self.unscaled():
             return group_options(self._optimizer)
-        finally:
-            self._scale(factor)
 
     def own(self) -> Options:
         """Those that no learner has said: what the optimizer has changed, or a loaded state."""
@@ -69,10 +82,18 @@ class Groups:
 
     def load(self, options: Sequence[dict[str, Any]]) -> None:
         """Of another state; what learners have said is still what they say."""
-        self._unscale()
-        for group, option in zip(self._optimizer.param_groups, options, strict=True):
-            group.update(option)
-        self._scale(self._factor)
+        with self.unscaled():
+            for group, option in zip(self._optimizer.param_groups, options, strict=True):
+                group.update(option)
+
+
+def rated(
+    optimizer: torch.optim.Optimizer, inner: Sequence[torch.optim.Optimizer] = ()
+) -> list[dict[str, Any]]:
+    """Its groups, and those of the optimizers that it holds, once each."""
+    groups = {id(group): group for group in optimizer.param_groups}
+    groups |= {id(group): group for each in inner for group in each.param_groups if "lr" in group}
+    return list(groups.values())
 
 
 _UNSAID = object()

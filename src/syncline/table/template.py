@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from syncline.errors import LayoutError
 from syncline.table.layout import Layout, Part, Piece
+from syncline.table.wrapping import Kept, look, packed, take_up, unpacked
 
 ELEMENTWISE: tuple[type, ...] = (
     torch.optim.SGD,
@@ -48,10 +49,17 @@ class OptimizerTemplate:
     options: Options
     state: dict[int, dict[str, Any]]
     own: Options = field(default_factory=list)  # options that its steps have changed, where it goes on
+    whole: bytes | None = None  # where it holds parameters or optimizers: all of it
+    kept: Kept | None = None  # and its state, where it goes on
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerTemplate:
-        refuse_unsupported(optimizer)
+        held = look(optimizer)
+        held.refuse(optimizer)
+        for each in (optimizer, *held.optimizers):
+            refuse_unsupported(each)
+        if held.wraps:
+            return cls(type(optimizer), {}, group_options(optimizer), {}, whole=packed(optimizer))
         attributes = {
             key: value
             for key, value in optimizer.__dict__.items()
@@ -77,6 +85,8 @@ class OptimizerTemplate:
             nn.Parameter(view.detach(), requires_grad=view.is_floating_point() or view.is_complex())
             for view in views
         ]
+        if self.whole is not None:
+            return self._build_whole(self.whole, part, parameters), parameters
         by_entry: dict[int, list[nn.Parameter]] = defaultdict(list)
         state: dict[nn.Parameter, Any] = defaultdict(dict)
         for piece, parameter in zip(part.pieces, parameters, strict=True):
@@ -93,6 +103,17 @@ class OptimizerTemplate:
         attributes = copy.deepcopy(self.attributes)  # shards of one process share nothing
         optimizer.__setstate__({**attributes, "state": state, "param_groups": groups})
         return optimizer, parameters
+
+    def _build_whole(self, blob: bytes, part: Part, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """One shard has all its parameters, whole."""
+        by_entry = {piece.entry: parameter for piece, parameter in zip(part.pieces, parameters, strict=True)}
+        optimizer = unpacked(blob, by_entry)
+        if self.kept is not None:
+            take_up(optimizer, self.kept, [by_entry[entry] for entry in range(len(by_entry))])
+            owns = self.own or [{} for _ in self.options]
+            for group, option, own in zip(optimizer.param_groups, self.options, owns, strict=True):
+                group.update((key, value) for key, value in option.items() if key not in own)
+        return optimizer
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -69,6 +69,7 @@ class LoadState:
     number: int
     options: Options
     state: dict[int, dict[str, Any]]
+    whole: dict[str, Any] | None = None  # in place of them, for an optimizer that holds others
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +301,7 @@ class StatePart:
     shard: int
     options: Options
     state: PieceState
+    whole: dict[str, Any] | None = None  # the `state_dict` of an optimizer that holds others
 
 
 @dataclass(frozen=True, slots=True)

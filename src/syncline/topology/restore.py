@@ -17,8 +17,18 @@ from torch import Tensor
 from syncline.dial import Sync
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
-from syncline.table.checkpoints import Checkpoint, CheckpointError, layout_json, layout_of, own_options, whole
+from syncline.table.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    kept_whole,
+    layout_json,
+    layout_of,
+    own_options,
+    whole,
+)
 from syncline.table.layout import Layout
+from syncline.table.template import OptimizerTemplate
+from syncline.table.wrapping import Kept
 from syncline.topology import messages as m
 
 LEARNERS = "learners.safetensors"
@@ -50,7 +60,12 @@ class TableState:
     values: list[Tensor]  # by entry
     state: dict[int, dict[str, Any]]
     own: list[dict[str, Any]] = field(default_factory=list)  # options that the optimizer itself has changed
+    kept: Kept | None = None  # all of an optimizer that holds others
     account: Account = field(default_factory=Account)
+
+    def of(self, template: OptimizerTemplate) -> OptimizerTemplate:
+        """The optimizer with this state."""
+        return dataclasses.replace(template, state=self.state, own=self.own, kept=self.kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +174,7 @@ def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
         name = table_file(record["table"], shard)
         parts.append((checkpoint.tensors(name), checkpoint.notes(name)))
     own = [own_options(notes) for _, notes in parts]
+    kept = [kept_whole(tensors, notes) for tensors, notes in parts]
     values, state = whole(layout, parts)
     account = record["account"]
     return TableState(
@@ -167,6 +183,7 @@ def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
         values=values,
         state=state,
         own=own[0],
+        kept=kept[0],
         account=Account(**{**account, "histogram": _by_number(account["histogram"] or {})}),
     )
 
