@@ -12,6 +12,9 @@
         ├── CheckpointError            a checkpoint cannot be written, found or read (table.checkpoints)
         └── LostError                  a process died and the run cannot go on without it
 
+    SynclineWarning (RuntimeWarning)   hardly meant, or worth knowing: the run goes on
+    └── LostWarning                    a learner is gone
+
 Not responsible for wording: whoever raises says what is wrong, where, and what to do instead.
 """
 
@@ -64,3 +67,11 @@ class LostError(RunError):
 
 class InvariantError(RunError):
     """Something that always holds does not: a bug of the protocols, found by a checked simulated run."""
+
+
+class SynclineWarning(RuntimeWarning):
+    """Something of a run that its user should know; it goes on."""
+
+
+class LostWarning(SynclineWarning):
+    """A learner is gone, and the others go on."""

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
+from syncline.learn.surface import UNSAID
+from syncline.learn.watching import Untouched
 from syncline.ports import (
     DROPPED,
     KEEP,
@@ -89,6 +91,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._keep = False
         self._locals = 0  # local steps
         self._moved = False  # since the last read, by itself
+        names = [entry.name for entry in link.layout.parameters.entries]
+        self._untouched = Untouched(self._parameters, names)
         self.read(self.ticket())
 
     def __repr__(self) -> str:
@@ -113,6 +117,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Publish the gradient, wait as the dial says, read one version."""
         loss = None
+        self._warn_of_writes()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -124,7 +129,18 @@ class SharedOptimizer(torch.optim.Optimizer):
             self._step(loss)
         except Reset:  # this gradient is lost with the servers that had it
             session.rejoin()
+        if self.sync.local:  # it has moved by itself
+            self._untouched.note(self._steps)
         return loss
+
+    def _warn_of_writes(self) -> None:
+        """Of the loop, since the last read: they are in no gradient."""
+        if (name := self._untouched.written()) is not None:
+            self._session.watch.warn(
+                "written",
+                f"'{name}' was changed in place between two steps: with servers that is lost at the next read. "
+                "session.put(model) after it makes it global; over topology='allreduce' it stays",
+            )
 
     def _step(self, loss: Any) -> None:
         if self.sync.local:
@@ -156,14 +172,22 @@ class SharedOptimizer(torch.optim.Optimizer):
             torch.cuda.current_stream().synchronize()
         number = self.ticket()
         usage, slot = session.take_usage(), (index, self._serial, full)
-        value = loss.item() if isinstance(loss, Tensor) else float(loss) if loss is not None else session.loss
+        value = self._loss(loss)
         flags = self._flags(index)
         stamp, self._stamp = self.version if self._stamp is None else self._stamp, None
         note = gradient_note(self.number, number, stamp, self._steps, usage, slot, flags, value)
-        session.loss = float("nan")
         self._steps += 1
         session.port.post(note)
         return number
+
+    def _loss(self, loss: Any) -> float:
+        """The closure's, or what the loop says."""
+        session = self._session
+        said, session.loss = session.loss if loss is None else loss, UNSAID
+        value = said.item() if isinstance(said, Tensor) else float(said)
+        if said is not UNSAID:
+            session.watch.loss(value, self._steps, session.epoch)
+        return value
 
     def _flags(self, index: int) -> int:
         flags = SILENT if self.sync.local else 0
@@ -253,6 +277,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def rested(self, number: int) -> None:
         """There is data again: read what the others have; who steps by itself goes on where it was."""
         reading, before = self._wait(number), self.version
+        self._warn_of_writes()
         if not (self.sync.local and reading.dial == self._dial):
             self._take_over(reading)
             # in lockstep rounds are what all publish next
@@ -275,6 +300,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             if self._on_gpu:
                 torch.cuda.current_stream().synchronize()
             self.version, self._moved = version, False
+        self._untouched.note(self._steps)
 
     def _turn(self, sync: Sync) -> None:
         """The dial has changed."""
@@ -378,6 +404,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         """This learner's present values become global with the next update."""
         values = [parameter.detach().clone() for parameter in self._parameters]
         self._session.insist(lambda: self._put(values))
+        self._untouched.note(self._steps)
 
     def _put(self, values: list[Tensor]) -> None:
         index = self._next_slot()

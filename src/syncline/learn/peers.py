@@ -33,10 +33,12 @@ from syncline.learn.session import (
 )
 from syncline.learn.silence import Silence
 from syncline.learn.surface import Factory, Session
+from syncline.learn.watching import Watch
 from syncline.ports import CollectivePort, Progress
 from syncline.protocols.rounds import equal_shares
 from syncline.table.layout import Layout, lay_out
 from syncline.table.template import ELEMENTWISE
+from syncline.table.wrapping import look
 from syncline.topology import messages as m
 from syncline.topology.keeper import PeerClosed, PeerEpoch, PeerTable
 from syncline.topology.means import brought, like, mean_of
@@ -71,7 +73,6 @@ class PeerSession(Session):
         self.port, self.config = port, config
         self.rank, self.learners = config.rank, config.learners
         self.device = torch.device(config.device)
-        self.loss = float("nan")
         self.sync = config.course.first
         self.consumed = 0  # examples handed out so far
         self.batches = 0  # handed out so far
@@ -88,6 +89,12 @@ class PeerSession(Session):
         self._marks: list[int] = []  # epochs that end with the next gradient
         self._agreed = False  # to stop
         self._since = 0  # the first iteration of this epoch
+        self.watch = Watch(self.rank, port.tell)
+
+    @property
+    def epoch(self) -> int | None:
+        """Of its first loader."""
+        return self._loaders[0].epoch if self._loaders else None
 
     def seed(self) -> None:
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
@@ -143,6 +150,7 @@ class PeerSession(Session):
         table = ReducedOptimizer(self, number, inner, model, layout, tensors)
         self._tables.append(table)
         self._silence.add(tensors.parameters)
+        self.watch.opened(tensors.parameters, table, inner, *look(inner).optimizers)
         return table
 
     def _compare(self, number: int, layout: Layout) -> None:
@@ -318,6 +326,7 @@ class PeerSession(Session):
             table.flush()
             table.release_hooks()
         self._silence.end()
+        self.watch.close()
         self.port.tell(
             PeerClosed(
                 self.steps,

@@ -19,6 +19,7 @@ from syncline.learn.applications import Application, Applications
 from syncline.learn.buckets import Header
 from syncline.learn.callbacks import Callbacks
 from syncline.learn.reducer import Reducer, Round
+from syncline.learn.surface import UNSAID
 from syncline.learn.wishes import Wishes
 from syncline.ports import RunStopped
 from syncline.protocols.clocks import StalenessClock
@@ -144,9 +145,11 @@ class ReducedOptimizer(torch.optim.Optimizer):
             self._session.stepped(self)
 
     def _note_loss(self, loss: Any) -> None:
-        value = loss.item() if isinstance(loss, Tensor) else loss
-        self.last_loss = float(self._session.loss if value is None else value)
-        self._session.loss = float("nan")
+        session = self._session
+        said, session.loss = session.loss if loss is None else loss, UNSAID
+        self.last_loss = said.item() if isinstance(said, Tensor) else float(said)
+        if said is not UNSAID:
+            session.watch.loss(self.last_loss, self.started, session.epoch)
 
     def _start_iteration(self) -> None:
         current = self._reducer.take()

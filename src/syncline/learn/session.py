@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,16 @@ from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.ownership import Ownership, tables_of
 from syncline.learn.randomness import pack_random, unpack_random
 from syncline.learn.surface import Factory, Session
+from syncline.learn.watching import Watch
 from syncline.ports import Kind, LearnerPort, Note, Reset
 from syncline.table.layout import Layout, Tensors, lay_out
-from syncline.table.template import ELEMENTWISE, SCALE_INVARIANT, OptimizerTemplate, refuse_unsupported
+from syncline.table.template import (
+    ELEMENTWISE,
+    SCALE_INVARIANT,
+    OptimizerTemplate,
+    is_torchs,
+    refuse_unsupported,
+)
 from syncline.table.wrapping import look
 from syncline.topology import messages as m
 from syncline.topology.means import brought, like
@@ -72,11 +80,11 @@ class ServerSession(Session):
         self._rests: list[tuple[SharedOptimizer, int]] = []
         self._rest_loader = -1  # whose data it waits for, where it rests
         self._idle: tuple[int, int] | None = None  # the loader that ended, and its next portion
-        self.loss = float("nan")
         self.sync = config.sync  # as of the last read of any table
         self._kept_random = b""
         self._mark: Tensor | None = None
         self._refused: UsageError | None = None  # why it is not where the others are
+        self.watch = Watch(self.rank, port.tell)
 
     def seed(self) -> None:
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
@@ -122,6 +130,11 @@ class ServerSession(Session):
                 continue
 
     @property
+    def epoch(self) -> int | None:
+        """Of its first loader."""
+        return self._loaders[0].epoch if self._loaders else None
+
+    @property
     def ending(self) -> bool:
         """The run is to end: loaders end, steps do not return."""
         limit = self.config.limit
@@ -165,6 +178,7 @@ class ServerSession(Session):
         table = self.insist(lambda: self._open_table(inner, layout, tensors, wraps=held.wraps))
         self._tables.append(table)
         self._owned.claim(named)
+        self.watch.opened(given, table)
         return table
 
     def _open_table(
@@ -323,6 +337,9 @@ class ServerSession(Session):
                 self._tables[0].farewell()
         for table in self._tables:
             table.release_hooks()
+        self.watch.close()
+        if not self.ending and sys.exception() is None:
+            self.port.tell(m.Closed())
 
     # -- between the loaders and the tables --------------------------------------------------------------
 
@@ -433,7 +450,7 @@ def shards_for(optimizer: torch.optim.Optimizer, shards: int, *, fixed: bool) ->
         return 1
     if fixed:
         return shards
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not is_torchs(optimizer):
         return 1
     size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
     return max(1, min(shards, size // SHARD_BYTES))

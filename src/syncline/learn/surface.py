@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from syncline.learn.watching import Watch
+
 Factory = Callable[..., torch.optim.Optimizer]
+UNSAID = float("nan")  # this very object: a loss that is not a number is another
 
 
 class Session(ABC):
@@ -23,7 +26,8 @@ class Session(ABC):
     rank: int
     learners: int
     device: torch.device
-    loss: float = float("nan")  # of the gradient that is being made, for the record
+    watch: Watch
+    loss: float = UNSAID  # of the gradient that is being made, for the record
 
     @property
     @abstractmethod

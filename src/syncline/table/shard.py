@@ -29,6 +29,7 @@ from syncline.table.template import (
     bare_step,
     beside,
     cut_state,
+    is_torchs,
     piece_states,
 )
 from syncline.table.wrapping import look
@@ -134,7 +135,7 @@ class Shard:
         self._wraps = template.whole is not None
         inner = look(self.optimizer).optimizers if self._wraps else ()
         self._groups = Groups(self.optimizer, template.options, inner)
-        self._own_step = not type(self.optimizer).__module__.startswith("torch.optim.")
+        self._own_step = not is_torchs(self.optimizer)
         self._options: Options = template.options
         self._factor = 1.0
         self._copies: dict[str, Tensor] = {}  # of the last cut
@@ -405,6 +406,10 @@ class Shard:
         self._settle()
         self._look()
         return self._groups.values(), piece_states(self.optimizer, self.part, self.parameters)
+
+    def own_options(self) -> Options:
+        """Of the groups, what the optimizer itself has changed."""
+        return self._groups.own()
 
     def whole_state(self) -> dict[str, Any] | None:
         """What an optimizer that holds others says of itself; None of all others."""

@@ -136,6 +136,11 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     return step
 
 
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """One of PyTorch's own, each of which works on every parameter by itself."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
 def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise LayoutError(

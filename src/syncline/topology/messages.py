@@ -57,6 +57,11 @@ class MeanOf:
 
 
 @dataclass(frozen=True, slots=True)
+class Closed:
+    """Its function has come to its end, by itself: nobody told it to."""
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     metrics: dict[str, Any]
 
@@ -221,6 +226,7 @@ class Leave:
     learner: int
     rank: int
     lost: bool = False
+    closed: bool = False  # its function has come to its end by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +327,7 @@ class WeightsPart:
     version: int
     segments: list[Tensor]
     buffers: list[Tensor] | None = None  # from the leading shard: mean over live learners
+    own: Options = field(default_factory=list)  # of the groups, what the optimizer itself has changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +440,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
+    """For the user, once for each cause."""
+
     text: str
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,6 +241,12 @@ class Replay:
             shard.settle()
         self._port.report(
             m.WeightsPart(
-                tag, entry.table, self._port.shard, shard.version, shard.snapshot(), self.buffers(entry.table)
+                tag,
+                entry.table,
+                self._port.shard,
+                shard.version,
+                shard.snapshot(),
+                self.buffers(entry.table),
+                shard.own_options(),
             )
         )

@@ -39,5 +39,6 @@ class Hanging:
             else:
                 self._recorder.warn(
                     f"learner {process.rank} {what}; {self._others}. It is left alone: kill_hung=True {self._end}, "
-                    "patience= sets the time"
+                    "patience= sets the time",
+                    said=True,
                 )
