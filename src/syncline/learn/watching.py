@@ -151,7 +151,6 @@ class Untouched:
         held = [self._parameters[index].detach() for index in self._normed]
         if not held:
             return []
-        return [
-            torch.stack([each.double().cpu() for each in torch._foreach_norm(held, p)])
-            for p in (math.inf, 2.0)
-        ]
+        device = held[0].device
+        found = [torch._foreach_norm(held, order) for order in (math.inf, 2.0)]
+        return [torch.stack([each.double().to(device) for each in norms]).cpu() for norms in found]
