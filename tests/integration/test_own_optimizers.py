@@ -328,6 +328,20 @@ class Listed(Optimizer):
         self.param_groups[0]["before"] = norm
 
 
+class Counting(Optimizer):
+    """Keeps a state of no parameter, and clears gradients in its step."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"] / self.state["calls"])
+        self.zero_grad()
+
+
 def lookahead(params: Iterable[Any], lr: float = 0.1) -> Lookahead:
     return Lookahead(torch.optim.SGD(params, lr=lr, momentum=0.9))
 
@@ -338,7 +352,6 @@ def lookahead_of_two_groups(model: nn.Module) -> Lookahead:
 
 
 WRAPPERS = [lookahead, Around, Listed]
-wrappers = pytest.mark.parametrize("factory", WRAPPERS)
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
@@ -359,7 +372,7 @@ def check_whole(got: Seen, wanted: Seen) -> None:
 
 
 @alone
-@wrappers
+@pytest.mark.parametrize("factory", [*WRAPPERS, Counting])
 def test_optimizers_around_others_train_as_in_plain_pytorch(
     factory: Any, engine: str, topology: str, sync: str
 ) -> None:
@@ -370,12 +383,13 @@ def test_optimizers_around_others_train_as_in_plain_pytorch(
     check_whole(result.returned[0], wanted)
 
 
-@wrappers
+@pytest.mark.parametrize("factory", [*WRAPPERS, Counting])
 def test_their_states_go_both_ways(factory: Any) -> None:
     """What their own `state_dict` says is loaded by their own `load_state_dict`, as in plain PyTorch."""
     middle = fit(plain, factory, 0, 6)
     wanted = fit(plain, factory, 6, 12, copy.deepcopy(middle))
-    options = {"learners": 1, "topology": "servers:2", "engine": "sim"}
+    topology = "servers" if factory is Counting else "servers:2"
+    options = {"learners": 1, "topology": topology, "engine": "sim"}
     saved = launched(fit_in_session, factory, 0, 6, **options).returned[0]
     check_whole(saved, middle)
     for source in (middle, saved):
@@ -470,12 +484,19 @@ def test_what_a_shard_cannot_have_is_refused_by_name(problem: str, engine: str) 
     assert "LBFGS" in problem or "or use topology='allreduce'" in line
 
 
-def test_a_wrapper_whose_state_is_no_tensor_is_in_no_checkpoint_and_that_is_said(tmp_path: Path) -> None:
-    class Strange(Around):
-        def __init__(self, params: Iterable[Any]) -> None:
-            super().__init__(params)
-            self.seen = {1, 2}
+class Strange(Around):
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.seen = {1, 2}
 
-    with pytest.warns(RuntimeWarning, match=r"checkpoint .* failed: Strange.seen is a set"):
-        result = train(optimizer=Strange, run_dir=tmp_path)
+
+@pytest.mark.parametrize(
+    "factory, problem",
+    [(Strange, "Strange.seen is a set"), (Counting, "optimizer state under 'calls' belongs to no parameter")],
+)
+def test_a_state_that_cannot_be_kept_is_in_no_checkpoint_and_that_is_said(
+    factory: Any, problem: str, tmp_path: Path
+) -> None:
+    with pytest.warns(RuntimeWarning, match=f"checkpoint .* failed: {problem}"):
+        result = train(optimizer=factory, topology="servers", run_dir=tmp_path)
     assert result.version == 20

@@ -161,7 +161,7 @@ class Recorder:
             good = f"the last good one is {last}" if last else "there is none yet"
             self.event(f"checkpoint failed: {done.problem}", kind="checkpoint failed", version=done.number)
             text = f"checkpoint of version {done.number} failed: {done.problem}; {good}. The run goes on."
-            self.warn(text, said=True)
+            self.warn(text, f"checkpoint: {done.problem}", said=True)
         else:
             what = f"checkpoint of version {done.number}: {done.path}"
             self.event(what, kind="checkpoint", version=done.number, path=done.path)

@@ -435,7 +435,7 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of plain PyTorch's or of another run; every learner may call it."""
-        if self._wraps:
+        if self._wraps or any(isinstance(key, str) for key in state_dict["state"]):
             self._take_options(state_dict.get("param_groups", ()))
             self._session.insist(lambda: self._load([], {}, state_dict))
             return

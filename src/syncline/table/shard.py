@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync
-from syncline.table.checkpoints import group_notes, piece_tensors, wrapped_tensors
+from syncline.table.checkpoints import CheckpointError, group_notes, piece_tensors, wrapped_tensors
 from syncline.table.flat_sgd import FlatSGD
 from syncline.table.groups import Groups
 from syncline.table.joined_step import JoinedStep
@@ -29,6 +29,7 @@ from syncline.table.template import (
     bare_step,
     beside,
     cut_state,
+    homeless,
     is_torchs,
     piece_states,
 )
@@ -390,6 +391,10 @@ class Shard:
         if self._wraps:
             with self._groups.unscaled():
                 return wrapped_tensors(self.part, views, self.optimizer, self._by_entry(), groups)
+        if other := homeless(self.optimizer):
+            raise CheckpointError(
+                f"optimizer state under {other!r} belongs to no parameter, and cannot be kept"
+            )
         states = {
             (piece.entry, piece.start, piece.stop): dict(state)
             for piece, parameter in zip(self.part.pieces, self.parameters, strict=True)
@@ -412,8 +417,8 @@ class Shard:
         return self._groups.own()
 
     def whole_state(self) -> dict[str, Any] | None:
-        """What an optimizer that holds others says of itself; None of all others."""
-        if not self._wraps:
+        """What an optimizer that holds others, or has state of no parameter, says of itself; None of all others."""
+        if not self._wraps and (homeless(self.optimizer) is None or self.layout.shards > 1):
             return None
         with self._groups.unscaled():
             return copy.deepcopy(self.optimizer.state_dict())

@@ -66,6 +66,11 @@ class OptimizerTemplate:
             if key not in _TENSOR_FREE and not key.endswith("_hooks")
         }
         index = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+        if other := homeless(optimizer):
+            raise LayoutError(
+                f"{type(optimizer).__name__} begins with a state under {other!r}, which is no parameter of its groups and "
+                "belongs to no shard; keep it in a parameter's state, in a group, or use topology='allreduce'"
+            )
         state = {
             index[id(p)]: {key: _to_host(value) for key, value in entry.items()}
             for p, entry in optimizer.state.items()
@@ -139,6 +144,11 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """One of PyTorch's own, each of which works on every parameter by itself."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def homeless(optimizer: torch.optim.Optimizer) -> Any:
+    """A key of its state that is no parameter, if there is one."""
+    return next((key for key in optimizer.state if not isinstance(key, Tensor)), None)
 
 
 def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:

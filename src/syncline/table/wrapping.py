@@ -50,7 +50,7 @@ def look(optimizer: Optimizer) -> Held:
     found = Held()
     inside = {
         **_attributes(optimizer),
-        "state": [dict(entry) for entry in optimizer.state.values()],
+        "state": list(optimizer.state.values()),
         "param_groups": [{**group, "params": ()} for group in optimizer.param_groups],
     }
     for name, value in inside.items():
