@@ -14,6 +14,8 @@
 
     KeyboardInterrupt                  Ctrl-C has ended a run: its .result is what was trained
     Terminated (SystemExit, code 143)  SIGTERM has: .result, too
+    SynclineWarning (RuntimeWarning)   hardly meant, or worth knowing: the run goes on
+    └── LostWarning                    a learner is gone
 
 Not responsible for wording: whoever raises says what is wrong, where, and what to do instead.
 """
@@ -99,3 +101,11 @@ def interrupted(result: Any) -> KeyboardInterrupt:
     error = KeyboardInterrupt("Ctrl-C has ended the run; what was trained is this exception's .result")
     error.result = result  # type: ignore[attr-defined]
     return error
+
+
+class SynclineWarning(RuntimeWarning):
+    """Something of a run that its user should know; it goes on."""
+
+
+class LostWarning(SynclineWarning):
+    """A learner is gone, and the others go on."""

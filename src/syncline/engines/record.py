@@ -29,9 +29,11 @@ from syncline.engines.run import (
     Sampled,
     Snapshot,
 )
-from syncline.errors import LearnerError, RunError, SynclineError
+from syncline.errors import LearnerError, LostWarning, RunError, SynclineError, SynclineWarning
+from syncline.learn.watching import not_finite
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
+from syncline.table.template import Options
 from syncline.topology import messages as m
 from syncline.topology.keeper import Keeper
 from syncline.topology.peer_cuts import GatheredCut
@@ -66,6 +68,8 @@ class Recorder:
         self._void: list[int] = []  # epochs whose evaluation is on its way and no longer wanted
         self._finished = self._complete = False
         self._deaf = False  # a listener failed, and that was said
+        self.causes: set[str] = set()  # of warnings that were given
+        self._own: dict[tuple[str, int], Options] = {}  # of the first shard of a table's parts
         self._tell(Began(now))
 
     def _tell(self, record: Any) -> None:
@@ -82,6 +86,7 @@ class Recorder:
         """What the coordinator passes on."""
         if isinstance(record, m.WeightsPart):
             self._assembly.add(record)
+            self._compare(record)
             self._evaluate_ready()
         elif isinstance(record, m.EpochEnd):
             self._epoch(record)
@@ -89,7 +94,7 @@ class Recorder:
             self.outcome.statistics = record.statistics
             self._finished = True
         elif isinstance(record, m.Warned):
-            self.warn(record.text)
+            self.warn(record.text, record.cause)
         elif isinstance(record, m.Clocks):
             self._tell(record)
         elif isinstance(record, m.Left):
@@ -110,9 +115,42 @@ class Recorder:
         """How a simulated run stands, for listeners."""
         self._tell(Sampled(self._now(), statistics))
 
-    def warn(self, text: str) -> None:
-        self._tell(Event(seconds=self._now(), what=text, kind="warning"))
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    def warn(
+        self, text: str, cause: str = "", *, kind: type[Warning] = SynclineWarning, said: bool = False
+    ) -> None:
+        """For the user, once for each cause; `said`: an event says the same to listeners."""
+        if cause and cause in self.causes:
+            return
+        self.causes.add(cause)
+        if not said:
+            self._tell(Event(seconds=self._now(), what=text, kind="warning"))
+        warnings.warn(text, kind, stacklevel=2)
+
+    def lost(self, rank: int, how: str, others: int, then: str = "") -> None:
+        """A learner is gone, and the run goes on: with so many others, or as `then` says."""
+        left = (
+            f"{others} other learner{'s go' if others > 1 else ' goes'} on" if others else "no other is left"
+        )
+        self.warn(f"learner {rank} {how}; {then or left}", kind=LostWarning, said=True)
+
+    def bad_loss(self, rank: int | None, loss: float) -> None:
+        """Of a simulated gradient; learners with a session say it themselves."""
+        who = f"learner {rank}: " if rank is not None else ""
+        self.warn(f"{who}{not_finite('a gradient', len(self.outcome.history), loss)}", "loss")
+
+    def _compare(self, part: m.WeightsPart) -> None:
+        """What an optimizer keeps in its groups is the same on all shards, unless it computes over all parameters."""
+        first = self._own.setdefault((part.tag, part.table), part.own)
+        differ = sorted(
+            {key for a, b in zip(first, part.own, strict=True) for key in a | b if a.get(key) != b.get(key)}
+        )
+        if differ:
+            self.warn(
+                f"the optimizer of table {part.table} has other values of {', '.join(map(repr, differ))} on shard {part.shard} "
+                "than on another: it computes over all its parameters, and each shard has a part of them. Use "
+                "topology='servers' or 'servers:1', which gives such an optimizer one shard",
+                "shards",
+            )
 
     def returned(self, rank: int, message: m.Returned) -> None:
         """A learner's function is over."""
@@ -138,7 +176,8 @@ class Recorder:
             )
             good = f"the last good one is {last}" if last else "there is none yet"
             self.event(f"checkpoint failed: {done.problem}", kind="checkpoint failed", version=done.number)
-            self.warn(f"checkpoint of version {done.number} failed: {done.problem}; {good}. The run goes on.")
+            text = f"checkpoint of version {done.number} failed: {done.problem}; {good}. The run goes on."
+            self.warn(text, f"checkpoint: {done.problem}", said=True)
         else:
             what = f"checkpoint of version {done.number}: {done.path}"
             self.event(what, kind="checkpoint", version=done.number, path=done.path)
@@ -160,6 +199,7 @@ class Recorder:
             self.outcome.history.append(self._open.pop(epoch))
         self.outcome.history.sort(key=lambda each: each.epoch)
         self._states.clear()
+        self._own.clear()
         self._assembly = Assembly()
         self._finished = self._complete = False
 
@@ -268,6 +308,11 @@ def learner_error(rank: int, error: BaseException | None, text: str) -> LearnerE
     told = LearnerError(rank, text, _raised(error) if error is not None else "")
     told.__cause__ = error
     return told
+
+
+def last_line(error: BaseException) -> str:
+    """What it says, without where."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
 
 
 def peer_record(

@@ -43,9 +43,11 @@ class PeerLoader:
         ahead: int,
         kept: LoaderState | None = None,
     ) -> None:
-        self.number, self.batch_size, self.data = number, batches[session.rank], data
+        self.number, self.batch_size = number, batches[session.rank]
+        self.data, self.collate = data, collate  # kept: the session knows its loaders by their identity
+        self.ahead = ahead  # in force from the next epoch on
         self.size = len(data)  # type: ignore[arg-type]
-        self._session, self._batches, self.policy, self._ahead = session, tuple(batches), policy, ahead
+        self._session, self._batches, self.policy = session, tuple(batches), policy
         self.epoch = kept.standing.done if kept is not None else 0  # of the next iteration
         self._rounds = self._whole = self._rounds_of(None)
         self._left = self._left_of(kept)
@@ -77,8 +79,8 @@ class PeerLoader:
         )
 
     def __len__(self) -> int:
-        """Batches in an epoch, over all learners."""
-        return -(-self.size * len(self._batches) // sum(self._batches))
+        """Batches of an epoch that this loop sees, those that it repeats without weight included."""
+        return self._whole.count
 
     def __iter__(self) -> Iterator[Any]:
         if self._iterating:
@@ -131,8 +133,8 @@ class PeerLoader:
             parts=len(self._batches),
         )
         shares = [self._rounds.share(number) for number in range(self._rounds.count)]
-        if self._ahead:
-            return _read_ahead(shares, lambda share: self._batch(order, share), self._ahead)
+        if self.ahead and self._session.config.reader:
+            return _read_ahead(shares, lambda share: self._batch(order, share), self.ahead)
         return ((share, self._batch(order, share)) for share in shares)
 
     def _batch(self, order: Tensor, share: Share) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline.dial import Course, Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.buckets import Header
-from syncline.learn.feed import read_ahead
+from syncline.learn.feed import identity, read_ahead
 from syncline.learn.inputs import check_data, check_function
 from syncline.learn.ownership import Ownership, tables_of
 from syncline.learn.peer_feed import PeerLoader, PeerSplitLoader
@@ -35,12 +35,14 @@ from syncline.learn.session import (
 )
 from syncline.learn.silence import Silence
 from syncline.learn.surface import Factory, Session
+from syncline.learn.watching import Watch
 from syncline.ports import CollectivePort, Progress
 from syncline.protocols.cadence import JointCadence
 from syncline.protocols.rounds import equal_shares
 from syncline.table.checkpoints import CheckpointError
 from syncline.table.layout import Layout, lay_out
 from syncline.table.template import ELEMENTWISE
+from syncline.table.wrapping import look
 from syncline.topology import messages as m
 from syncline.topology.flights import FLIGHTS, PipelineState, flight_tensors
 from syncline.topology.keeper import PeerClosed, PeerEpoch, PeerTable
@@ -86,7 +88,6 @@ class PeerSession(Session):
         self._begun = False  # a loop has asked for a batch
         self.rank, self.learners = config.rank, config.learners
         self.device = torch.device(config.device)
-        self.loss = float("nan")
         self.sync = config.course.first
         self.consumed = 0  # examples handed out so far
         self.batches = 0  # handed out so far
@@ -103,6 +104,12 @@ class PeerSession(Session):
         self._marks: list[int] = []  # epochs that end with the next gradient
         self._agreed = False  # to stop
         self._since = 0  # the first iteration of this epoch
+        self.watch = Watch(self.rank, port.tell)
+
+    @property
+    def epoch(self) -> int | None:
+        """Of its first loader."""
+        return self._loaders[0].epoch if self._loaders else None
 
     def seed(self) -> None:
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
@@ -169,6 +176,7 @@ class PeerSession(Session):
         self._resume_table(table, tensors.buffers)
         self._tables.append(table)
         self._silence.add(tensors.parameters)
+        self.watch.opened(tensors.parameters, table, inner, *look(inner).optimizers)
         return table
 
     def _resume_table(self, table: ReducedOptimizer, buffers: list[Tensor]) -> None:
@@ -230,9 +238,12 @@ class PeerSession(Session):
         else:
             assert global_batch_size is not None
             batches = equal_shares(global_batch_size, self.learners)
-        key = (id(data), batches, policy)
+        reads = read_ahead(data, ahead)
+        key = (id(data), batches, policy, identity(collate))
         if key not in self._same:
-            self._same[key] = self._open_loader(data, batches, policy, collate, ahead)
+            self._same[key] = self._open_loader(data, batches, policy, collate, reads)
+        elif ahead is not None and isinstance(loader := self._same[key], PeerLoader):
+            loader.ahead = reads
         return self._same[key]
 
     def _open_loader(
@@ -241,7 +252,7 @@ class PeerSession(Session):
         batches: tuple[int, ...],
         policy: str,
         collate: Callable[[list[Any]], Any] | None,
-        ahead: int | None,
+        ahead: int,
     ) -> PeerLoader | PeerSplitLoader:
         number = len(self._loaders)
         iterable = isinstance(data, IterableDataset)
@@ -264,7 +275,6 @@ class PeerSession(Session):
                 self, number, data, batch_size=batches[self.rank], collate=collate, policy=policy, kept=kept
             )
         else:
-            ahead = read_ahead(data, ahead) if self.config.reader else 0
             loader = PeerLoader(
                 self, number, data, batches=batches, policy=policy, collate=collate, ahead=ahead, kept=kept
             )
@@ -451,6 +461,7 @@ class PeerSession(Session):
             table.flush()
             table.release_hooks()
         self._silence.end()
+        self.watch.close()
         self.port.tell(
             PeerClosed(
                 self.steps,

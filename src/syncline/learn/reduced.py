@@ -20,12 +20,15 @@ from syncline.learn.buckets import Header
 from syncline.learn.callbacks import Callbacks
 from syncline.learn.peer_state import as_in, cut_table, flight_of, load_table, plain_groups
 from syncline.learn.reducer import Reducer, Round
+from syncline.learn.surface import UNSAID
+from syncline.learn.wishes import Wishes
 from syncline.ports import RunStopped
 from syncline.protocols.clocks import StalenessClock
 from syncline.protocols.pipeline import Pipeline, Vote
 from syncline.protocols.sequence import Account as Counted
 from syncline.table.layout import Layout, Tensors
 from syncline.table.template import ELEMENTWISE
+from syncline.table.wrapping import look
 from syncline.topology.flights import PipelineState
 from syncline.topology.keeper import Account, Copy, Deeper
 from syncline.topology.restore import TableState
@@ -57,7 +60,6 @@ class ReducedOptimizer(torch.optim.Optimizer):
         self._pipeline = Pipeline(1 if sync.auto else sync.delay)
         self._vote = Vote(limit=sync.delay, learners=session.learners) if sync.auto else None
         self._flying: dict[int, Round] = {}
-        self._made: set[str] = set()  # keys of the groups that the optimizer itself changes: its state
         self._clock = StalenessClock()
         self._examples = self._gradients = self._void = 0
         self._loss_sum, self._loss_count = 0.0, 0
@@ -69,6 +71,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         )
         self._reducer = Reducer(session, number, self._parameters, names, self.hooks, self._pipeline)
         self._by_bucket = self._groups_by_bucket()
+        self._wishes = Wishes(self, look(inner).optimizers)
 
     def __repr__(self) -> str:
         return f"ReducedOptimizer(table {self.number}, {self.kind.__name__}, {len(self._reducer.buckets)} buckets)"
@@ -147,9 +150,11 @@ class ReducedOptimizer(torch.optim.Optimizer):
             self._session.stepped(self)
 
     def _note_loss(self, loss: Any) -> None:
-        value = loss.item() if isinstance(loss, Tensor) else loss
-        self.last_loss = float(self._session.loss if value is None else value)
-        self._session.loss = float("nan")
+        session = self._session
+        said, session.loss = session.loss if loss is None else loss, UNSAID
+        self.last_loss = said.item() if isinstance(said, Tensor) else float(said)
+        if said is not UNSAID:
+            session.watch.loss(self.last_loss, self.started, session.epoch)
 
     def _start_iteration(self) -> None:
         current = self._reducer.take()
@@ -159,7 +164,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         if self.number == 0:
             current.epochs = self._session.take_marks()
         if self._session.config.most_delay:
-            current.options = [_options(group) for group in self.param_groups]
+            current.options = self._wishes.now()
         self._pipeline.start()
         self._flying[current.iteration] = current
 
@@ -201,19 +206,9 @@ class ReducedOptimizer(torch.optim.Optimizer):
         factor = self._session.factor
         if factor == 1.0 and not current.options and not self._session.config.cuts:
             yield
-            return
-        kept = [_options(group) for group in self.param_groups]
-        if factor != 1.0 or current.options:
-            for group, option in zip(self.param_groups, current.options or kept, strict=True):
-                group.update({key: value for key, value in option.items() if key not in self._made})
-                group["lr"] = option["lr"] * factor
-        given = [_options(group) for group in self.param_groups]
-        try:
-            yield
-        finally:
-            for group, before, option in zip(self.param_groups, given, kept, strict=True):
-                self._made.update(key for key, value in before.items() if group[key] is not value)
-                group.update({key: value for key, value in option.items() if key not in self._made})
+        else:
+            with self._wishes.as_of(current.options, factor):
+                yield
 
     def _applied(self, current: Round) -> None:
         """Count, and hear what the others said."""
@@ -354,6 +349,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         """Every learner must load the same."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self._wishes = Wishes(self, look(self.inner).optimizers)
 
     def take_losses(self) -> tuple[float, int]:
         """Since the last call."""
@@ -420,7 +416,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
             started=self._pipeline.started,
             void=self._void,
             depth=self._pipeline.depth,
-            groups=plain_groups([{key: group[key] for key in self._made} for group in self.param_groups]),
+            groups=plain_groups(self._wishes.own()),
             flights=[flight_of(self._reducer, self._flying[number]) for number in sorted(self._flying)],
         )
 
@@ -434,8 +430,9 @@ class ReducedOptimizer(torch.optim.Optimizer):
         self._clock.histogram.update(account.histogram or {})
         load_table(self.inner, self._parameters, kept)
         for group, values in zip(self.param_groups, pipeline.groups, strict=False):
-            self._made.update(values)
             group.update(as_in(group, values))
+        made = {key for values in pipeline.groups for key in values}
+        self._wishes = Wishes(self, look(self.inner).optimizers, made)
         self._void = pipeline.void
         self._pipeline.resume(pipeline.started, [flight.iteration for flight in pipeline.flights])
         if self._vote is not None and pipeline.depth:
@@ -462,7 +459,3 @@ class ReducedOptimizer(torch.optim.Optimizer):
         """Nothing is held after the learner's function."""
         self._reducer.close()
         self.hooks.remove()
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

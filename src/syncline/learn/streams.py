@@ -104,8 +104,8 @@ class StreamLoader(Loader):
         self._given = 0
         super().rejoin()
 
-    def _ask(self, upto: int) -> None:
-        super()._ask(self._index + 1)
+    def _wanted(self) -> int:
+        return self._index + 1
 
     def _leave(self) -> None:
         self._session.push()

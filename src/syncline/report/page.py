@@ -218,7 +218,8 @@ def _event_words(event: Line) -> str:
 
 
 def _events(record: RunRecord) -> str:
-    shown = record.faults + [each for each in record.events if each not in record.faults]
+    first = record.faults + record.warnings
+    shown = first + [each for each in record.events if each not in first]
     if not shown:
         return "<p class='faint'>None.</p>"
     rows = [[f"{e['seconds']:.2f}", str(e.get("event") or ""), _event_words(e)] for e in shown[:200]]

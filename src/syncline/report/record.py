@@ -223,6 +223,10 @@ class RunRecord:
         return [each for each in self.events if each.get("event") not in QUIET]
 
     @property
+    def warnings(self) -> list[Line]:
+        return [each for each in self.events if each.get("event") == "warning"]
+
+    @property
     def progress(self) -> float | None:
         """The part that is done, where the end is known."""
         if self.end is not None and self.end.get("how") == "finished":

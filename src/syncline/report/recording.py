@@ -33,7 +33,7 @@ from syncline.engines.run import (
     Sampled,
     Snapshot,
 )
-from syncline.errors import LearnerError, RunError
+from syncline.errors import LearnerError, RunError, SynclineWarning
 from syncline.learn.training import Training
 from syncline.report import weights
 from syncline.report.clocks import CLOCKS, append_clocks, cut_clocks
@@ -316,8 +316,8 @@ class Recording:
         self.problem = words
         try:
             text = f"the run folder is not complete: {words}. The run goes on; this is said once."
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-        except RuntimeWarning:  # warnings are errors here, and this thread has to go on
+            warnings.warn(text, SynclineWarning, stacklevel=2)
+        except SynclineWarning:  # warnings are errors here, and this thread has to go on
             pass
 
 

@@ -33,12 +33,14 @@ from torch import Tensor
 from syncline.errors import RunError
 from syncline.table.layout import DTYPES, Entry, Flat, Layout, Part
 from syncline.table.template import PieceState
+from syncline.table.wrapping import PREFIX, Kept, keep
 
 FORMAT, MANIFEST = 1, "checkpoint.json"
 CHUNK = 4 << 20  # bytes per write and read
 COMPLEX128 = "syncline.complex128"  # metadata: names of tensors stored as pairs of float64
 # safetensors' names: F32, BF16, C64, I8, U8, BOOL
 _CODES = {dtype: re.sub("loat|omplex|(?<=u)int|nt", "", name).upper() for name, dtype in DTYPES.items()}
+GROUPS, WHOLE = "groups", "whole"  # among the notes
 NOTES = "notes"  # state values that are no tensors, as JSON in a file's metadata
 _NAME = re.compile(r"(?P<dot>\.)?(?P<number>\d{9,})(?(dot)\.(?P<kind>tmp|old|gone))")
 _SEALED = re.compile(rb'\{"crc32": "(?P<crc>[0-9a-f]{8})",\n"content": (?P<body>.*)\}\n', re.DOTALL)
@@ -366,6 +368,45 @@ def piece_tensors(
                 what = f"optimizer state {key!r} of parameter {piece.entry} is a {type(value).__name__}"
                 raise CheckpointError(f"{what}: only tensors, numbers, strings, None and lists can be kept")
     return tensors, dict(values)
+
+
+def group_notes(own: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Options of parameter groups that the optimizer itself has changed, beside the other state values."""
+    for group in own:
+        for key, value in group.items():
+            if not _is_plain(value):
+                what = f"option {key!r} of a parameter group is a {type(value).__name__}"
+                raise CheckpointError(f"{what}: only numbers, strings, None and lists can be kept")
+    return {GROUPS: {str(number): dict(group) for number, group in enumerate(own)}} if any(own) else {}
+
+
+def wrapped_tensors(
+    part: Part,
+    views: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    groups: dict[str, dict[str, Any]],
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """The same of an optimizer that holds others: all of it, as it is."""
+    tensors, _ = piece_tensors(part, views, {})
+    try:
+        node, kept = keep(optimizer, parameters)
+    except RunError as error:
+        raise CheckpointError(f"{error}: only tensors, plain values and containers can be kept") from error
+    return tensors | kept, {**groups, WHOLE: {"optimizer": node}}
+
+
+def kept_whole(tensors: dict[str, Tensor], notes: dict[str, dict[str, Any]]) -> Kept | None:
+    """The inverse: taken out of a file's tensors and notes."""
+    if (found := notes.pop(WHOLE, None)) is None:
+        return None
+    return found["optimizer"], {name: tensors.pop(name) for name in list(tensors) if name.startswith(PREFIX)}
+
+
+def own_options(notes: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The inverse: taken out of a file's notes."""
+    found = notes.pop(GROUPS, {})
+    return [found[str(number)] for number in range(len(found))]
 
 
 def _is_plain(value: object) -> bool:

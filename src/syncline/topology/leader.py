@@ -119,7 +119,7 @@ class Leader:
             cold = 0 in self._sequences and self._sequences[0].cold(learner)
             self._feeding.join(join.loader, learner, later=cold)
 
-    def leave(self, learner: int, rank: int, *, lost: bool) -> None:
+    def leave(self, learner: int, rank: int, *, lost: bool, closed: bool = False) -> None:
         back, pending = self._feeding.going(learner)
         if lost:
             self._port.report(m.Left(learner, rank, back, pending))
@@ -128,6 +128,8 @@ class Leader:
             self._decided(table, sequence.leave(learner))
         self._late.pop(learner, None)
         self._feeding.leave(learner, lost=lost)
+        if closed:
+            self._gathering.closed(learner, self._ranks)
         self._gathering.leave(learner)
         self._gathering.untangle()
         self._log(Entry(Kind.LEAVE, learner=learner))
@@ -185,7 +187,10 @@ class Leader:
         if note.flags:
             ticket.silent = bool(note.flags & SILENT)
             self._keep_states(learner, note)
-        self._decided(note.table, self._sequences[note.table].gradient(ticket))
+        sequence = self._sequences[note.table]
+        if self._gathering.meeting:
+            self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
+        self._decided(note.table, sequence.gradient(ticket))
         if self._gathering.tangled:
             self._gathering.untangle()
 

@@ -66,6 +66,11 @@ class MeanOf:
 
 
 @dataclass(frozen=True, slots=True)
+class Closed:
+    """Its function has come to its end, by itself: nobody told it to."""
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     metrics: dict[str, Any]
 
@@ -78,6 +83,7 @@ class LoadState:
     number: int
     options: Options
     state: dict[int, dict[str, Any]]
+    whole: dict[str, Any] | None = None  # in place of them, for an optimizer that holds others
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +236,7 @@ class Leave:
     learner: int
     rank: int
     lost: bool = False
+    closed: bool = False  # its function has come to its end by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +318,7 @@ class StatePart:
     shard: int
     options: Options
     state: PieceState
+    whole: dict[str, Any] | None = None  # the `state_dict` of an optimizer that holds others
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +338,7 @@ class WeightsPart:
     version: int
     segments: list[Tensor]
     buffers: list[Tensor] | None = None  # from the leading shard: mean over live learners
+    own: Options = field(default_factory=list)  # of the groups, what the optimizer itself has changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +459,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
+    """For the user, once for each cause."""
+
     text: str
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ learners that wait for each other elsewhere (`waiting_room`), nor for what a che
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.errors import LayoutError, UsageError
@@ -172,7 +172,7 @@ class Openings:
             m.MakeTable(
                 table=number,
                 layout=table.layout,
-                template=replace(table.template, state=known.state) if known else table.template,
+                template=known.of(table.template) if known else table.template,
                 dial=self._dial(),
                 initial={learner: rank for learner, rank in self.initial.items() if learner in self._live},
                 learners=plan.learners,

@@ -18,8 +18,18 @@ from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
-from syncline.table.checkpoints import Checkpoint, CheckpointError, layout_json, layout_of, whole
+from syncline.table.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    kept_whole,
+    layout_json,
+    layout_of,
+    own_options,
+    whole,
+)
 from syncline.table.layout import Layout
+from syncline.table.template import OptimizerTemplate
+from syncline.table.wrapping import Kept
 from syncline.topology import messages as m
 from syncline.topology.flights import FLIGHTS, PipelineState, pipelines_of
 
@@ -51,7 +61,13 @@ class TableState:
     optimizer: str
     values: list[Tensor]  # by entry
     state: dict[int, dict[str, Any]]
+    own: list[dict[str, Any]] = field(default_factory=list)  # options that the optimizer itself has changed
+    kept: Kept | None = None  # all of an optimizer that holds others
     account: Account = field(default_factory=Account)
+
+    def of(self, template: OptimizerTemplate) -> OptimizerTemplate:
+        """The optimizer with this state."""
+        return dataclasses.replace(template, state=self.state, own=self.own, kept=self.kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +216,8 @@ def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
     for shard in range(layout.shards):
         name = table_file(record["table"], shard)
         parts.append((checkpoint.tensors(name), checkpoint.notes(name)))
+    own = [own_options(notes) for _, notes in parts]
+    kept = [kept_whole(tensors, notes) for tensors, notes in parts]
     values, state = whole(layout, parts)
     account = record["account"]
     return TableState(
@@ -207,6 +225,8 @@ def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
         optimizer=record["optimizer"],
         values=values,
         state=state,
+        own=own[0],
+        kept=kept[0],
         account=Account(**{**account, "histogram": _by_number(account["histogram"] or {})}),
     )
 

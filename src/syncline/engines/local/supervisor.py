@@ -21,7 +21,7 @@ from syncline.engines.local.processes import Process
 from syncline.engines.local.staff import Staff
 from syncline.engines.local.statistics import Questions, with_processes
 from syncline.engines.local.thread import RunThread
-from syncline.engines.record import Recorder, learner_error
+from syncline.engines.record import Recorder, last_line, learner_error
 from syncline.engines.recovery import Recovery
 from syncline.engines.run import RunSpec
 from syncline.errors import LostError, RunError
@@ -215,6 +215,8 @@ class Supervisor:
         self._gone(process, lost=True)
         if not self.staff.learners and not self.thread.outcome.returned and not self._stopping:
             self.thread.fail(error)
+        else:
+            self.recorder.lost(process.rank, f"raised {last_line(error)}", len(self.staff.learners))
 
     def _from_shard(self, envelope: tuple[int, Any]) -> None:
         shard, message = envelope
@@ -244,12 +246,15 @@ class Supervisor:
             if self._recovery.restarts.learner_lost(process.rank, stepped=stepped):
                 self.recorder.event("replaced", process.rank, kind="replaced")
                 self._new_learner(process.rank)
+                self.recorder.lost(process.rank, what, len(self.staff.learners), "another takes its place")
                 return
             failures = self._recovery.restarts.learners[process.rank]
             what = f"given up: {failures} processes in a row were lost before their first step"
             self.recorder.event(what, process.rank, kind="given up")
         if not self.staff.learners and not self.thread.outcome.returned and not self._stopping:
             self.thread.fail(LostError(f"all learners are lost, the last was rank {process.rank}: {how}"))
+        else:
+            self.recorder.lost(process.rank, what, len(self.staff.learners))
 
     def _gone(self, process: Process, *, lost: bool) -> None:
         self.staff.learners.pop(process.number, None)

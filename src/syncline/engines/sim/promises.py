@@ -8,6 +8,7 @@ the bits that a learner's own process would give. Not responsible for when learn
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -154,6 +155,10 @@ class Promise:
 class Computer(Maker):
     """Makes promised gradients; one for all learners of a run."""
 
+    alarm: Callable[[int | None, float], None] = staticmethod(
+        lambda rank, loss: None
+    )  # of losses that are not finite
+
     @property
     @abstractmethod
     def versions(self) -> Versions:
@@ -270,10 +275,12 @@ class EachAlone(Computer):
             value = shop.plan.objective(shop.model, batch)
             check_loss(value)
             value.backward()
-            promise.loss = value.item()
+            loss = promise.loss = value.item()
         finally:
             own.random.save()
             outside.restore()
+        if not math.isfinite(loss):
+            self.alarm(own.rank, loss)
         promise.gradient = self._gradient()
         self._keep_buffers(promise)
 
