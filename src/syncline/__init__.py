@@ -2,6 +2,7 @@
 
 from syncline.dial import Sync
 from syncline.engines.local.engine import Local
+from syncline.engines.ray.engine import Ray
 from syncline.engines.run import EpochRecord
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.engine import Sim
@@ -15,6 +16,7 @@ __all__ = [
     "EpochRecord",
     "LearnerError",
     "Local",
+    "Ray",
     "Result",
     "Run",
     "RunError",

@@ -256,6 +256,7 @@ class Engine(ABC):
 
     virtual = False  # its seconds are not the machine's, and its runs tell listeners how they stand
     cluster_name: str | None = None  # of the simulated one
+    deals_devices = False  # GPUs are those of other machines: "cuda" is one of the node's
 
     @abstractmethod
     def start(self, spec: RunSpec) -> Handle: ...

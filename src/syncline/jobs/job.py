@@ -312,9 +312,6 @@ def _names(job: Mapping[str, Any], folder: str | None) -> Iterator[Problem]:
 
 def _name(key: str, named: Named, folder: str | None) -> Iterator[Problem]:
     role = NAMES[key]
-    if key == "engine" and named.name == "ray":
-        yield (key, "name"), "'ray' is understood but not built yet; working now: local, sim"
-        return
     try:
         found = resolve(named.name, role, folder)
     except UsageError as error:

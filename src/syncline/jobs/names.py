@@ -21,6 +21,7 @@ from syncline import models
 from syncline.data import DATASETS
 from syncline.dial import nearest
 from syncline.engines.local.engine import Local
+from syncline.engines.ray.engine import Ray
 from syncline.engines.sim.engine import Sim
 from syncline.errors import UsageError
 
@@ -58,7 +59,7 @@ SCHEDULES: Names = {
     "constant": lr_scheduler.ConstantLR,
     "polynomial": lr_scheduler.PolynomialLR,
 }
-ENGINES: Names = {"local": Local, "sim": Sim}
+ENGINES: Names = {"local": Local, "ray": Ray, "sim": Sim}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

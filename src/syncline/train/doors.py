@@ -70,6 +70,7 @@ def launch(
         check_whole("batch_size", batch_size)
     spec = run_spec(
         place=place_of(runner),
+        engine=runner,
         function=function,
         arguments=arguments,
         keywords=keywords,
@@ -168,6 +169,7 @@ def train(
     )
     spec = run_spec(
         place=place_of(runner),
+        engine=runner,
         function=run_training,
         arguments=(plan,),
         learners=learners,

@@ -14,22 +14,24 @@ import torch
 from syncline.dial import Course, Sync
 from syncline.engines.local.engine import Local
 from syncline.engines.options import Checkpoints, Faults
+from syncline.engines.ray.engine import Ray
 from syncline.engines.run import Engine, RunSpec
 from syncline.engines.sim.engine import Sim
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.engines.torchrun.place import Place
-from syncline.errors import DialError, NotYetError, UsageError
+from syncline.errors import DialError, UsageError
 from syncline.learn.session import check_whole
 from syncline.topology.parse import AllReduce, Servers, auto_shards, check_all_reduce, parse_topology
 
 DEFAULT_LEARNERS = 2
-ENGINES: dict[str, type[Engine]] = {"local": Local, "sim": Sim}
+ENGINES: dict[str, type[Engine]] = {"local": Local, "ray": Ray, "sim": Sim}
 Dial = str | Sync | Mapping[int, str | Sync] | Course
 
 
 def run_spec(
     *,
     place: Place | None,
+    engine: Engine,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     learners: int,
@@ -72,7 +74,9 @@ def run_spec(
     servers = found if isinstance(found, Servers) else Servers(1, True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shards = servers.shards if servers.fixed else auto_shards(learners, cores, lockstep=course.first.lockstep)
-    devices = devices_of(device, learners)
+    devices = (
+        ("cuda",) * learners if engine.deals_devices and device == "cuda" else devices_of(device, learners)
+    )
     if place is not None:
         devices = (devices_of(device, place.local)[place.local_rank],)
         checkpoints = dataclasses.replace(checkpoints, rank=place.rank)
@@ -137,8 +141,6 @@ def devices_of(device: Any, learners: int) -> tuple[str, ...]:
 def engine_of(engine: Any) -> Engine:
     if isinstance(engine, Engine):
         return engine
-    if engine == "ray":
-        raise NotYetError('engine="ray" is understood but not built yet; working now: local, sim')
     if engine == "local" and (place := Place.here()) is not None:
         if place.rank == 0:
             _say_torchrun(place.learners)

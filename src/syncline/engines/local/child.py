@@ -55,6 +55,8 @@ def main(control: int, out: int, err: int, life_line: int) -> int:
             run_evaluator(channel)
         else:
             keep_freed_memory()
+            if callable(setup.spec):  # a learner of another engine
+                return int(setup.spec(channel))
             if isinstance(setup.spec, PeerSpec):
                 return run_peer(channel, setup.spec)
             return run_learner(channel, setup.spec)

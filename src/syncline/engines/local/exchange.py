@@ -93,6 +93,11 @@ class Replies:
         load = self._cells.load
         return all(load(place + 4) > number or load(place) > number for place in self._places)
 
+    def so_far(self) -> tuple[int, int]:
+        """Up to which ticket (that one not included) all shards have released, and freed or released."""
+        words = [(self._cells.load(place), self._cells.load(place + 4)) for place in self._places]
+        return min(released for released, _ in words), min(max(pair) for pair in words)
+
     def released(self, number: int) -> tuple[int, int, int] | None:
         """Version, dial and keep, once every shard has released this ticket; the leading shard's words count."""
         load = self._cells.load

@@ -22,6 +22,7 @@ _HEAD = struct.Struct("!3sB8sIQQQ")
 SLICE = 1 << 20  # bytes that one call of the kernel is asked to move
 SMALL = 1 << 20  # bytes of a body that nobody has named a place for
 QUEUED = 1024  # frames that wait to be sent, at most
+TURN = 4 << 20  # bytes that are received before whoever does not wait may do something else
 
 
 class Lost(Exception):
@@ -91,6 +92,7 @@ class Connection:
         self._head = bytearray(_HEAD.size)
         self._head_filled = 0
         self._incoming: _Incoming | None = None
+        self._turn = TURN
         self.lost = False
 
     def fileno(self) -> int:
@@ -111,6 +113,8 @@ class Connection:
             self._queued += 1
             number = self._queued
             self._flush_some()
+            if self._queue:
+                self._sending.notify_all()
         return number
 
     def flush(self) -> bool:
@@ -134,6 +138,15 @@ class Connection:
             while self._sent < number:
                 self._check()
                 self._flush_some(wait=True)
+
+    def keep_sending(self) -> None:
+        """For a thread of its own: what `send` left is sent while others go on; ends with the connection."""
+        with self._sending:
+            while not self.lost:
+                if self._queue:
+                    self._flush_some(wait=True)
+                else:
+                    self._sending.wait()
 
     def _flush_some(self, *, wait: bool = False) -> None:
         try:
@@ -168,8 +181,9 @@ class Connection:
     # -- receiving ---------------------------------------------------------------------------------------
 
     def receive(self, seconds: float | None = None) -> Frame | None:
-        """The next frame; waits so long for it, for ever without a number. None if there is no whole one."""
-        while True:
+        """The next frame; waits so long for it, for ever without a number. None if there is no whole one (yet, with 0)."""
+        self._turn = TURN
+        while seconds != 0 or self._turn > 0:
             try:
                 frame = self._receive_some()
             except BlockingIOError:
@@ -181,6 +195,7 @@ class Connection:
                 raise Lost(f"the connection broke while receiving: {error.strerror or error}") from error
             if frame is not None:
                 return frame
+        return None
 
     def _receive_some(self) -> Frame | None:
         if self._incoming is None:
@@ -189,8 +204,10 @@ class Connection:
                 return None
             self._incoming = self._begin()
         incoming = self._incoming
-        while incoming.left:
+        if incoming.left:
             self._fill(incoming)
+        if incoming.left:
+            return None
         self._incoming, self._head_filled = None, 0
         if not incoming.wanted:
             return None
@@ -217,6 +234,7 @@ class Connection:
                 self.refused.truncated += 1
             self._give_up()
             raise Lost("the other end has closed the connection")
+        self._turn -= count
         return count
 
     def _begin(self) -> _Incoming:

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 HELLO = b"syncline cluster 1\n"
@@ -95,7 +95,7 @@ def _hear(end: socket.socket, length: int, deadline: float) -> bytes:
 
 
 @contextlib.contextmanager
-def _patience(end: socket.socket, deadline: float):  # type: ignore[no-untyped-def]
+def _patience(end: socket.socket, deadline: float) -> Iterator[None]:
     left = deadline - time.monotonic()
     if left <= 0:
         raise Stranger(f"it did not finish the handshake within {SECONDS:g} s")
