@@ -103,6 +103,10 @@ class Agent:
         self._thread.join()
         return self._listener.strangers
 
+    @property
+    def closed(self) -> bool:
+        return self._closing.is_set()
+
     def close(self) -> None:
         self._closing.set()
         self._wake.ring()
@@ -141,6 +145,8 @@ class Agent:
         finally:
             self._listener.close()
             processes.close(kill=True)
+            for pid, running in list(self._running.items()):
+                self._forget(pid, running)
 
     def _start_ordered(self, processes: Processes) -> None:
         self._wake.quiet()

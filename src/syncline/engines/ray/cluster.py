@@ -29,8 +29,33 @@ def load_ray() -> Any:
     return ray
 
 
-def attach(address: str | None, cores: int) -> bool:
-    """Connect to the cluster at hand, or to the one named; without any a Ray of our own is started: True then."""
+class RayCluster:
+    """The cluster at hand, or the one named; without any a Ray of our own, which ends with the run."""
+
+    def __init__(self, address: str | None, cores: int) -> None:
+        self._own = _attach(address, cores)
+
+    def nodes(self) -> list[Node]:
+        return _nodes_at_hand()
+
+    def agents(
+        self,
+        nodes: Sequence[Node],
+        counts: Sequence[int],
+        secret: Secret,
+        *,
+        gpus: bool,
+        resources: Mapping[str, float] | None,
+    ) -> Agents:
+        return Agents(nodes, counts, secret, gpus=gpus, resources=resources)
+
+    def close(self) -> None:
+        if self._own:
+            load_ray().shutdown()
+
+
+def _attach(address: str | None, cores: int) -> bool:
+    """True if a Ray was started."""
     ray = load_ray()
     if ray.is_initialized():
         _refuse_client(ray)
@@ -76,12 +101,7 @@ def _check_reachable(address: str) -> None:
         ) from error
 
 
-def detach() -> None:
-    """End the Ray that was started with the run."""
-    load_ray().shutdown()
-
-
-def nodes_at_hand() -> list[Node]:
+def _nodes_at_hand() -> list[Node]:
     ray = load_ray()
     own = ray.get_runtime_context().get_node_id()
     return [

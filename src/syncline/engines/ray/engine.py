@@ -14,9 +14,9 @@ from syncline.engines.local.cargo import Parcel, pack
 from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.learner import Task
 from syncline.engines.local.packing import pack_task
-from syncline.engines.ray import cluster
 from syncline.engines.ray.agent import AGENT
 from syncline.engines.ray.bulk import Connection, Lost
+from syncline.engines.ray.cluster import Agents, RayCluster, load_ray
 from syncline.engines.ray.frames import Kind, Objects, receive_object
 from syncline.engines.ray.handshake import Secret, Stranger, connect
 from syncline.engines.ray.placing import Node, chosen_nodes, deal, gpu_of, next_node
@@ -32,7 +32,7 @@ class Places:
     """Which rank is where; stand-ins for those elsewhere."""
 
     def __init__(
-        self, nodes: list[Node], dealt: list[int], agents: cluster.Agents, secret: Secret, spec: RunSpec
+        self, nodes: list[Node], dealt: list[int], agents: Agents, secret: Secret, spec: RunSpec
     ) -> None:
         self._nodes, self._agents, self._secret, self._spec = nodes, agents, secret, spec
         self._of = dict(enumerate(dealt))
@@ -62,14 +62,13 @@ class Places:
 class RayHandle(LocalHandle):
     """A run on a cluster's nodes."""
 
-    def __init__(self, spec: RunSpec, places: Places, agents: cluster.Agents, *, own: bool) -> None:
-        self._agents, self._own = agents, own
+    def __init__(self, spec: RunSpec, places: Places, agents: Agents, cluster: RayCluster) -> None:
+        self._agents, self._cluster = agents, cluster
         super().__init__(spec, away=places)
 
     def _closed(self) -> None:
         self._agents.close()
-        if self._own:
-            cluster.detach()
+        self._cluster.close()
 
 
 class Ray(Engine):
@@ -109,30 +108,31 @@ class Ray(Engine):
             raise UsageError(
                 "topology='allreduce' on several machines is torchrun's: start the script there, or use topology='servers' here"
             )
-        cluster.load_ray()
         task = _task(spec)
-        own = cluster.attach(self._address, max(spec.learners, os.cpu_count() or 1))
+        cluster = self._attach(max(spec.learners, os.cpu_count() or 1))
         try:
-            return self._placed(spec, task, own)
+            return self._placed(spec, task, cluster)
         except BaseException:
-            if own:
-                cluster.detach()
+            cluster.close()
             raise
         finally:
             task.close()
 
-    def _placed(self, spec: RunSpec, task: Parcel, own: bool) -> RayHandle:
-        nodes = chosen_nodes(cluster.nodes_at_hand(), self._nodes)
+    def _attach(self, cores: int) -> RayCluster:
+        load_ray()
+        return RayCluster(self._address, cores)
+
+    def _placed(self, spec: RunSpec, task: Parcel, cluster: RayCluster) -> RayHandle:
+        nodes = chosen_nodes(cluster.nodes(), self._nodes)
         dealt = deal(spec.learners, nodes, most=self._most, servers_alone=self._alone)
-        gpus = "cuda" in spec.devices
         counts = [dealt.count(index) for index in range(len(nodes))]
-        secret = Secret.new()
+        gpus, secret = "cuda" in spec.devices, Secret.new()
         spec = _with_devices(spec, nodes[0], dealt)
-        agents = cluster.Agents(nodes, counts, secret, gpus=gpus, resources=self._resources)
+        agents = cluster.agents(nodes, counts, secret, gpus=gpus, resources=self._resources)
         try:
             for index, about in agents.about.items():
                 send_task(about.address, secret, task, str(nodes[index]))
-            return RayHandle(spec, Places(nodes, dealt, agents, secret, spec), agents, own=own)
+            return RayHandle(spec, Places(nodes, dealt, agents, secret, spec), agents, cluster)
         except BaseException:
             agents.close()
             raise
