@@ -30,10 +30,13 @@ def load_ray() -> Any:
 
 
 class RayCluster:
-    """The cluster at hand, or the one named; without any a Ray of our own, which ends with the run."""
+    """The cluster at hand, or the one named; without any a Ray of our own, which ends with the run.
+
+    A script that has called `ray.init` itself stays connected afterwards.
+    """
 
     def __init__(self, address: str | None, cores: int) -> None:
-        self._own = _attach(address, cores)
+        self._connected = _attach(address, cores)
 
     def nodes(self) -> list[Node]:
         return _nodes_at_hand()
@@ -50,12 +53,12 @@ class RayCluster:
         return Agents(nodes, counts, secret, gpus=gpus, resources=resources)
 
     def close(self) -> None:
-        if self._own:
+        if self._connected:
             load_ray().shutdown()
 
 
 def _attach(address: str | None, cores: int) -> bool:
-    """True if a Ray was started."""
+    """True if it was not done before."""
     ray = load_ray()
     if ray.is_initialized():
         _refuse_client(ray)
@@ -68,7 +71,7 @@ def _attach(address: str | None, cores: int) -> bool:
     try:
         if named != "local":
             ray.init(address=named or "auto", logging_level="ERROR")
-            return False
+            return True
     except (ConnectionError, RuntimeError, ValueError) as error:
         if named is not None:
             words = " ".join(str(error).split())
