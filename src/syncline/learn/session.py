@@ -332,8 +332,8 @@ class ServerSession(Session):
             self.rest(*self._idle)
 
     def push(self) -> None:
-        """What learners that step by themselves have not pushed yet."""
-        for table in self._tables:
+        """What learners that step by themselves have not pushed yet, unless they were refused."""
+        for table in self._tables if self._refused is None else ():
             table.push()
 
     def close(self) -> None:

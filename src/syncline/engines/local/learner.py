@@ -128,10 +128,14 @@ class LocalLink(TableLink):
         self._sleeper.busy()
         return Reading._make(found)
 
+    def free(self, number: int) -> bool:
+        return self._replies.freed(number)
+
     def wait_free(self, number: int) -> None:
         with self._port.waiting():
             while not self._replies.freed(number):
                 self._port.check()
+                self._port.answer_call()
                 self._sleeper.wait()
         self._sleeper.busy()
 

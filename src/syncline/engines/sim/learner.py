@@ -448,8 +448,11 @@ class SimLink(TableLink):
         assert reading is not None
         return reading
 
+    def free(self, number: int) -> bool:
+        return self._releases.free(number)
+
     def wait_free(self, number: int) -> None:
-        self._learner.until_served(lambda: self._releases.free(number), f"the slot of ticket {number}")
+        self._learner.until_released(lambda: self._releases.free(number), f"the slot of ticket {number}")
 
 
 def copy_arguments(arguments: Any) -> Any:
