@@ -23,7 +23,11 @@ class Seats:
             store = dist.HashStore()
             self._groups[size] = self._each(size, lambda rank: _join(store, rank, size))
         groups = self._groups[size]
-        return self._each(size, lambda rank: work(groups[rank]))
+        try:
+            return self._each(size, lambda rank: work(groups[rank]))
+        except BaseException:
+            del self._groups[size]  # somebody may still wait in it
+            raise
 
     def _each(self, size: int, work: Callable[[int], Any]) -> list[Any]:
         with ThreadPoolExecutor(size) as pool:

@@ -1,0 +1,357 @@
+"""The partitioned model: an nn.Module with the names of the whole one, its slices of the parameters, and its program.
+
+Every process of a group makes one from the same model and plan, and calls it with the same whole batch. Results are
+whole in every process, so that any loss is that of the whole batch. Not responsible for updating parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from syncline.errors import RunError, UsageError
+from syncline.parallel import layers, recurrent  # noqa: F401  (their rules)
+from syncline.parallel.move import Group
+from syncline.parallel.program import Program
+from syncline.parallel.rules import rule_of
+from syncline.parallel.trace import skeleton, trace
+from syncline.parallel.windows import Box, Shape
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which boxes of a whole model's tensor each rank holds, one after the other."""
+
+    shape: Shape
+    boxes: tuple[tuple[Box, ...], ...]
+
+    @property
+    def replicated(self) -> bool:
+        """Every rank holds all of it; gradients are then parts of a sum."""
+        return all(boxes == (Box.whole(self.shape),) for boxes in self.boxes)
+
+    def take(self, rank: int, tensor: Tensor) -> Tensor:
+        """A rank's part of the whole tensor, as a copy."""
+        base = Box.whole(self.shape)
+        parts = [tensor[box.inside(base)] for box in self.boxes[rank]]
+        return torch.cat(parts, self._dim(rank)) if len(parts) > 1 else parts[0].clone()
+
+    def put(self, rank: int, tensor: Tensor, local: Tensor) -> None:
+        """Write a rank's part into the whole tensor."""
+        base, boxes = Box.whole(self.shape), self.boxes[rank]
+        dim = self._dim(rank)
+        sizes = [box.shape[dim] for box in boxes] if len(boxes) > 1 else []
+        for box, part in zip(boxes, local.split(sizes, dim) if sizes else (local,), strict=True):
+            tensor[box.inside(base)] = part
+
+    def local_shape(self, rank: int) -> Shape:
+        boxes, dim = self.boxes[rank], self._dim(rank)
+        return (
+            boxes[0].replaced(dim, (0, sum(box.shape[dim] for box in boxes))).shape
+            if len(boxes) > 1
+            else boxes[0].shape
+        )
+
+    def _dim(self, rank: int) -> int:
+        """Where boxes lie one after the other: the dimension in which they differ."""
+        boxes = self.boxes[rank]
+        spans = [{box.spans[dim] for box in boxes} for dim in range(len(self.shape))]
+        return next((dim for dim, found in enumerate(spans) if len(found) > 1), 0)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether the tracer looks inside no further."""
+    torchs = type(module).__module__.startswith("torch.nn") and not isinstance(module, CONTAINERS)
+    return rule_of(module) is not None or torchs
+
+
+class Partitioned(nn.Module):
+    """This process's part of a model.
+
+    `plan` maps layers, or patterns of their names, to "data", "model", "spatial" or "rows"; layers without parameters
+    go on as what they read was cut, others are data-parallel. `example` is an input, or a tuple of several; only shapes
+    matter, and other batch sizes may follow. `grid` are rows and columns of processes for "spatial". With `check` the
+    first call compares results and gradients with the whole model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Any,
+        example: Any,
+        group: Any = None,
+        *,
+        grid: tuple[int, int] | None = None,
+        batch_dim: int = 0,
+        seed: int = 0,
+        check: bool = False,
+    ) -> None:
+        super().__init__()
+        self.group = group if isinstance(group, Group) else Group(group)
+        self.choices = choices_of(plan)
+        self._grid, self._batch_dim, self._seed, self._step = grid, batch_dim, seed, 0
+        self._skeleton = (skeleton(model),)  # in a tuple, so that it is no part of this module
+        self._whole = (model,) if check else None
+        self._signature = inspect.signature(model.forward)
+        self._programs: dict[Any, Program] = {}
+        self.training = model.training
+        program = self._program(example if isinstance(example, tuple) else (example,), {})
+        self.parts = self._parts_of(model, program)
+        self._take_over(model)
+
+    # -- parameters ----------------------------------------------------------------------------------------
+
+    def _parts_of(self, model: nn.Module, program: Program) -> dict[str, Part]:
+        """By the whole model's names, parameters and buffers."""
+        by_rank = [program.slices(rank) for rank in range(self.group.size)]
+        found: dict[str, Part] = {}
+        holders: dict[int, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for name, tensor in (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ):
+                full = f"{path}.{name}" if path else name
+                boxes = tuple(_slices_for(slices, full) or (Box.whole(tensor.shape),) for slices in by_rank)
+                found[full] = Part(tuple(tensor.shape), boxes)
+                other = holders.setdefault(id(tensor), full)
+                if found[other] != found[full]:
+                    used = {full: _used(program, full), other: _used(program, other)}
+                    if all(used.values()):
+                        raise UsageError(
+                            f"{full!r} and {other!r} are one tensor, but cut in different ways: give their layers one way"
+                        )
+                    found[full] = found[other] = found[full] if used[full] else found[other]
+        return found
+
+    def _take_over(self, model: nn.Module) -> None:
+        """The model's structure with this process's slices; tensors that were shared stay shared."""
+        memo: dict[int, Any] = {}
+        named = [*model.named_parameters(), *model.named_buffers()]
+        for name, tensor in named:
+            part = self.parts[name]
+            if tensor.is_meta:
+                local = torch.empty(
+                    part.local_shape(self.group.rank), dtype=tensor.dtype, device=_default_device()
+                )
+            else:
+                local = part.take(self.group.rank, tensor.detach())
+            memo[id(tensor)] = (
+                nn.Parameter(local, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
+            )
+        mine = copy.deepcopy(model, memo)
+        for name, child in mine.named_children():
+            self.add_module(name, child)
+        for name, parameter in mine.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in mine.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take this process's slices of a whole model's state."""
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        if missing := sorted(own.keys() - state.keys()):
+            raise UsageError(
+                f"the state lacks {missing[0]!r}{' and others' if len(missing) > 1 else ''}: it is of another model"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(self.parts[name].take(self.group.rank, state[name]))
+
+    def gather(self, *, gradients: bool = False) -> dict[str, Tensor]:
+        """The whole model's tensors by name, or their (reduced) gradients, in every process; all of the group call it."""
+        found = {}
+        own = (
+            dict(self.named_parameters())
+            if gradients
+            else {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        )
+        for name, tensor in own.items():
+            part, local = self.parts[name], tensor.grad if gradients else tensor.detach()
+            result = torch.zeros(part.shape, dtype=tensor.dtype, device=tensor.device)
+            first = next(
+                rank for rank, boxes in enumerate(part.boxes) if boxes == part.boxes[self.group.rank]
+            )
+            if local is not None and first == self.group.rank:
+                part.put(self.group.rank, result, local)
+            found[name] = self.group.add(result)
+        return found
+
+    def reduce_gradients(self) -> None:
+        """Add up the gradients of what every process holds; those of slices are whole already."""
+        shared = [p for name, p in self.named_parameters() if self.parts[name].replicated and p.requires_grad]
+        for dtype in {p.dtype for p in shared}:
+            some = [p for p in shared if p.dtype == dtype]
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in some])
+            for p, piece in zip(some, self.group.add(flat).split([p.numel() for p in some]), strict=True):
+                p.grad = piece.view_as(p).clone()
+
+    # -- computing -----------------------------------------------------------------------------------------
+
+    def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
+        (whole,) = self._skeleton
+        modes = {name: module.training for name, module in self.named_modules()} if self._programs else {}
+        for name, module in whole.named_modules():
+            module.training = modes.get(name, module.training)
+        shapes = pytree.tree_map_only(
+            Tensor, lambda t: (tuple(t.shape), t.dtype, t.device), (tuple(args), dict(kwargs))
+        )
+        key = (str(shapes), tuple(module.training for module in whole.modules()))
+        if key not in self._programs:
+            traced = trace(whole, args, kwargs, leaf=is_layer, batch_dim=self._batch_dim)
+            program = Program(traced, whole, self.choices, self.group, self._grid)
+            if self._programs:
+                self._check_slices(program)
+            self._programs[key] = program
+        return self._programs[key]
+
+    def _check_slices(self, program: Program) -> None:
+        for path, slices in program.slices(self.group.rank).items():
+            for name, boxes in slices.items():
+                part = self.parts.get(f"{path}.{name}")
+                if part is not None and part.boxes[self.group.rank] != boxes:
+                    raise UsageError(
+                        f"layer {path!r} needs other slices of {name!r} than it was made with: partition the model in the mode, and "
+                        "for the sizes, in which it is used"
+                    )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._whole is not None:
+            (model,), self._whole = self._whole, None
+            compare(self, model, args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        program = self._program(args, kwargs)
+        bound = self._signature.bind(*args, **kwargs).arguments
+        inputs: dict[str, Any] = {f"placeholder {name}": value for name, value in bound.items()}
+        for name, _ in program.inputs:
+            kind, _, target = name.partition(" ")
+            if kind == "get_attr":
+                inputs[name] = _found(self, self._skeleton[0], target)
+        self._step += self.training
+        return program.run(self, inputs, seed=self._seed, step=self._step)
+
+
+def _slices_for(by_layer: Mapping[str, Mapping[str, tuple[Box, ...]]], name: str) -> tuple[Box, ...] | None:
+    """A tensor's boxes, named by its own layer or by one above it."""
+    parts = name.split(".")
+    for cut in range(len(parts)):
+        boxes = by_layer.get(".".join(parts[:cut]), {}).get(".".join(parts[cut:]))
+        if boxes is not None:
+            return boxes
+    return None
+
+
+def _used(program: Program, name: str) -> bool:
+    return any(step.path is not None and name.startswith(f"{step.path}.") for step in program.steps)
+
+
+def _found(module: nn.Module, other: nn.Module, path: str) -> Any:
+    """A parameter or buffer of this process, or a constant of the trace."""
+    for root in (module, other):
+        value: Any = root
+        for part in path.split("."):
+            value = getattr(value, part, None)
+        if isinstance(value, Tensor) and not value.is_meta:
+            return value
+    raise UsageError(f"{path!r} has no value in this process")
+
+
+def _default_device() -> torch.device:
+    return torch.get_default_device()
+
+
+def choices_of(plan: Any) -> dict[str, str]:
+    """Of a Plan, a mapping, or one word for all layers that can be cut so."""
+    choices = getattr(plan, "choices", plan)
+    if choices in (None, "data"):
+        return {}
+    if not isinstance(choices, Mapping):
+        raise UsageError(f"a plan maps layers to ways, as {{'fc*': 'model'}}, or is 'data'; got {plan!r}")
+    return dict(choices)
+
+
+# -- the check -------------------------------------------------------------------------------------------------
+
+
+def compare(partitioned: Partitioned, model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Results and gradients against the whole model's, with nothing dropped; raises where they differ."""
+    buffers = {name: buffer.clone() for name, buffer in partitioned.named_buffers()}
+    modes = {name: module.training for name, module in partitioned.named_modules()}
+    whole = copy.deepcopy(model)
+    for name, module in whole.named_modules():
+        module.training = modes.get(name, module.training)
+    with _nothing_dropped(partitioned), _nothing_dropped(whole), torch.enable_grad():
+        ours, theirs = (
+            _results(run, args, kwargs) for run in (partitioned._run, lambda a, k: whole(*a, **k))
+        )
+        gradients = [_gradients(module, found) for module, found in ((partitioned, ours), (whole, theirs))]
+    for name, buffer in partitioned.named_buffers():
+        buffer.copy_(buffers[name])
+    partitioned._step = 0
+    pairs = {f"result {i}": (a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))}
+    for name, part in partitioned.parts.items():
+        if name in gradients[0] and name in gradients[1]:
+            mine = gradients[0][name]
+            mine = partitioned.group.add(mine) if part.replicated else mine
+            pairs[f"the gradient of {name!r}"] = (mine, part.take(partitioned.group.rank, gradients[1][name]))
+    for name, (a, b) in pairs.items():
+        _check_equal(name, a, b)
+
+
+def _check_equal(name: str, ours: Tensor, theirs: Tensor) -> None:
+    tolerance = 1e3 * torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0
+    scale = max(1e-30, float(theirs.abs().max())) if theirs.numel() else 1.0
+    off = float((ours.to(theirs.device) - theirs).abs().max()) if theirs.numel() else 0.0
+    if not off <= tolerance * scale:
+        raise RunError(
+            f"check: {name} of the partitioned model differs from the whole one's by {off:.3g}, of values up to {scale:.3g}: "
+            "a layer or a rule of its type is not what it is said to be"
+        )
+
+
+def _results(run: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(run(args, kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _gradients(module: nn.Module, results: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Of the sum of all results, each place with a weight of its own."""
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    floats = [result for result in results if result.requires_grad]
+    if not floats or not named:
+        return {}
+    weights = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).view_as(t) for t in floats]
+    found = torch.autograd.grad(floats, list(named.values()), weights, allow_unused=True)
+    return {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(named.items(), found, strict=True)
+    }
+
+
+@contextlib.contextmanager
+def _nothing_dropped(module: nn.Module) -> Iterator[None]:
+    kept = [(part, name, getattr(part, name)) for part in module.modules() for name in ("p", "dropout")
+            if isinstance(getattr(part, name, None), float)]  # fmt: skip
+    for part, name, _ in kept:
+        setattr(part, name, 0.0)
+    try:
+        yield
+    finally:
+        for part, name, value in kept:
+            setattr(part, name, value)
+
+
+def partition(model: nn.Module, plan: Any, example: Any, group: Any = None, **options: Any) -> Partitioned:
+    """This process's part of a model, for training and inference; options as of `Partitioned`."""
+    return Partitioned(model, plan, example, group, **options)
