@@ -300,19 +300,22 @@ def compare(partitioned: Partitioned, model: nn.Module, args: Any, kwargs: Any) 
     for name, buffer in partitioned.named_buffers():
         buffer.copy_(buffers[name])
     partitioned._step = 0
-    pairs = {f"result {i}": (a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))}
+    pairs = {
+        f"result {i}": (a.detach(), b.detach()) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
+    }
+    largest = max((float(g.abs().max()) for g in gradients[1].values() if g.numel()), default=0.0)
     for name, part in partitioned.parts.items():
         if name in gradients[0] and name in gradients[1]:
             mine = gradients[0][name]
             mine = partitioned.group.add(mine) if part.replicated else mine
             pairs[f"the gradient of {name!r}"] = (mine, part.take(partitioned.group.rank, gradients[1][name]))
     for name, (a, b) in pairs.items():
-        _check_equal(name, a, b)
+        _check_equal(name, a, b, 0.0 if name.startswith("result") else largest)
 
 
-def _check_equal(name: str, ours: Tensor, theirs: Tensor) -> None:
+def _check_equal(name: str, ours: Tensor, theirs: Tensor, scale: float) -> None:
     tolerance = 1e3 * torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0
-    scale = max(1e-30, float(theirs.abs().max())) if theirs.numel() else 1.0
+    scale = max(scale, float(theirs.abs().max())) if theirs.numel() else 1.0
     off = float((ours.to(theirs.device) - theirs).abs().max()) if theirs.numel() else 0.0
     if not off <= tolerance * scale:
         raise RunError(

@@ -123,17 +123,16 @@ class Program:
             self._result = self._outputs(node.args[0])
         elif node.op in ("placeholder", "get_attr"):
             self._values[node] = self._everywhere(node.meta["array"], node.meta["value"])
-            self.inputs.append((f"{node.op} {str(node.target).lstrip('*')}", self._values[node]))
+            if any(isinstance(leaf, Slot) for leaf in pytree.tree_leaves(self._values[node])):
+                self.inputs.append((f"{node.op} {str(node.target).lstrip('*')}", self._values[node]))
         elif (alias := self._structure(node)) is not None:
             self._values[node] = alias[0]
         else:
             self._values[node] = self._step(node, name)
 
     def _everywhere(self, arrays: Any, values: Any) -> Any:
-        def slot(array: Any, value: Any) -> Any:
-            return Slot(array, whole(array, self.group.size)) if isinstance(array, Array) else value
-
-        return pytree.tree_map(slot, arrays, values, is_leaf=lambda leaf: leaf is None)
+        found = iter(array for array in pytree.tree_leaves(arrays) if isinstance(array, Array))
+        return pytree.tree_map_only(Tensor, lambda _: _everywhere(next(found), self.group.size), values)
 
     def _structure(self, node: fx.Node) -> tuple[Any] | None:
         """The value of a node that computes nothing: a number, a part of a tuple, a tuple that is made."""
@@ -276,6 +275,10 @@ class _Held:
         if self._moving is not None:
             self._windows, self._moving = self._moving.finish(), None
         return self._windows[port]
+
+
+def _everywhere(array: Array, parts: int) -> Slot:
+    return Slot(array, whole(array, parts))
 
 
 def _filled(arguments: Any, values: Sequence[Tensor]) -> Any:

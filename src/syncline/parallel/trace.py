@@ -98,6 +98,12 @@ class _Tracer(fx.Tracer):
         """Inside a node that is computed, or in another thread: nothing of that is traced."""
         return self._inside or threading.get_ident() != self._thread
 
+    def create_proxy(self, kind: str, *rest: Any, **more: Any) -> Any:
+        made = super().create_proxy(kind, *rest, **more)
+        if kind == "placeholder" and not _holds_tensors(made.node.meta["value"]):
+            return made.node.meta["value"]  # an option of forward, whatever depends on it
+        return made
+
     def create_node(self, kind: str, target: Any, *rest: Any, **more: Any) -> fx.Node:
         node = super().create_node(kind, target, *rest, **more)
         if kind != "output":
@@ -113,6 +119,7 @@ class _Tracer(fx.Tracer):
             return self._inputs.pop(0)
         if node.op == "get_attr":
             return _on_meta(_attribute(self.root, str(node.target)))
+        args: Any
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["value"])
         if node.op == "call_module":
             module = self.root.get_submodule(str(node.target))
@@ -129,6 +136,10 @@ def _attribute(root: nn.Module, path: str) -> Any:
     for part in path.split("."):
         root = getattr(root, part)
     return root
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def _on_meta(value: Any) -> Any:
@@ -201,21 +212,12 @@ def _traced(
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise UsageError(f"the example input does not fit {name}.forward: {error}") from error
-    given = {key: _on_meta(value) for key, value in bound.arguments.items()}
-    missing = {
-        key: parameter.default
-        for key, parameter in inspect.signature(model.forward).parameters.items()
-        if key not in given and parameter.default is not parameter.empty
-    }
-    device = next(
-        (t.device for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor)),
-        torch.device("cpu"),
-    )
-    values = [value for key, value in given.items()]
-    tracer = _Tracer(leaf, values, device)
+    bound.apply_defaults()
+    tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    tracer = _Tracer(leaf, [_on_meta(value) for value in bound.arguments.values()], tensors[0].device)
     try:
         with torch.no_grad(), _NoDraws(name):
-            return tracer.trace(model, concrete_args=missing or None)
+            return tracer.trace(model)
     except UsageError:
         raise
     except Exception as error:
@@ -248,7 +250,7 @@ def _line(error: Exception) -> str:
 
 def _find_batches(name: str, graph: fx.Graph, other: fx.Graph, batch: int) -> None:
     one, two = list(graph.nodes), list(other.nodes)
-    if [(node.op, str(node.target)) for node in one] != [(node.op, str(node.target)) for node in two]:
+    if [_kind(node) for node in one] != [_kind(node) for node in two]:
         raise UsageError(
             f"{name} computes otherwise for {batch + 1} examples than for {batch}: its graph depends on the batch"
         )
@@ -264,6 +266,12 @@ def _find_batches(name: str, graph: fx.Graph, other: fx.Graph, batch: int) -> No
         ]
         spec = pytree.tree_structure(node.meta["value"])
         node.meta["array"] = pytree.tree_unflatten(arrays, spec)
+
+
+def _kind(node: fx.Node) -> tuple[str, str]:
+    return node.op, str(node.target).rstrip("0123456789") if "_tensor_constant" in str(node.target) else str(
+        node.target
+    )
 
 
 def _array(where: str, a: Tensor, b: Tensor, batch: int) -> Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ def check_same(
         return mine, found, [group.add(g) for g in gradients], mine.gather(), mine.gather(gradients=True)
 
     made = seats.run(size, work)
-    for mine, found, gradients, state, by_parameters in made:
+    for _, found, gradients, state, by_parameters in made:
         for a, b in zip(torch.utils._pytree.tree_leaves(found), flat, strict=True):
             torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
         for a, b in zip(gradients, by_inputs, strict=True):
@@ -211,7 +210,3 @@ def test_sequences_with_their_examples_second_and_a_given_state_equal_one_proces
     inputs = (numbers(3, 5, 4), numbers(2, 5, 6, seed=2), numbers(2, 5, 6, seed=3))
     plan = {"lstm": way, "cell": way}
     check_same(Tagger, plan, inputs, size, batch_dim=1)
-
-
-def test_partial_use(size: int = 2) -> None:
-    check_same(partial(Model, nn.Linear(7, 9)), {}, (numbers(5, 7),), size)
