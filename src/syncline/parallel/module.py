@@ -98,7 +98,7 @@ class Partitioned(nn.Module):
     ) -> None:
         super().__init__()
         self.group = group if isinstance(group, Group) else Group(group)
-        self.choices = choices_of(plan)
+        self.choices = choices_of(plan, model, self.group.size)
         self._grid, self._batch_dim, self._seed, self._step = grid, batch_dim, seed, 0
         self._skeleton = (skeleton(model),)  # in a tuple, so that it is no part of this module
         self._whole = (model,) if check else None
@@ -106,6 +106,7 @@ class Partitioned(nn.Module):
         self._programs: dict[Any, Program] = {}
         self.training = model.training
         program = self._program(example if isinstance(example, tuple) else (example,), {})
+        program.check_examples()
         self.parts = self._parts_of(model, program)
         self._take_over(model)
 
@@ -272,9 +273,19 @@ def _default_device() -> torch.device:
     return torch.get_default_device()
 
 
-def choices_of(plan: Any) -> dict[str, str]:
-    """Of a Plan, a mapping, or one word for all layers that can be cut so."""
+def choices_of(plan: Any, model: nn.Module, size: int) -> dict[str, str]:
+    """Of a Plan, which has to be for this model and group, of a mapping, or of the word "data"."""
     choices = getattr(plan, "choices", plan)
+    if getattr(plan, "group", size) != size:
+        raise UsageError(f"the plan is for a group of {plan.group}, this one has {size}")
+    modules = dict(model.named_modules())
+    for name, count in getattr(plan, "layers", {}).items():
+        module = modules.get(name.partition("#")[0])
+        held = sum(p.numel() for p in module.parameters()) if module is not None else 0
+        if count != held:
+            raise UsageError(
+                f"the plan is for another model: its layer {name!r} has {count:,} parameters, here it has {held:,}"
+            )
     if choices in (None, "data"):
         return {}
     if not isinstance(choices, Mapping):

@@ -213,6 +213,16 @@ class Program:
                     )
         return found
 
+    def check_examples(self) -> None:
+        """Later batches may be smaller, but nobody is there to be idle always."""
+        for step in self.steps:
+            held = step.call.module is not None and any(True for _ in step.call.module.parameters())
+            if held and step.outs[0].spread.way == "data" and self._batch < self.group.size:
+                raise UsageError(
+                    f"layer {step.call.name!r} is cut by examples, and {self._batch} of them are less than a group of {self.group.size}: "
+                    "give it another way, a larger batch, or the group fewer seats"
+                )
+
     @property
     def moved(self) -> int:
         """Numbers that change the process on the way up, all moves together, the results' apart."""
