@@ -27,7 +27,13 @@ def network() -> nn.Module:
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    made = [(torch.randn(6, 3, 32, 32, generator=draw, dtype=torch.float64), torch.randint(7, (6,), generator=draw)) for _ in range(STEPS)]
+    made = [
+        (
+            torch.randn(6, 3, 32, 32, generator=draw, dtype=torch.float64),
+            torch.randint(7, (6,), generator=draw),
+        )
+        for _ in range(STEPS)
+    ]
     return [*made[:-1], (made[-1][0][:5], made[-1][1][:5])]  # the last batch is smaller
 
 

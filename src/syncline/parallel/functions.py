@@ -146,9 +146,12 @@ def _einsum(call: Call) -> list[Along]:
 
 
 def _examples(call: Call) -> list[Along]:
-    """Nothing but the examples is known to go along."""
+    """Nothing but the examples is known to go along, and those only where they are expected."""
     out, rank = call.outputs[0].batch, len(call.outputs[0].shape)
-    return [tuple(array.batch if at == out else None for at in range(rank)) for array in call.inputs]
+    first = call.inputs[0]
+    last = len(first.shape) - 2 if name_of(call.target) == "scaled_dot_product_attention" else 1
+    fine = name_of(call.target) in ("embedding", "one_hot", "pad") or (first.batch or 0) < last
+    return [tuple(array.batch if at == out and fine else None for at in range(rank)) for array in call.inputs]
 
 
 class Cat(Aligned):

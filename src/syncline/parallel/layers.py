@@ -31,6 +31,8 @@ from syncline.parallel.rules import (
     Want,
     Windowed,
     along,
+    holds,
+    own_code,
     register,
     tiles,
     whole,
@@ -97,8 +99,8 @@ class _Dense(Windowed):
 
     def run(self, local: Local, *args: Any, **kwargs: Any) -> Any:
         if local.way != "rows":
-            return local.module(*args, **kwargs)
-        return F.linear(args[0], local.module.weight, local.module.bias if local.rank == 0 else None)
+            return own_code(local, *args)
+        return F.linear(args[0], local.module.weight, local.module.bias if local.group.rank == 0 else None)
 
 
 def _linear_wants(module: Any, window: Box, shapes: list[Shape]) -> Box:
@@ -123,7 +125,10 @@ def _first_dimension(module: Any, names: Sequence[str], span: Span) -> Slices:
     }
 
 
-register(_Dense(_linear_wants, _rows_of("weight", "bias"), ("data", "model", "rows"), dim=-1), nn.Linear)
+register(
+    _Dense(_linear_wants, _rows_of("weight", "bias"), ("data", "model", "rows"), dim=-1, anywhere=True),
+    nn.Linear,
+)
 
 
 def _embedding_check(module: Any, way: str) -> str | None:
@@ -142,6 +147,7 @@ RULES[nn.Embedding] = Windowed(
     ("data", "model"),
     dim=-1,
     check=_embedding_check,
+    anywhere=True,
 )
 
 # -- convolutions and pooling ----------------------------------------------------------------------------------
@@ -346,7 +352,7 @@ class _BatchNorm(Aligned):
             return [along(call, call.outputs[0], 1)]
         if call.way == "spatial":
             return [tiles(call, call.outputs[0])]
-        return super().place(call) if call.way or not _has_parameters(call) else self.data(call)
+        return super().place(call) if call.way or not holds(call.module) else self.data(call)
 
     def slices(self, call: Call, outs: Sequence[Spread], rank: int) -> Slices:
         names = ("weight", "bias", "running_mean", "running_var")
@@ -356,10 +362,11 @@ class _BatchNorm(Aligned):
         module, x = local.module, args[0]
         if not module.training and module.running_mean is not None:
             return module(x)
-        shape, dims = local.call.inputs[0].shape, [dim for dim in range(x.dim()) if dim != 1]
-        cut = local.way != "model"
-        count = math.prod(shape) // shape[1]
-        total = local.group.total if cut else (lambda tensor: tensor)
+        dims, channels = [dim for dim in range(x.dim()) if dim != 1], local.call.inputs[0].shape[1]
+        alone = local.window.spans[1] != (0, channels)  # with all that there is of its channels
+        count = math.prod(local.call.inputs[0].shape) // channels
+        copies = 1 if alone else sum(box.size for box in local.boxes) / (count * channels)
+        total = (lambda tensor: tensor) if alone else (lambda tensor: local.group.total(tensor) / copies)
         view = [-1 if dim == 1 else 1 for dim in range(x.dim())]
         mean = total(x.sum(dims)) / count
         centred = x - mean.view(view)
@@ -368,10 +375,6 @@ class _BatchNorm(Aligned):
             _remember(module, mean.detach(), var.detach() * (count / max(1, count - 1)))
         out = centred * (var + module.eps).rsqrt().view(view)
         return out if module.weight is None else out * module.weight.view(view) + module.bias.view(view)
-
-
-def _has_parameters(call: Call) -> bool:
-    return call.module is not None and any(True for _ in call.module.parameters())
 
 
 def _remember(module: Any, mean: Tensor, var: Tensor) -> None:
@@ -391,7 +394,7 @@ class _LayerNorm(Windowed):
     def run(self, local: Local, *args: Any, **kwargs: Any) -> Any:
         module, x = local.module, args[0]
         if local.way != "model":
-            return module(x)
+            return own_code(local, x)
         dims = [-1 - at for at in range(len(module.normalized_shape))]
         count = math.prod(module.normalized_shape)
         mean = local.group.total(x.sum(dims, keepdim=True)) / count
@@ -411,8 +414,9 @@ def _last_dimension(module: Any, window: Box) -> Slices:
     }
 
 
-RULES[nn.LayerNorm] = _LayerNorm(
-    lambda module, window, shapes: window, _last_dimension, ("data", "model"), dim=-1
+register(
+    _LayerNorm(lambda module, window, shapes: window, _last_dimension, ("data", "model"), dim=-1, anywhere=True),
+    nn.LayerNorm,
 )
 
 # -- this project's --------------------------------------------------------------------------------------------

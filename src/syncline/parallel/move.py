@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from syncline.errors import UsageError
 from syncline.parallel.windows import Box, Route, route
@@ -67,6 +68,7 @@ class _Total(torch.autograd.Function):
         return group.add(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         return None, ctx.group.add(gradients[0])
 
@@ -195,6 +197,7 @@ class _Start(torch.autograd.Function):
         return owned[0].new_empty(0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         moving: Moving = ctx.moving
         results = [moving.like.new_zeros(box.shape) for box in moving.move.owned]
@@ -221,6 +224,7 @@ class _Finish(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         moving: Moving = ctx.moving
         move = moving.move

@@ -19,7 +19,7 @@ from syncline.dial import nearest
 from syncline.errors import UsageError
 from syncline.parallel.functions import IN_PLACE, VIEWS, function_rule, name_of
 from syncline.parallel.move import Group, Move, Moving
-from syncline.parallel.rules import WAYS, Call, Local, Ref, Rule, Slices, Spread, Want, rule_of, whole
+from syncline.parallel.rules import WAYS, Call, Local, Ref, Rule, Slices, Spread, Want, holds, rule_of, whole
 from syncline.parallel.trace import Array, Traced
 from syncline.parallel.windows import Box, near_square
 
@@ -216,8 +216,11 @@ class Program:
     def check_examples(self) -> None:
         """Later batches may be smaller, but nobody is there to be idle always."""
         for step in self.steps:
-            held = step.call.module is not None and any(True for _ in step.call.module.parameters())
-            if held and step.outs[0].spread.way == "data" and self._batch < self.group.size:
+            if (
+                holds(step.call.module)
+                and step.outs[0].spread.way == "data"
+                and self._batch < self.group.size
+            ):
                 raise UsageError(
                     f"layer {step.call.name!r} is cut by examples, and {self._batch} of them are less than a group of {self.group.size}: "
                     "give it another way, a larger batch, or the group fewer seats"
@@ -260,9 +263,8 @@ class Program:
         return Local(
             module=layers.get_submodule(step.path) if step.path is not None else _callable(step.call.target),
             call=step.call,
-            rank=self.group.rank,
             group=self.group,
-            window=spread.boxes[self.group.rank],
+            boxes=spread.boxes,
             wanted=step.wanted,
             way=spread.way,
             sums=spread.sums,

@@ -85,14 +85,17 @@ class Local:
 
     module: Any  # with this process's parameters
     call: Call
-    rank: int
     group: Group
-    window: Box
+    boxes: tuple[Box, ...]  # of the first result, by rank
     wanted: list[Box]
     way: str
     sums: bool = False
     seed: int = 0
     step: int = 0
+
+    @property
+    def window(self) -> Box:
+        return self.boxes[self.group.rank]
 
     def generator(self, device: torch.device, window: Box) -> torch.Generator:
         """Random numbers of this layer, step and window: others elsewhere, the same where the window is the same."""
@@ -161,6 +164,7 @@ class Rule:
     """For whatever is not known better: examples are independent, so that it runs data-parallel."""
 
     ways: tuple[str, ...] = ("data",)
+    anywhere = False  # examples may be in any dimension but the last
 
     def place(self, call: Call) -> list[Spread]:
         """Where each result lies."""
@@ -178,8 +182,15 @@ class Rule:
 
     def mixes(self, call: Call) -> bool:
         """It makes something of all examples together: nobody can compute a part of it."""
-        batched = any(array.batch is not None for array in call.inputs)
-        return batched and any(array.batch is None for array in call.outputs)
+        dims = [array.batch for array in call.inputs if array.batch is not None]
+        if not dims or any(array.batch is None for array in call.outputs):
+            return bool(dims)
+        first = call.inputs[0]
+        return (
+            first.batch == len(first.shape) - 1
+            if self.anywhere and len(first.shape) > 1
+            else dims[0] != _examples(call)
+        )
 
     def wants(self, call: Call, outs: Sequence[Spread], rank: int) -> list[Want]:
         """What a rank reads of every input, for its windows of the results."""
@@ -193,6 +204,13 @@ class Rule:
 
     def run(self, local: Local, *args: Any, **kwargs: Any) -> Any:
         return own_code(local, *args, **kwargs)
+
+
+def _examples(call: Call) -> int:
+    """The dimension in which a layer has its examples."""
+    parts = call.module.modules() if call.module is not None else ()
+    first = [part.batch_first for part in parts if hasattr(part, "batch_first")]
+    return 1 if first and not first[0] and len(call.inputs[0].shape) == 3 else 0
 
 
 def own_code(local: Local, *args: Any, **kwargs: Any) -> Any:
@@ -221,14 +239,12 @@ class Windowed(Rule):
     dim: int | None = None  # what "model" cuts
     units: Callable[[Any, str], tuple[int, int]] = field(default=lambda module, way: (1, 1))
     check: Callable[[Any, str], str | None] = field(default=lambda module, way: None)
+    anywhere: bool = False
 
     def place(self, call: Call) -> list[Spread]:
         way = call.way or self._followed(call)
-        why = (
-            f"it can be {', '.join(map(repr, self.ways))}"
-            if way not in self.ways
-            else self.check(call.module, way)
-        )
+        self.check_way(call)
+        why = self.check(call.module, way)
         if why is not None:
             raise call.refuse(f"cannot be cut as {way!r}: {why}")
         if way == "data":
@@ -241,10 +257,11 @@ class Windowed(Rule):
             return self.data(call)
 
     def _followed(self, call: Call) -> str:
+        """What holds nothing goes on as its input is cut, where it can."""
         leader = call.leader()
         way = call.spreads[leader].way if leader is not None else "data"
         fits = way in self.ways and self.check(call.module, way) is None
-        return way if fits and not any(True for _ in _module(call).parameters()) else "data"
+        return way if fits and not holds(call.module) else "data"
 
     def _cut(self, call: Call, way: str, array: Array) -> Spread:
         units = self.units(call.module, way)
@@ -252,9 +269,12 @@ class Windowed(Rule):
             return tiles(call, array, units)
         dim = model_dim(array.shape) if self.dim is None else self.dim % len(array.shape)
         leader = call.leader()
-        if call.way is None and leader is not None and call.inputs[leader].shape[dim] == array.shape[dim]:
-            return Spread(cut(array.shape, dim, [box.spans[dim] for box in call.spreads[leader].boxes]), way)
-        return along(call, array, dim, units[0])
+        if call.way is not None or leader is None:
+            return along(call, array, dim, units[0])
+        shape, boxes = call.inputs[leader].shape, call.spreads[leader].boxes
+        if boxes != cut(shape, dim, [box.spans[dim] for box in boxes]) or shape[dim] != array.shape[dim]:
+            raise call.refuse("works along what is cut")
+        return Spread(cut(array.shape, dim, [box.spans[dim] for box in boxes]), way)
 
     def wants(self, call: Call, outs: Sequence[Spread], rank: int) -> list[Want]:
         if outs[0].way in ("data", "whole"):
@@ -266,7 +286,9 @@ class Windowed(Rule):
     def slices(self, call: Call, outs: Sequence[Spread], rank: int) -> Slices:
         if outs[0].way in ("data", "whole") or self.cuts is None:
             return {}
-        return self.cuts(call.module, outs[0].boxes[rank])
+        found = self.cuts(call.module, outs[0].boxes[rank])
+        check_names(call, found)
+        return found
 
     def run(self, local: Local, *args: Any, **kwargs: Any) -> Any:
         if self.compute is None or local.way in ("data", "whole"):
@@ -274,9 +296,16 @@ class Windowed(Rule):
         return self.compute(local.module, local, *args, **kwargs)
 
 
-def _module(call: Call) -> nn.Module:
+def check_names(call: Call, slices: Slices) -> None:
     assert call.module is not None
-    return call.module
+    named = {name for name, _ in (*call.module.named_parameters(), *call.module.named_buffers())}
+    if strange := sorted(slices.keys() - named):
+        raise call.refuse(f"cannot be cut as {call.way!r}: {strange[0]!r} is no parameter of it")
+
+
+def holds(module: nn.Module | None) -> bool:
+    """Whether it has parameters."""
+    return module is not None and any(True for _ in module.parameters())
 
 
 RULES: dict[type[nn.Module], Rule] = {}
@@ -287,8 +316,11 @@ def register(rule: Rule, *kinds: type[nn.Module]) -> None:
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """That of its type, or of the nearest type it is derived from."""
-    return next((RULES[kind] for kind in type(module).__mro__ if kind in RULES), None)
+    """That of its type, or of the nearest it is derived from, if it has the same code."""
+    own: Any = type(module)
+    return next(
+        (rule for kind in own.__mro__ if (rule := RULES.get(kind)) and own.forward is kind.forward), None
+    )
 
 
 def layer(

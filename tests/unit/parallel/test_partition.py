@@ -119,6 +119,63 @@ def _without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
+# -- what looks like examples and is not ------------------------------------------------------------------------
+
+
+class Halved(nn.Conv2d):
+    """A convolution with code of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / 2 + self.weight.sum()
+
+
+class Attention(nn.Module):
+    """Its first dimension is time, whatever stands there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, _ = self.attention(x, x, x, need_weights=False)
+        return found
+
+
+TRAPS: dict[str, tuple[Callable[[], nn.Module], dict[str, str], tuple[int, ...]]] = {
+    "time where examples are expected": (lambda: nn.Sequential(nn.LSTM(4, 6)), {}, (5, 3, 4)),
+    "attention between examples": (Attention, {}, (5, 3, 4)),
+    "norm over maps of channels that are cut": (
+        lambda: nn.Sequential(nn.Conv2d(3, 6, 1), nn.LayerNorm((4, 5), elementwise_affine=False)),
+        {"0": "model"},
+        (5, 3, 4, 5),
+    ),
+    "batch norm over steps of features that are cut": (
+        lambda: nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(3, affine=False)),
+        {"0": "model"},
+        (5, 3, 4),
+    ),
+    "pooling over features that are cut": (
+        lambda: nn.Sequential(nn.Linear(4, 12), nn.AvgPool1d(3, padding=1)),
+        {"0": "model"},
+        (5, 3, 4),
+    ),
+    "a convolution with other code": (lambda: nn.Sequential(Halved(3, 6, 3)), {}, (5, 3, 6, 6)),
+    "examples as channels": (lambda: Through(lambda x: F.group_norm(x.transpose(0, 1), 1)), {}, (5, 3, 4, 4)),
+    "examples as channels of a layer": (
+        lambda: nn.Sequential(Through(lambda x: x.transpose(0, 1)), nn.LocalResponseNorm(3, alpha=0.5)),
+        {},
+        (5, 3, 4, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", TRAPS)
+def test_what_is_easily_taken_for_something_else_equals_one_process(name: str, size: int) -> None:
+    make, plan, shape = TRAPS[name]
+    check_same(make, plan, (numbers(*shape),), size)
+
+
 # -- the grid of COTS (C4) -------------------------------------------------------------------------------------
 
 
@@ -495,6 +552,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, tuple[int, ...], str]] = 
     "reflected padding": (_conv(3, 4, 3, padding=1, padding_mode="reflect"), {"0": "spatial"}, IMAGES, r"'0' \(Conv2d\) cannot be cut as 'spatial': it pads by 'reflect'"),
     "softmax over what is cut": (lambda: nn.Sequential(nn.Softmax(1)), {"0": "model"}, ROWS, r"'0' \(Softmax\) works along a dimension that 'model' cuts"),
     "both ways through time": (lambda: nn.Sequential(nn.LSTM(8, 4, bidirectional=True, batch_first=True)), {"0": "model"}, (4, 3, 8), r"cannot be cut as 'model': it is bidirectional"),
+    "weights made by others": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8))), {"0": "model"}, ROWS,
+        r"'0' \(ParametrizedLinear\) cannot be cut as 'model': 'weight' is no parameter of it",
+    ),
     "values decide": (Peeking, {}, ROWS, r"Peeking cannot be traced \(TraceError: .*has to be a module of its own"),
     "random numbers": (Drawing, {}, (3, 4), r"Drawing.forward draws random numbers \(aten.rand.default\): use nn.Dropout"),
     "random functions": (lambda: Through(torch.rand_like), {}, IMAGES, r"'rand_like' \(function\) draws random numbers"),
