@@ -51,11 +51,9 @@ class Aligned(Rule):
                 return [Spread(boxes, "whole", sums=True) for boxes in kept]
         if call.way not in (None, "data"):
             raise call.refuse(f"works along a dimension that {call.way!r} cuts: give it another way")
-        return (
-            self.data(call)
-            if _per_example(call, along)
-            else [whole(array, call.parts) for array in call.outputs]
-        )
+        if _per_example(call, along):
+            return [by_examples(array, call.batch, call.parts) for array in call.outputs]
+        return [whole(array, call.parts) for array in call.outputs]
 
     def wants(self, call: Call, outs: Sequence[Spread], rank: int) -> list[Want]:
         if outs[0].sums:
@@ -182,11 +180,7 @@ class Reshape(Rule):
             found = tuple(box for box in boxes if box is not None)
             if len(found) == call.parts:
                 return [Spread(found, call.spreads[leader].way)]
-        return (
-            [by_examples(array, call.batch, call.parts)]
-            if not self.mixes(call)
-            else [whole(array, call.parts)]
-        )
+        return [by_examples(array, call.batch, call.parts)]
 
     def wants(self, call: Call, outs: Sequence[Spread], rank: int) -> list[Want]:
         return [Want(_covering(call.inputs[0].shape, call.outputs[0].shape, outs[0].boxes[rank])[0])]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from syncline.parallel.aligned import Aligned, Along, Reshape, broadcast, keeping, share_of_mean
-from syncline.parallel.rules import Call, Local, Ref, Rule, Spread, Want, along, by_examples, whole
+from syncline.parallel.rules import Call, Local, Ref, Rule, Spread, Want, along, whole
 from syncline.parallel.windows import Box
 
 
@@ -181,22 +181,6 @@ class Cat(Aligned):
         return dim % len(call.outputs[0].shape)
 
 
-class Expand(Rule):
-    """One place is spread over many: each process over its own."""
-
-    def wants(self, call: Call, outs: Sequence[Spread], rank: int) -> list[Want]:
-        (source,), shape, window = call.inputs, call.outputs[0].shape, outs[0].boxes[rank]
-        spans = window.spans[len(shape) - len(source.shape) :]
-        pairs = zip(source.shape, spans, strict=True)
-        return [Want(Box(tuple((0, 1) if size == 1 else span for size, span in pairs)))]
-
-    def place(self, call: Call) -> list[Spread]:
-        return [by_examples(call.outputs[0], call.batch, call.parts)]
-
-    def run(self, local: Local, *args: Any, **kwargs: Any) -> Any:
-        return args[0].expand(local.window.shape)
-
-
 class Whole(Rule):
     """Not known: everybody computes all of it from everything."""
 
@@ -242,7 +226,6 @@ _OTHERS: dict[str, Rule] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), Cat(keeping(_dims(1, default=0)))),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t"), Aligned(_transposed)),
     **dict.fromkeys(("matmul", "bmm", "mm", "mv"), Aligned(_multiplied)),
-    **dict.fromkeys(("expand", "broadcast_to"), Expand()),
     "sum": _reduction(sums=True),
     "mean": _reduction(sums=True, compute=share_of_mean),
     "norm": Aligned(keeping(_dims(2))),

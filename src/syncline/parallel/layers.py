@@ -286,41 +286,18 @@ register(
 register(Windowed(_pool_wants, compute=_mean_pooled, dim=1), nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 
 
-def _bins(size: int, count: int, span: Span) -> list[Span]:
-    return [(place * size // count, -(-(place + 1) * size // count)) for place in range(*span)]
-
-
 def _adaptive_wants(module: Any, window: Box, shapes: list[Shape]) -> Box:
-    sizes = _adaptive_sizes(module, shapes[0][2:])
-    bins = [
-        _bins(size, count, span)
-        for size, count, span in zip(shapes[0][2:], sizes, window.spans[2:], strict=True)
-    ]
-    return Box((*window.spans[:2], *((each[0][0], each[-1][1]) for each in bins)))
-
-
-def _adaptive_sizes(module: Any, shape: Sequence[int]) -> tuple[int, ...]:
-    asked = _tuple(module.output_size, len(shape))
-    return tuple(size if count is None else count for size, count in zip(shape, asked, strict=True))
-
-
-def _adaptive_pooled(module: Any, local: Local, x: Tensor) -> Tensor:
-    """Means over the bins, one dimension after the other, as products with matrices of weights."""
-    shape = local.call.inputs[0].shape[2:]
-    for dim, (size, count) in enumerate(zip(shape, _adaptive_sizes(module, shape), strict=True), start=2):
-        bins, (start, end) = _bins(size, count, local.window.spans[dim]), local.wanted[0].spans[dim]
-        weights = x.new_zeros(len(bins), end - start)
-        for row, (low, high) in enumerate(bins):
-            weights[row, low - start : high - start] = 1 / (high - low)
-        x = torch.movedim(torch.movedim(x, dim, -1) @ weights.T, -1, dim)
-    return x
+    return Box((*window.spans[:2], *((0, size) for size in shapes[0][2:])))
 
 
 register(
-    Windowed(_adaptive_wants, compute=_adaptive_pooled, dim=1),
+    Windowed(_adaptive_wants, ways=("data", "model"), dim=1),
     nn.AdaptiveAvgPool1d,
     nn.AdaptiveAvgPool2d,
     nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d,
+    nn.AdaptiveMaxPool3d,
 )
 
 # -- normalisation ---------------------------------------------------------------------------------------------
@@ -415,7 +392,9 @@ def _last_dimension(module: Any, window: Box) -> Slices:
 
 
 register(
-    _LayerNorm(lambda module, window, shapes: window, _last_dimension, ("data", "model"), dim=-1, anywhere=True),
+    _LayerNorm(
+        lambda module, window, shapes: window, _last_dimension, ("data", "model"), dim=-1, anywhere=True
+    ),
     nn.LayerNorm,
 )
 

@@ -6,10 +6,9 @@ whole in every process, so that any loss is that of the whole batch. Not respons
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from syncline.errors import RunError, UsageError
+from syncline.errors import UsageError
 from syncline.parallel import layers, recurrent  # noqa: F401  (their rules)
+from syncline.parallel.check import compare
+from syncline.parallel.functions import name_of
 from syncline.parallel.move import Group
 from syncline.parallel.program import Program
 from syncline.parallel.rules import rule_of
@@ -105,7 +106,7 @@ class Partitioned(nn.Module):
         self._signature = inspect.signature(model.forward)
         self._programs: dict[Any, Program] = {}
         self.training = model.training
-        program = self._program(example if isinstance(example, tuple) else (example,), {})
+        program = self._program(*arguments_of(example))
         program.check_examples()
         self.parts = self._parts_of(model, program)
         self._take_over(model)
@@ -142,21 +143,20 @@ class Partitioned(nn.Module):
         for name, tensor in named:
             part = self.parts[name]
             if tensor.is_meta:
-                local = torch.empty(
-                    part.local_shape(self.group.rank), dtype=tensor.dtype, device=_default_device()
-                )
+                local = torch.empty(part.local_shape(self.group.rank), dtype=tensor.dtype)
             else:
                 local = part.take(self.group.rank, tensor.detach())
             memo[id(tensor)] = (
                 nn.Parameter(local, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
             )
         mine = copy.deepcopy(model, memo)
-        for name, child in mine.named_children():
-            self.add_module(name, child)
-        for name, parameter in mine.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        for name, buffer in mine.named_buffers(recurse=False):
-            self.register_buffer(name, buffer)
+        for held in ("_modules", "_parameters", "_buffers"):
+            for name, value in getattr(mine, held).items():
+                if hasattr(self, name):
+                    raise UsageError(
+                        f"the model has a {name!r}, as a partitioned model has: give it another name"
+                    )
+                getattr(self, held)[name] = value
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take this process's slices of a whole model's state."""
@@ -171,20 +171,13 @@ class Partitioned(nn.Module):
 
     def gather(self, *, gradients: bool = False) -> dict[str, Tensor]:
         """The whole model's tensors by name, or their (reduced) gradients, in every process; all of the group call it."""
-        found = {}
-        own = (
-            dict(self.named_parameters())
-            if gradients
-            else {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        )
-        for name, tensor in own.items():
+        found, rank = {}, self.group.rank
+        buffers = () if gradients else self.named_buffers()
+        for name, tensor in (*self.named_parameters(), *buffers):
             part, local = self.parts[name], tensor.grad if gradients else tensor.detach()
             result = torch.zeros(part.shape, dtype=tensor.dtype, device=tensor.device)
-            first = next(
-                rank for rank, boxes in enumerate(part.boxes) if boxes == part.boxes[self.group.rank]
-            )
-            if local is not None and first == self.group.rank:
-                part.put(self.group.rank, result, local)
+            if local is not None and part.boxes.index(part.boxes[rank]) == rank:  # of copies, the first
+                part.put(rank, result, local)
             found[name] = self.group.add(result)
         return found
 
@@ -230,9 +223,15 @@ class Partitioned(nn.Module):
         if self._whole is not None:
             (model,), self._whole = self._whole, None
             compare(self, model, args, kwargs)
-        return self._run(args, kwargs)
+        self._step += self.training
+        return self.run(args, kwargs)
 
-    def _run(self, args: Any, kwargs: Any) -> Any:
+    def drops(self, args: Any, kwargs: Any) -> bool:
+        """Whether a function of forward's drops something, in this mode."""
+        return any(name_of(step.call.target) == "dropout" for step in self._program(args, kwargs).steps)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """`forward` without a check, as part of the same step."""
         program = self._program(args, kwargs)
         bound = self._signature.bind(*args, **kwargs).arguments
         inputs: dict[str, Any] = {f"placeholder {name}": value for name, value in bound.items()}
@@ -240,7 +239,6 @@ class Partitioned(nn.Module):
             kind, _, target = name.partition(" ")
             if kind == "get_attr":
                 inputs[name] = _found(self, self._skeleton[0], target)
-        self._step += self.training
         return program.run(self, inputs, seed=self._seed, step=self._step)
 
 
@@ -269,8 +267,11 @@ def _found(module: nn.Module, other: nn.Module, path: str) -> Any:
     raise UsageError(f"{path!r} has no value in this process")
 
 
-def _default_device() -> torch.device:
-    return torch.get_default_device()
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An input, several in a tuple, or named ones in a mapping."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example if isinstance(example, tuple) else (example,)), {}
 
 
 def choices_of(plan: Any, model: nn.Module, size: int) -> dict[str, str]:
@@ -291,79 +292,6 @@ def choices_of(plan: Any, model: nn.Module, size: int) -> dict[str, str]:
     if not isinstance(choices, Mapping):
         raise UsageError(f"a plan maps layers to ways, as {{'fc*': 'model'}}, or is 'data'; got {plan!r}")
     return dict(choices)
-
-
-# -- the check -------------------------------------------------------------------------------------------------
-
-
-def compare(partitioned: Partitioned, model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Results and gradients against the whole model's, with nothing dropped; raises where they differ."""
-    buffers = {name: buffer.clone() for name, buffer in partitioned.named_buffers()}
-    modes = {name: module.training for name, module in partitioned.named_modules()}
-    whole = copy.deepcopy(model)
-    for name, module in whole.named_modules():
-        module.training = modes.get(name, module.training)
-    with _nothing_dropped(partitioned), _nothing_dropped(whole), torch.enable_grad():
-        ours, theirs = (
-            _results(run, args, kwargs) for run in (partitioned._run, lambda a, k: whole(*a, **k))
-        )
-        gradients = [_gradients(module, found) for module, found in ((partitioned, ours), (whole, theirs))]
-    for name, buffer in partitioned.named_buffers():
-        buffer.copy_(buffers[name])
-    partitioned._step = 0
-    pairs = {
-        f"result {i}": (a.detach(), b.detach()) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
-    }
-    largest = max((float(g.abs().max()) for g in gradients[1].values() if g.numel()), default=0.0)
-    for name, part in partitioned.parts.items():
-        if name in gradients[0] and name in gradients[1]:
-            mine = gradients[0][name]
-            mine = partitioned.group.add(mine) if part.replicated else mine
-            pairs[f"the gradient of {name!r}"] = (mine, part.take(partitioned.group.rank, gradients[1][name]))
-    for name, (a, b) in pairs.items():
-        _check_equal(name, a, b, 0.0 if name.startswith("result") else largest)
-
-
-def _check_equal(name: str, ours: Tensor, theirs: Tensor, scale: float) -> None:
-    tolerance = 1e3 * torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0
-    scale = max(scale, float(theirs.abs().max())) if theirs.numel() else 1.0
-    off = float((ours.to(theirs.device) - theirs).abs().max()) if theirs.numel() else 0.0
-    if not off <= tolerance * scale:
-        raise RunError(
-            f"check: {name} of the partitioned model differs from the whole one's by {off:.3g}, of values up to {scale:.3g}: "
-            "a layer or a rule of its type is not what it is said to be"
-        )
-
-
-def _results(run: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(run(args, kwargs)) if isinstance(leaf, Tensor)]
-
-
-def _gradients(module: nn.Module, results: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Of the sum of all results, each place with a weight of its own."""
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    floats = [result for result in results if result.requires_grad]
-    if not floats or not named:
-        return {}
-    weights = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).view_as(t) for t in floats]
-    found = torch.autograd.grad(floats, list(named.values()), weights, allow_unused=True)
-    return {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(named.items(), found, strict=True)
-    }
-
-
-@contextlib.contextmanager
-def _nothing_dropped(module: nn.Module) -> Iterator[None]:
-    kept = [(part, name, getattr(part, name)) for part in module.modules() for name in ("p", "dropout")
-            if isinstance(getattr(part, name, None), float)]  # fmt: skip
-    for part, name, _ in kept:
-        setattr(part, name, 0.0)
-    try:
-        yield
-    finally:
-        for part, name, value in kept:
-            setattr(part, name, value)
 
 
 def partition(model: nn.Module, plan: Any, example: Any, group: Any = None, **options: Any) -> Partitioned:

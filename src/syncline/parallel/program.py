@@ -120,7 +120,7 @@ class Program:
 
     def _add(self, node: fx.Node, name: str) -> None:
         if node.op == "output":
-            self._result = self._outputs(node.args[0])
+            self.result = self._outputs(node.args[0])
         elif node.op in ("placeholder", "get_attr"):
             self._values[node] = self._everywhere(node.meta["array"], node.meta["value"])
             if any(isinstance(leaf, Slot) for leaf in pytree.tree_leaves(self._values[node])):
@@ -191,10 +191,7 @@ class Program:
         return result
 
     def _finish_moves(self) -> None:
-        slots = [
-            slot for _, value in self.inputs for slot in pytree.tree_leaves(value) if isinstance(slot, Slot)
-        ]
-        for slot in slots + [slot for step in self.steps for slot in step.outs]:
+        for slot in self._slots():
             if slot.readers:
                 wants = [[windows[rank].box for windows in slot.readers] for rank in range(self.group.size)]
                 pads = [windows[self.group.rank].pad for windows in slot.readers]
@@ -216,11 +213,8 @@ class Program:
     def check_examples(self) -> None:
         """Later batches may be smaller, but nobody is there to be idle always."""
         for step in self.steps:
-            if (
-                holds(step.call.module)
-                and step.outs[0].spread.way == "data"
-                and self._batch < self.group.size
-            ):
+            idle = step.outs[0].spread.way == "data" and self._batch < self.group.size
+            if idle and holds(step.call.module):
                 raise UsageError(
                     f"layer {step.call.name!r} is cut by examples, and {self._batch} of them are less than a group of {self.group.size}: "
                     "give it another way, a larger batch, or the group fewer seats"
@@ -229,11 +223,13 @@ class Program:
     @property
     def moved(self) -> int:
         """Numbers that change the process on the way up, all moves together, the results' apart."""
-        slots = [
-            slot for _, value in self.inputs for slot in pytree.tree_leaves(value) if isinstance(slot, Slot)
+        return sum(slot.move.route.moved for slot in self._slots() if slot.move is not None)
+
+    def _slots(self) -> list[Slot]:
+        given = [
+            leaf for _, value in self.inputs for leaf in pytree.tree_leaves(value) if isinstance(leaf, Slot)
         ]
-        slots += [slot for step in self.steps for slot in step.outs]
-        return sum(slot.move.route.moved for slot in slots if slot.move is not None)
+        return given + [slot for step in self.steps for slot in step.outs]
 
     # -- running -------------------------------------------------------------------------------------------
 
@@ -255,7 +251,7 @@ class Program:
                 if not unread[id(slot)] and id(slot) not in self._ends:
                     held.pop(id(slot), None)
         return pytree.tree_map_only(
-            Slot, lambda slot: self._ends[id(slot)](held[id(slot)].own)[0], self._result
+            Slot, lambda slot: self._ends[id(slot)](held[id(slot)].own)[0], self.result
         )
 
     def _local(self, step: Step, layers: nn.Module, seed: int, number: int) -> Local:

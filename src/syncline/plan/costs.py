@@ -1,43 +1,28 @@
-"""What cutting a layer costs: SINGA's counts of floats (S3, S4), or seconds on a cluster, and memory in each process.
+"""What cutting a layer costs: SINGA's counts of floats (S3, S4), or seconds on a cluster. And layers measured.
 
-Not responsible for finding the cheapest plan.
+A price has what is compared, `cost`, and what is shown: bytes that move in one step, all processes, and seconds.
+Not responsible for memory, nor for finding the cheapest plan.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from syncline.errors import UsageError
+from syncline.parallel.program import Step
 from syncline.parallel.windows import Route
-from syncline.plan.cut import Table
-from syncline.plan.graph import LayerGraph, Unit
+from syncline.plan.graph import LayerGraph, Link, Unit
 
-
-class Wire(Protocol):
-    latency: float
-    bandwidth: float | None
-
-
-class Machines(Protocol):
-    """What is asked of a `Cluster`."""
-
-    @property
-    def card(self) -> Any: ...
-    @property
-    def memory(self) -> Any: ...
-    @property
-    def compute(self) -> Any: ...
-    def machine_of_learner(self, rank: int) -> int: ...
-
-
-# -- SINGA's counts (S3): P parameters, D features of all layers, B examples, N workers in groups of M -----------
+# -- SINGA's counts (S3): P parameters, D features of all layers, B examples, N workers in groups of M ----------
 
 
 def data_parallel(P: float, N: float) -> float:
@@ -59,10 +44,8 @@ def best_group(P: float, N: float, D: float, B: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Of one layer in one way, or of one link: what is compared, and what is shown."""
-
     cost: float
-    bytes: float = 0.0
+    bytes: float
     seconds: float = 0.0
 
 
@@ -77,19 +60,23 @@ class Singa:
 
     def unit(self, unit: Unit, way: str) -> Price:
         copies = self._graph.group if way == "data" else 0 if self._local else 1
-        floats = 2 * unit.parameters * copies * self._groups
-        return Price(floats, 4 * floats)
+        return self._floats(2 * unit.parameters * copies)
 
-    def link(
-        self, features: int, routes: Sequence[tuple[Route, int]], way: str, other: str, end: bool
-    ) -> Price:
-        together = (way == "data" and other == "data") or end
-        floats = 0 if together else 2 * features * self._graph.group * self._graph.batch * self._groups
-        return Price(floats, 4 * floats)
+    def link(self, link: Link, way: str, other: str) -> Price:
+        """Of the model's result (other is "") nothing moves."""
+        apart = other and (way, other) != ("data", "data")
+        features = math.prod(link.made.shape) // self._graph.batch
+        return self._floats(2 * features * self._graph.group * self._graph.batch if apart else 0)
+
+    def _floats(self, count: int) -> Price:
+        return Price(count * self._groups, 4 * count * self._groups)
 
 
 class Measured:
-    """Seconds of one step of a group: computation, moves up and down, gradients added in the group and at the table."""
+    """Seconds of one step of a group: computation, moves up and down, gradients added in the group and at the table.
+
+    Of the cluster it asks for `card`, `memory`, `compute` and `machine_of_learner`, as `Cluster` has them.
+    """
 
     ways = ("data", "model", "spatial")
 
@@ -98,139 +85,86 @@ class Measured:
         graph: LayerGraph,
         workers: int,
         local_update: bool,
-        cluster: Machines,
+        cluster: Any,
         compute: Mapping[str, float] | None,
     ) -> None:
         self._graph, self._cluster = graph, cluster
         self._local = local_update and workers == graph.group
         self._places = [cluster.machine_of_learner(rank) for rank in range(graph.group)]
-        self._seconds = dict(compute) if compute is not None else self._by_work()
+        self._wire = cluster.card if len(set(self._places)) > 1 else cluster.memory
+        work = sum(unit.work for unit in graph.units) / cluster.compute.seconds(graph.batch)
+        self._seconds = (
+            compute if compute is not None else {unit.name: unit.work / work for unit in graph.units}
+        )
         if missing := [
             unit.name for unit in graph.units if unit.parameters and unit.name not in self._seconds
         ]:
             raise UsageError(
-                f"compute: no seconds for layer {missing[0]!r}; give them for {', '.join(missing)}, or leave it out"
+                f"compute: no seconds for {', '.join(map(repr, missing))}; give them too, or leave it out"
             )
-
-    def _by_work(self) -> dict[str, float]:
-        """The cluster's seconds for the batch, shared out by work."""
-        whole = self._cluster.compute.seconds(self._graph.batch)
-        work = sum(unit.work for unit in self._graph.units)
-        return {unit.name: whole * unit.work / work for unit in self._graph.units}
 
     def unit(self, unit: Unit, way: str) -> Price:
         size, _, copies = self._graph.held(unit, way)
         seats = self._graph.group
-        seconds = self._seconds.get(unit.name, 0.0) * self._graph.share(unit, way)
+        ring = 2 * size * (seats - 1) / seats if copies else 0.0
         table = (
             0.0 if self._local and not copies else 2 * size / (seats if copies else 1)
         )  # pushed and read, by parts
-        ring = 2 * size * (seats - 1) / seats if copies and seats > 1 else 0.0
-        link = self._slowest()
-        if size:
-            seconds += self._transfer(table, link) + self._transfer(ring, link, 2 * (seats - 1))
+        seconds = self._seconds.get(unit.name, 0.0) * self._graph.share(unit, way)
+        seconds += _seconds(self._wire, table) + _seconds(self._wire, ring, 2 * (seats - 1))
         return Price(seconds, seats * (table + ring), seconds)
 
-    def link(
-        self, features: int, routes: Sequence[tuple[Route, int]], way: str, other: str, end: bool
-    ) -> Price:
+    def link(self, link: Link, way: str, other: str) -> Price:
         """Up and down; the model's results go up only."""
-        times = 1 if end else 2
-        seconds = times * sum(self._route(*each) for each in routes)
+        times, routes = 2 if other else 1, self._graph.routes(link, way, other)
+        seconds = times * sum(self._move(*each) for each in routes)
         return Price(seconds, float(times * sum(route.moved * size for route, size in routes)), seconds)
 
-    def _route(self, route: Route, size: int) -> float:
+    def _move(self, route: Route, size: int) -> float:
         """Everybody sends and receives at once; a machine's card is shared by those on it."""
-        if not route.moved:
-            return 0.0
-        out: dict[int, float] = {}
-        into: dict[int, float] = {}
-        inside = [0.0] * self._graph.group
+        out, into, inside = Counter[int](), Counter[int](), Counter[int]()
         for a, b in route.pieces:
-            count = route.count(a, b) * size
-            if a != b and self._places[a] == self._places[b]:
+            count, one, other = route.count(a, b) * size, self._places[a], self._places[b]
+            if a != b and one == other:
                 inside[b] += count
             elif a != b:
-                out[self._places[a]] = out.get(self._places[a], 0.0) + count
-                into[self._places[b]] = into.get(self._places[b], 0.0) + count
-        between = max((*out.values(), *into.values()), default=0.0)
-        return (self._transfer(between, self._cluster.card) if between else 0.0) + (
-            self._transfer(max(inside), self._cluster.memory) if max(inside) else 0.0
+                out[one] += count
+                into[other] += count
+        between = max((*out.values(), *into.values()), default=0)
+        return _seconds(self._cluster.card, between) + _seconds(
+            self._cluster.memory, max(inside.values(), default=0)
         )
 
-    def _slowest(self) -> Wire:
-        wire: Wire = self._cluster.card if len(set(self._places)) > 1 else self._cluster.memory
-        return wire
 
-    def _transfer(self, count: float, wire: Wire, messages: int = 1) -> float:
-        return messages * wire.latency + (count / wire.bandwidth if wire.bandwidth else 0.0) if count else 0.0
+def _seconds(wire: Any, count: float, messages: int = 1) -> float:
+    return messages * wire.latency + (count / wire.bandwidth if wire.bandwidth else 0.0) if count else 0.0
 
 
-def table_of(
-    graph: LayerGraph, prices: Singa | Measured, index: int, ways: Sequence[str], others: Sequence[str]
-) -> list[list[Price]]:
-    """A link's prices for every pair of ways of its ends."""
-    link = graph.links[index]
-    unit, call, result = link.source
-    made = graph.units[unit].steps[call].outs[result].array
-    features = math.prod(made.shape) // graph.batch
-    end = link.target[0] < 0
-    rows = []
-    for way in ways:
-        row = []
-        for other in others:
-            routes = [] if isinstance(prices, Singa) else graph.routes(link, way, other)
-            row.append(prices.link(features, routes, way, other, end))
-        rows.append(row)
-    return rows
+# -- layers measured --------------------------------------------------------------------------------------------
 
 
-def numbers(prices: Sequence[Sequence[Price]]) -> Table:
-    return [[price.cost for price in row] for row in prices]
-
-
-def memory_of(graph: LayerGraph, unit: Unit, way: str, states: int) -> float:
-    """Bytes in the fullest process: weights, gradients, the optimizer's states, and what backward needs."""
-    parameters, activations, _ = graph.held(unit, way)
-    return float((2 + states) * parameters + activations)
-
-
-def measure(model: torch.nn.Module, example: Any, *, times: int = 3) -> dict[str, float]:
+def measure(model: nn.Module, example: Any, *, times: int = 3) -> dict[str, float]:
     """Seconds of every layer, up and down, for a batch like the example, on this machine: the least of some times."""
-    args = example if isinstance(example, tuple) else (example,)
-    graph = LayerGraph(model, example, 1)
-    device = next((t.device for t in args if isinstance(t, Tensor)), torch.device("cpu"))
-    found: dict[str, float] = {}
+    graph, found = LayerGraph(model, example, 1), Counter[str]()
+    device = next(leaf.device for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
     for unit in graph.units:
         for step in unit.steps:
             if step.path is not None:
                 layer = model.get_submodule(step.path)
-                seconds = min(_once(layer, step, device) for _ in range(times))
-                found[unit.name] = found.get(unit.name, 0.0) + seconds
-    return found
+                found[unit.name] += min(_once(layer, step, device) for _ in range(times))  # type: ignore[assignment]
+    return dict(found)
 
 
-def _once(layer: torch.nn.Module, step: Any, device: torch.device) -> float:
-    inputs = [
-        torch.zeros(
-            slot.array.shape,
-            dtype=slot.array.dtype,
-            device=device,
-            requires_grad=slot.array.dtype.is_floating_point,
-        )
-        for slot, _ in step.reads
-    ]
+def _once(layer: nn.Module, step: Step, device: torch.device) -> float:
+    arrays = [slot.array for slot, _ in step.reads]
+    inputs = [torch.zeros(array.shape, dtype=array.dtype, device=device) for array in arrays]
+    learned = [x.requires_grad_() for x in inputs if x.is_floating_point()] + list(layer.parameters())
     _settle(device)
     start = time.perf_counter()
-    results = layer(*inputs)
-    tensors = [
-        t for t in torch.utils._pytree.tree_leaves(results) if isinstance(t, Tensor) and t.requires_grad
+    results = [
+        leaf for leaf in pytree.tree_leaves(layer(*inputs)) if isinstance(leaf, Tensor) and leaf.requires_grad
     ]
-    torch.autograd.grad(
-        [t.sum() for t in tensors],
-        [t for t in inputs if t.requires_grad] + list(layer.parameters()),
-        allow_unused=True,
-    )
+    torch.autograd.grad([result.sum() for result in results], learned, allow_unused=True)
     _settle(device)
     return time.perf_counter() - start
 

@@ -467,7 +467,8 @@ def test_a_check_finds_a_layer_that_is_not_what_it_is_said_to_be() -> None:
 
     def work(group: Group) -> Any:
         with pytest.raises(
-            RunError, match=r"check: result 0 of the partitioned model differs from the whole one's by"
+            RunError,
+            match=r"check: result 0 of the partitioned model is off by .* times what rounding explains",
         ):
             partition(
                 nn.Sequential(nn.Conv2d(3, 4, 1), Shifted(4)).double(), {"1": "spatial"}, x, group, check=True
@@ -476,6 +477,36 @@ def test_a_check_finds_a_layer_that_is_not_what_it_is_said_to_be() -> None:
         return mine(numbers(6, 3, 8, 8)) is not None
 
     assert seats.run(2, work) == [True, True]
+
+
+def test_a_check_is_not_misled_by_what_is_dropped() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.drop, self.two = nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(F.dropout(self.two(self.drop(self.one(x))), 0.5, self.training))
+
+    x, model = numbers(6, 6), Dropping().double()
+
+    def work(group: Group) -> Any:
+        made = [partition(model, {"one": "model"}, x, group, check=check) for check in (True, False)]
+        assert all(module.training for module in made[0].modules())
+        return [mine(x).detach() for mine in made], made[0].norm.num_batches_tracked
+
+    for (checked, plain), count in seats.run(2, work):
+        assert torch.equal(checked, plain) and count == 1
+
+
+def test_a_model_whose_names_are_taken_is_refused() -> None:
+    model = nn.Sequential()
+    model.add_module("parts", nn.Linear(6, 6))
+    with pytest.raises(
+        UsageError, match=r"the model has a 'parts', as a partitioned model has: give it another name"
+    ):
+        partition(model, {}, torch.zeros(4, 6))
 
 
 def test_layers_that_share_a_weight_share_its_slices() -> None:

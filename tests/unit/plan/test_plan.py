@@ -143,7 +143,7 @@ def test_bytes_are_those_that_the_partitioned_model_moves() -> None:
         "out": "model",
     }
     graph = LayerGraph(model, x, 4)
-    graph.price_ways(("data", "model", "spatial"))
+    graph.find_ways(("data", "model", "spatial"))
     names = [unit.name for unit in graph.units]
     moved = 0
     for link in graph.links:
@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "seats without work": (lambda: plan(nn.Sequential(nn.GRU(30, 4, bidirectional=True)), torch.zeros(2, 3, 30), ETHERNET, 4), r"layer '0' is cut by examples alone: 2 of them are less than a group of 4"),
     "batches that do not divide": (lambda: plan(mlp(30, 4), X, group=2, workers=6), r"a mini-batch of 8 cannot be dealt to 3 groups"),
     "values decide": (lambda: plan(Peeking(), X, ETHERNET, 2), r"Peeking cannot be traced"),
-    "seconds missing": (lambda: plan(mlp(30, 4, 5), X, ETHERNET, 2, compute={"0": 1.0}), r"compute: no seconds for layer '2'"),
+    "seconds missing": (lambda: plan(mlp(30, 4, 5), X, ETHERNET, 2, compute={"0": 1.0}), r"compute: no seconds for '2'; give them too"),
 }  # fmt: skip
 
 
