@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from syncline.parallel.aligned import Aligned, Along, Reshape, broadcast, keeping, share_of_mean
-from syncline.parallel.rules import Call, Local, Ref, Rule, Spread, Want, along, whole
+from syncline.parallel.rules import Call, Local, Rule, Spread, Want, along, whole
 from syncline.parallel.windows import Box
 
 
@@ -41,20 +41,8 @@ RANDOM = _words(
     "rand_like randn_like randint_like bernoulli multinomial normal poisson rrelu gumbel_softmax alpha_dropout "
     "feature_alpha_dropout dropout1d dropout2d dropout3d normal_ uniform_ random_ bernoulli_ exponential_"
 )
-RESHAPES = {"reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze"}
-VIEWS = RESHAPES | {
-    "transpose",
-    "permute",
-    "t",
-    "getitem",
-    "chunk",
-    "split",
-    "unbind",
-    "narrow",
-    "select",
-    "expand",
-    "detach",
-}
+RESHAPES = _words("reshape view flatten unflatten unsqueeze squeeze")
+VIEWS = RESHAPES | _words("transpose permute t getitem chunk split unbind narrow select expand detach")
 IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ipow"}
 
 
@@ -79,9 +67,15 @@ def _dims(position: int, name: str = "dim", default: Any = None) -> Callable[[Ca
     return found
 
 
-def _permuted(call: Call) -> list[Along]:
+def _several(call: Call) -> Sequence[int]:
+    """Dimensions one after the other, or in a tuple."""
     dims = call.args[1:] if len(call.args) > 1 else (call.kwargs["dims"],)
-    order = dims[0] if isinstance(dims[0], tuple | list) else dims
+    found: Sequence[int] = dims[0] if isinstance(dims[0], tuple | list) else dims
+    return found
+
+
+def _permuted(call: Call) -> list[Along]:
+    order = _several(call)
     return [tuple(dim % len(order) for dim in order)]
 
 
@@ -231,7 +225,7 @@ _OTHERS: dict[str, Rule] = {
     "norm": Aligned(keeping(_dims(2))),
     "topk": Aligned(keeping(_dims(2, default=-1))),
     "normalize": Aligned(keeping(_dims(2, default=1))),
-    "flip": Aligned(keeping(_dims(1, "dims"))),
+    "flip": Aligned(keeping(_several)),
     "layer_norm": Aligned(
         keeping(lambda call: [-1 - at for at in range(len(call.argument(1, "normalized_shape")))])
     ),
@@ -255,9 +249,12 @@ def function_rule(call: Call) -> Rule:
             "normalises by the examples at hand, and changes buffers: use nn.BatchNorm1d, 2d or 3d"
         )
     if name == "getitem":
-        return Whole() if any(isinstance(item, Ref) for item in _flat(call.args[1])) else Aligned(_indexed)
-    plain = (name or "").removesuffix("_")
-    if (name in ("max", "min") and len(call.inputs) == 2) or {name, plain} & ELEMENTWISE or name in IN_PLACE:
+        plain = all(
+            item is None or item is Ellipsis or type(item) in (int, slice) for item in _flat(call.args[1])
+        )
+        return Aligned(_indexed) if plain else Whole()
+    known = {name, (name or "").removesuffix("_")} & (ELEMENTWISE | IN_PLACE)
+    if known or (name in ("max", "min") and len(call.inputs) == 2):
         return Aligned(broadcast)
     if name in RESHAPES and not isinstance(call.argument(1, "dtype"), torch.dtype):
         return Reshape()
@@ -267,4 +264,4 @@ def function_rule(call: Call) -> Rule:
 
 
 def _flat(index: Any) -> Sequence[Any]:
-    return index if isinstance(index, tuple | list) else (index,)
+    return index if isinstance(index, tuple) else (index,)

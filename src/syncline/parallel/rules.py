@@ -67,7 +67,9 @@ class Call:
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """Of a function, the input being its first."""
-        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+        if len(self.args) > position:
+            return self.args[position]
+        return self.kwargs.get(name, self.kwargs.get("axis", default) if name == "dim" else default)
 
     def leader(self) -> int | None:
         """The largest input that is cut."""
