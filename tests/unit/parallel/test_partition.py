@@ -468,17 +468,15 @@ def test_a_check_finds_a_layer_that_is_not_what_it_is_said_to_be() -> None:
         lambda module, window, shapes: _shifted_wants(module, window, shapes).replaced(1, (0, 1)),
         _shifted_slices,
     )
-    x = numbers(4, 3, 6, 6)
+    x, wrong, right = numbers(4, 3, 6, 6), nn.Sequential(nn.Conv2d(3, 4, 1), Shifted(4)).double(), small()
 
     def work(group: Group) -> Any:
         with pytest.raises(
             RunError,
             match=r"check: result 0 of the partitioned model is off by .* times what rounding explains",
         ):
-            partition(
-                nn.Sequential(nn.Conv2d(3, 4, 1), Shifted(4)).double(), {"1": "spatial"}, x, group, check=True
-            )(x)
-        mine = partition(small(), PLAN, numbers(6, 3, 8, 8), group, check=True)
+            partition(wrong, {"1": "spatial"}, x, group, check=True)(x)
+        mine = partition(right, PLAN, numbers(6, 3, 8, 8), group, check=True)
         return mine(numbers(6, 3, 8, 8)) is not None
 
     assert seats.run(2, work) == [True, True]
