@@ -22,7 +22,6 @@ from syncline.nn.pooling import L2Pool2d
 from syncline.parallel.aligned import Aligned, Reshape, broadcast, keeping
 from syncline.parallel.functions import drop
 from syncline.parallel.rules import (
-    RULES,
     Call,
     Local,
     Rule,
@@ -31,6 +30,7 @@ from syncline.parallel.rules import (
     Want,
     Windowed,
     along,
+    check_names,
     holds,
     own_code,
     register,
@@ -49,12 +49,12 @@ register(Aligned(broadcast), *(getattr(nn, name) for name in _ELEMENTWISE.split(
 register(Reshape(), nn.Flatten, nn.Unflatten)
 
 
-def _softmax_dim(call: Call) -> list[int]:
+def _softmax_dims(call: Call) -> list[int]:
     module: Any = call.module
-    return [1 if module.dim is None else module.dim]
+    return list(range(len(call.inputs[0].shape))) if module.dim is None else [module.dim]
 
 
-register(Aligned(keeping(_softmax_dim)), nn.Softmax, nn.LogSoftmax, nn.Softmin)
+register(Aligned(keeping(_softmax_dims)), nn.Softmax, nn.LogSoftmax, nn.Softmin)
 
 
 def _dropped(module: Any, local: Local, x: Tensor) -> Tensor:
@@ -63,6 +63,10 @@ def _dropped(module: Any, local: Local, x: Tensor) -> Tensor:
 
 def _maps_dropped(module: Any, local: Local, x: Tensor) -> Tensor:
     """Whole maps are dropped: those who hold parts of one draw the same."""
+    if not type(module).__name__.endswith(f"{x.dim() - 2}d"):
+        raise local.call.refuse(
+            f"reads {x.dim()} dimensions: give it examples, channels, and what it is named after"
+        )
     maps = Box(local.window.spans[:2])
     shape = (*maps.shape, *(1 for _ in x.shape[2:]))
     return drop(local, x, module.p, maps, shape) if module.training else x
@@ -95,7 +99,10 @@ class _Dense(Windowed):
         module: Any = call.module
         span = self._rows(call, rank).spans[-1]
         bias = (0, module.out_features if rank == 0 else 0)  # it is added once
-        return {"weight": (Box(((0, module.out_features), span)),), "bias": (Box((bias,)),)}
+        found: Slices = {"weight": (Box(((0, module.out_features), span)),)}
+        found |= {"bias": (Box((bias,)),)} if module.bias is not None else {}
+        check_names(call, found)
+        return found
 
     def run(self, local: Local, *args: Any, **kwargs: Any) -> Any:
         if local.way != "rows":
@@ -126,7 +133,7 @@ def _first_dimension(module: Any, names: Sequence[str], span: Span) -> Slices:
 
 
 register(
-    _Dense(_linear_wants, _rows_of("weight", "bias"), ("data", "model", "rows"), dim=-1, anywhere=True),
+    _Dense(_linear_wants, _rows_of("weight", "bias"), ("data", "model", "rows"), dim=-1, last=1),
     nn.Linear,
 )
 
@@ -141,13 +148,13 @@ def _embedding_slices(module: Any, window: Box) -> Slices:
     return {"weight": (Box(((0, module.num_embeddings), window.spans[-1])),)}
 
 
-RULES[nn.Embedding] = Windowed(
-    lambda module, window, shapes: Box(window.spans[:-1]),
-    _embedding_slices,
-    ("data", "model"),
-    dim=-1,
-    check=_embedding_check,
-    anywhere=True,
+def _embedding_wants(module: Any, window: Box, shapes: list[Shape]) -> Box:
+    return Box(window.spans[:-1])
+
+
+register(
+    Windowed(_embedding_wants, _embedding_slices, ("data", "model"), dim=-1, check=_embedding_check, last=0),
+    nn.Embedding,
 )
 
 # -- convolutions and pooling ----------------------------------------------------------------------------------
@@ -270,11 +277,7 @@ def _counted(
 
 
 def _pool_check(module: Any, way: str) -> str | None:
-    return (
-        "return_indices counts in the whole image"
-        if way == "spatial" and getattr(module, "return_indices", False)
-        else None
-    )
+    return "return_indices counts in the whole image" if way != "data" and module.return_indices else None
 
 
 register(
@@ -291,7 +294,7 @@ def _adaptive_wants(module: Any, window: Box, shapes: list[Shape]) -> Box:
 
 
 register(
-    Windowed(_adaptive_wants, ways=("data", "model"), dim=1),
+    Windowed(_adaptive_wants, ways=("data", "model"), dim=1),  # each map by itself
     nn.AdaptiveAvgPool1d,
     nn.AdaptiveAvgPool2d,
     nn.AdaptiveAvgPool3d,
@@ -392,9 +395,7 @@ def _last_dimension(module: Any, window: Box) -> Slices:
 
 
 register(
-    _LayerNorm(
-        lambda module, window, shapes: window, _last_dimension, ("data", "model"), dim=-1, anywhere=True
-    ),
+    _LayerNorm(lambda module, window, shapes: window, _last_dimension, ("data", "model"), dim=-1, last=1),
     nn.LayerNorm,
 )
 
@@ -445,13 +446,20 @@ def _local_filters(module: Any, window: Box) -> Any:
     return layer
 
 
-RULES[BlockLocal2d] = Windowed(
-    lambda module, window, shapes: _seen_by(module, window),
-    _block_slices,
-    compute=lambda module, local, x: _local_filters(module, local.window)(x),
-    dim=1,
-    units=lambda module, way: module.geometry.block[:2] if way == "spatial" else (1, 1),
-)
+def _block_wants(module: Any, window: Box, shapes: list[Shape]) -> Box:
+    return _seen_by(module, window)
+
+
+def _filtered(module: Any, local: Local, x: Tensor) -> Tensor:
+    found: Tensor = _local_filters(module, local.window)(x)
+    return found
+
+
+def _block_units(module: Any, way: str) -> tuple[int, int]:
+    return module.geometry.block[:2] if way == "spatial" else (1, 1)
+
+
+register(Windowed(_block_wants, _block_slices, compute=_filtered, dim=1, units=_block_units), BlockLocal2d)
 
 
 class _Decoder(Rule):

@@ -17,12 +17,20 @@ from syncline.parallel.move import Move
 from syncline.parallel.rules import Call, Local, Rule, Slices, Spread, Want, along, own_code, register
 from syncline.parallel.windows import Box, Span, cut
 
-_GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3, "RNN": 1, "RNNCell": 1}
+
+def _gates(module: nn.Module) -> int:
+    return (
+        4
+        if isinstance(module, nn.LSTM | nn.LSTMCell)
+        else 3
+        if isinstance(module, nn.GRU | nn.GRUCell)
+        else 1
+    )
 
 
 def _unit_slices(module: Any, span: Span) -> Slices:
     """The same units of every gate; gates lie one after the other."""
-    gates, hidden = _GATES[type(module).__name__], module.hidden_size
+    gates, hidden = _gates(module), module.hidden_size
     spans = [(gate * hidden + span[0], gate * hidden + span[1]) for gate in range(gates)]
     return {
         name: tuple(Box.whole(tensor.shape).replaced(0, each) for each in spans)
@@ -34,13 +42,13 @@ def _advance(
     module: Any, gates: Tensor, recurrent: Tensor, own: Tensor, cell: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """One step of these units: from the inputs' and the state's part of the gates; `own` are their former states."""
-    kind = type(module).__name__
-    if kind.startswith("LSTM"):
+    count = _gates(module)
+    if count == 4:
         into, forget, new, out = (gates + recurrent).chunk(4, -1)
         assert cell is not None
         cell = torch.sigmoid(forget) * cell + torch.sigmoid(into) * torch.tanh(new)
         return torch.sigmoid(out) * torch.tanh(cell), cell
-    if kind.startswith("GRU"):
+    if count == 3:
         (ri, zi, ni), (rh, zh, nh) = gates.chunk(3, -1), recurrent.chunk(3, -1)
         new, keep = torch.tanh(ni + torch.sigmoid(ri + rh) * nh), torch.sigmoid(zi + zh)
         return (1 - keep) * new + keep * own, None
@@ -54,6 +62,9 @@ class _Cell(Rule):
 
     def place(self, call: Call) -> list[Spread]:
         self.check_way(call)
+        names = [name for name, _ in call.module.named_parameters()] if call.module is not None else []
+        if call.way == "model" and any("." in name for name in names):
+            raise call.refuse("cannot be cut as 'model': its weights are made of other parameters")
         return (
             [along(call, array, len(array.shape) - 1) for array in call.outputs]
             if call.way == "model"

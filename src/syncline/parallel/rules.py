@@ -166,7 +166,7 @@ class Rule:
     """For whatever is not known better: examples are independent, so that it runs data-parallel."""
 
     ways: tuple[str, ...] = ("data",)
-    anywhere = False  # examples may be in any dimension but the last
+    last: int | None = None  # examples may be in any dimension but the last so many
 
     def place(self, call: Call) -> list[Spread]:
         """Where each result lies."""
@@ -187,12 +187,9 @@ class Rule:
         dims = [array.batch for array in call.inputs if array.batch is not None]
         if not dims or any(array.batch is None for array in call.outputs):
             return bool(dims)
-        first = call.inputs[0]
-        return (
-            first.batch == len(first.shape) - 1
-            if self.anywhere and len(first.shape) > 1
-            else dims[0] != _examples(call)
-        )
+        if self.last is None:
+            return dims[0] != _examples(call)
+        return dims[0] >= len(call.inputs[0].shape) - self.last
 
     def wants(self, call: Call, outs: Sequence[Spread], rank: int) -> list[Want]:
         """What a rank reads of every input, for its windows of the results."""
@@ -241,7 +238,7 @@ class Windowed(Rule):
     dim: int | None = None  # what "model" cuts
     units: Callable[[Any, str], tuple[int, int]] = field(default=lambda module, way: (1, 1))
     check: Callable[[Any, str], str | None] = field(default=lambda module, way: None)
-    anywhere: bool = False
+    last: int | None = None
 
     def place(self, call: Call) -> list[Spread]:
         way = call.way or self._followed(call)
@@ -346,4 +343,8 @@ def layer(
         raise UsageError(f"layer(...) takes a type of nn.Module, got {kind!r}")
     if unknown := set(ways) - set(WAYS):
         raise UsageError(f"layer {kind.__name__}: no way {sorted(unknown)}; there are {', '.join(WAYS)}")
-    RULES[kind] = Rule() if wants is None else Windowed(wants, slices, ("data", *ways), run, dim)
+    RULES[kind] = (
+        Rule()
+        if wants is None
+        else Windowed(wants, slices, ("data", *(way for way in ways if way != "data")), run, dim)
+    )

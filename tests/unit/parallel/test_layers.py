@@ -172,6 +172,29 @@ def test_embeddings_equal_one_process(way: str, size: int) -> None:
     check_same(lambda: Model(nn.Embedding(11, 6, padding_idx=2)), {"layer": way}, (tokens,), size)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_what_has_its_examples_second_is_cut_there(size: int) -> None:
+    class Words(nn.Module):
+        """(time, examples) all the way."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.norm, self.lstm, self.out = (
+                nn.Embedding(11, 6),
+                nn.LayerNorm(6),
+                nn.LSTM(6, 4),
+                nn.Linear(4, 3),
+            )
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.out(self.lstm(self.norm(self.words(tokens)))[0])
+
+    tokens = torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(0))
+    (mine, *_) = check_same(Words, {}, (tokens,), size, batch_dim=1)
+    (program,) = mine._programs.values()
+    assert {step.outs[0].spread.way for step in program.steps} == {"data"} and program.moved == 0
+
+
 RECURRENT: dict[str, Callable[[], nn.Module]] = {
     "lstm": lambda: nn.LSTM(4, 6, 2, batch_first=True),
     "gru": lambda: nn.GRU(4, 6, batch_first=True),

@@ -163,6 +163,9 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], dict[str, str], tuple[int, ...]]
         {"0": "model"},
         (5, 3, 4),
     ),
+    "a softmax that chooses its dimension": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Softmax(None)), {"0": "model"}, (5, 3, 4)
+    ),
     "a convolution with other code": (lambda: nn.Sequential(Halved(3, 6, 3)), {}, (5, 3, 6, 6)),
     "examples as channels": (lambda: Through(lambda x: F.group_norm(x.transpose(0, 1), 1)), {}, (5, 3, 4, 4)),
     "examples as channels of a layer": (
@@ -173,6 +176,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], dict[str, str], tuple[int, ...]]
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", TRAPS)
 def test_what_is_easily_taken_for_something_else_equals_one_process(name: str, size: int) -> None:
@@ -277,6 +281,12 @@ def test_parts_of_one_map_are_dropped_together() -> None:
     (out, *_) = seats.run(4, lambda group: partition(model, {"0": "spatial"}, x, group)(x).detach())
     kept = (out != 0).flatten(2)
     assert torch.equal(kept.all(2), kept.any(2)) and 8 < kept.any(2).sum() < 40
+
+
+def test_maps_are_not_dropped_where_there_are_none() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout2d(0.5))
+    with pytest.raises(UsageError, match=r"'1' \(Dropout2d\) reads 3 dimensions: give it examples, channels"):
+        partition(model, {}, torch.zeros(2, 3, 4))(torch.zeros(2, 3, 4))
 
 
 def test_layers_with_dropout_inside_draw_for_their_own_examples() -> None:
@@ -589,6 +599,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, tuple[int, ...], str]] = 
     "weights made by others": (
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8))), {"0": "model"}, ROWS,
         r"'0' \(ParametrizedLinear\) cannot be cut as 'model': 'weight' is no parameter of it",
+    ),
+    "recurrent weights made by others": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.GRU(6, 8, batch_first=True), "weight_hh_l0")),
+        {"0": "model"}, (4, 3, 6), r"'0' \(ParametrizedGRU\) cannot be cut as 'model': its weights are made of other parameters",
+    ),
+    "places in a map": (
+        lambda: nn.Sequential(nn.MaxPool2d(2, return_indices=True)), {"0": "model"}, IMAGES,
+        r"'0' \(MaxPool2d\) cannot be cut as 'model': return_indices counts in the whole image",
     ),
     "values decide": (Peeking, {}, ROWS, r"Peeking cannot be traced \(TraceError: .*has to be a module of its own"),
     "random numbers": (Drawing, {}, (3, 4), r"Drawing.forward draws random numbers \(aten.rand.default\): use nn.Dropout"),
