@@ -1,5 +1,6 @@
 # make train   sets everything up (the first time) and trains the built-in job; ARGS="--sync async" turns the dial
 # make test    lint, types and all tests, on a clean clone too (makes .venv first)
+# make test-long   the long sweeps, which make test leaves out
 # make bench   the throughput table against the benchmark's peers
 PYTHON ?= python3
 VENV   := .venv
@@ -7,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP  := $(VENV)/.setup-done
 
-.PHONY: setup train test lint types format bench clean
+.PHONY: setup train test test-long lint types format bench clean
 
 setup: $(STAMP)
 
@@ -24,6 +25,9 @@ train: setup
 
 test: lint types
 	$(BIN)/pytest
+
+test-long: setup
+	$(BIN)/pytest -m long
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,16 +1,10 @@
-"""Options of the test suite, and what holds for every test."""
+"""What holds for every test."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from syncline.testing import end_leftovers
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all-crash-points", action="store_true", help="try every crash point of a shard, not some of them"
-    )
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Pictures of the COTS reproduction: best stimuli (Fig. 7) and update times by size (Fig. 5).
 
-python -m reproductions.cots.pictures benchmarks/results/block_local.json docs/pictures
+python -m reproductions.cots.pictures benchmarks/results/block_local-h200.json docs/pictures
 """
 
 import json

@@ -50,6 +50,7 @@ class Kind(IntEnum):
     BLOCKED = 11  # does nothing until its portion of this number is there
     MEET = 12  # waits in a meeting, and does nothing until it is over
     AWAIT = 13  # does nothing until what it fetches is there
+    ENDED = 14  # its stream's epoch ends after so many batches
     # the leading shard to the others
     TAKE = 20
     FOLD = 21
@@ -394,6 +395,10 @@ class CollectivePort(ABC):
     @abstractmethod
     def tell(self, message: Any) -> None:
         """Tell whoever keeps the run's record."""
+
+    @abstractmethod
+    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        """Write a file of a checkpoint; whoever keeps the record hears `Saved`. Waits while the last one is written."""
 
     @abstractmethod
     def note(self, progress: Progress) -> None:

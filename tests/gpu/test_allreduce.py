@@ -59,12 +59,11 @@ def joint(batch: int, epochs: int) -> dict[str, Tensor]:
 
 
 def train(topology: str, learners: int, **options: Any) -> sl.Result:
-    given: dict[str, Any] = {"sync": "hardsync", "epochs": 3, **options}
+    given: dict[str, Any] = {"sync": "hardsync", "epochs": 3, "optimizer": MOMENTUM, **options}
     return sl.train(
         net(),
         points(),
         loss=F.cross_entropy,
-        optimizer=MOMENTUM,
         topology=topology,
         learners=learners,
         batch_size=16,
@@ -97,6 +96,20 @@ def test_delayed(topology: str, learners: int) -> None:
     assert got.version == rounds and got.staleness.max == 2
     other = train("allreduce", learners, sync="delayed:2")
     close(got.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+@pytest.mark.parametrize("optimizer", [MOMENTUM, partial(torch.optim.Adam, lr=0.01, fused=True)])
+def test_goes_on_from_a_checkpoint_with_averages_in_flight(
+    learners: int, optimizer: Any, tmp_path: Path
+) -> None:
+    way: dict[str, Any] = {"sync": "delayed:2", "optimizer": optimizer}
+    whole = train(WAYS[1], learners, **way)
+    train(WAYS[1], learners, **way, run_dir=tmp_path / "a", checkpoint_every=4, keep_checkpoints=99)
+    for folder in sorted((tmp_path / "a" / "checkpoints").iterdir()):
+        got = train(WAYS[1], learners, **way, resume=folder, run_dir=tmp_path / folder.name)
+        close(got.state_dict(), whole.state_dict())
+        assert (got.version, got.staleness) == (whole.version, whole.staleness)
 
 
 def backend(session: sl.Session) -> tuple[str, bool, bool]:

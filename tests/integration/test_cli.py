@@ -69,6 +69,35 @@ def test_the_built_in_job_without_a_terminal(tmp_path: Path) -> None:
     assert "Traceback" not in refused.stderr and refused.stdout == ""
 
 
+def test_output_where_not_every_letter_can_be_written(tmp_path: Path) -> None:
+    """λ, ×, … and what learners print become letters that can."""
+    plain = {
+        "PYTHONIOENCODING": "ascii",
+        "LANG": "C",
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    environment = {**os.environ, "COLUMNS": "120", **plain}
+    prints = "import syncline as sl; sl.launch(lambda session: print('\\u03bb ran'), learners=1)"
+    for arguments, words in (
+        (("-m", "syncline", "presets"), "lambda learners with batches of mu examples"),
+        (
+            ("-m", "syncline", "train", *TINY, "--set", "steps=5", "--set", "epochs=", "--run-dir", "out"),
+            "5 updates",
+        ),
+        (("-m", "syncline", "show", "out"), "finished"),
+        (("-m", "syncline", "compare", "out", "out"), "examples/s"),
+        (("-m", "syncline", "train", "--help"), "one line per learner"),
+        (("-c", prints), "\\u03bb ran"),
+    ):
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, timeout=100, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout.decode("ascii")
+
+
 class Terminal:
     """A run on a pseudo-terminal."""
 

@@ -1,7 +1,7 @@
 """A process dies in its n-th write to the exchange, a record half written, for every n (M11).
 
-Two learners, two shards, every preset. All points of a learner are tried here, every eleventh of a shard;
-`--all-crash-points` tries them all (about twenty minutes).
+Two shards, every preset. Every write of two learners is tried here, both dying in one run, and every eleventh of a shard;
+`make test-long` tries every write of every process alone (about half an hour).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PRESETS = [
     "downpour:push=2,fetch=3,local_lr=0.1",
     "hardsync until 1 then softsync:1",
 ]
-SIZE, EPOCHS = 16, 2
+SIZE, EPOCHS, BATCH = 16, 2, 4
 
 
-def run(sync: str, crashes: dict[str, int], folder: Path | None) -> sl.Result:
+def run(sync: str, crashes: dict[str, int], folder: Path | None = None, *, learners: int = 2) -> sl.Result:
     data = TensorDataset(torch.ones(SIZE, 4), torch.zeros(SIZE, dtype=torch.long))
     options: dict[str, Any] = {"run_dir": folder, "checkpoint_every": 2} if folder else {}
     handle = sl.train(
@@ -47,9 +47,9 @@ def run(sync: str, crashes: dict[str, int], folder: Path | None) -> sl.Result:
         optimizer=partial(SGD, lr=0.1, momentum=0.9),
         sync=sync,
         engine=Local(crashes=crashes),
-        learners=2,
+        learners=learners,
         topology="servers:2",
-        batch_size=4,
+        batch_size=BATCH,
         epochs=EPOCHS,
         threads=1,
         wait=False,
@@ -58,37 +58,47 @@ def run(sync: str, crashes: dict[str, int], folder: Path | None) -> sl.Result:
     return handle.wait(timeout=60)
 
 
-def check(result: sl.Result, kinds: list[str]) -> bool:
-    """Everything adds up; False if the process lived to the end."""
+def check(result: sl.Result, *kinds: list[str]) -> bool:
+    """Everything adds up; False if all processes lived to the end."""
     table = result.statistics.tables[0]
     assert [record.epoch for record in result.history] == list(range(EPOCHS))
     assert table.pending == 0 and result.staleness.gradients == result.gradients
-    if result.dropped:
-        assert table.examples < SIZE * EPOCHS
-    else:
-        assert table.examples == SIZE * EPOCHS
+    assert table.examples + BATCH * result.dropped == SIZE * EPOCHS
     found = [event.kind for event in result.events if event.kind != "checkpoint"]
     if found[-1:] == ["begun anew"]:  # it died when the learners had already made their last step
         found = found[:-1]
-    assert found in (kinds, [])
+    assert found in (*kinds, [])
     return bool(found)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("sync", PRESETS)
-def test_a_learner_dies_at_any_operation(sync: str) -> None:
-    point = 0
-    alive = True
-    while alive:
+def test_two_of_three_learners_die_at_any_operation(sync: str) -> None:
+    """The same one: of both every write is tried, until both have come to their end before it."""
+    point, died = 0, True
+    while died:
         point += 1
-        alive = check(run(sync, {f"learner {point % 2}": point}, None), ["lost"])
+        crashes = {"learner 0": point, "learner 1": point}
+        died = check(run(sync, crashes, learners=3), ["lost"], ["lost", "lost"])
+    assert point > 20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("learner", [0, 1])
+@pytest.mark.parametrize("sync", PRESETS)
+def test_a_learner_dies_at_any_operation(sync: str, learner: int) -> None:
+    point, died = 0, True
+    while died:
+        point += 1
+        died = check(run(sync, {f"learner {learner}": point}), ["lost"])
     assert point > 20
 
 
 @pytest.mark.timeout(2400)
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 11])
 @pytest.mark.parametrize("sync", PRESETS)
-def test_a_shard_dies_at_any_operation(sync: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    stride = 1 if request.config.getoption("--all-crash-points") else 11
+def test_a_shard_dies_at_any_operation(sync: str, stride: int, tmp_path: Path) -> None:
     for shard in (0, 1):
         point, alive = 1 + PRESETS.index(sync) % stride, True
         while alive:

@@ -130,7 +130,8 @@ def test_put_makes_writes_global(sync: str) -> None:
             seen.append(model.weight.item())
         return seen
 
-    result = launch(learner, learners=2, sync=sync, seed=3)
+    with pytest.warns(sl.errors.SynclineWarning, match="'weight' was changed in place"):
+        result = launch(learner, learners=2, sync=sync, seed=3)
     torch.manual_seed(3)
     first = nn.Linear(1, 1, bias=False).weight.item()
     if sync == "hardsync":

@@ -107,7 +107,7 @@ def test_the_rate_factor_multiplies_each_update(sync: str, factor: float) -> Non
 
 @pytest.mark.parametrize("sync", ["hardsync", "async"])
 def test_a_schedule_lowers_the_rate(sync: str) -> None:
-    """M4: options travel with each gradient. At rate 0 the weight stands still."""
+    """M4: options travel with each gradient. At rate 0 the weight stands still, so it counts the gradients of two epochs."""
     result = train(
         model=Constant(),
         loss=None,
@@ -118,10 +118,10 @@ def test_a_schedule_lowers_the_rate(sync: str) -> None:
         schedule=partial(lr_scheduler.MultiStepLR, milestones=[2], gamma=0.0),
         evaluate=lambda model: {"weight": model.weight.item()},
     )
+    assert (result.gradients, result.dropped) == (5 * 16, 0)
+    assert result.state_dict()["weight"].item() == pytest.approx(0.8)  # 32 gradients, at 0.1 / 4 each
     weights = [record["weight"] for record in result.history]
-    assert len(weights) == 5
-    assert 0 < weights[0] < weights[1]
-    assert weights[-1] == weights[-2]
+    assert len(weights) == 5 and max(weights) == pytest.approx(0.8)
     if sync == "hardsync":
         assert weights == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.8])
 
@@ -173,9 +173,9 @@ def test_history_holds_an_evaluation_of_one_version() -> None:
 @pytest.mark.parametrize("sync", ["softsync:1", "async"])
 def test_evaluation_beside_free_learners(sync: str) -> None:
     result = train(sync=sync, epochs=3, evaluate=points(100))
-    versions = [record.version for record in result.history]
-    assert len(versions) == 3 and versions == sorted(versions)
-    assert versions[-1] <= result.version
+    assert [record.epoch for record in result.history] == [0, 1, 2]  # whichever was done first
+    assert all(0 < record.version <= result.version for record in result.history)
+    assert max(record.examples for record in result.history) == 1200
     assert all({"loss", "accuracy"} <= record.metrics.keys() for record in result.history)
 
 
@@ -193,7 +193,7 @@ def test_a_callback_stops_early(sync: str) -> None:
         evaluate=points(100),
         callbacks=[stop_when_good],
     )
-    assert seen == [record.epoch for record in result.history] == list(range(len(seen)))
+    assert sorted(seen) == [record.epoch for record in result.history]
     assert 2 <= len(seen) < 10_000
     assert not result.interrupted
     check_accounts(result)

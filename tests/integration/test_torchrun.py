@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 HEAD = """
 import json, os, signal, sys, time
 from functools import partial
@@ -29,8 +31,10 @@ def net():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 def write(name, **values):
-    with open(f"{sys.argv[1]}/{name}.{os.environ.get('RANK', 'local')}.json", "w") as file:
+    path = f"{sys.argv[1]}/{name}.{os.environ.get('RANK', 'local')}.json"
+    with open(path + ".tmp", "w") as file:
         json.dump(values, file)
+    os.replace(path + ".tmp", path)  # torchrun may end this process at any moment
 
 def say(error):
     return f"{type(error).__name__}: {error}"
@@ -110,7 +114,9 @@ def finish(*processes: subprocess.Popen[str]) -> list[str]:
 
 
 def read(folder: Path, name: str, rank: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"{name}.{rank}.json").read_text())
+    """Nothing where it has not written yet."""
+    path = folder / f"{name}.{rank}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
 
 
@@ -123,18 +129,20 @@ def test_the_same_script_with_and_without_torchrun(tmp_path: Path) -> None:
     output = finish(run, local)
     assert run.returncode == 0, output[0]
     assert local.returncode == 0, output[1]
+    assert output[0].count("syncline: the 2 processes that torchrun started are the learners") == 1
+    assert "torchrun started" not in output[1]
     mine, first, second = (read(tmp_path, "train", rank) for rank in ("local", 0, 1))
     assert first == second == mine
     assert (tmp_path / "run-0" / "events.jsonl").exists() and not (tmp_path / "run-1").exists()
 
 
-def plain(path: Path, folder: Path) -> str:
+def plain(path: Path, folder: Path, word: str = "hardsync") -> str:
     """The script without torchrun's words in its environment."""
     names = "('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')"
     code = f"import os, runpy, sys; [os.environ.pop(name) for name in {names}]; "
     return (
         code
-        + f"sys.argv = ['x', {str(folder)!r}, 'hardsync']; runpy.run_path({str(path)!r}, run_name='__main__')"
+        + f"sys.argv = ['x', {str(folder)!r}, {word!r}]; runpy.run_path({str(path)!r}, run_name='__main__')"
     )
 
 
@@ -161,21 +169,51 @@ def test_several_nodes(tmp_path: Path) -> None:
 
 
 def test_ranks_that_are_lost_are_named_on_all_others(tmp_path: Path) -> None:
+    """The agent looks seldom: it would end the others before they have seen that one is dead."""
     path = script(tmp_path, HEAD, FATES)
-    began = time.monotonic()
-    run = torchrun("--standalone", "--nproc-per-node=3", path, tmp_path)
+    run = torchrun("--standalone", "--nproc-per-node=3", "--monitor-interval=600", path, tmp_path)
+    until = time.monotonic() + 90
+    while time.monotonic() < until and not all("dies" in read(tmp_path, "fates", rank) for rank in (0, 2)):
+        time.sleep(0.02)
+    os.killpg(run.pid, signal.SIGKILL)
     output = finish(run)[0]
-    assert run.returncode != 0 and time.monotonic() - began < 60
     for rank in (0, 2):
         fates = read(tmp_path, "fates", rank)
         assert "LearnerError: learner 1 raised" in fates["raises"] and "no more" in fates["raises"], output
         assert "learner 1 returned after 20 steps while learner" in fates["returns"]
         assert "learner 1 is at session.mean while learner" in fates["means"]
         assert fates["fine"] == [0, 1, 2]
-        assert "LostError: learner 1 is lost" in fates.get("dies", "LostError: learner 1 is lost")
+        assert "LostError: learner 1 is lost" in fates["dies"], output
         assert all(
             value < 5 for key, value in fates.items() if key.endswith("took") and key != "fine took"
         ), fates
+
+
+APART = """
+def learner(session):
+    model = net()
+    opt = session.optimizer(model, SGD)
+    F.cross_entropy(model(DATA.tensors[0]), DATA.tensors[1]).backward()
+    opt.step()
+    with torch.no_grad():
+        model[0].bias.fill_(session.rank)
+
+try:
+    sl.launch(learner, topology="allreduce", run_dir=sys.argv[1] + "/apart")
+except sl.RunError as error:
+    write("apart", said=say(error), bias=error.result.state_dict()["0.bias"].tolist(), updates=error.result.updates)
+"""
+
+
+def test_copies_that_differ_come_back_with_the_error_on_all_ranks(tmp_path: Path) -> None:
+    run = torchrun("--standalone", "--nproc-per-node=2", script(tmp_path, HEAD, APART), tmp_path)
+    output = finish(run)[0]
+    assert run.returncode == 0, output
+    for rank in range(2):
+        apart = read(tmp_path, "apart", rank)
+        assert "the copies of table 0 differ at the end" in apart["said"]
+        assert apart["updates"] == 1 and apart["bias"] == [0.0] * 8, "learner 0's"
+    assert load_file(tmp_path / "apart" / "model.safetensors")["0.bias"].tolist() == [0.0] * 8
 
 
 def test_what_cannot_be_under_torchrun(tmp_path: Path) -> None:
@@ -187,3 +225,82 @@ def test_what_cannot_be_under_torchrun(tmp_path: Path) -> None:
     assert "pass topology='allreduce'" in servers
     assert "learners=5, but torchrun has started 1 processes" in count
     assert "wait=False cannot be under torchrun" in waiting
+
+
+GOES_ON = """
+def slowly(model, batch):
+    time.sleep(pause)
+    if pause and int(os.environ["RANK"]) == 1:
+        global seen
+        seen += 1
+        if seen == 8:
+            print("going", os.getpid(), flush=True)
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+def train(**options):
+    return sl.train(net, DATA, objective=slowly, optimizer=SGD, sync="delayed:2", topology="allreduce:layerwise",
+                    batch_size=4, epochs=3, seed=2, threads=1, **options)
+
+seen, pause, run_dir = 0, float(sys.argv[2]), sys.argv[1] + "/run"
+rank = os.environ.get("RANK")
+if rank is None:
+    result = train(learners=2)
+elif pause:
+    try:
+        train(run_dir=run_dir, checkpoint_every=3)
+    except SystemExit as stop:
+        write("stopped", version=stop.result.version, interrupted=stop.result.interrupted, code=stop.code)
+        raise
+else:
+    try:
+        train(resume=run_dir if rank == "0" else "/nowhere")
+    except sl.RunError as error:
+        write("refused", error=say(error))
+    result = train(resume=run_dir)
+write("result", version=result.version, sigma=result.staleness.max, epochs=[each.version for each in result.history],
+      state={name: value.tolist() for name, value in result.state_dict().items()})
+"""
+
+
+def heard(process: subprocess.Popen[str], word: str) -> str:
+    assert process.stdout is not None
+    said = [process.stdout.readline()]
+    while word not in said[-1]:
+        assert said[-1], "".join(said)
+        said.append(process.stdout.readline())
+    return said[-1]
+
+
+def stopped(process: subprocess.Popen[str], signalled: int, folder: Path) -> None:
+    """All ranks have agreed on a step, and left after a checkpoint of it."""
+    os.kill(signalled, signal.SIGTERM)
+    output = finish(process)[0]
+    assert process.returncode != 0
+    first, second = (read(folder, "stopped", rank) for rank in range(2))
+    assert first == second, output
+    assert first["interrupted"] and first["code"] == 143 and 6 <= first["version"] < 21
+
+
+def test_sigterm_to_torchrun_leaves_a_checkpoint_and_all_ranks_go_on_from_it(tmp_path: Path) -> None:
+    path = script(tmp_path, HEAD, GOES_ON)
+    run = torchrun("--standalone", "--nproc-per-node=2", path, tmp_path, "0.02")
+    heard(run, "going")
+    stopped(run, run.pid, tmp_path)
+    again = torchrun("--standalone", "--nproc-per-node=2", path, tmp_path, "0")
+    local = torchrun(
+        "--standalone", "--nproc-per-node=1", "--no-python", sys.executable, "-c", plain(path, tmp_path, "0")
+    )
+    output = finish(again, local)
+    assert again.returncode == 0, output[0]
+    assert local.returncode == 0, output[1]
+    mine, first, second = (read(tmp_path, "result", rank) for rank in ("local", 0, 1))
+    assert first == second == mine
+    for rank in range(2):
+        error = read(tmp_path, "refused", rank)["error"]
+        assert "rank 1 on" in error and "/nowhere" in error and "every rank must see the folder" in error
+
+
+def test_sigterm_to_one_rank_is_enough(tmp_path: Path) -> None:
+    path = script(tmp_path, HEAD, GOES_ON)
+    run = torchrun("--standalone", "--nproc-per-node=2", path, tmp_path, "0.02")
+    stopped(run, int(heard(run, "going").split("going")[1]), tmp_path)

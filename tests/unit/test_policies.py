@@ -17,7 +17,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / PACKAGE
 # Imports go down only. A room may import rooms of lower ranks, and rooms of its own rank in one direction.
 RANKS: tuple[tuple[str, ...], ...] = (
     ("errors", "dial"),
-    ("protocols", "ports"),
+    ("protocols", "batch", "ports"),
     ("table", "kernels"),
     ("nn", "models", "data"),
     ("learn", "topology", "parallel", "plan"),
@@ -29,12 +29,12 @@ RANKS: tuple[tuple[str, ...], ...] = (
 RANK_OF = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 FREE_ROOMS = {"testing", "__init__", "__main__"}  # may import anything; nothing else may import them
 
-PURE_ROOMS = {"dial", "protocols"}
+PURE_ROOMS = {"dial", "protocols", "batch"}
 PURE_FILES = {"parallel/windows.py", "plan/cut.py", "plan/elimination.py"}
 IMPURE_MODULES = {"torch", "numpy", "time", "os", "socket", "threading"}
 ROLE_ROOMS = {"learn", "topology"}
 
-MOST_PUBLIC_NAMES = 15
+MOST_PUBLIC_NAMES = 18
 MOST_LINES = 600
 
 FILES = sorted(SOURCE.rglob("*.py"))

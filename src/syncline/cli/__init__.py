@@ -6,7 +6,7 @@
     display.py    a run as a panel: live, or once for `show`
     words.py      a run in lines: what plain output and summaries say
     comparing.py  several runs side by side
-    messages.py   errors and warnings on stderr, exit codes
+    messages.py   errors and warnings on stderr, exit codes; letters.py: where a terminal has not all letters
 
 Displays render a `RunRecord`; nothing here decides anything about training.
 """

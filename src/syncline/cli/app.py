@@ -13,14 +13,17 @@ from rich.table import Table
 
 from syncline.cli.comparing import comparison, write_plot
 from syncline.cli.display import panel
+from syncline.cli.letters import write_all_letters
 from syncline.cli.messages import told, warn_shortly
 from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where
+from syncline.cli.planning import plan
 from syncline.cli.simulate import simulate
 from syncline.cli.tradeoff import tradeoff
 from syncline.cli.training import Wish, run_job
 from syncline.cli.words import duration, event_line, how, summary
 from syncline.dial import LATER, PRESETS
 from syncline.errors import UsageError
+from syncline.report.clocks import clock_lines
 from syncline.report.record import EVENTS, read_run
 
 app = typer.Typer(
@@ -43,6 +46,7 @@ Name = Annotated[str | None, typer.Option(metavar="NAME")]
 def main() -> None:
     """The entry point of `syncline` and `python -m syncline`."""
     warn_shortly()
+    write_all_letters()
     app(prog_name="syncline")
 
 
@@ -87,6 +91,9 @@ def train(
     ] = None,
     seed: Seed = None,
     run_dir: RunDir = None,
+    clocks: Annotated[
+        bool, typer.Option("--clocks", help="Keep the vector clock of every update in the run folder.")
+    ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -117,7 +124,8 @@ def train(
         "seed": seed,
     }
     with told(debug):
-        wish = Wish(job=job, flags=flags, sets=set_ or [], run_dir=run_dir, resume=resume)
+        sets = [*(set_ or []), *(["clocks=true"] if clocks else [])]
+        wish = Wish(job=job, flags=flags, sets=sets, run_dir=run_dir, resume=resume)
         code = run_job(wish, Console())
     raise typer.Exit(code)
 
@@ -152,10 +160,17 @@ def show(
     run: Annotated[
         Path | None, typer.Argument(metavar="RUN", help="A run folder; the newest in runs/ if none.")
     ] = None,
+    clocks: Annotated[
+        bool, typer.Option("--clocks", help="Only its vector clocks: one line per update, rank:stamp each.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Print a run, finished or running: how far, how good, how stale, who did what."""
     with told(debug):
+        if clocks:
+            for line in clock_lines(run if run is not None else _newest()):
+                print(line)
+            return
         record = read_run(run if run is not None else _newest())
         console = Console()
         console.print(panel(record))
@@ -193,3 +208,4 @@ def compare(
 
 app.command()(simulate)
 app.command()(tradeoff)
+app.command()(plan)

@@ -87,7 +87,8 @@ def write_plot(records: Sequence[RunRecord], path: Path) -> None:
         for which, x in ((0, "epochs"), (1, _seconds(records))):
             series = [
                 svg.Series(
-                    f"{each.name} ({each.options.get('sync')})", [(p[which], p[2]) for p in each.metric(name)]
+                    f"{each.name} ({each.options.get('sync')})",
+                    sorted((p[which], p[2]) for p in each.metric(name)),
                 )
                 for each in records
             ]

@@ -174,12 +174,14 @@ def _doing(learner: Line, missing: object) -> tuple[str, str]:
     ) else "green" if state == "computing" else "white"
 
 
-def _events(record: RunRecord) -> Text | None:
+def _events(record: RunRecord) -> RenderableType | None:
     shown = [each for each in record.events if each.get("event") not in ("left", "warning")][-MOST_EVENTS:]
-    if not shown:
-        return None
-    text = Text(overflow="ellipsis", no_wrap=True)
-    for number, each in enumerate(shown):
-        fault = each in record.faults
-        text.append(("\n" if number else "") + event_line(each), style="red" if fault else "grey50")
-    return text
+    parts: list[RenderableType] = []
+    if shown:
+        text = Text(overflow="ellipsis", no_wrap=True)
+        for number, each in enumerate(shown):
+            fault = each in record.faults
+            text.append(("\n" if number else "") + event_line(each), style="red" if fault else "grey50")
+        parts.append(text)
+    parts += [Text(event_line(each), style="yellow") for each in record.warnings[-MOST_EVENTS:]]
+    return Group(*parts) if parts else None

@@ -34,22 +34,17 @@ def told(debug: bool) -> Iterator[None]:
 
 
 def message(error: Exception) -> str:
-    """Short: of a traceback in the text only its first and last line."""
+    """Short: without the traceback in its text."""
     if isinstance(error, JobError):
         return "\n".join(error.problems)
-    if isinstance(error, LearnerError):
-        return f"learner {error.rank} raised {_last(error.traceback)}; --debug shows where"
     text = str(error).strip()
-    if "Traceback (most recent call last)" in text:
-        return f"{text.splitlines()[0]} {_last(text)}; --debug shows where"
+    if isinstance(error, LearnerError) or "Traceback (most recent call last)" in text:
+        first, *_, last = text.splitlines()
+        words = f"{first} {last.strip()}" if first.endswith(":") else first
+        return f"{words}; --debug shows where"
     if isinstance(error, SynclineError):
         return text
     return f"{type(error).__name__}: {' '.join(text.split())}; --debug shows where"
-
-
-def _last(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
 
 
 def say(text: str) -> None:

@@ -20,6 +20,7 @@ from syncline.cli.study_display import Board, last_words, row_line
 from syncline.cli.training import Wish, load
 from syncline.cli.words import counted, near
 from syncline.dial import Course
+from syncline.engines.options import AUTO
 from syncline.errors import RunError, UsageError
 from syncline.jobs import Job, Named
 from syncline.learn.session import check_batches
@@ -92,7 +93,7 @@ def redraw(folder: Path, console: Console) -> int:
 
 def _job(asked: Asked, points: list[Point]) -> Job:
     """The job that all runs share, tried as a whole: what one of them would refuse is refused now."""
-    job = replace(load(asked.wish), run_dir=None, resume=None, checkpoint_every=None)
+    job = replace(load(asked.wish), run_dir=None, resume=None, checkpoint_every=AUTO, clocks=False)
     if asked.simulated is not None:
         job = asked.simulated.apply(job)
     else:

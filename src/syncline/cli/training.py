@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -21,10 +19,9 @@ from rich.table import Table
 
 from syncline.cli.display import panel
 from syncline.cli.engines import SETS
-from syncline.cli.messages import INTERRUPTED
 from syncline.cli.words import account, epoch_line, event_line, headline, how, near, next_steps, summary
 from syncline.engines.local import forkserver
-from syncline.errors import SynclineError, UsageError
+from syncline.errors import SynclineError, Terminated, UsageError
 from syncline.jobs import Job, JobError
 from syncline.jobs.toml import dumps, override, parse_override
 from syncline.report.record import RunRecord
@@ -74,13 +71,25 @@ def run_loaded(job: Job, wish: Wish, console: Console) -> int:
     run.recording.keep(JOB, _as_it_ran(job))
     record = run.recording.record
     try:
-        interrupted = _watch(run, console, goes_on=job.resume is not None)
+        _watch(run, console, goes_on=job.resume is not None)
+        result = _result(run)
     except SynclineError:
         _line(console, f"failed; what was recorded is in {near(record.path)}")
         raise
-    result = run.wait()
-    _last_words(record, result, wish, console, interrupted)
-    return INTERRUPTED if interrupted else 0
+    _last_words(record, result, wish, console)
+    return 128 + run.interrupts.number if result.interrupted else 0
+
+
+def _result(run: Run) -> Result:
+    """Of a run that has ended, by a signal too."""
+    try:
+        found: Result | None = run.wait()
+    except (KeyboardInterrupt, Terminated) as ended:
+        found = getattr(ended, "result", None)
+        if found is None:  # what went wrong on the way, or the second Ctrl-C
+            raise ended.__cause__ or ended from None
+    assert found is not None
+    return found
 
 
 # -- the job -------------------------------------------------------------------------------------------------
@@ -175,27 +184,17 @@ def _as_it_ran(job: Job) -> str:
 # -- watching --------------------------------------------------------------------------------------------------
 
 
-def _watch(run: Run, console: Console, *, goes_on: bool) -> bool:
-    """Show the run until it ends; True where Ctrl-C ended it."""
+def _watch(run: Run, console: Console, *, goes_on: bool) -> None:
+    """Show the run until it ends."""
     assert run.recording is not None
     record = run.recording.record
-    interrupted = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        interrupted = True
-        signal.signal(signal.SIGINT, before)  # the second one does not wait for learners
-        run.stop()
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
+    with run.interrupts as heard:
         if console.is_terminal:
-            _live(run, record, console, lambda: "stopping: learners finish their step" if interrupted else "")
+            _live(
+                run, record, console, lambda: "stopping: learners finish their step" if heard.number else ""
+            )
         else:
             _plain(run, record, console, goes_on=goes_on)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return interrupted
 
 
 def _ended(run: Run) -> bool:
@@ -203,6 +202,9 @@ def _ended(run: Run) -> bool:
         run.wait(LOOK)
     except TimeoutError:
         return False
+    except (KeyboardInterrupt, Terminated) as ended:
+        if getattr(ended, "result", None) is None:
+            raise
     return True
 
 
@@ -243,7 +245,7 @@ def _line(console: Console, text: str) -> None:
 # -- the end ---------------------------------------------------------------------------------------------------
 
 
-def _last_words(record: RunRecord, result: Result, wish: Wish, console: Console, interrupted: bool) -> None:
+def _last_words(record: RunRecord, result: Result, wish: Wish, console: Console) -> None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="grey50", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -254,7 +256,7 @@ def _last_words(record: RunRecord, result: Result, wish: Wish, console: Console,
     grid.add_row("  run folder", near(record.path) + (f" ({', '.join(files)})" if files else ""))
     console.print(how(record), style="bold", highlight=False, soft_wrap=True)
     console.print(grid)
-    if interrupted:
+    if result.interrupted:
         _line(console, f"go on with:  syncline train --resume {shlex.quote(near(record.path))}")
         return
     console.print("try next", style="bold")

@@ -21,6 +21,7 @@ from syncline.ports import PeerLost, Reduction
 SLICE = timedelta(seconds=0.25)
 LONG = timedelta(days=7)  # deaths are noticed elsewhere, a slow learner is no error
 LEAVING = 3.0  # seconds that a group gets to end; less than a supervisor waits for its processes
+BROKEN = 0.5  # the same, where somebody may never come
 
 
 class Done(Reduction):
@@ -101,8 +102,7 @@ class Group:
         flush = not self.sliced and not self.broken
         leaving = threading.Thread(target=_leave, args=(held, flush), name="syncline-group", daemon=True)
         leaving.start()
-        if not self.broken:
-            leaving.join(LEAVING)
+        leaving.join(BROKEN if self.broken else LEAVING)  # a program that ends meanwhile is aborted
 
 
 def _leave(held: list[Any], flush: bool) -> None:

@@ -7,12 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from syncline.errors import NotYetError, UsageError
+from syncline.engines.lock import RunLock
+from syncline.errors import SynclineError, UsageError
 from syncline.learn.session import check_whole
-from syncline.table.checkpoints import Folder, find
-from syncline.topology.restore import restored
+from syncline.table.checkpoints import CheckpointError, Folder, find
+from syncline.topology.restore import Restored, restored
 
 PATIENCE = 60.0  # seconds
+AUTO, END = "auto", "end"  # values of checkpoint_every
+MINUTE = 60.0  # seconds
 EVENTS = "events.jsonl"  # in a run folder: a run is in it
 
 
@@ -43,49 +46,80 @@ class Checkpoints:
     resume: str | Path | None
     every: int | str | None
     keep: int
+    clocks: bool = False  # the run folder keeps the vector clock of every update
+    virtual: bool = False  # a simulated run's seconds are none in which work is lost
+    rank: int | None = (
+        None  # under torchrun: the first writes, all read, and all must hear what one is refused
+    )
 
-    def fields(self, seed: int) -> dict[str, Any]:
+    def fields(self, seed: int, *, servers: bool) -> dict[str, Any]:
         updates, seconds = self._every()
         check_whole("keep_checkpoints", self.keep)
+        if not isinstance(self.clocks, bool):
+            raise UsageError(f"clocks is True or False, got {self.clocks!r}")
+        if self.clocks and self.run_dir is None and self.resume is None:
+            raise UsageError("clocks=True needs run_dir=, the folder to write to")
+        given = {"cut_every": updates, "cut_seconds": seconds, "keep": self.keep, "clocks": self.clocks}
+        if self.rank is None:
+            return {**given, **self._found(seed, servers)}
+        elsewhere = self.rank > 0 and (self.run_dir is not None or self.resume is not None)
+        try:
+            return {**given, **self._found(seed, servers), "recorded_elsewhere": elsewhere}
+        except SynclineError as error:
+            return {**given, "refused": error}
+
+    def _found(self, seed: int, servers: bool) -> dict[str, Any]:
+        """The folder to write to, locked, and the state to go on from."""
+        root = self._root() if not self.rank else None
+        there = root is not None and (self.run_dir is not None or root.parent.is_dir())
+        lock = _locked(root.parent) if root is not None and there else None
+        try:
+            found = self._restored(seed, servers)
+            if root is not None:
+                Folder(root).prepare()
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            raise
+        return {
+            "folder": str(root.resolve()) if root is not None else None,
+            "lock": lock,
+            "restored": found,
+        }
+
+    def _restored(self, seed: int, servers: bool) -> Restored | None:
         found = restored(find(self.resume)) if self.resume is not None else None
+        flights = sum(len(each.flights) for each in found.pipelines.values()) if found is not None else 0
+        if found is not None and servers and flights:
+            raise UsageError(
+                f"{found.name} holds {flights} averages of an all-reduce run ({found.sync}) that are not applied yet, which "
+                "servers cannot take over; resume with topology='allreduce'"
+            )
         if found is not None and found.seed != seed:
             raise UsageError(
                 f"{found.name} was made with seed={found.seed}, this run has seed={seed}: the rest of its data would "
                 f"be dealt in another order; give seed={found.seed}"
             )
-        return {
-            "folder": self._folder(),
-            "cut_every": updates,
-            "cut_seconds": seconds,
-            "keep": self.keep,
-            "restored": found,
-        }
-
-    def refuse_all_reduce(self) -> None:
-        """A run folder is written; checkpoints are the servers' so far."""
-        for name, value in (("resume", self.resume), ("checkpoint_every", self.every)):
-            if value is not None:
-                raise NotYetError(
-                    f"{name}={value!r} over all-reduce is understood but not built yet; use topology='servers', or save "
-                    "what you need in a loop of your own"
-                )
+        return found
 
     def _every(self) -> tuple[int | None, float | None]:
-        if self.every is None:
+        if self.every is None or self.every == END:
             return None, None
+        if self.every == AUTO:
+            return None, None if self.virtual else MINUTE
         if self.run_dir is None and self.resume is None:
             raise UsageError(f"checkpoint_every={self.every!r} needs run_dir=, the folder to write to")
         if isinstance(self.every, str):
             match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*s", self.every.strip())
             if match is None or float(match[1]) <= 0:
                 raise UsageError(
-                    f'checkpoint_every is a number of updates or seconds such as "30s", got {self.every!r}'
+                    f'checkpoint_every is a number of updates, seconds such as "30s", "auto" or "end", got {self.every!r}'
                 )
             return None, float(match[1])
         check_whole("checkpoint_every", self.every)
         return self.every, None
 
-    def _folder(self) -> str | None:
+    def _root(self) -> Path | None:
         """Of the run's checkpoints; a run that goes on writes where it was, unless told otherwise."""
         if self.run_dir is not None:
             root = Path(self.run_dir) / "checkpoints"
@@ -99,12 +133,19 @@ class Checkpoints:
                     f"{self.run_dir} holds a run already: go on with it by resume={str(self.run_dir)!r}, "
                     "or give another run_dir"
                 )
-        elif self.resume is not None:
-            path = Path(self.resume).resolve()
-            root = next(
-                (each for each in (path, *path.parents) if each.name == "checkpoints"), path / "checkpoints"
-            )
-        else:
+            return root
+        if self.resume is None:
             return None
-        Folder(root).prepare()
-        return str(root.resolve())
+        path = Path(self.resume).resolve()
+        return next(
+            (each for each in (path, *path.parents) if each.name == "checkpoints"), path / "checkpoints"
+        )
+
+
+def _locked(folder: Path) -> RunLock:
+    try:
+        return RunLock(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot use {folder} for a run: {error.strerror} ({error.filename}); use a writable one"
+        ) from error

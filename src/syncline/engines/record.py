@@ -10,14 +10,17 @@ import dataclasses
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from syncline.engines.files import commit, write_part
 from syncline.engines.run import (
     Began,
     Callback,
     EpochRecord,
+    Evaluate,
     Event,
     Listener,
     Logged,
@@ -26,10 +29,14 @@ from syncline.engines.run import (
     Sampled,
     Snapshot,
 )
-from syncline.errors import LearnerError, RunError
+from syncline.errors import LearnerError, LostWarning, RunError, SynclineError, SynclineWarning
+from syncline.learn.watching import not_finite
+from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
+from syncline.table.template import Options
 from syncline.topology import messages as m
 from syncline.topology.keeper import Keeper
+from syncline.topology.peer_cuts import GatheredCut
 from syncline.topology.restore import Restored
 from syncline.topology.weights import Assembly
 
@@ -61,6 +68,8 @@ class Recorder:
         self._void: list[int] = []  # epochs whose evaluation is on its way and no longer wanted
         self._finished = self._complete = False
         self._deaf = False  # a listener failed, and that was said
+        self.causes: set[str] = set()  # of warnings that were given
+        self._own: dict[tuple[str, int], Options] = {}  # of the first shard of a table's parts
         self._tell(Began(now))
 
     def _tell(self, record: Any) -> None:
@@ -77,6 +86,7 @@ class Recorder:
         """What the coordinator passes on."""
         if isinstance(record, m.WeightsPart):
             self._assembly.add(record)
+            self._compare(record)
             self._evaluate_ready()
         elif isinstance(record, m.EpochEnd):
             self._epoch(record)
@@ -84,7 +94,9 @@ class Recorder:
             self.outcome.statistics = record.statistics
             self._finished = True
         elif isinstance(record, m.Warned):
-            self.warn(record.text)
+            self.warn(record.text, record.cause)
+        elif isinstance(record, m.Clocks):
+            self._tell(record)
         elif isinstance(record, m.Left):
             self._left(record)
         elif isinstance(record, m.Checkpointed):
@@ -103,9 +115,50 @@ class Recorder:
         """How a simulated run stands, for listeners."""
         self._tell(Sampled(self._now(), statistics))
 
-    def warn(self, text: str) -> None:
-        self._tell(Event(seconds=self._now(), what=text, kind="warning"))
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    def warn(
+        self, text: str, cause: str = "", *, kind: type[Warning] = SynclineWarning, said: bool = False
+    ) -> None:
+        """For the user, once for each cause; `said`: an event says the same to listeners."""
+        if cause and cause in self.causes:
+            return
+        self.causes.add(cause)
+        if not said:
+            self._tell(Event(seconds=self._now(), what=text, kind="warning"))
+        warnings.warn(text, kind, stacklevel=2)
+
+    def lost(self, rank: int, how: str, others: int, then: str = "") -> None:
+        """A learner is gone, and the run goes on: with so many others, or as `then` says."""
+        left = (
+            f"{others} other learner{'s go' if others > 1 else ' goes'} on" if others else "no other is left"
+        )
+        self.warn(f"learner {rank} {how}; {then or left}", kind=LostWarning, said=True)
+
+    def bad_loss(self, rank: int | None, loss: float) -> None:
+        """Of a simulated gradient; learners with a session say it themselves."""
+        who = f"learner {rank}: " if rank is not None else ""
+        self.warn(f"{who}{not_finite('a gradient', len(self.outcome.history), loss)}", "loss")
+
+    def _compare(self, part: m.WeightsPart) -> None:
+        """What an optimizer keeps in its groups is the same on all shards, unless it computes over all parameters."""
+        first = self._own.setdefault((part.tag, part.table), part.own)
+        differ = sorted(
+            {key for a, b in zip(first, part.own, strict=True) for key in a | b if a.get(key) != b.get(key)}
+        )
+        if differ:
+            self.warn(
+                f"the optimizer of table {part.table} has other values of {', '.join(map(repr, differ))} on shard {part.shard} "
+                "than on another: it computes over all its parameters, and each shard has a part of them. Use "
+                "topology='servers' or 'servers:1', which gives such an optimizer one shard",
+                "shards",
+            )
+
+    def returned(self, rank: int, message: m.Returned) -> None:
+        """A learner's function is over."""
+        self.outcome.returned[rank] = message.value
+        if message.problem:
+            self.warn(
+                f"what learner {rank} returned could not travel, result.returned[{rank}] is None: {message.problem}"
+            )
 
     def _left(self, left: m.Left) -> None:
         """What was lost with a learner belongs to the event of its loss."""
@@ -123,7 +176,8 @@ class Recorder:
             )
             good = f"the last good one is {last}" if last else "there is none yet"
             self.event(f"checkpoint failed: {done.problem}", kind="checkpoint failed", version=done.number)
-            self.warn(f"checkpoint of version {done.number} failed: {done.problem}; {good}. The run goes on.")
+            text = f"checkpoint of version {done.number} failed: {done.problem}; {good}. The run goes on."
+            self.warn(text, f"checkpoint: {done.problem}", said=True)
         else:
             what = f"checkpoint of version {done.number}: {done.path}"
             self.event(what, kind="checkpoint", version=done.number, path=done.path)
@@ -135,15 +189,17 @@ class Recorder:
 
     def go_back(self, restored: Restored | None) -> None:
         """The run goes on from a checkpoint: what came after it is forgotten."""
-        epochs = restored.epoch if restored else 0
-        self.outcome.history = [record for record in self.outcome.history if record.epoch < epochs]
-        self._void += [epoch for epoch in self._open if epoch in self._sent and epoch >= epochs]
-        self._open = {epoch: record for epoch, record in self._open.items() if epoch < epochs}
+        known = (*self._open, *(record.epoch for record in self.outcome.history))
+        done = {epoch for epoch in known if restored and restored.has_done(epoch)}
+        self.outcome.history = [record for record in self.outcome.history if record.epoch in done]
+        self._void += [epoch for epoch in self._open if epoch in self._sent and epoch not in done]
+        self._open = {epoch: record for epoch, record in self._open.items() if epoch in done}
         self._sent &= set(self._open)
         for epoch in self._open.keys() - self._sent:  # its snapshot is lost
             self.outcome.history.append(self._open.pop(epoch))
         self.outcome.history.sort(key=lambda each: each.epoch)
         self._states.clear()
+        self._own.clear()
         self._assembly = Assembly()
         self._finished = self._complete = False
 
@@ -157,6 +213,14 @@ class Recorder:
         self.outcome.tables = self._assembly.take("final", layouts)
         self._complete = True
         return True
+
+    def keep_weights(self, error: BaseException) -> None:
+        """The run fails; if its last weights are there they come back with the error."""
+        layouts = self._layouts()
+        if isinstance(error, RunError) and self._finished and self._assembly.complete("final", layouts):
+            self.outcome.tables = self._assembly.take("final", layouts)
+            self.outcome.seconds = self._now()
+            error.outcome = self.outcome
 
     def _epoch(self, end: m.EpochEnd) -> None:
         if end.loader != 0:
@@ -185,6 +249,16 @@ class Recorder:
                     self._states[epoch] = state
                 self._evaluate(epoch, state)
 
+    def test(self, epoch: int, state: dict[str, Tensor], evaluate: Evaluate) -> None:
+        """Evaluate here and now, where no process does it."""
+        try:
+            metrics = evaluate(state)
+        except Exception as error:
+            words = f"evaluation failed: {said(error)}\n\n{traceback.format_exc()}"
+            self.error = self.error or RunError(words)
+        else:
+            self.evaluated(epoch, metrics)
+
     def evaluated(self, epoch: int, metrics: dict[str, float]) -> None:
         if epoch in self._void:  # of a version that was lost
             self._void.remove(epoch)
@@ -203,8 +277,9 @@ class Recorder:
             try:
                 if callback(record):
                     self._stop()
-            except Exception:
-                self.error = self.error or RunError(f"a callback failed:\n{traceback.format_exc()}")
+            except Exception as error:
+                words = f"a callback failed: {said(error)}\n\n{traceback.format_exc()}"
+                self.error = self.error or RunError(words)
 
 
 def _insert(history: list[EpochRecord], record: EpochRecord) -> None:
@@ -219,11 +294,25 @@ def _by_rank(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "losses": {int(rank): loss for rank, loss in record["losses"].items()}}
 
 
+def said(error: BaseException) -> str:
+    """What was raised: type and words; of this library's own errors only the words."""
+    return str(error) if isinstance(error, SynclineError) else _raised(error)
+
+
+def _raised(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
 def learner_error(rank: int, error: BaseException | None, text: str) -> LearnerError:
     """A learner's exception, for the caller."""
-    told = LearnerError(rank=rank, traceback=text)
+    told = LearnerError(rank, text, _raised(error) if error is not None else "")
     told.__cause__ = error
     return told
+
+
+def last_line(error: BaseException) -> str:
+    """What it says, without where."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
 
 
 def peer_record(
@@ -234,8 +323,9 @@ def peer_record(
     stop: Callable[[], None],
     reply: Callable[[int, Any], None],
     fail: Callable[[BaseException], None],
+    virtual: bool = False,
 ) -> tuple[Recorder, Keeper]:
-    """The recorder of an all-reduce run, and the keeper to whom its learners report."""
+    """The recorder of an all-reduce run, and the keeper to whom its learners report; it writes checkpoints."""
     recorder = Recorder(
         now=now,
         evaluate=evaluate,
@@ -243,6 +333,49 @@ def peer_record(
         layouts=lambda: keeper.layouts,
         callbacks=spec.callbacks,
         listeners=spec.listeners,
+        restored=spec.restored,
     )
-    keeper = Keeper(spec.learners, emit=recorder.emit, event=recorder.event, reply=reply, fail=fail)
+
+    def failed(error: BaseException) -> None:
+        recorder.keep_weights(error)
+        fail(error)
+
+    keeper = Keeper(
+        spec.learners,
+        emit=recorder.emit,
+        event=recorder.event,
+        reply=reply,
+        fail=failed,
+        keep=lambda cut: recorder.emit(
+            keep_cut(
+                spec,
+                cut,
+                layouts=keeper.layouts,
+                history=recorder.history(),
+                virtual=now() if virtual else 0.0,
+            )
+        ),
+    )
     return recorder, keeper
+
+
+def keep_cut(
+    spec: RunSpec,
+    cut: GatheredCut,
+    *,
+    layouts: dict[int, Layout],
+    history: list[dict[str, Any]],
+    virtual: float,
+) -> m.Checkpointed:
+    """The last file of a checkpoint, and its commit."""
+    assert spec.folder is not None
+    folder = Folder(Path(spec.folder))
+    name, tensors = cut.learners()
+    own = write_part(folder, (cut.number, name, tensors, {}))
+    if problem := cut.problem or own.problem:
+        folder.abandon(cut.number)
+        return m.Checkpointed(cut.number, "", problem)
+    assert own.written is not None
+    manifest = cut.manifest(seed=spec.seed, sync=str(spec.course), layouts=layouts, history=history)
+    manifest["virtual"] = virtual
+    return commit(folder, cut.number, manifest, [*cut.files, own.written], spec.keep)

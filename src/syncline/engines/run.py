@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline.dial import Course, Sync
+from syncline.engines.lock import RunLock
 from syncline.engines.sim.account import Simulated
 from syncline.learn.peers import PeerConfig
 from syncline.learn.session import SessionConfig
@@ -24,7 +25,7 @@ from syncline.topology.restore import Restored
 
 Evaluate = Callable[[dict[str, Tensor]], dict[str, float]]
 Callback = Callable[["EpochRecord"], bool | None]
-Listener = Callable[[Any], None]  # gets Began, EpochRecord, Snapshot, Event and Logged, as they come
+Listener = Callable[[Any], None]  # gets Began, EpochRecord, Snapshot, Event, Logged and Clocks, as they come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +54,22 @@ class RunSpec:
     patience: float | None = 60.0  # seconds without a word until a learner is said to hang
     kill_hung: bool = False
     folder: str | None = None  # of checkpoints
+    lock: RunLock | None = None  # of the run folder, released with its record
     cut_every: int | None = None  # versions between checkpoints
     cut_seconds: float | None = None
     keep: int = 2  # checkpoints
+    clocks: bool = False  # the run folder keeps the vector clock of every update
+    recorded_elsewhere: bool = False  # another process has the run folder
+    refused: Exception | None = None  # why this process cannot begin, where others must hear it
     restored: Restored | None = None  # where the run goes on
     evaluate: Evaluate | None = None
     callbacks: tuple[Callback, ...] = ()
     listeners: tuple[Listener, ...] = ()
+
+    @property
+    def cuts(self) -> bool:
+        """Checkpoints are written, be it by another process."""
+        return self.folder is not None or self.recorded_elsewhere
 
     @property
     def delay(self) -> int:
@@ -84,7 +94,7 @@ class RunSpec:
             device=self.devices[rank % len(self.devices)],
             limit=self.limit,
             epochs=self.epochs,
-            cuts=self.folder is not None,
+            cuts=self.cuts,
             delay=self.delay,
         )
 
@@ -102,6 +112,9 @@ class RunSpec:
             clip_norm=self.clip_norm,
             joint_batch=self.joint_batch,
             snapshots=self.evaluate is not None,
+            cuts=self.cuts,
+            every=self.cut_every,
+            seconds=self.cut_seconds,
         )
 
     def plan(self) -> Plan:
@@ -110,8 +123,9 @@ class RunSpec:
             course=self.course,
             learners=self.learners,
             seed=self.seed,
-            cuts=self.folder is not None,
+            cuts=self.cuts,
             every=self.cut_every,
+            clocks=self.clocks,
             warm=self.warm,
             batch_size=self.batch_size,
             limit=self.limit,
@@ -192,6 +206,7 @@ class Outcome:
     seconds: float = 0.0
     began: float = 0.0  # seconds of a simulated run before it went on from a checkpoint
     interrupted: bool = False
+    signal: int = 0  # that ended it, where another process heard it
     simulated: Simulated | None = None  # where the time of a simulated run went
 
     @property
@@ -205,7 +220,7 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> Outcome:
-        """Block until the run has ended; raises what went wrong. Ctrl-C stops the run and returns what there is."""
+        """Block until the run has ended; raises what went wrong."""
 
     @property
     @abstractmethod
@@ -215,6 +230,10 @@ class Handle(ABC):
     @abstractmethod
     def stop(self) -> None:
         """End the run soon; learners finish the step they are in."""
+
+    def interrupt(self, signal: int) -> None:
+        """The same, because of a signal; called in its handler."""
+        self.stop()
 
     @abstractmethod
     def end(self, seconds: float) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import Dataset, IterableDataset
 
 from syncline.dial import Sync
@@ -58,6 +59,8 @@ def _build(job: Job) -> dict[str, Any]:
         made[key] = _function(job, key, getattr(job, key))
     made["callbacks"] = tuple(_function(job, "callbacks", named) for named in job.callbacks)
     _try(job, made)
+    if any(map(is_parametrized, made["model"].modules())):  # such a module does not travel: learners make it
+        made["model"] = _function(job, "model", job.model)
     return made
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from syncline.dial import Course, Sync, nearest
+from syncline.engines.options import AUTO, END
 from syncline.errors import UsageError
 from syncline.jobs import build
 from syncline.jobs.keys import BY_NAME, KEYS, JobError, Named, Wrong, shown
@@ -83,8 +84,9 @@ class Job:
     threads: int | None = None
     run_dir: str | None = None
     resume: str | None = None
-    checkpoint_every: int | str | None = None
+    checkpoint_every: int | str = AUTO
     keep_checkpoints: int = 2
+    clocks: bool = False
     on_error: str = "raise"
     replace: bool = False
     patience: float | None = 60.0
@@ -255,8 +257,10 @@ def _contradictions(job: Mapping[str, Any]) -> Iterator[Problem]:
         )
     if job["loss"] is not None and job["objective"] is not None:
         yield ("objective",), "give either loss or objective, not both"
-    if job["checkpoint_every"] is not None and job["run_dir"] is None and job["resume"] is None:
+    if job["checkpoint_every"] not in (AUTO, END) and job["run_dir"] is None and job["resume"] is None:
         yield ("checkpoint_every",), "needs run_dir, the folder to write to"
+    if job["clocks"] and job["run_dir"] is None and job["resume"] is None:
+        yield ("clocks",), "needs run_dir, the folder to write to"
 
 
 def _dial(job: Mapping[str, Any]) -> Iterator[Problem]:

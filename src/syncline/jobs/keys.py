@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from syncline.engines.options import AUTO, END
 from syncline.errors import UsageError
 
 MOST = 2**63 - 1
@@ -121,6 +122,8 @@ def _flag(value: Any) -> bool:
 
 def _cadence(value: Any) -> int | str:
     if isinstance(value, str):
+        if value in (AUTO, END):
+            return value
         if re.fullmatch(r"\d+(\.\d+)?\s*s", value.strip()) and float(value.strip()[:-1]) > 0:
             return value
         raise Wrong
@@ -269,10 +272,10 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         name="checkpoint_every",
-        kind='a number of updates, or seconds such as "30s"',
+        kind='a number of updates, seconds such as "30s", auto, or end',
         read=_cadence,
-        default=None,
-        meaning="between two checkpoints in run_dir; one is always written at the end",
+        default=AUTO,
+        meaning="between two checkpoints in run_dir; auto is a minute (end in a simulated run), end only the last one, which is always written",
     ),
     Key(
         name="keep_checkpoints",
@@ -280,6 +283,13 @@ KEYS: tuple[Key, ...] = (
         read=_whole(1),
         default=2,
         meaning="how many checkpoints stay",
+    ),
+    Key(
+        name="clocks",
+        kind="true or false",
+        read=_flag,
+        default=False,
+        meaning="the vector clock of every update is kept in run_dir (clocks.bin)",
     ),
     Key(
         name="on_error",

@@ -24,6 +24,7 @@ class Header(NamedTuple):
     examples: float = 0.0
     gradients: float = 0.0  # 1 with examples, 0 without
     stop: float = 0.0
+    cut: float = 0.0  # a checkpoint is due
     more: float = 0.0  # there are further batches of this epoch
     waited: float = 0.0  # seconds of the step before
     spent: float = 0.0

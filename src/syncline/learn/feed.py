@@ -9,7 +9,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
     from syncline.learn.session import ServerSession
 
 POLICIES = ("ledger", "partition", "sample")
-AHEAD = 2  # portions asked for ahead of the one in use
+AHEAD = (
+    2  # portions asked for ahead of the one in use; of those that are read ahead, as many more at most: an
+)
+# engine has room for hundreds, and many loaders may be read at once
 
 
 def epoch_order(size: int, *, seed: int, epoch: int, policy: str = "ledger", parts: int = 1) -> Tensor:
@@ -45,6 +50,10 @@ def epoch_order(size: int, *, seed: int, epoch: int, policy: str = "ledger", par
 def read_ahead(data: Dataset[Any], ahead: int | None = None) -> int:
     """How many batches a thread reads before they are needed: as the user says, else none of tensors in memory."""
     if ahead is not None:
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+            raise UsageError(
+                f"ahead must be a whole number of at least 0, the batches that are read before they are needed, got {ahead!r}"
+            )
         return ahead
     return 0 if isinstance(data, TensorDataset) else AHEAD
 
@@ -59,6 +68,27 @@ def reader(data: Dataset[Any], collate: Callable[[list[Any]], Any] | None) -> Ca
     if several is not None:
         return lambda indices: gather(several(indices.tolist()))
     return lambda indices: gather([data[index] for index in indices.tolist()])
+
+
+def identity(function: Any) -> Hashable:
+    """The same for functions of one piece of code that have captured the same objects, such as a lambda in a loop."""
+    if isinstance(function, partial):
+        named = tuple(sorted((name, id(value)) for name, value in function.keywords.items()))
+        return identity(function.func), tuple(map(id, function.args)), named
+    if isinstance(function, MethodType):
+        return id(function.__self__), identity(function.__func__)
+    if isinstance(function, FunctionType):
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        captured = (*(function.__closure__ or ()), *defaults)
+        return id(function.__code__), tuple(id(_content(each)) for each in captured)
+    return id(function)
+
+
+def _content(captured: Any) -> Any:
+    try:
+        return captured.cell_contents if isinstance(captured, CellType) else captured
+    except ValueError:  # a variable that has no value yet
+        return None
 
 
 class _Read(NamedTuple):
@@ -85,12 +115,14 @@ class Loader:
         ahead: int,
         parts: int,
     ) -> None:
-        self.number, self.batch_size, self.size = number, batch_size, len(data)  # type: ignore[arg-type]
+        self.number, self.batch_size = number, batch_size
+        self.size = 0 if isinstance(data, IterableDataset) else len(data)  # type: ignore[arg-type]
         self._session = session
         self.epoch = 0  # of the next iteration
         self.generation = 0  # counts the servers it had to do with
-        self.data = data  # kept: the session knows its loaders by the identity of their data
-        self._policy, self._ahead, self._parts = policy, ahead, parts
+        self.data, self.collate = data, collate  # kept: the session knows its loaders by their identity
+        self.ahead = ahead  # in force from the next epoch on
+        self._policy, self._parts = policy, parts
         self._read = reader(data, collate)
         self._orders: dict[int, Tensor] = {}
         self._index = 0  # of the next portion to use
@@ -112,16 +144,12 @@ class Loader:
         self._welcome()
 
     def __len__(self) -> int:
-        """Batches in an epoch, over all learners."""
-        return -(-self.size // self.batch_size)
+        """Batches of an epoch that one loop sees: exact in lockstep, elsewhere the mean over the learners."""
+        return -(-self.size // (self.batch_size * self._session.learners))
 
     def __iter__(self) -> Iterator[Any]:
-        if self._iterating:
-            raise UsageError(f"loader {self.number} is being iterated already: one loop at a time")
-        self._iterating = True
-        self._started = False
-        self._session.restore_random()
-        source = self._read_ahead() if self._ahead else ((p, self._batch(p)) for p in self._portions())
+        self._enter()
+        source = self._read_ahead() if self.ahead else ((p, self._batch(p)) for p in self._portions())
         try:
             for portion, batch in source:
                 self._session.consumed(self.number, portion.number + 1, portion.stop - portion.start)
@@ -130,6 +158,16 @@ class Loader:
             source.close()
             self._leave()
             self._iterating = False
+
+    def _enter(self) -> None:
+        if self._iterating:
+            raise UsageError(f"loader {self.number} is being iterated already: one loop at a time")
+        self._iterating = True
+        self._started = False
+        self._session.restore_random()
+
+    def look_ahead(self) -> None:
+        """A gradient of its batches is about to be published."""
 
     def _batch(self, portion: Portion) -> Any:
         order = self._orders.get(portion.epoch)
@@ -148,11 +186,14 @@ class Loader:
 
     # -- portions ----------------------------------------------------------------------------------------
 
-    def _ask(self, upto: int) -> None:
-        while self._asked < upto:
+    def _ask(self) -> None:
+        while self._asked < self._wanted():
             note = Note(Kind.ASK, loader=self.number, upto=self.epoch)
             self._session.port.post(note, ring=False)
             self._asked += 1
+
+    def _wanted(self) -> int:
+        return self._index + AHEAD + min(self.ahead, AHEAD)
 
     def _portions(self) -> Iterator[Portion]:
         while not self._session.ending:
@@ -170,7 +211,7 @@ class Loader:
             self._started = True
             if self._index > 0:
                 return self._first()
-        self._ask(self._index + AHEAD + self._ahead)
+        self._ask()
         portion = self._session.port.portion(self.number, self._index, block=False)
         if portion is None and block:
             self._session.rest(self.number, self._index)
@@ -183,7 +224,7 @@ class Loader:
     def _first(self) -> Portion | None:
         """A further epoch begins, for all at once: rest before asking, so that nobody waits meanwhile."""
         self._session.rest(self.number, self._index)
-        self._ask(self._index + AHEAD + self._ahead)
+        self._ask()
         return self._seen(self._rest_until())
 
     def _rest_until(self) -> Portion | None:
@@ -253,7 +294,7 @@ class Loader:
         while True:
             if generation != self.generation:  # new servers: there is more again
                 more, generation = True, self.generation
-            while more and waiting <= self._ahead and not self._session.ending:
+            while more and waiting <= self.ahead and not self._session.ending:
                 portion = self._next(block=waiting == 0)
                 generation = self.generation
                 if portion is None:
@@ -297,38 +338,3 @@ class _InTurn:
 
     def get(self) -> _Read:
         return self._read(self._waiting.popleft())
-
-
-class SplitLoader:
-    """An iterable data set, split by rank: every learner keeps its own share of the stream."""
-
-    def __init__(
-        self,
-        session: ServerSession,
-        data: IterableDataset[Any],
-        *,
-        batch_size: int,
-        collate: Callable[[list[Any]], Any] | None,
-    ) -> None:
-        self._session, self._data = session, data
-        self.batch_size, self.epoch = batch_size, 0
-        self._collate = collate or default_collate
-
-    def __iter__(self) -> Iterator[Any]:
-        rank, learners = self._session.rank, self._session.learners
-        held: list[Any] = []
-        for index, item in enumerate(self._data):
-            if self._session.ending:
-                return
-            if index % learners == rank:
-                held.append(item)
-                if len(held) == self.batch_size:
-                    yield self._give(held)
-                    held = []
-        if held:
-            yield self._give(held)
-        self.epoch += 1
-
-    def _give(self, items: Sequence[Any]) -> Any:
-        self._session.count(len(items))
-        return to_device(self._collate(list(items)), self._session.device)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
+from syncline.learn.surface import UNSAID
+from syncline.learn.watching import Untouched
 from syncline.ports import (
     DROPPED,
     KEEP,
@@ -34,6 +36,9 @@ from syncline.topology import messages as m
 
 if TYPE_CHECKING:
     from syncline.learn.session import ServerSession
+
+
+_UNSAID = object()
 
 
 @dataclass(slots=True)
@@ -58,8 +63,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         link: TableLink,
         tensors: Tensors,
         steps: int = 0,
+        *,
+        wraps: bool = False,
     ) -> None:
-        self.kind = type(inner)
+        self.kind, self._wraps = type(inner), wraps
         super().__init__(inner.param_groups, dict(inner.defaults))
         self.number, self.version = number, -1
         self._stamp: int | None = None  # of the gradient that is being made, where it is not the version
@@ -72,7 +79,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._slot = -1  # the last that was filled
         self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
         self._serial = 0
-        self._options: list[dict[str, Any]] = []
+        self._loaded: list[dict[str, tuple[Any, Any]]] = [{} for _ in self.param_groups]
+        self._options = self._said()
         self._seen: list[tuple[Any, ...]] = []
         self._tensor_options = False
         self._written = [-1] * len(link.slots)  # serial of the options in each slot
@@ -83,6 +91,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._keep = False
         self._locals = 0  # local steps
         self._moved = False  # since the last read, by itself
+        names = [entry.name for entry in link.layout.parameters.entries]
+        self._untouched = Untouched(self._parameters, names)
         self.read(self.ticket())
 
     def __repr__(self) -> str:
@@ -107,6 +117,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Publish the gradient, wait as the dial says, read one version."""
         loss = None
+        self._warn_of_writes()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -118,7 +129,18 @@ class SharedOptimizer(torch.optim.Optimizer):
             self._step(loss)
         except Reset:  # this gradient is lost with the servers that had it
             session.rejoin()
+        if self.sync.local:  # it has moved by itself
+            self._untouched.note(self._steps)
         return loss
+
+    def _warn_of_writes(self) -> None:
+        """Of the loop, since the last read: they are in no gradient."""
+        if (name := self._untouched.written()) is not None:
+            self._session.watch.warn(
+                "written",
+                f"'{name}' was changed in place between two steps: with servers that is lost at the next read. "
+                "session.put(model) after it makes it global; over topology='allreduce' it stays",
+            )
 
     def _step(self, loss: Any) -> None:
         if self.sync.local:
@@ -150,14 +172,22 @@ class SharedOptimizer(torch.optim.Optimizer):
             torch.cuda.current_stream().synchronize()
         number = self.ticket()
         usage, slot = session.take_usage(), (index, self._serial, full)
-        value = loss.item() if isinstance(loss, Tensor) else float(loss) if loss is not None else session.loss
+        value = self._loss(loss)
         flags = self._flags(index)
         stamp, self._stamp = self.version if self._stamp is None else self._stamp, None
         note = gradient_note(self.number, number, stamp, self._steps, usage, slot, flags, value)
-        session.loss = float("nan")
         self._steps += 1
         session.port.post(note)
         return number
+
+    def _loss(self, loss: Any) -> float:
+        """The closure's, or what the loop says."""
+        session = self._session
+        said, session.loss = session.loss if loss is None else loss, UNSAID
+        value = said.item() if isinstance(said, Tensor) else float(said)
+        if said is not UNSAID:
+            session.watch.loss(value, self._steps, session.epoch)
+        return value
 
     def _flags(self, index: int) -> int:
         flags = SILENT if self.sync.local else 0
@@ -214,10 +244,24 @@ class SharedOptimizer(torch.optim.Optimizer):
         """Comparing values is cheap; tensors among them may have changed in place, and are read out."""
         self._tensor_options = any(isinstance(value, Tensor) for values in seen for value in values)
         self._seen = [] if self._tensor_options else seen
-        options = group_options(self)
+        options = self._said()
         if options != self._options:
             self._options = options
             self._serial += 1
+
+    def _said(self) -> Options:
+        """The groups' options as they travel: of what a loaded state has set, what was said before, since the shards have
+        loaded it themselves and may have changed it."""
+        said = group_options(self)
+        for option, loaded in zip(said, self._loaded, strict=True):
+            for key, (value, before) in list(loaded.items()):
+                if option[key] != value:
+                    del loaded[key]
+                elif before is _UNSAID:
+                    del option[key]
+                else:
+                    option[key] = before
+        return said
 
     def read(self, number: int) -> None:
         """Wait until this ticket is released, then take over the version it names."""
@@ -233,6 +277,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def rested(self, number: int) -> None:
         """There is data again: read what the others have; who steps by itself goes on where it was."""
         reading, before = self._wait(number), self.version
+        self._warn_of_writes()
         if not (self.sync.local and reading.dial == self._dial):
             self._take_over(reading)
             # in lockstep rounds are what all publish next
@@ -255,6 +300,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             if self._on_gpu:
                 torch.cuda.current_stream().synchronize()
             self.version, self._moved = version, False
+        self._untouched.note(self._steps)
 
     def _turn(self, sync: Sync) -> None:
         """The dial has changed."""
@@ -361,6 +407,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         """This learner's present values become global with the next update."""
         values = [parameter.detach().clone() for parameter in self._parameters]
         self._session.insist(lambda: self._put(values))
+        self._untouched.note(self._steps)
 
     def _put(self, values: list[Tensor]) -> None:
         index = self._next_slot()
@@ -372,7 +419,17 @@ class SharedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state as plain PyTorch gives it, of the newest version."""
         parts: list[m.StatePart] = self._session.insist(self._state_parts)
-        return merge(self._link.layout, group_options(self), [part.state for part in parts])
+        if (whole := parts[0].whole) is not None:
+            self._add_unsent(whole.get("param_groups", ()))
+            return whole
+        options = [dict(option) for option in parts[0].options]
+        self._add_unsent(options)
+        return merge(self._link.layout, options, [part.state for part in parts])
+
+    def _add_unsent(self, options: Options) -> None:
+        """What the loop has changed since the last gradient."""
+        for option, said, sent in zip(options, self._said(), self._options, strict=False):
+            option.update((key, said[key]) for key in said if said[key] != sent.get(key, _UNSAID))
 
     def _state_parts(self) -> list[m.StatePart]:
         number = self.ticket()
@@ -381,14 +438,27 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of plain PyTorch's or of another run; every learner may call it."""
+        if self._wraps or any(isinstance(key, str) for key in state_dict["state"]):
+            self._take_options(state_dict.get("param_groups", ()))
+            self._session.insist(lambda: self._load([], {}, state_dict))
+            return
         options, state = split(self._link.layout, state_dict)
-        for group, option in zip(self.param_groups, options, strict=True):
-            group.update(option)
+        self._take_options(options)
         self._session.insist(lambda: self._load(options, state))
 
-    def _load(self, options: Options, state: dict[int, dict[str, Any]]) -> None:
+    def _take_options(self, options: Options) -> None:
+        for group, option, before, loaded in zip(
+            self.param_groups, options, self._said(), self._loaded, strict=False
+        ):
+            taken = {key: value for key, value in option.items() if key not in ("params", "param_names")}
+            group.update(taken)
+            loaded.update((key, (value, before.get(key, _UNSAID))) for key, value in taken.items())
+
+    def _load(
+        self, options: Options, state: dict[int, dict[str, Any]], whole: dict[str, Any] | None = None
+    ) -> None:
         number = self.ticket()
-        self._session.port.request(m.LoadState(self.number, number, options, state))
+        self._session.port.request(m.LoadState(self.number, number, options, state, whole))
         self._session.port.post(Note(Kind.LOAD, self.number, number))
         self._link.wait(number)
 

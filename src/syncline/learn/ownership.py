@@ -41,6 +41,8 @@ class Ownership:
 
 def tables_of(model: nn.Module, tables: Sequence[Table]) -> list[Table]:
     """Those that `session.put` is about."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"session.put takes an nn.Module, got {type(model).__name__}")
     own = {id(parameter) for parameter in model.parameters()}
     found = [table for table in tables if table.holds(own)]
     if not found:

@@ -1,7 +1,7 @@
 """The session of learners among equals: what their loop sees under all-reduce (A1–A8).
 
-Opens tables and loaders, counts the examples that belong to the next gradient, agrees with the others on the end, and reports.
-All it asks of the world goes through its port.
+Opens tables and loaders, counts the examples that belong to the next gradient, agrees with the others on checkpoints and the end,
+and reports. All it asks of the world goes through its port.
 """
 
 from __future__ import annotations
@@ -18,29 +18,38 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline.dial import Course, Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.buckets import Header
-from syncline.learn.feed import read_ahead
+from syncline.learn.feed import identity, read_ahead
+from syncline.learn.inputs import check_data, check_function
 from syncline.learn.ownership import Ownership, tables_of
 from syncline.learn.peer_feed import PeerLoader, PeerSplitLoader
+from syncline.learn.randomness import pack_random, seed_random, unpack_random
 from syncline.learn.reduced import ReducedOptimizer
 from syncline.learn.session import (
     check_batches,
     check_joint,
     check_policy,
+    copy_all,
     make_optimizer,
     numbers,
     refuse_sparse,
-    seed_random,
 )
 from syncline.learn.silence import Silence
 from syncline.learn.surface import Factory, Session
+from syncline.learn.watching import Watch
 from syncline.ports import CollectivePort, Progress
+from syncline.protocols.cadence import JointCadence
 from syncline.protocols.rounds import equal_shares
+from syncline.table.checkpoints import CheckpointError
 from syncline.table.layout import Layout, lay_out
 from syncline.table.template import ELEMENTWISE
+from syncline.table.wrapping import look
 from syncline.topology import messages as m
+from syncline.topology.flights import FLIGHTS, PipelineState, flight_tensors
 from syncline.topology.keeper import PeerClosed, PeerEpoch, PeerTable
 from syncline.topology.means import brought, like, mean_of
 from syncline.topology.parse import AllReduce
+from syncline.topology.peer_cuts import Joint, PeerCut, own_losses
+from syncline.topology.restore import Restored, table_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +67,9 @@ class PeerConfig:
     joint_batch: int | None = None  # examples of one update, where `reference_batch` needs them
     snapshots: bool = False  # epochs are evaluated
     reader: bool = True  # a thread reads ahead
+    cuts: bool = False  # checkpoints are written
+    every: int | None = None  # a checkpoint every so many versions
+    seconds: float | None = None  # or seconds
 
     @property
     def most_delay(self) -> int:
@@ -67,11 +79,15 @@ class PeerConfig:
 class PeerSession(Session):
     """One learner's view of an all-reduce run."""
 
-    def __init__(self, port: CollectivePort, config: PeerConfig) -> None:
+    def __init__(self, port: CollectivePort, config: PeerConfig, restored: Restored | None = None) -> None:
         self.port, self.config = port, config
+        self._restored = restored or Restored(name="the start", seed=config.seed)
+        self._cadence = JointCadence(every=config.every, seconds=config.seconds, now=port.now())
+        self._last_cut: int | None = None  # its version
+        self._at_agreement: dict[int, int] = {}  # table -> iterations when all agreed to stop
+        self._begun = False  # a loop has asked for a batch
         self.rank, self.learners = config.rank, config.learners
         self.device = torch.device(config.device)
-        self.loss = float("nan")
         self.sync = config.course.first
         self.consumed = 0  # examples handed out so far
         self.batches = 0  # handed out so far
@@ -88,14 +104,30 @@ class PeerSession(Session):
         self._marks: list[int] = []  # epochs that end with the next gradient
         self._agreed = False  # to stop
         self._since = 0  # the first iteration of this epoch
+        self.watch = Watch(self.rank, port.tell)
+
+    @property
+    def epoch(self) -> int | None:
+        """Of its first loader."""
+        return self._loaders[0].epoch if self._loaders else None
 
     def seed(self) -> None:
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
         seed_random(self.config.seed + self.rank)
 
+    def _restore_random(self) -> None:
+        kept = self._restored.learners.get(self.rank)
+        if kept is not None and kept.random:
+            unpack_random(kept.random, self.device)
+
     @property
     def ending(self) -> bool:
         return self.full or self._agreed
+
+    @property
+    def stopped(self) -> bool:
+        """All have agreed to leave, before their time."""
+        return self._agreed
 
     @property
     def full(self) -> bool:
@@ -141,9 +173,27 @@ class PeerSession(Session):
         if self.rank == 0:
             self.port.tell(PeerTable(number, layout))
         table = ReducedOptimizer(self, number, inner, model, layout, tensors)
+        self._resume_table(table, tensors.buffers)
         self._tables.append(table)
         self._silence.add(tensors.parameters)
+        self.watch.opened(tensors.parameters, table, inner, *look(inner).optimizers)
         return table
+
+    def _resume_table(self, table: ReducedOptimizer, buffers: list[Tensor]) -> None:
+        """Of a run that goes on: the weights, the optimizer's state, this learner's buffers and random states."""
+        found, number = self._restored, table.number
+        kept = found.tables.get(number)
+        if kept is None:
+            return
+        found.check_layout(number, table.layout)
+        found.check_optimizer(number, table.optimizer_name)
+        pipeline = found.pipelines.get(number) or PipelineState(started=kept.account.version)
+        table.resume(kept, pipeline, found.counts.examples.get(number, 0))
+        if number == 0:
+            table.resume_losses(own_losses(found.counts.losses, self.rank, self.learners))
+        own = found.learners.get(self.rank) or next(iter(found.learners.values()), m.Personal())
+        copy_all(buffers, own.buffers.get(number, buffers))
+        self._restore_random()
 
     def _compare(self, number: int, layout: Layout) -> None:
         layouts = self.port.meet(f"session.optimizer, its call {number + 1}", layout)
@@ -179,6 +229,8 @@ class PeerSession(Session):
         collate: Callable[[list[Any]], Any] | None = None,
         ahead: int | None = None,
     ) -> PeerLoader | PeerSplitLoader:
+        check_data("session.loader's data", data)
+        check_function("collate", collate)
         check_policy(policy)
         check_joint(batch_size, global_batch_size, self.learners)
         if batch_size is not None:
@@ -186,9 +238,12 @@ class PeerSession(Session):
         else:
             assert global_batch_size is not None
             batches = equal_shares(global_batch_size, self.learners)
-        key = (id(data), batches, policy)
+        reads = read_ahead(data, ahead)
+        key = (id(data), batches, policy, identity(collate))
         if key not in self._same:
-            self._same[key] = self._open_loader(data, batches, policy, collate, ahead)
+            self._same[key] = self._open_loader(data, batches, policy, collate, reads)
+        elif ahead is not None and isinstance(loader := self._same[key], PeerLoader):
+            loader.ahead = reads
         return self._same[key]
 
     def _open_loader(
@@ -197,7 +252,7 @@ class PeerSession(Session):
         batches: tuple[int, ...],
         policy: str,
         collate: Callable[[list[Any]], Any] | None,
-        ahead: int | None,
+        ahead: int,
     ) -> PeerLoader | PeerSplitLoader:
         number = len(self._loaders)
         iterable = isinstance(data, IterableDataset)
@@ -212,16 +267,31 @@ class PeerSession(Session):
             )
         if not self._loaders:
             self.reference = max(batches)
+        kept = self._restored.loaders.get(number)
+        self._restored.check_loader(number, size, policy)
         loader: PeerLoader | PeerSplitLoader
         if iterable:
-            loader = PeerSplitLoader(self, number, data, batch_size=batches[self.rank], collate=collate)
+            loader = PeerSplitLoader(
+                self, number, data, batch_size=batches[self.rank], collate=collate, policy=policy, kept=kept
+            )
         else:
-            ahead = read_ahead(data, ahead) if self.config.reader else 0
             loader = PeerLoader(
-                self, number, data, batches=batches, policy=policy, collate=collate, ahead=ahead
+                self, number, data, batches=batches, policy=policy, collate=collate, ahead=ahead, kept=kept
             )
         self._loaders.append(loader)
         return loader
+
+    def goes_on(self) -> bool:
+        """A loop asks for its next batch: the place for checkpoints. False where the run is to end."""
+        if not self._begun:
+            self._begun = True
+            self._restore_random()
+        if self.ending:
+            self._cut_last()
+            return False
+        if self._cadence.take(self.port.now()):
+            self._cut()
+        return True
 
     def consume(self, loader: int, count: int, *, more: bool) -> None:
         """A batch was handed to the loop: it belongs to the next gradient, without weight if it is a repeated one."""
@@ -268,11 +338,30 @@ class PeerSession(Session):
 
     # -- what the tables say -----------------------------------------------------------------------------
 
-    def heard(self, iteration: int, header: Header) -> None:
+    def heard(self, table: ReducedOptimizer, iteration: int, header: Header) -> None:
         """An update was applied, with what all learners said when its gradients were made."""
-        self._agreed = self._agreed or header.stop > 0
+        if header.stop > 0 and not self._agreed:
+            self._agreed = True
+            self._at_agreement = {each.number: each.iterations for each in self._tables}
+        if self.config.cuts and table.number == 0 and header.examples:
+            self._cadence.applied(table.version, wished=header.cut > 0)
         if iteration >= self._since:
             self.more_anywhere = header.more > 0
+
+    def lets_finish(self, table: ReducedOptimizer) -> bool:
+        """Agreed in the middle of a batch's steps: each table that lags behind others may take one more."""
+        if not self._agreed or self.full:
+            return False
+        at = self._at_agreement
+        return table.iterations == at.get(table.number) and table.iterations < max(at.values())
+
+    def step_over(self, table: ReducedOptimizer) -> None:
+        """What was handed out is in gradients. A loop without loaders has its checkpoints here."""
+        for loader in self._loaders:
+            loader.settle()
+        last = table.number == len(self._tables) - 1
+        if not self._loaders and last and not self.ending and self._cadence.take(self.port.now()):
+            self._cut()
 
     def stepped(self, table: ReducedOptimizer) -> None:
         if table.number == 0:
@@ -310,12 +399,69 @@ class PeerSession(Session):
             for table in self._tables
         }
 
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def wishes_cut(self) -> bool:
+        return self.config.cuts and self.rank == 0 and self._cadence.wishes(self.port.now())
+
+    def _cut_last(self) -> None:
+        """As it ends, with what is in flight: a run that goes on from there does as this one would have done."""
+        if self.config.cuts and self._tables and self._tables[0].version != self._last_cut:
+            self._cut()
+
+    def _cut(self) -> None:
+        """This learner's part of a checkpoint; the first one's holds what all have alike."""
+        number = self._last_cut = self._tables[0].version
+        self.port.tell(
+            PeerCut(
+                number=number,
+                personal=m.Personal(
+                    self.steps,
+                    pack_random(self.device),
+                    {table.number: table.buffers() for table in self._tables},
+                ),
+                losses=self._tables[0].losses,
+                flights={table.number: table.losses_in_flight() for table in self._tables},
+                joint=self._joint(number) if self.rank == 0 else None,
+            )
+        )
+
+    def _joint(self, number: int) -> Joint:
+        pipelines = {table.number: table.pipeline() for table in self._tables}
+        files = []
+        for table in self._tables:
+            files.append(table_file(table.number, 0))
+            self._save_table(number, files[-1], table)
+        if flying := flight_tensors(pipelines):
+            files.append(FLIGHTS)
+            self.port.save(number, FLIGHTS, flying, {})
+        return Joint(
+            files=files,
+            accounts={table.number: table.counted() for table in self._tables},
+            examples={table.number: table.counts[1] for table in self._tables},
+            optimizers={table.number: table.optimizer_name for table in self._tables},
+            pipelines={table: pipeline.without_tensors() for table, pipeline in pipelines.items()},
+            loaders={
+                each.number: m.OpenLoader(each.number, each.size, each.batch_size, each.policy, None)
+                for each in self._loaders
+            },
+            standings={loader.number: loader.standing() for loader in self._loaders},
+        )
+
+    def _save_table(self, number: int, name: str, table: ReducedOptimizer) -> None:
+        try:
+            self.port.save(number, name, *table.cut())
+        except CheckpointError as error:  # the run goes on
+            self.port.tell(m.Saved(number, name, None, str(error)))
+
     def close(self) -> None:
         """The learner's function is over: everything in flight is applied, and the end reported."""
+        self._cut_last()
         for table in self._tables:
             table.flush()
             table.release_hooks()
         self._silence.end()
+        self.watch.close()
         self.port.tell(
             PeerClosed(
                 self.steps,

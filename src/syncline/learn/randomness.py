@@ -14,6 +14,13 @@ import torch
 _PARTS = struct.Struct("<5I")  # bytes of each part
 
 
+def seed_random(seed: int) -> None:
+    """All generators that a learner's code may draw from."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % (1 << 32))
+    random.seed(seed)
+
+
 def pack_random(device: torch.device, main: torch.Tensor | None = None) -> bytes:
     """As they are now; `main` where torch's own is to be another."""
     _, keys, position, has_gauss, gauss = np.random.get_state()

@@ -18,13 +18,20 @@ from syncline.errors import UsageError
 from syncline.learn.applications import Application, Applications
 from syncline.learn.buckets import Header
 from syncline.learn.callbacks import Callbacks
+from syncline.learn.peer_state import as_in, cut_table, flight_of, load_table, plain_groups
 from syncline.learn.reducer import Reducer, Round
+from syncline.learn.surface import UNSAID
+from syncline.learn.wishes import Wishes
 from syncline.ports import RunStopped
 from syncline.protocols.clocks import StalenessClock
 from syncline.protocols.pipeline import Pipeline, Vote
+from syncline.protocols.sequence import Account as Counted
 from syncline.table.layout import Layout, Tensors
 from syncline.table.template import ELEMENTWISE
+from syncline.table.wrapping import look
+from syncline.topology.flights import PipelineState
 from syncline.topology.keeper import Account, Copy, Deeper
+from syncline.topology.restore import TableState
 
 if TYPE_CHECKING:
     from syncline.learn.peers import PeerSession
@@ -64,6 +71,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         )
         self._reducer = Reducer(session, number, self._parameters, names, self.hooks, self._pipeline)
         self._by_bucket = self._groups_by_bucket()
+        self._wishes = Wishes(self, look(inner).optimizers)
 
     def __repr__(self) -> str:
         return f"ReducedOptimizer(table {self.number}, {self.kind.__name__}, {len(self._reducer.buckets)} buckets)"
@@ -116,11 +124,12 @@ class ReducedOptimizer(torch.optim.Optimizer):
         self._end_step()
         if self.number == 0 and self._session.full:
             self.flush()  # some in flight may have no examples: then there is more to do
+        self._session.step_over(self)
         return loss
 
     def _begin_step(self, loss: Any) -> None:
         session = self._session
-        if session.ending:
+        if session.ending and not session.lets_finish(self):
             raise RunStopped
         self._reducer.compute()
         self._note_loss(loss)
@@ -141,9 +150,11 @@ class ReducedOptimizer(torch.optim.Optimizer):
             self._session.stepped(self)
 
     def _note_loss(self, loss: Any) -> None:
-        value = loss.item() if isinstance(loss, Tensor) else loss
-        self.last_loss = float(self._session.loss if value is None else value)
-        self._session.loss = float("nan")
+        session = self._session
+        said, session.loss = session.loss if loss is None else loss, UNSAID
+        self.last_loss = said.item() if isinstance(said, Tensor) else float(said)
+        if said is not UNSAID:
+            session.watch.loss(self.last_loss, self.started, session.epoch)
 
     def _start_iteration(self) -> None:
         current = self._reducer.take()
@@ -153,7 +164,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         if self.number == 0:
             current.epochs = self._session.take_marks()
         if self._session.config.most_delay:
-            current.options = [_options(group) for group in self.param_groups]
+            current.options = self._wishes.now()
         self._pipeline.start()
         self._flying[current.iteration] = current
 
@@ -188,20 +199,16 @@ class ReducedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _rates(self, current: Round) -> Iterator[None]:
-        """The options as they were with the gradient (M4), the rate times the dial's factor."""
+        """The options as they were with the gradient (M4), the rate times the dial's factor.
+
+        What the optimizer itself changes in its groups (counts, estimates) is state, and stays.
+        """
         factor = self._session.factor
-        if factor == 1.0 and not current.options:
+        if factor == 1.0 and not current.options and not self._session.config.cuts:
             yield
-            return
-        kept = [_options(group) for group in self.param_groups]
-        for group, option in zip(self.param_groups, current.options or kept, strict=True):
-            group.update(option)
-            group["lr"] = option["lr"] * factor
-        try:
-            yield
-        finally:
-            for group, option in zip(self.param_groups, kept, strict=True):
-                group.update(option)
+        else:
+            with self._wishes.as_of(current.options, factor):
+                yield
 
     def _applied(self, current: Round) -> None:
         """Count, and hear what the others said."""
@@ -219,7 +226,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         self._reducer.early = float(
             oldest is not None and all(each.done() for each in self._flying[oldest].reductions)
         )
-        self._session.heard(current.iteration, header)
+        self._session.heard(self, current.iteration, header)
         if self._vote is not None:
             self._adapt(header)
         for epoch in current.epochs:
@@ -281,6 +288,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
             part.apply()
         self._applied(current)
         self._end_step()
+        self._session.step_over(self)
 
     def _application(self, current: Round, number: int) -> Application:
         indices = current.buckets[number].indices
@@ -307,7 +315,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         if not current.waited:
             self._reducer.wait_for(current, number)
             bucket.open()
-            bucket.scale(self._reducer.factor(current.header))
+            bucket.scale(self._reducer.factor(current))
             self._reducer.give_bucket(bucket)
         if not current.header.examples:
             return
@@ -341,6 +349,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         """Every learner must load the same."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self._wishes = Wishes(self, look(self.inner).optimizers)
 
     def take_losses(self) -> tuple[float, int]:
         """Since the last call."""
@@ -377,7 +386,65 @@ class ReducedOptimizer(torch.optim.Optimizer):
             segments = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
             for view, parameter in zip(flat.views(segments), self._parameters, strict=True):
                 view.copy_(parameter)
-        return Copy(self.version, segments, [buffer.detach().cpu().clone() for buffer in self._buffers])
+        return Copy(self.version, segments, self.buffers())
+
+    def buffers(self) -> list[Tensor]:
+        """Copies."""
+        return [buffer.detach().cpu().clone() for buffer in self._buffers]
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    @property
+    def optimizer_name(self) -> str:
+        return f"{self.kind.__module__}.{self.kind.__qualname__}"
+
+    @property
+    def losses(self) -> tuple[float, int]:
+        """Since the last epoch ended: (sum over examples, examples)."""
+        return self._loss_sum, self._loss_count
+
+    def losses_in_flight(self) -> list[tuple[float, int]]:
+        return [self._flying[iteration].loss for iteration in sorted(self._flying)]
+
+    def cut(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Parameters and the optimizer's state, copied: tensors by name, other values."""
+        return cut_table(self.layout, self.inner, self._parameters)
+
+    def pipeline(self) -> PipelineState:
+        """How far it is, and what is in flight."""
+        return PipelineState(
+            started=self._pipeline.started,
+            void=self._void,
+            depth=self._pipeline.depth,
+            groups=plain_groups(self._wishes.own()),
+            flights=[flight_of(self._reducer, self._flying[number]) for number in sorted(self._flying)],
+        )
+
+    def counted(self) -> Counted:
+        return Counted(version=self.version, gradients=self._gradients, histogram=dict(self._clock.histogram))
+
+    def resume(self, kept: TableState, pipeline: PipelineState, examples: int) -> None:
+        """Go on where a run before was."""
+        account = kept.account
+        self.version, self._gradients, self._examples = account.version, account.gradients, examples
+        self._clock.histogram.update(account.histogram or {})
+        load_table(self.inner, self._parameters, kept)
+        for group, values in zip(self.param_groups, pipeline.groups, strict=False):
+            group.update(as_in(group, values))
+        made = {key for values in pipeline.groups for key in values}
+        self._wishes = Wishes(self, look(self.inner).optimizers, made)
+        self._void = pipeline.void
+        self._pipeline.resume(pipeline.started, [flight.iteration for flight in pipeline.flights])
+        if self._vote is not None and pipeline.depth:
+            self._vote.depth = self._pipeline.depth = min(pipeline.depth, self._vote.limit)
+        for flight in pipeline.flights:
+            options = zip(self.param_groups, flight.options, strict=False)
+            again = self._reducer.again(flight, self._session.rank)
+            again.options = [as_in(group, option) for group, option in options]
+            self._flying[flight.iteration] = again
+
+    def resume_losses(self, losses: tuple[float, int]) -> None:
+        self._loss_sum, self._loss_count = losses
 
     def named(self) -> dict[str, Tensor]:
         """Copies of the parameters by name, tied ones by all their names."""
@@ -392,7 +459,3 @@ class ReducedOptimizer(torch.optim.Optimizer):
         """Nothing is held after the learner's function."""
         self._reducer.close()
         self.hooks.remove()
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

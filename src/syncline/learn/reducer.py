@@ -20,6 +20,7 @@ from syncline.learn.callbacks import Callbacks
 from syncline.ports import Reduction
 from syncline.protocols.buckets import Filling
 from syncline.protocols.pipeline import Pipeline, ahead, behind, turn
+from syncline.topology.flights import Flight
 from syncline.topology.keeper import left_out
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Round:
         default_factory=dict
     )  # gradients as they were started, by index
     options: list[dict[str, Any]] = field(default_factory=list)  # of the groups, where it is applied later
+    factor: float | None = None  # from the sum to the mean, where another run has summed it
 
 
 class Reducer:
@@ -64,8 +66,8 @@ class Reducer:
         self._table, self._parameters, self._names = table, list(parameters), list(names)
         topology = session.config.topology
         self._order = topology.apply
-        limit = topology.bucket if topology.layerwise else None
-        self._slots = [make_buckets(parameters, limit) for _ in range(session.config.most_delay + 1)]
+        self._limit = topology.bucket if topology.layerwise else None
+        self._slots = [self._new_buckets() for _ in range(session.config.most_delay + 1)]
         self.buckets = first = self._slots[0]
         self._place = {index: (n, at) for n, b in enumerate(first) for at, index in enumerate(b.indices)}
         self.carrier = next(n for n, bucket in enumerate(first) if bucket.carries_header)
@@ -84,6 +86,9 @@ class Reducer:
         self._weight = 1  # of the last gradient with examples
         self.waited = self.spent = self.early = 0.0  # what the next header says
         self._handles = self._hook() if topology.layerwise else []
+
+    def _new_buckets(self) -> list[Bucket]:
+        return make_buckets(self._parameters, self._limit)
 
     @property
     def pending(self) -> bool:
@@ -134,6 +139,7 @@ class Reducer:
             weight,
             float(weight > 0),
             float(session.port.stopping()),
+            float(session.wishes_cut()),
             float(session.more),
             self.waited,
             self.spent,
@@ -293,17 +299,19 @@ class Reducer:
         for bucket in current.buckets:
             bucket.open()
         self._hear(current)
-        factor = self.factor(current.header)
+        factor = self.factor(current)
         for bucket in current.buckets:
             bucket.scale(factor)
         current.waited = True
 
-    def factor(self, header: Header) -> float:
+    def factor(self, current: Round) -> float:
         """From the sum of shares to the mean by example count."""
-        session = self._session
-        if session.learners == 1 or not header.examples:
+        session, examples = self._session, current.header.examples
+        if current.factor is not None:
+            return current.factor
+        if session.learners == 1 or not examples:
             return 1.0
-        return session.learners * session.reference / header.examples
+        return session.learners * session.reference / examples
 
     def give(self, current: Round) -> None:
         """Hang the means into `p.grad`."""
@@ -324,6 +332,36 @@ class Reducer:
         current.buckets[self.carrier].open()
         self._hear(current)
 
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def sums(self, current: Round) -> dict[int, Tensor]:
+        """What a round in flight has come to, by parameter, where there are gradients; its header is heard."""
+        found: dict[int, Tensor] = {}
+        for reduction in current.reductions:
+            reduction.wait()
+        for bucket in current.buckets:
+            bucket.open()
+            for index, view, present in zip(bucket.indices, bucket.views, bucket.present, strict=True):
+                if present:
+                    found[index] = view.detach().cpu().clone()
+        current.header = current.buckets[self.carrier].header
+        return found
+
+    def again(self, flight: Flight, rank: int) -> Round:
+        """A round that another run has summed; what was wished with it then is over."""
+        header = Header(*flight.header)._replace(stop=0.0, cut=0.0)
+        buckets = self._new_buckets()
+        for bucket in buckets:
+            for index, view in zip(bucket.indices, bucket.views, strict=True):
+                if index in flight.gradients:
+                    view.copy_(flight.gradients[index])
+            bucket.seal([float(index in flight.gradients) for index in bucket.indices], header)
+        current = Round(buckets, 0, 0.0, header, flight.iteration, flight.stamp)
+        current.reductions = [_Here() for _ in buckets]
+        current.epochs, current.options = list(flight.epochs), flight.options
+        current.loss, current.factor = flight.losses.get(rank, (0.0, 0)), flight.factor
+        return current
+
     def _hear(self, current: Round) -> None:
         """What all have said; whether they are at the same step."""
         header = current.header = current.buckets[self.carrier].header
@@ -331,6 +369,16 @@ class Reducer:
             raise left_out(self._session.rank, self._table, current.iteration, others)
         if others := behind(header.turns, current.iteration):
             self._port.meet(f"a step of table {self._table} that {others} of the learners left out", None)
+
+
+class _Here(Reduction):
+    """A sum that is there."""
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
 
 
 class _End:

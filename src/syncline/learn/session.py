@@ -8,26 +8,36 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
-from syncline.learn.feed import POLICIES, Loader, SplitLoader, read_ahead
+from syncline.learn.feed import POLICIES, Loader, identity, read_ahead
+from syncline.learn.inputs import check_data, check_function
+from syncline.learn.models import refuse_unready
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.ownership import Ownership, tables_of
-from syncline.learn.randomness import pack_random, unpack_random
+from syncline.learn.randomness import pack_random, seed_random, unpack_random
+from syncline.learn.streams import StreamLoader
 from syncline.learn.surface import Factory, Session
+from syncline.learn.watching import Watch
 from syncline.ports import Kind, LearnerPort, Note, Reset
 from syncline.table.layout import Layout, Tensors, lay_out
-from syncline.table.template import ELEMENTWISE, SCALE_INVARIANT, OptimizerTemplate, refuse_unsupported
+from syncline.table.template import (
+    ELEMENTWISE,
+    SCALE_INVARIANT,
+    OptimizerTemplate,
+    is_torchs,
+    refuse_unsupported,
+)
+from syncline.table.wrapping import look
 from syncline.topology import messages as m
 from syncline.topology.means import brought, like
 
@@ -71,11 +81,11 @@ class ServerSession(Session):
         self._rests: list[tuple[SharedOptimizer, int]] = []
         self._rest_loader = -1  # whose data it waits for, where it rests
         self._idle: tuple[int, int] | None = None  # the loader that ended, and its next portion
-        self.loss = float("nan")
         self.sync = config.sync  # as of the last read of any table
         self._kept_random = b""
         self._mark: Tensor | None = None
         self._refused: UsageError | None = None  # why it is not where the others are
+        self.watch = Watch(self.rank, port.tell)
 
     def seed(self) -> None:
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
@@ -121,6 +131,11 @@ class ServerSession(Session):
                 continue
 
     @property
+    def epoch(self) -> int | None:
+        """Of its first loader."""
+        return self._loaders[0].epoch if self._loaders else None
+
+    @property
     def ending(self) -> bool:
         """The run is to end: loaders end, steps do not return."""
         limit = self.config.limit
@@ -148,24 +163,28 @@ class ServerSession(Session):
             raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")
         refuse_sparse(model)
         inner = make_optimizer(model, factory)
-        refuse_weighted(self.sync, inner)
+        held = look(inner)
+        held.refuse(inner)
+        refuse_weighted(self.sync, inner, *held.optimizers)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         given = [parameter for group in inner.param_groups for parameter in group["params"]]
         named = [(names.get(id(parameter), "a parameter"), parameter) for parameter in given]
         self._owned.check(named)
-        cuttable = type(inner) in ELEMENTWISE
         layout, tensors = lay_out(
             model,
             [group["params"] for group in inner.param_groups],
-            cuttable=cuttable,
+            cuttable=type(inner) in ELEMENTWISE,
             shards=shards_for(inner, self.config.shards, fixed=self.config.fixed_shards),
         )
-        table = self.insist(lambda: self._open_table(inner, layout, tensors))
+        table = self.insist(lambda: self._open_table(inner, layout, tensors, wraps=held.wraps))
         self._tables.append(table)
         self._owned.claim(named)
+        self.watch.opened(given, table)
         return table
 
-    def _open_table(self, inner: torch.optim.Optimizer, layout: Layout, tensors: Tensors) -> SharedOptimizer:
+    def _open_table(
+        self, inner: torch.optim.Optimizer, layout: Layout, tensors: Tensors, *, wraps: bool
+    ) -> SharedOptimizer:
         number = len(self._tables)
         answer = self._request(m.Open(number, layout))
         if isinstance(answer, m.Initialise):
@@ -181,9 +200,8 @@ class ServerSession(Session):
         if personal is not None:
             copy_all(tensors.buffers, personal.buffers.get(number, tensors.buffers))
             self._kept_random = personal.random
-        return SharedOptimizer(
-            self, number, inner, link, tensors, personal.steps if personal is not None else 0
-        )
+        steps = personal.steps if personal is not None else 0
+        return SharedOptimizer(self, number, inner, link, tensors, steps, wraps=wraps)
 
     def put(self, model: nn.Module) -> None:
         """Make this learner's present values of the model global, with the next update (M6)."""
@@ -201,14 +219,17 @@ class ServerSession(Session):
         policy: str = "ledger",
         collate: Callable[[list[Any]], Any] | None = None,
         ahead: int | None = None,
-    ) -> Loader | SplitLoader:
+    ) -> Loader:
+        check_data("session.loader's data", data)
+        check_function("collate", collate)
         check_policy(policy)
         batch_size = batch_of_each(batch_size, global_batch_size, self.learners, self.sync)
-        if isinstance(data, IterableDataset):
-            return SplitLoader(self, data, batch_size=batch_size, collate=collate)
-        key = (id(data), batch_size, policy)
+        reads = read_ahead(data, ahead)
+        key = (id(data), batch_size, policy, identity(collate))
         if key not in self._same:
-            self._same[key] = self._open_loader(data, batch_size, policy, collate, ahead)
+            self._same[key] = self._open_loader(data, batch_size, policy, collate, reads)
+        elif ahead is not None:
+            self._same[key].ahead = reads
         return self._same[key]
 
     def _open_loader(
@@ -217,16 +238,22 @@ class ServerSession(Session):
         batch_size: int,
         policy: str,
         collate: Callable[[list[Any]], Any] | None,
-        ahead: int | None,
+        ahead: int,
     ) -> Loader:
-        check_batches(len(data), batch_size)  # type: ignore[arg-type]
         number = len(self._loaders)
-        ahead = read_ahead(data, ahead)
         epochs = self.config.epochs if number == 0 else None
-        opening = m.OpenLoader(number, len(data), batch_size, policy, epochs)  # type: ignore[arg-type]
+        stream = isinstance(data, IterableDataset)
+        if stream:
+            check_whole("batch_size", batch_size)
+            opening = m.OpenLoader(number, 0, batch_size, m.STREAM, epochs)
+        else:
+            check_batches(len(data), batch_size)  # type: ignore[arg-type]
+            opening = m.OpenLoader(number, len(data), batch_size, policy, epochs)  # type: ignore[arg-type]
 
         def opened() -> Loader:
             parts = self._request(opening)
+            if stream:
+                return StreamLoader(self, number, data, batch_size=batch_size, collate=collate)  # type: ignore[arg-type]
             return Loader(
                 self,
                 number,
@@ -318,6 +345,9 @@ class ServerSession(Session):
                 self._tables[0].farewell()
         for table in self._tables:
             table.release_hooks()
+        self.watch.close()
+        if not self.ending and sys.exception() is None:
+            self.port.tell(m.Closed())
 
     # -- between the loaders and the tables --------------------------------------------------------------
 
@@ -349,6 +379,8 @@ class ServerSession(Session):
             self._rests, self._idle = [], None
         if not self._fresh:
             return count or 1, -1, 0
+        for loader in self._fresh:
+            self._loaders[loader].look_ahead()
         *further, last = self._fresh
         for loader in further:
             self.port.post(Note(Kind.USED, loader=loader, upto=self._used[loader]), ring=False)
@@ -389,15 +421,9 @@ class ServerSession(Session):
         self._rests = []
 
 
-def seed_random(seed: int) -> None:
-    """All generators that a learner's code may draw from."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % (1 << 32))
-    random.seed(seed)
-
-
 def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
     """Run the user's factory on the model's parameters, or on the model where it asks for `model`."""
+    refuse_unready(model)
     if next(iter(model.parameters()), None) is None:
         raise LayoutError(
             f"{type(model).__name__} has no parameters: there is nothing to train. "
@@ -419,24 +445,34 @@ def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
             "give a callable such as partial(torch.optim.SGD, lr=0.1)"
         )
     refuse_unsupported(inner)
+    vars(inner).setdefault("defaults", {})  # a wrapper may have none
     return inner
 
 
 def shards_for(optimizer: torch.optim.Optimizer, shards: int, *, fixed: bool) -> int:
-    """Of a table: all there are where the user named their number, else only as many as are worth it."""
+    """Of a table: all there are where the user named their number, else only as many as are worth it.
+
+    An optimizer that is not torch's may compute something over all its parameters: one shard has them all. One that holds
+    others goes to one shard in any case.
+    """
+    if look(optimizer).wraps:
+        return 1
     if fixed:
         return shards
+    if not is_torchs(optimizer):
+        return 1
     size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
     return max(1, min(shards, size // SHARD_BYTES))
 
 
-def refuse_weighted(sync: Sync, optimizer: torch.optim.Optimizer) -> None:
+def refuse_weighted(sync: Sync, *optimizers: torch.optim.Optimizer) -> None:
     """Weights in the mean of a fold mean nothing to an optimizer that divides them out again (M4)."""
-    if sync.weighs and isinstance(optimizer, SCALE_INVARIANT):
-        raise UsageError(
-            f"{sync} weights each gradient by its staleness, but {type(optimizer).__name__} divides a gradient's "
-            "scale out again: use SGD, or rate=share, which changes the learning rate itself"
-        )
+    for optimizer in optimizers:
+        if sync.weighs and isinstance(optimizer, SCALE_INVARIANT):
+            raise UsageError(
+                f"{sync} weights each gradient by its staleness, but {type(optimizer).__name__} divides a gradient's "
+                "scale out again: use SGD, or rate=share, which changes the learning rate itself"
+            )
 
 
 def refuse_sparse(model: nn.Module) -> None:

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from syncline.learn.watching import Watch
+
 Factory = Callable[..., torch.optim.Optimizer]
+UNSAID = float("nan")  # this very object: a loss that is not a number is another
 
 
 class Session(ABC):
@@ -23,7 +26,8 @@ class Session(ABC):
     rank: int
     learners: int
     device: torch.device
-    loss: float = float("nan")  # of the gradient that is being made, for the record
+    watch: Watch
+    loss: float = UNSAID  # of the gradient that is being made, for the record
 
     @property
     @abstractmethod
@@ -45,9 +49,11 @@ class Session(ABC):
         collate: Callable[[list[Any]], Any] | None = None,
         ahead: int | None = None,
     ) -> Any:
-        """This learner's batches; iterate once per epoch. The same call again gives the same loader.
+        """This learner's batches; iterate once per epoch. The same call again gives the same loader, another `collate` another.
 
-        `ahead` batches are read by a thread before they are needed: none for tensors in memory, else two.
+        `ahead` batches are read by a thread before they are needed: none for tensors in memory, else two. Given again it
+        holds from the next epoch on. `len` is the batches of an epoch that one loop sees: the same number in every learner,
+        exact in lockstep and over all-reduce; elsewhere the mean over the learners, of which a fast one gets more.
         `global_batch_size` is that of all learners together, each takes its share.
         """
 

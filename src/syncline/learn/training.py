@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from syncline.errors import UsageError
-from syncline.learn.batches import count_of, to_device
+from syncline.learn.batches import to_device
+from syncline.learn.models import CPU, Model, copied, made
 from syncline.learn.surface import Session
 
 Loss = Callable[[Any, Any], Tensor]
@@ -24,7 +25,7 @@ Objective = Callable[[nn.Module, Any], Tensor]
 class Training:
     """What `train`'s learners need."""
 
-    model: nn.Module
+    model: Model
     data: Dataset[Any]
     objective: Objective
     optimizer: Callable[..., torch.optim.Optimizer]
@@ -43,6 +44,10 @@ class Supervised:
         self._loss = loss
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.parts(model, batch)[0]
+
+    def parts(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
+        """The loss, and what it is of: output and target."""
         if not isinstance(batch, (list, tuple)) or len(batch) != 2:
             parts = f" of {len(batch)}" if isinstance(batch, (list, tuple, dict)) else ""
             raise UsageError(
@@ -50,12 +55,13 @@ class Supervised:
                 "use objective=(model, batch) -> scalar"
             )
         inputs, targets = batch
-        return self._loss(model(inputs), targets)
+        output = model(inputs)
+        return self._loss(output, targets), output, targets
 
 
 def run_training(session: Session, plan: Training) -> None:
     """One learner of `train`."""
-    model = plan.model.to(session.device)
+    model = made(plan.model, session.device).to(session.device)
     model.train()
     optimizer = session.optimizer(model, plan.optimizer)
     loader = session.loader(
@@ -72,7 +78,7 @@ def run_training(session: Session, plan: Training) -> None:
             schedule.go_to(loader.epoch)
             optimizer.zero_grad()
             value = plan.objective(model, batch)
-            check_scalar(value)
+            check_loss(value)
             value.backward()
             session.loss = value.item()
             optimizer.step()
@@ -107,58 +113,131 @@ class Schedule:
 
 
 def check_scalar(value: Any) -> None:
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        what = (
-            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return
+    if value is None:
+        got, instead = "None", "the function has to return it"
+    elif isinstance(value, Tensor):
+        got, instead = (
+            f"a tensor of shape {tuple(value.shape)}",
+            "reduce it, for example with .mean()",
         )
-        raise UsageError(f"the loss must be a scalar tensor, got {what}; reduce it, for example with .mean()")
+    elif isinstance(value, nn.Module):
+        got, instead = (
+            f"the module {type(value).__name__}",
+            f"call one: {type(value).__name__}()(output, target)",
+        )
+    else:
+        got, instead = type(value).__name__, "return the tensor itself, not .item() or a tuple"
+    raise UsageError(f"the loss must be a scalar tensor, got {got}; {instead}")
 
 
-@dataclass
+def check_loss(value: Any) -> None:
+    """A scalar that backward can begin with."""
+    check_scalar(value)
+    if not value.requires_grad:
+        raise UsageError(
+            "the loss does not depend on a parameter that is trained: it was detached, made under torch.no_grad() or anew from "
+            "numbers, or all that it depends on has requires_grad=False"
+        )
+
+
+class Counted:
+    """Collates, and says of how many examples: a batch itself may be anything."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
+        self._collate = collate or default_collate
+
+    def __call__(self, items: list[Any]) -> tuple[int, Any]:
+        return len(items), self._collate(items)
+
+
 class Evaluation:
-    """Tests a model on a data set: mean loss and, for class scores, accuracy."""
+    """Tests a model on a data set, in one pass: mean loss and, for class scores, accuracy; or calls the user's function."""
 
-    model: nn.Module
-    data: Any
-    objective: Objective
-    batch_size: int
-    collate: Callable[[list[Any]], Any] | None
-    classes: bool
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 - never changed
+    def __init__(
+        self,
+        model: Model,
+        data: Any,
+        objective: Objective,
+        batch_size: int,
+        collate: Callable[[list[Any]], Any] | None,
+        device: torch.device = CPU,
+    ) -> None:
+        self._model, self._data, self._objective = model, data, objective
+        self._batch_size, self._collate, self._device = batch_size, collate, device
+        self._made: nn.Module | None = None
 
     def on(self, device: torch.device) -> Evaluation:
         """The same on another device."""
-        return replace(self, model=copy.deepcopy(self.model).to(device), device=device)
+        model = copied(self._model) if isinstance(self._model, nn.Module) else self._model
+        return Evaluation(model, self._data, self._objective, self._batch_size, self._collate, device)
 
     def __call__(self, state: dict[str, Tensor]) -> dict[str, float]:
-        self.model.load_state_dict(state, strict=False)
-        self.model.eval()
-        if not isinstance(self.data, Dataset):
-            return dict(self.data(self.model))
-        total = right = count = 0.0
-        with torch.no_grad():
-            for read in DataLoader(self.data, batch_size=self.batch_size, collate_fn=self.collate):
-                batch = to_device(read, self.device)
-                examples = count_of(batch)
-                total += float(self.objective(self.model, batch)) * examples
-                count += examples
-                right += self._right(batch)
-        metrics = {"loss": total / count}
-        return {**metrics, "accuracy": right / count} if self.classes else metrics
+        if self._made is None:  # in the process that evaluates
+            self._made = made(self._model).to(self._device)
+        model = self._made
+        model.load_state_dict(state, strict=False)
+        model.eval()
+        if callable(self._data) and not isinstance(self._data, Dataset):
+            return check_metrics(self._data(model))
+        return self._test(model)
 
-    def _right(self, batch: Any) -> float:
-        if not self.classes:
-            return 0.0
-        inputs, targets = batch
-        output = self.model(inputs)
-        if not (output.dim() == targets.dim() + 1 and not targets.is_floating_point()):
-            self.classes = False
-            return 0.0
-        return float((output.argmax(1) == targets).sum()) / max(1, targets[0].numel())
+    def _test(self, model: nn.Module) -> dict[str, float]:
+        total, right, count = 0.0, 0.0, 0
+        scores = True
+        batches = DataLoader(self._data, batch_size=self._batch_size, collate_fn=Counted(self._collate))
+        with torch.no_grad():
+            for examples, read in batches:
+                loss, found = self._one(model, to_device(read, self._device))
+                total += loss * examples
+                count += examples
+                scores = scores and found is not None
+                right += found or 0.0
+        if count == 0:
+            raise UsageError("evaluate: the data set gave no example")
+        return {"loss": total / count, **({"accuracy": right / count} if scores else {})}
+
+    def _one(self, model: nn.Module, batch: Any) -> tuple[float, float | None]:
+        """A batch's loss, and how many of it are right, where the output is scores of classes."""
+        right = None
+        if isinstance(self._objective, Supervised):
+            value, output, targets = self._objective.parts(model, batch)
+            right = _right(output, targets)
+        else:
+            value = self._objective(model, batch)
+        check_scalar(value)
+        return float(value), right
+
+
+def _right(output: Any, targets: Any) -> float | None:
+    if not isinstance(output, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    if output.dim() != targets.dim() + 1 or output.shape[:1] + output.shape[2:] != targets.shape:
+        return None
+    return float((output.argmax(1) == targets).sum()) / max(1, targets[0].numel())
+
+
+def check_metrics(found: Any) -> dict[str, float]:
+    """What the user's function returned, as numbers."""
+    if not isinstance(found, Mapping):
+        got = "None" if found is None else type(found).__name__
+        raise UsageError(
+            f'evaluate must return its metrics as a dictionary, such as {{"accuracy": 0.9}}, got {got}'
+        )
+    return {str(name): _number(name, value) for name, value in found.items()}
+
+
+def _number(name: Any, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise UsageError(f"evaluate must return numbers, got {what} for {name!r}") from error
 
 
 def evaluation_of(
-    model: nn.Module,
+    model: Model,
     data: Any,
     loss: Loss | None,
     objective: Objective | None,
@@ -167,8 +246,6 @@ def evaluation_of(
 ) -> Evaluation | None:
     if data is None:
         return None
-    if not isinstance(data, Dataset) and not callable(data):
-        raise UsageError(f"evaluate must be a data set or a function of the model, got {type(data).__name__}")
     chosen = objective or Supervised(loss)  # type: ignore[arg-type]
-    host = copy.deepcopy(model).cpu()
-    return Evaluation(host, data, chosen, max(256, batch_size), collate, objective is None)
+    host = copied(model).cpu() if isinstance(model, nn.Module) else model
+    return Evaluation(host, data, chosen, max(256, batch_size), collate)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -294,6 +295,16 @@ def choices_of(plan: Any, model: nn.Module, size: int) -> dict[str, str]:
     return dict(choices)
 
 
-def partition(model: nn.Module, plan: Any, example: Any, group: Any = None, **options: Any) -> Partitioned:
-    """This process's part of a model, for training and inference; options as of `Partitioned`."""
+def partition(
+    model: nn.Module, plan: Any, example: Any = None, group: Any = None, **options: Any
+) -> Partitioned:
+    """This process's part of a model, for training and inference; options as of `Partitioned`.
+
+    A Plan knows the shapes of its example. Without a group: torch's default one if there is one.
+    """
+    example = getattr(plan, "example", None) if example is None else example
+    if example is None:
+        raise UsageError("partition: give an example of the model's input, or a Plan, which knows its own")
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
     return Partitioned(model, plan, example, group, **options)

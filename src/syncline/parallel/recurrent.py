@@ -62,9 +62,6 @@ class _Cell(Rule):
 
     def place(self, call: Call) -> list[Spread]:
         self.check_way(call)
-        names = [name for name, _ in call.module.named_parameters()] if call.module is not None else []
-        if call.way == "model" and any("." in name for name in names):
-            raise call.refuse("cannot be cut as 'model': its weights are made of other parameters")
         return (
             [along(call, array, len(array.shape) - 1) for array in call.outputs]
             if call.way == "model"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from syncline.errors import UsageError
+from syncline.parallel.module import arguments_of
 from syncline.parallel.program import chosen
 from syncline.plan.costs import Measured, Price, Singa
 from syncline.plan.elimination import cheapest
@@ -48,6 +49,18 @@ class Plan:
     workers: int
     batch: int  # of a group
     costs: str
+    inputs: tuple[
+        tuple[str, tuple[int, ...], str], ...
+    ] = ()  # of the model: name ("" by place), shape, dtype
+
+    @property
+    def example(self) -> Any:
+        """What the model reads, as shapes; None where that is more than tensors."""
+        made = [
+            (name, torch.empty(shape, dtype=getattr(torch, kind), device="meta"))
+            for name, shape, kind in self.inputs
+        ]
+        return dict(made) if made and made[0][0] else tuple(tensor for _, tensor in made) if made else None
 
     @property
     def layers(self) -> dict[str, int]:
@@ -82,7 +95,9 @@ class Plan:
     def load(cls, file: Path | str) -> Plan:
         try:
             record = json.loads(Path(file).read_text(encoding="utf-8"))
-            return cls(**{**record, "rows": tuple(Row(**row) for row in record["rows"])})
+            rows = tuple(Row(**row) for row in record["rows"])
+            inputs = tuple((name, tuple(shape), kind) for name, shape, kind in record.get("inputs", ()))
+            return cls(**{**record, "rows": rows, "inputs": inputs})
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{file} is no plan: {error}") from error
 
@@ -122,7 +137,9 @@ def plan(
     `compute` seconds of each layer for the group's batch (see `measure`), else the cluster's own by the layers' work.
     `memory` limits each process, with so many `states` of the optimizer. `given` choices, names or patterns, stay.
     """
-    everybody = workers or group
+    if isinstance(cluster, str):
+        raise UsageError(f"plan: the cluster is a record: Cluster.parse({cluster!r})")
+    everybody = workers or group or _cores(cluster)
     if everybody is None:
         raise UsageError(
             "plan: say group= (processes that hold one model) or workers= (all, and the best group is found)"
@@ -138,20 +155,35 @@ def plan(
     found, errors = [], []
     for size in sizes:
         try:
-            graph = LayerGraph(
-                model, _dealt(example, size, everybody, batch_dim), size, grid=grid, batch_dim=batch_dim
-            )
+            dealt = _dealt(example, size, everybody, batch_dim)
+            graph = LayerGraph(model, dealt, size, grid=grid, batch_dim=batch_dim)
             prices: Any = Singa(graph, everybody, local_update)
             if costs == "measured":
                 prices = Measured(graph, everybody, local_update, cluster, compute)
             graph.find_ways(prices.ways)
             _keep(graph, given or {})
-            found.append(_cheapest(graph, prices, memory, states, everybody, costs))
+            cost, best = _cheapest(graph, prices, memory, states, everybody, costs)
+            found.append((cost, replace(best, inputs=_inputs(dealt))))
         except UsageError as error:
             errors.append(error)
     if not found:
         raise errors[0]
     return min(found, key=lambda pair: pair[0])[1]
+
+
+def _cores(cluster: Any) -> int | None:
+    """Of a cluster that is one machine."""
+    alone = cluster is not None and cluster.learners_per_machine is None
+    return cluster.cores if alone else None
+
+
+def _inputs(example: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Shapes by name or place, where the model reads tensors only."""
+    args, kwargs = arguments_of(example)
+    pairs = [*(("", value) for value in args), *kwargs.items()]
+    if not all(isinstance(value, Tensor) for _, value in pairs):
+        return ()
+    return tuple((name, tuple(value.shape), str(value.dtype).split(".")[1]) for name, value in pairs)
 
 
 def _dealt(example: Any, group: int, workers: int, dim: int) -> Any:

@@ -1,7 +1,7 @@
-"""When a checkpoint is cut: every n versions, or when asked; one at a time.
+"""When a checkpoint is cut: every n versions, every so many seconds, or when asked; one at a time.
 
-The version before, learners are asked for their random states, which come with their next gradients. Not
-responsible for what a checkpoint holds.
+With servers the version before asks learners for their random states, which come with their next gradients; learners among equals
+all cut where their loops ask for the next batch. Not responsible for what a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -40,3 +40,26 @@ class Cadence:
     def written(self) -> None:
         """The last one is on the disk, or failed."""
         self._busy = False
+
+
+class JointCadence:
+    """When learners among equals cut. All hear the same with each update, so all cut after the same; the clock is the first one's."""
+
+    def __init__(self, *, every: int | None, seconds: float | None, now: float) -> None:
+        self._every, self._seconds, self._last = every, seconds, now
+        self._due = False
+
+    def wishes(self, now: float) -> bool:
+        """Whether the first learner's next gradient says that it is time."""
+        return self._seconds is not None and now - self._last >= self._seconds
+
+    def applied(self, version: int, *, wished: bool) -> None:
+        """An update was made, and somebody said so with its gradient."""
+        self._due |= wished or (self._every is not None and version % self._every == 0)
+
+    def take(self, now: float) -> bool:
+        """A loop asks for its next batch: True if all cut here."""
+        due, self._due = self._due, False
+        if due:
+            self._last = now
+        return due

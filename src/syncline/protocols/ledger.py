@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from syncline.errors import RunError, UsageError
 from syncline.protocols.spans import Decision, End, Grant, Span, Standing
@@ -237,6 +238,24 @@ class Ledger:
             return 0, 0
         open_ = [span for _, span in member.open] + list(member.reserved)
         return _length(open_), _length(span for _, span in member.taken)
+
+    @property
+    def done(self) -> int:
+        """Epochs that are done, in order: later ones may be done before them."""
+        return self._stock.done
+
+    def not_done(self, epoch: int) -> int:
+        """That epoch, or the first after it that is not done."""
+        return self._stock.not_done(epoch)
+
+    def epochs(self, learner: int, upto: int) -> dict[int, int]:
+        """Of which epochs its positions before that index are that are not settled, and how many."""
+        member, found = self._learners.get(learner), dict[int, int]()
+        spans = self._gone.get(learner, ()) if member is None else chain(member.taken, member.open)
+        for index, span in spans:
+            if index < upto:
+                found[span.epoch] = found.get(span.epoch, 0) + span.stop - span.start
+        return found
 
     def standing(self) -> Standing:
         """Everything not settled, as of now."""

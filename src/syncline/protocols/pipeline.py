@@ -42,6 +42,11 @@ class Pipeline:
         self.started += 1
         return self.started - 1
 
+    def resume(self, started: int, flying: Sequence[int]) -> None:
+        """Go on where a run before was."""
+        self.started = started
+        self._flying.extend(flying)
+
     def due(self) -> int | None:
         """The iteration to apply now, if one is older than the last k."""
         return self._flying.popleft() if len(self._flying) > self.depth else None

@@ -44,12 +44,17 @@ Decision = Grant | End | EpochDone
 class Standing:
     """What of each epoch is not settled: enough to go on with the feed later, with any number of learners."""
 
-    done: int  # epochs
+    done: int  # epochs, in order: later ones may be done before them
     newest: int
-    fresh: dict[int, dict[int, tuple[int, int]]]  # epoch -> owner -> positions not handed out
+    fresh: dict[
+        int, dict[int, tuple[int, int]]
+    ]  # epoch that is not done -> owner -> positions not handed out
     returned: list[tuple[int, int, int]]  # (epoch, start, stop) of all that was handed out and is not settled
     skipped: dict[int, int]
     broken: list[int]
+
+    def has_done(self, epoch: int) -> bool:
+        return epoch < self.done or (epoch <= self.newest and epoch not in self.fresh)
 
 
 class Span(NamedTuple):

@@ -38,7 +38,7 @@ class Stock:
         self._unfinished: dict[int, _Epoch] = {}
         self.returned: list[Span] = []  # a heap, oldest first
         self.newest = -1  # epoch
-        self.done = 0  # epochs
+        self.done = 0  # epochs, in order: later ones may be done before them
         self.broken: set[int] = set()  # epochs that somebody broke out of
         self.over = False  # the last position of an epoch is settled: `finish` has to look
         self.orphans = False  # parts of owners that may not have come again
@@ -57,14 +57,20 @@ class Stock:
             self._unfinished[self.newest] = _Epoch(fresh=shares, left=self._size)
 
     def finish(self) -> list[EpochDone]:
-        """The epochs that are done since the last time, in order."""
-        self.over, found = False, []
-        while (state := self._unfinished.get(self.done)) is not None and state.left == 0:
-            found.append(EpochDone(self.done, state.skipped))
-            del self._unfinished[self.done]
-            self.broken.discard(self.done)
-            self.done += 1
+        """The epochs that are done since the last time: each as soon as its own last position is settled (M10)."""
+        self.over = False
+        found = [EpochDone(epoch, s.skipped) for epoch, s in self._unfinished.items() if not s.left]
+        for each in found:
+            del self._unfinished[each.epoch]
+            self.broken.discard(each.epoch)
+        self.done = self.not_done(self.done)
         return found
+
+    def not_done(self, epoch: int) -> int:
+        """That epoch, or the first after it that is not done."""
+        while epoch <= self.newest and epoch not in self._unfinished:
+            epoch += 1
+        return epoch
 
     def left(self, epoch: int) -> int:
         """Positions of it that are neither settled nor skipped."""

@@ -1,5 +1,6 @@
 """The run folder: what a run leaves on the disk, and how it is read again.
 
+    clocks.py     clocks.bin: the vector clock of every update
     lines.py      events.jsonl, written line by line, read while it grows
     record.py     a run as its lines tell it: what displays, reports and comparisons render
     recording.py  follows a run and writes its folder
@@ -11,7 +12,8 @@ docs/run_folder.md describes the files. Not responsible for checkpoints (table/c
 
 from __future__ import annotations
 
+from syncline.report.clocks import read_clocks
 from syncline.report.record import RunRecord, read_run
 from syncline.report.recording import Recording
 
-__all__ = ["Recording", "RunRecord", "read_run"]
+__all__ = ["Recording", "RunRecord", "read_clocks", "read_run"]

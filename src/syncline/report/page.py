@@ -62,7 +62,7 @@ def plots(record: RunRecord) -> list[str]:
             svg.Series(_called(each), [(e, v) for e, _, v in points]) for each, points in series.items()
         ]
         by_time = [
-            svg.Series(_called(each), [(s, v) for _, s, v in points]) for each, points in series.items()
+            svg.Series(_called(each), sorted((s, v) for _, s, v in points)) for each, points in series.items()
         ]
         y = name.split()[-1].lower()
         drawn.append(svg.lines(f"{name} over epochs", by_epoch, x="epochs", y=y))
@@ -218,7 +218,8 @@ def _event_words(event: Line) -> str:
 
 
 def _events(record: RunRecord) -> str:
-    shown = record.faults + [each for each in record.events if each not in record.faults]
+    first = record.faults + record.warnings
+    shown = first + [each for each in record.events if each not in first]
     if not shown:
         return "<p class='faint'>None.</p>"
     rows = [[f"{e['seconds']:.2f}", str(e.get("event") or ""), _event_words(e)] for e in shown[:200]]

@@ -81,7 +81,9 @@ class RunRecord:
         resumed = line.get("resumed")
         if isinstance(resumed, dict):
             epoch, version = _number(resumed.get("epoch")) or 0, _number(resumed.get("version")) or 0
-            self.epochs = [each for each in self.epochs if each["epoch"] < epoch]
+            early = resumed.get("early")  # done before an earlier one
+            ahead = early if isinstance(early, list) else []
+            self.epochs = [each for each in self.epochs if each["epoch"] < epoch or each["epoch"] in ahead]
             self.samples = [each for each in self.samples if each["version"] <= version]
         if before == self.options.get("engine") == "sim":  # virtual time goes on from the checkpoint's moment
             kept = (each["seconds"] for each in (*self.epochs, *self.samples))
@@ -219,6 +221,10 @@ class RunRecord:
     @property
     def faults(self) -> list[Line]:
         return [each for each in self.events if each.get("event") not in QUIET]
+
+    @property
+    def warnings(self) -> list[Line]:
+        return [each for each in self.events if each.get("event") == "warning"]
 
     @property
     def progress(self) -> float | None:

@@ -33,15 +33,16 @@ from syncline.engines.run import (
     Sampled,
     Snapshot,
 )
-from syncline.errors import RunError
+from syncline.errors import LearnerError, RunError, SynclineWarning
 from syncline.learn.training import Training
 from syncline.report import weights
+from syncline.report.clocks import CLOCKS, append_clocks, cut_clocks
 from syncline.report.lines import EVENTS, LineWriter, plain, read_lines, write_whole
 from syncline.report.page import page
 from syncline.report.record import Line, RunRecord, better, judged
 from syncline.report.tensorboard import Board, installed
 from syncline.table.checkpoints import CheckpointError
-from syncline.topology.messages import Statistics
+from syncline.topology.messages import Clocks, Statistics
 
 OFTEN, SELDOM = 0.25, 1.0  # seconds between two statistics
 SOON = 20.0  # seconds of a run with OFTEN
@@ -61,12 +62,14 @@ class Recording:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._virtual = engine.virtual
+        self._lock = spec.lock
         self._best = weights.best_so_far(folder) if spec.restored else None
         self._board: Board | None = None
         self._gone: dict[int, str] = {}  # rank -> how, in a simulated run
         self._before = spec.restored.counts.examples.get(0, 0) if spec.restored else 0  # examples
         self._first: tuple[int, float] | None = None  # examples and seconds when the first were folded
         self._read_past()
+        self._keep_clocks(None, spec.restored.version if spec.restored else 0)
         self._lines = LineWriter(folder / EVENTS)
         options = describe(spec, engine, model)
         started = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
@@ -86,8 +89,11 @@ class Recording:
 
     def _beginning(self, spec: RunSpec, options: Line) -> Line:
         restored = spec.restored
-        resumed = {"version": restored.version, "epoch": restored.epoch} if restored else None
-        line: Line = {"run": options, "resumed": resumed, "seconds": 0.0}
+        line: Line = {"run": options, "resumed": None, "seconds": 0.0}
+        if restored is not None:
+            known = {each["epoch"] for each in self.record.epochs}
+            early = sorted(each for each in known if each > restored.epoch and restored.has_done(each))
+            line["resumed"] = {"version": restored.version, "epoch": restored.epoch, "early": early}
         if not self._virtual:  # else run.json has it: these lines are the same every time
             line.update(pid=os.getpid(), host=socket.gethostname())
         return line
@@ -159,8 +165,12 @@ class Recording:
                 losses=record.losses,
                 metrics=record.metrics,
             )
+        elif isinstance(record, Clocks):
+            self._keep_clocks(record.rows)
         elif isinstance(record, Event):
             self._look_who_is_gone(record)
+            if record.kind == "recovered":
+                self._keep_clocks(None, record.details["version"])
             self._add(
                 "event",
                 seconds=record.seconds,
@@ -226,11 +236,12 @@ class Recording:
                 self._take(self._inbox.get())
             if outcome is not None:
                 self._add("end", **self._ending(outcome))
-                for table, (version, state) in outcome.tables.items():
-                    name = weights.MODEL if table == 0 else f"model.{table}.safetensors"
-                    self._save(name, state, {"version": version}, table)
             else:
                 self._add("end", seconds=self._now(), how="failed", error=_short(error))
+            kept = error.outcome if isinstance(error, RunError) else outcome
+            for table, (version, state) in kept.tables.items() if kept is not None else ():
+                name = weights.MODEL if table == 0 else f"model.{table}.safetensors"
+                self._save(name, state, {"version": version}, table)
             if self._virtual:
                 self._kept["took"] = self._took + time.monotonic() - self._began
                 self._keep()
@@ -241,6 +252,8 @@ class Recording:
             self._lines.close()
             if self._board is not None:
                 self._board.close()
+            if self._lock is not None:
+                self._lock.release()
 
     def _ending(self, outcome: Outcome) -> Line:
         found = of_statistics(outcome.statistics, self._gone) or {}
@@ -254,6 +267,8 @@ class Recording:
     def _throughput(self, examples: int, seconds: float) -> float:
         """Examples a second since the first update: starting processes is no training."""
         first, since = self._first or (self._before, 0.0)
+        if first >= examples:  # all in one look
+            first, since = self._before, 0.0
         return (examples - first) / (seconds - since) if seconds > since else 0.0
 
     # -- writing: nothing of it may hurt the run -----------------------------------------------------------
@@ -268,6 +283,16 @@ class Recording:
                 self._board.feed(line)
         except OSError as error:
             self._failed(f"{self.folder / EVENTS}: {error.strerror}")
+
+    def _keep_clocks(self, rows: bytes | None, version: int = 0) -> None:
+        """More of them; or (None) the run goes on from that version."""
+        try:
+            if rows is None:
+                cut_clocks(self.folder, version)
+            else:
+                append_clocks(self.folder, rows)
+        except OSError as error:
+            self._failed(f"{self.folder / CLOCKS}: {error.strerror}")
 
     def _whole(self, name: str, text: str) -> None:
         try:
@@ -291,8 +316,8 @@ class Recording:
         self.problem = words
         try:
             text = f"the run folder is not complete: {words}. The run goes on; this is said once."
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-        except RuntimeWarning:  # warnings are errors here, and this thread has to go on
+            warnings.warn(text, SynclineWarning, stacklevel=2)
+        except SynclineWarning:  # warnings are errors here, and this thread has to go on
             pass
 
 
@@ -364,6 +389,7 @@ def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
         "patience": spec.patience,
         "kill_hung": spec.kill_hung,
         "checkpoint_every": spec.cut_every or spec.cut_seconds,
+        "clocks": spec.clocks,
         "policy": plan.policy if plan else None,
         "function": getattr(spec.function, "__qualname__", str(spec.function)),
         "model": type(model).__name__ if model is not None else None,
@@ -388,6 +414,6 @@ def _length(data: Any) -> int | None:
 def _short(error: BaseException | None) -> str:
     """What was raised; of a learner's traceback the last line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    if len(lines) == 1:
+    if len(lines) == 1 or isinstance(error, LearnerError):
         return lines[0] if isinstance(error, RunError) else f"{type(error).__name__}: {lines[0]}"
     return f"{lines[0]} {lines[-1]}"

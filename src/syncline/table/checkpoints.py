@@ -21,7 +21,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -33,12 +33,14 @@ from torch import Tensor
 from syncline.errors import RunError
 from syncline.table.layout import DTYPES, Entry, Flat, Layout, Part
 from syncline.table.template import PieceState
+from syncline.table.wrapping import PREFIX, Kept, keep
 
 FORMAT, MANIFEST = 1, "checkpoint.json"
 CHUNK = 4 << 20  # bytes per write and read
 COMPLEX128 = "syncline.complex128"  # metadata: names of tensors stored as pairs of float64
 # safetensors' names: F32, BF16, C64, I8, U8, BOOL
 _CODES = {dtype: re.sub("loat|omplex|(?<=u)int|nt", "", name).upper() for name, dtype in DTYPES.items()}
+GROUPS, WHOLE = "groups", "whole"  # among the notes
 NOTES = "notes"  # state values that are no tensors, as JSON in a file's metadata
 _NAME = re.compile(r"(?P<dot>\.)?(?P<number>\d{9,})(?(dot)\.(?P<kind>tmp|old|gone))")
 _SEALED = re.compile(rb'\{"crc32": "(?P<crc>[0-9a-f]{8})",\n"content": (?P<body>.*)\}\n', re.DOTALL)
@@ -256,6 +258,7 @@ class Checkpoint:
     path: Path
     number: int
     manifest: dict[str, Any]
+    seal: int = field(default=0, compare=False)  # of its manifest, and so of all its files
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file, by name."""
@@ -309,16 +312,31 @@ def _candidates(path: Path) -> list[Path]:
     return [chosen, *older] if chosen else []
 
 
+def read(path: Path) -> Checkpoint:
+    """The one that `find` has found, a moment ago and in another process: its files are not verified again."""
+    try:
+        content, seal = _content(path)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} is gone: {error.strerror}") from error
+    return Checkpoint(path, content["number"], content["manifest"], seal)
+
+
+def _content(path: Path) -> tuple[dict[str, Any], int]:
+    """Of a manifest that is whole, and its crc32."""
+    sealed = _SEALED.fullmatch((path / MANIFEST).read_bytes())
+    if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
+        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is truncated or has changed")
+    content: dict[str, Any] = json.loads(sealed["body"])
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"checkpoint {path} has format {content['format']}, this reads {FORMAT}")
+    return content, int(sealed["crc"], 16)
+
+
 def _verified(path: Path) -> Checkpoint:
     """The checkpoint, if nothing of it is damaged."""
     name = MANIFEST
     try:
-        sealed = _SEALED.fullmatch((path / name).read_bytes())
-        if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
-            raise CheckpointError(f"checkpoint {path} is damaged: {name} is truncated or has changed")
-        content = json.loads(sealed["body"])
-        if content["format"] != FORMAT:
-            raise CheckpointError(f"checkpoint {path} has format {content['format']}, this reads {FORMAT}")
+        content, seal = _content(path)
         for file in content["files"]:
             name, expected, found = file["name"], (file["nbytes"], file["crc"]), (0, 0)
             with open(path / name, "rb", buffering=0) as stream:
@@ -329,7 +347,7 @@ def _verified(path: Path) -> Checkpoint:
                 raise CheckpointError(f"checkpoint {path} is damaged: {name} {changed}")
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {name}: {error.strerror}") from error
-    return Checkpoint(path, content["number"], content["manifest"])
+    return Checkpoint(path, content["number"], content["manifest"], seal)
 
 
 def piece_tensors(
@@ -350,6 +368,45 @@ def piece_tensors(
                 what = f"optimizer state {key!r} of parameter {piece.entry} is a {type(value).__name__}"
                 raise CheckpointError(f"{what}: only tensors, numbers, strings, None and lists can be kept")
     return tensors, dict(values)
+
+
+def group_notes(own: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Options of parameter groups that the optimizer itself has changed, beside the other state values."""
+    for group in own:
+        for key, value in group.items():
+            if not _is_plain(value):
+                what = f"option {key!r} of a parameter group is a {type(value).__name__}"
+                raise CheckpointError(f"{what}: only numbers, strings, None and lists can be kept")
+    return {GROUPS: {str(number): dict(group) for number, group in enumerate(own)}} if any(own) else {}
+
+
+def wrapped_tensors(
+    part: Part,
+    views: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    groups: dict[str, dict[str, Any]],
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """The same of an optimizer that holds others: all of it, as it is."""
+    tensors, _ = piece_tensors(part, views, {})
+    try:
+        node, kept = keep(optimizer, parameters)
+    except RunError as error:
+        raise CheckpointError(f"{error}: only tensors, plain values and containers can be kept") from error
+    return tensors | kept, {**groups, WHOLE: {"optimizer": node}}
+
+
+def kept_whole(tensors: dict[str, Tensor], notes: dict[str, dict[str, Any]]) -> Kept | None:
+    """The inverse: taken out of a file's tensors and notes."""
+    if (found := notes.pop(WHOLE, None)) is None:
+        return None
+    return found["optimizer"], {name: tensors.pop(name) for name in list(tensors) if name.startswith(PREFIX)}
+
+
+def own_options(notes: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The inverse: taken out of a file's notes."""
+    found = notes.pop(GROUPS, {})
+    return [found[str(number)] for number in range(len(found))]
 
 
 def _is_plain(value: object) -> bool:

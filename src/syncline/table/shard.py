@@ -7,6 +7,7 @@ the optimizer straight on the slot. Promised gradients are kept as promises unti
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync
-from syncline.table.checkpoints import piece_tensors
+from syncline.table.checkpoints import CheckpointError, group_notes, piece_tensors, wrapped_tensors
 from syncline.table.flat_sgd import FlatSGD
+from syncline.table.groups import Groups
 from syncline.table.joined_step import JoinedStep
 from syncline.table.layout import Layout
 from syncline.table.promised import Made, Maker, PromisedPart, Taken
@@ -27,8 +29,11 @@ from syncline.table.template import (
     bare_step,
     beside,
     cut_state,
+    homeless,
+    is_torchs,
     piece_states,
 )
+from syncline.table.wrapping import look
 
 
 class Values(Protocol):
@@ -128,6 +133,10 @@ class Shard:
         self._whole: list[Tensor] | None = None  # segments of a gradient that lacks nothing
         self._one: Taken | None = None  # the only gradient of the next step, which may wait
         self._put: dict[int, list[Tensor]] = {}
+        self._wraps = template.whole is not None
+        inner = look(self.optimizer).optimizers if self._wraps else ()
+        self._groups = Groups(self.optimizer, template.options, inner)
+        self._own_step = not is_torchs(self.optimizer)
         self._options: Options = template.options
         self._factor = 1.0
         self._copies: dict[str, Tensor] = {}  # of the last cut
@@ -227,7 +236,7 @@ class Shard:
         return self._maker.waits and promised[0].damping == 1.0
 
     def _set_gradients(self, views: list[Tensor], present: tuple[bool, ...]) -> None:
-        if views is self._grad_views and all(present):
+        if views is self._grad_views and all(present) and not self._own_step:  # which may have cleared them
             return
         for parameter, view, has in zip(self.parameters, views, present, strict=True):
             parameter.grad = view if has else None
@@ -283,10 +292,7 @@ class Shard:
         """Run the optimizer on the gathered gradient: the next version."""
         if options is not self._options or factor != self._factor:
             self._options, self._factor = options, factor
-            for group, option in zip(self.optimizer.param_groups, options, strict=True):
-                group.update(option)
-                if factor != 1.0:
-                    group["lr"] = option["lr"] * factor
+            self._groups.follow(options, factor)
             if self._flat is not None:
                 self._flat.changed()
         if self._one is None or not self._step_later(self._one):
@@ -369,13 +375,7 @@ class Shard:
         """Weights and optimizer state as they are now, by name; the copies are good until the next cut."""
         self._settle()
         self._look()
-        views = [parameter.detach() for parameter in self.parameters]
-        states = {
-            (piece.entry, piece.start, piece.stop): dict(state)
-            for piece, parameter in zip(self.part.pieces, self.parameters, strict=True)
-            if (state := self.optimizer.state.get(parameter))
-        }
-        live, notes = piece_tensors(self.part, views, states)
+        live, notes = self._to_keep()
         for name, tensor in live.items():
             kept = self._copies.get(name)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
@@ -384,16 +384,57 @@ class Shard:
                 kept.copy_(tensor)
         return {name: self._copies[name] for name in live}, notes
 
+    def _to_keep(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+        """The same, not copied."""
+        views = [parameter.detach() for parameter in self.parameters]
+        groups = group_notes(self._groups.own())
+        if self._wraps:
+            with self._groups.unscaled():
+                return wrapped_tensors(self.part, views, self.optimizer, self._by_entry(), groups)
+        if other := homeless(self.optimizer):
+            raise CheckpointError(
+                f"optimizer state under {other!r} belongs to no parameter, and cannot be kept"
+            )
+        states = {
+            (piece.entry, piece.start, piece.stop): dict(state)
+            for piece, parameter in zip(self.part.pieces, self.parameters, strict=True)
+            if (state := self.optimizer.state.get(parameter))
+        }
+        live, notes = piece_tensors(self.part, views, states)
+        return live, notes | groups
+
+    def _by_entry(self) -> list[Tensor]:
+        found = {piece.entry: each for piece, each in zip(self.part.pieces, self.parameters, strict=True)}
+        return [found[entry] for entry in sorted(found)]
+
     def state(self) -> tuple[Options, PieceState]:
         self._settle()
         self._look()
-        return self._options, piece_states(self.optimizer, self.part, self.parameters)
+        return self._groups.values(), piece_states(self.optimizer, self.part, self.parameters)
+
+    def own_options(self) -> Options:
+        """Of the groups, what the optimizer itself has changed."""
+        return self._groups.own()
+
+    def whole_state(self) -> dict[str, Any] | None:
+        """What an optimizer that holds others, or has state of no parameter, says of itself; None of all others."""
+        if not self._wraps and (homeless(self.optimizer) is None or self.layout.shards > 1):
+            return None
+        with self._groups.unscaled():
+            return copy.deepcopy(self.optimizer.state_dict())
+
+    def load_whole(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+        with self._groups.unscaled():
+            self.optimizer.load_state_dict(copy.deepcopy(state))
 
     def load(self, options: Options, state: dict[int, dict[str, Any]]) -> None:
         """Replace the optimizer's state (entries as `template.split` gives them)."""
         self._settle()
         self._look(change=True)
-        self._options = options
+        self._groups.load(options)
+        if self._flat is not None:
+            self._flat.changed()
         self.optimizer.state.clear()
         for piece, parameter in zip(self.part.pieces, self.parameters, strict=True):
             if piece.entry in state:

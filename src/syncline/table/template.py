@@ -11,7 +11,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from syncline.errors import LayoutError
 from syncline.table.layout import Layout, Part, Piece
+from syncline.table.wrapping import Kept, look, packed, take_up, unpacked
 
 ELEMENTWISE: tuple[type, ...] = (
     torch.optim.SGD,
@@ -47,16 +48,29 @@ class OptimizerTemplate:
     attributes: dict[str, Any]
     options: Options
     state: dict[int, dict[str, Any]]
+    own: Options = field(default_factory=list)  # options that its steps have changed, where it goes on
+    whole: bytes | None = None  # where it holds parameters or optimizers: all of it
+    kept: Kept | None = None  # and its state, where it goes on
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerTemplate:
-        refuse_unsupported(optimizer)
+        held = look(optimizer)
+        held.refuse(optimizer)
+        for each in (optimizer, *held.optimizers):
+            refuse_unsupported(each)
+        if held.wraps:
+            return cls(type(optimizer), {}, group_options(optimizer), {}, whole=packed(optimizer))
         attributes = {
             key: value
             for key, value in optimizer.__dict__.items()
             if key not in _TENSOR_FREE and not key.endswith("_hooks")
         }
         index = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+        if other := homeless(optimizer):
+            raise LayoutError(
+                f"{type(optimizer).__name__} begins with a state under {other!r}, which is no parameter of its groups and "
+                "belongs to no shard; keep it in a parameter's state, in a group, or use topology='allreduce'"
+            )
         state = {
             index[id(p)]: {key: _to_host(value) for key, value in entry.items()}
             for p, entry in optimizer.state.items()
@@ -76,6 +90,8 @@ class OptimizerTemplate:
             nn.Parameter(view.detach(), requires_grad=view.is_floating_point() or view.is_complex())
             for view in views
         ]
+        if self.whole is not None:
+            return self._build_whole(self.whole, part, parameters), parameters
         by_entry: dict[int, list[nn.Parameter]] = defaultdict(list)
         state: dict[nn.Parameter, Any] = defaultdict(dict)
         for piece, parameter in zip(part.pieces, parameters, strict=True):
@@ -86,10 +102,23 @@ class OptimizerTemplate:
             {"params": [p for i in indices for p in by_entry[i]], **options}
             for indices, options in zip(layout.groups, self.options, strict=True)
         ]
+        for group, own in zip(groups, self.own, strict=False):
+            group.update(own)
         optimizer = self.kind.__new__(self.kind)
         attributes = copy.deepcopy(self.attributes)  # shards of one process share nothing
         optimizer.__setstate__({**attributes, "state": state, "param_groups": groups})
         return optimizer, parameters
+
+    def _build_whole(self, blob: bytes, part: Part, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """One shard has all its parameters, whole."""
+        by_entry = {piece.entry: parameter for piece, parameter in zip(part.pieces, parameters, strict=True)}
+        optimizer = unpacked(blob, by_entry)
+        if self.kept is not None:
+            take_up(optimizer, self.kept, [by_entry[entry] for entry in range(len(by_entry))])
+            owns = self.own or [{} for _ in self.options]
+            for group, option, own in zip(optimizer.param_groups, self.options, owns, strict=True):
+                group.update((key, value) for key, value in option.items() if key not in own)
+        return optimizer
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
@@ -110,6 +139,16 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
             torch._C._set_grad_enabled(before)
 
     return step
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """One of PyTorch's own, each of which works on every parameter by itself."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def homeless(optimizer: torch.optim.Optimizer) -> Any:
+    """A key of its state that is no parameter, if there is one."""
+    return next((key for key in optimizer.state if not isinstance(key, Tensor)), None)
 
 
 def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:

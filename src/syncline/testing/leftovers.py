@@ -31,7 +31,7 @@ def children(pid: int) -> set[int]:
     """Its child processes that live."""
     found: set[int] = set()
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has just ended
+        with contextlib.suppress(OSError):  # a thread that has just ended
             found.update(map(int, task.read_text().split()))
     return {child for child in found if _state(child) not in ("Z", "X", "")}
 

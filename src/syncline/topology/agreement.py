@@ -30,6 +30,7 @@ class Agreement:
                 m.Warned(
                     f"learners {ranks} disagree about the options of their parameter groups (ranks {differ} differ "
                     f"from rank {ranks[0]}); each update uses those of the learner furthest along. Step the same "
-                    "scheduler in every learner."
+                    "scheduler in every learner.",
+                    "options",
                 )
             )

@@ -38,9 +38,10 @@ class Belongings:
             torch._foreach_copy_(kept, list(buffers))
 
     def lose(self, learner: int) -> None:
-        """A lost learner's statistics do not count, unless there are no others."""
-        for key in [key for key in self._buffers if key[1] == learner and len(self._buffers) > 1]:
-            del self._buffers[key]
+        """A lost learner's statistics do not count, unless a table has no others."""
+        for table in [table for table, who in self._buffers if who == learner]:
+            if sum(each == table for each, _ in self._buffers) > 1:
+                del self._buffers[table, learner]
 
     def joint(self, table: int) -> list[Tensor] | None:
         """One table's buffers over all learners."""

@@ -46,6 +46,7 @@ class Coordinator:
         self._states = OptimizerStates(port, self._room, lambda table: self.layout(table).shards)
         self._stale: set[int] = set()  # learners that know only servers that are gone
         self._rejoining: dict[int, m.Rejoin] = {}
+        self._closed: set[int] = set()  # learners whose function has come to its end by itself
         self._cuts = Cuts()
         self._finish_later = False
         self._stopping = self._exact = False  # waits for a last checkpoint; has it
@@ -102,6 +103,7 @@ class Coordinator:
                 self._restored.counts,
                 tuple(self._openings.initial),
                 bool(self._stale),
+                self._plan.clocks,
             )
         )
 
@@ -146,7 +148,13 @@ class Coordinator:
         if isinstance(message, m.Log):
             self._port.emit((self.live.get(learner), message))
             return
+        if isinstance(message, m.Warned):
+            self._port.emit(message)
+            return
         if learner not in self.live:  # its last words came late
+            return
+        if isinstance(message, m.Closed):
+            self._closed.add(learner)
             return
         self._room.enter(learner, message)
         if learner in self._stale and not isinstance(message, m.Rejoin):
@@ -176,7 +184,7 @@ class Coordinator:
         self._room.leave(learner)
         self._rejoining.pop(learner, None)
         self._stale.discard(learner)
-        self._port.tell_shards(m.Leave(learner, rank, lost))
+        self._port.tell_shards(m.Leave(learner, rank, lost, learner in self._closed))
         self._openings.leave(learner)
         self._room.try_met()
         self._openings.hand_over(learner)
@@ -246,7 +254,7 @@ class Coordinator:
             self._port.stop_learners()
         else:
             if kind is m.EpochEnd and message.loader == 0:
-                self._epoch = message.epoch + 1
+                self._epoch = message.done
             self._port.emit(message)
 
     # -- checkpoints -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from syncline.ports import OUTSIDE, Portion, ServerPort
 from syncline.protocols.ledger import Ledger
 from syncline.protocols.meetings import EPOCH, Place
 from syncline.protocols.spans import Decision, Standing
+from syncline.protocols.streams import Streams
 from syncline.topology import messages as m
 
 
@@ -22,25 +23,29 @@ class Feeding:
         self, port: ServerPort, ranks: Mapping[int, int], decided: Callable[[int, list[Decision]], None]
     ) -> None:
         self._port, self._ranks, self._decided = port, ranks, decided
-        self._ledgers: dict[int, Ledger] = {}
+        self._ledgers: dict[int, Ledger | Streams] = {}
         self.evaluated: set[int] = set()  # loaders whose epochs end with a snapshot
         self._granted: dict[tuple[int, int], int] = defaultdict(int)  # (loader, learner) -> portions given
         self._resting: dict[int, int] = {}  # learner -> loader it waits for
         self._late: dict[int, list[int]] = defaultdict(list)  # loaders that wait for the warm start's end
         self._gone: set[int] = set()
+        self._epochs: dict[int, int] = {}  # learner -> the epoch of its last batches of the first loader
 
     # -- who is there ------------------------------------------------------------------------------------
 
     def make_loader(self, make: m.MakeLoader, *, lockstep: bool) -> None:
-        self._ledgers[make.loader] = Ledger(
-            size=make.size,
-            batch_size=make.batch_size,
-            epochs=make.epochs,
-            lockstep=lockstep,
-            partition=make.policy == "partition",
-            learners=make.parts,
-            standing=make.standing,
-        )
+        if make.policy == m.STREAM:
+            self._ledgers[make.loader] = Streams(lockstep=lockstep, standing=make.standing)
+        else:
+            self._ledgers[make.loader] = Ledger(
+                size=make.size,
+                batch_size=make.batch_size,
+                epochs=make.epochs,
+                lockstep=lockstep,
+                partition=make.policy == "partition",
+                learners=make.parts,
+                standing=make.standing,
+            )
         if make.snapshot:
             self.evaluated.add(make.loader)
 
@@ -71,9 +76,12 @@ class Feeding:
         held = [ledger.holds(learner) for ledger in self._ledgers.values()]
         return sum(a for a, _ in held), sum(b for _, b in held)
 
-    def leave(self, learner: int) -> None:
+    def leave(self, learner: int, *, lost: bool) -> None:
         for loader, ledger in self._ledgers.items():
-            self._decided(loader, ledger.leave(learner))
+            if isinstance(ledger, Streams):
+                self._decided(loader, ledger.leave(learner, lost=lost))
+            else:
+                self._decided(loader, ledger.leave(learner))
 
     def change(self, *, lockstep: bool) -> None:
         for loader, ledger in self._ledgers.items():
@@ -91,6 +99,10 @@ class Feeding:
         decisions = self._ledgers[loader].close(learner, upto)
         self._port.grant(learner, Portion(loader, OUTSIDE, 0, self._granted[loader, learner], 0, 1))
         self._decided(loader, decisions)
+
+    def ended(self, loader: int, learner: int, upto: int) -> None:
+        """Its stream's epoch ends after so many batches."""
+        self._decided(loader, self._ledgers[loader].close(learner, upto))
 
     def rest(self, loader: int, learner: int, upto: int) -> bool:
         """Nothing to do until a portion comes; False where one is on its way already."""
@@ -123,6 +135,25 @@ class Feeding:
         for loader, upto in usage:
             since = max((until for each in before for at, until in each if at == loader), default=0)
             self._decided(loader, self._ledgers[loader].settled(learner, upto, since))
+
+    def epochs(self, learner: int, usage: list[tuple[int, int]]) -> dict[int, int]:
+        """Of which epochs of the first loader a gradient's batches are, and how many examples.
+
+        One without batches of its own (of a second table, say) belongs where its learner's last ones do.
+        """
+        ledger, found = self._ledgers.get(0), dict[int, int]()
+        if ledger is None:
+            return {0: 1}
+        for loader, upto in usage:
+            if loader == 0:
+                found = ledger.epochs(learner, upto)
+        if found:
+            self._epochs[learner] = max(found)
+        return found or {ledger.not_done(self._epochs.get(learner, 0)): 1}
+
+    def done(self, loader: int) -> int:
+        """Epochs that are done, in order."""
+        return self._ledgers[loader].done
 
     # -- what comes of it --------------------------------------------------------------------------------
 

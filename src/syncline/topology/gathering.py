@@ -6,13 +6,16 @@ loader, the coordinator knows: it is asked again before anything is decided upon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from syncline.ports import OUTSIDE, ServerPort
 from syncline.protocols.meetings import Decision, Meetings, Met, Place, Unmet
 from syncline.topology import messages as m
 from syncline.topology.feeding import Feeding
+
+PATIENCE = 10  # steps; equal loops of unequally many batches make one
 
 
 class Steps(Protocol):
@@ -39,10 +42,13 @@ class Gathering:
         self._meetings = Meetings()
         self._opening: dict[int, Place] = {}  # who waits for others to open something too, as last heard
         self._heard = 0  # of that, how often
+        self._together: set[int] = set()  # learners whose loops began together
+        self._apart: Counter[int] = Counter()  # of learners, while others of them wait in the meeting
         self.cold: set[int] = set()  # learners that wait for the warm start's end
 
     def resume(self, event: m.Resume) -> None:
         self._meetings = Meetings(event.initial, apart=event.back)
+        self._together = set() if event.back else set(event.initial)
 
     def join(self, learner: int, *, cold: bool) -> None:
         """Who waits for the warm start's end is not waited for."""
@@ -62,6 +68,30 @@ class Gathering:
 
     def come(self, learner: int) -> None:
         self._decided(OUTSIDE, self._meetings.come(learner))
+
+    def stepped(self, learner: int, ranks: Mapping[int, int], *, lockstep: bool) -> None:
+        """While others wait in the meeting: in lockstep it is soon there, or its loop is another."""
+        self._apart[learner] += 1
+        if lockstep and self._apart[learner] == PATIENCE:
+            self._warn(learner, ranks, "has made")
+
+    def closed(self, learner: int, ranks: Mapping[int, int]) -> None:
+        """It returns, and will never be there."""
+        if self._apart[learner]:
+            self._warn(learner, ranks, "has returned after")
+
+    def _warn(self, learner: int, ranks: Mapping[int, int], what: str) -> None:
+        waiting = sorted(ranks[each] for each in self._meetings.here & self._together)
+        if waiting and learner in self._together:
+            text = (
+                f"session.mean: learner {ranks[learner]} {what} {self._apart[learner]} steps while learners {waiting} wait "
+                "in it, without a part in those updates. Every learner must call it equally often, at the same places"
+            )
+            self._port.report(m.Warned(text, "mean"))
+
+    @property
+    def meeting(self) -> bool:
+        return bool(self._meetings.here)
 
     def leave(self, learner: int) -> None:
         self.cold.discard(learner)
@@ -115,5 +145,6 @@ class Gathering:
 
     def over(self, decision: Met | Unmet) -> None:
         """Those who met hear of it."""
+        self._apart.clear()
         others = dict(decision.others) if isinstance(decision, Unmet) else {}
         self._port.report(m.Met(decision.learners, others))

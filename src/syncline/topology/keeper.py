@@ -17,6 +17,7 @@ from syncline.protocols.clocks import Staleness
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
 from syncline.topology.belongings import joint_buffers
+from syncline.topology.peer_cuts import GatheredCut, PeerCut, PeerCuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,11 @@ class Keeper:
         event: Callable[..., None],
         reply: Callable[[int, Any], None],
         fail: Callable[[BaseException], None],
+        keep: Callable[[GatheredCut], None],
     ) -> None:
         self._learners = learners
-        self._emit, self._event, self._reply, self._fail = emit, event, reply, fail
+        self._emit, self._event, self._reply, self._fail, self._keep = emit, event, reply, fail, keep
+        self._cuts = PeerCuts(learners)
         self.layouts: dict[int, Layout] = {}
         self._met = [0] * learners  # meetings of each
         self._meetings: dict[int, dict[int, Meet]] = {}
@@ -120,6 +123,9 @@ class Keeper:
             self._epoch(rank, message)
         elif isinstance(message, PeerClosed):
             self._close(rank, message)
+        elif isinstance(message, PeerCut | m.Saved):
+            if (cut := self._cuts.add(rank, message)) is not None:
+                self._keep(cut)
         elif isinstance(message, Deeper):
             what = (
                 f"delay {message.before} → {message.depth}: {message.share:.0%} of the time was spent waiting"
@@ -127,6 +133,11 @@ class Keeper:
             self._event(what, kind="delay", version=message.version, table=message.table, delay=message.depth)
         else:
             self._emit(message)
+
+    @property
+    def cutting(self) -> bool:
+        """A checkpoint is being written."""
+        return self._cuts.open
 
     # -- meetings ----------------------------------------------------------------------------------------
 
@@ -185,6 +196,7 @@ class Keeper:
                 mean,
                 dict(sorted(losses.items())),
                 len(first.copies),
+                first.epoch + 1,
             )
         )
 
@@ -193,11 +205,10 @@ class Keeper:
         self._check_absent()
         if len(self.closed) < self._learners:
             return
-        if problem := _difference(self.closed):
-            self._fail(RunError(problem))
-            return
         self._emit_copies("final", [self.closed[each].copies for each in range(self._learners)])
         self._emit(m.Finished(self._statistics()))
+        if problem := _difference(self.closed):
+            self._fail(RunError(problem))
 
     def _statistics(self) -> m.Statistics:
         tables = {
@@ -218,7 +229,7 @@ class Keeper:
     def _emit_copies(self, tag: str, copies: list[dict[int, Copy]]) -> None:
         for table, first in copies[0].items():
             assert first.segments is not None
-            buffers = joint_buffers([each[table].buffers for each in copies])
+            buffers = joint_buffers([each[table].buffers for each in copies if table in each])
             self._emit(m.WeightsPart(tag, table, 0, first.version, first.segments, buffers))
 
 

@@ -25,6 +25,7 @@ from syncline.topology.feeding import Feeding
 from syncline.topology.gathering import Gathering
 from syncline.topology.replay import Replay
 from syncline.topology.restore import LEARNERS, table_file
+from syncline.topology.stamps import Stamps
 from syncline.topology.tally import Tally
 from syncline.topology.worklist import Worklist
 
@@ -54,10 +55,10 @@ class Leader:
         self._spread: set[int] = set()  # tables on several shards: the others need not wake for the rest
         self._buffered: set[int] = set()  # tables with buffers
         self._cadence: Cadence | None = None
+        self._stamps: Stamps | None = None  # where vector clocks are wanted
         self._course: dict[int, int] = {}  # epoch -> number of the dial that begins with it
-        self._late: dict[int, list[m.JoinTable]] = defaultdict(
-            list
-        )  # of learners that wait for the warm start's end
+        self._passed = 0  # epochs of the first loader, in order: dials begin when all before them are done
+        self._late: dict[int, list[m.JoinTable]] = defaultdict(list)  # who waits for the warm start's end
         self._finished = False
         self.watch: Callable[[int, Any], None] | None = (
             None  # told of every decision before it is carried out
@@ -76,6 +77,7 @@ class Leader:
     def resume(self, event: m.Resume) -> None:
         """Where a run goes on; and how often checkpoints are cut."""
         self._cadence = Cadence(event.every) if event.cuts else None
+        self._stamps = Stamps(self._port.report) if event.clocks else None
         self._tally.resume(event.counts)
         self._gathering.resume(event)
 
@@ -108,6 +110,8 @@ class Leader:
 
     def make_loader(self, make: m.MakeLoader) -> None:
         self._feeding.make_loader(make, lockstep=self._replay.dials[make.dial].lockstep)
+        if make.loader == 0:
+            self._passed = self._feeding.done(0)
 
     def join_loader(self, join: m.JoinLoader) -> None:
         for learner, rank in join.learners.items():
@@ -115,7 +119,7 @@ class Leader:
             cold = 0 in self._sequences and self._sequences[0].cold(learner)
             self._feeding.join(join.loader, learner, later=cold)
 
-    def leave(self, learner: int, rank: int, *, lost: bool) -> None:
+    def leave(self, learner: int, rank: int, *, lost: bool, closed: bool = False) -> None:
         back, pending = self._feeding.going(learner)
         if lost:
             self._port.report(m.Left(learner, rank, back, pending))
@@ -123,7 +127,9 @@ class Leader:
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.leave(learner))
         self._late.pop(learner, None)
-        self._feeding.leave(learner)
+        self._feeding.leave(learner, lost=lost)
+        if closed:
+            self._gathering.closed(learner, self._ranks)
         self._gathering.leave(learner)
         self._gathering.untangle()
         self._log(Entry(Kind.LEAVE, learner=learner))
@@ -149,6 +155,8 @@ class Leader:
             self._usage[learner].append((note.loader, note.upto))
         elif kind == Kind.CLOSE:
             self._feeding.close(note.loader, learner, note.upto)
+        elif kind == Kind.ENDED:
+            self._feeding.ended(note.loader, learner, note.upto)
         elif kind == Kind.REST:
             self._rest(learner, note)
         elif kind == Kind.BLOCKED:
@@ -179,7 +187,10 @@ class Leader:
         if note.flags:
             ticket.silent = bool(note.flags & SILENT)
             self._keep_states(learner, note)
-        self._decided(note.table, self._sequences[note.table].gradient(ticket))
+        sequence = self._sequences[note.table]
+        if self._gathering.meeting:
+            self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
+        self._decided(note.table, sequence.gradient(ticket))
         if self._gathering.tangled:
             self._gathering.untangle()
 
@@ -239,7 +250,7 @@ class Leader:
         elif isinstance(decision, End):
             self._grant(Portion(place, decision.index, decision.epoch, 0, 0, 1), decision.learner)
         elif isinstance(decision, EpochDone):
-            self._epoch_done(place, decision.epoch)
+            self._epoch_done(place, decision.epoch, self._feeding.done(place))
         elif isinstance(decision, Change):
             self._turn(place, decision.dial)
         elif isinstance(decision, Met | Unmet):
@@ -319,6 +330,8 @@ class Leader:
                 factor=fold.factor,
             )
         )
+        if self._stamps is not None and table == 0:
+            self._stamps.fold(fold.version, tickets)
         for ticket in tickets:
             self._work.later(self._account, table, ticket)
         if self._cadence is not None and table == max(self._sequences):
@@ -326,8 +339,9 @@ class Leader:
 
     def _account(self, table: int, ticket: Ticket) -> None:
         """A folded gradient: examples and loss are counted, its batches are done."""
-        loss = cast(SupportsFloat, self._open[table, ticket.learner, ticket.number][0].loss)
-        self._tally.folded(table, ticket.rank, ticket.count, loss)
+        note, usage = self._open[table, ticket.learner, ticket.number]
+        epochs = self._feeding.epochs(ticket.learner, usage)
+        self._tally.folded(table, ticket.rank, ticket.count, cast(SupportsFloat, note.loss), epochs)
         self._settle(table, ticket)
 
     def _settle(self, table: int, ticket: Ticket) -> None:
@@ -348,8 +362,9 @@ class Leader:
             for table, sequence in self._sequences.items():
                 self._decided(table, sequence.resume(learner))
 
-    def _epoch_done(self, loader: int, epoch: int) -> None:
-        mean, losses = self._tally.epoch()
+    def _epoch_done(self, loader: int, epoch: int, done: int) -> None:
+        """`done`: epochs up to here, in order; one may be done before an earlier one."""
+        mean, losses = self._tally.epoch(epoch) if loader == 0 else (float("nan"), {})
         primary = self._sequences.get(0)
         tables = 0
         if loader in self._feeding.evaluated:
@@ -365,10 +380,14 @@ class Leader:
                 mean,
                 losses,
                 tables,
+                done,
             )
         )
-        if loader == 0 and epoch + 1 in self._course:
-            self._change(self._course.pop(epoch + 1))
+        if loader == 0:
+            passed, self._passed = self._passed, done
+            for begin in range(passed + 1, done + 1):
+                if begin in self._course:
+                    self._change(self._course.pop(begin))
 
     def _change(self, number: int) -> None:
         """Another dial for all tables; the loaders turn with the first of them."""
@@ -411,6 +430,8 @@ class Leader:
         """A checkpoint of everything as it is now; the gradients that are in it are accounted for."""
         self._work.cut_due = False
         self._tally.read()
+        if self._stamps is not None:
+            self._stamps.tell()
         number = self._sequences[0].version
         files = []
         for table, sequence in self._sequences.items():
@@ -442,6 +463,8 @@ class Leader:
 
     def statistics(self, number: int) -> m.Statistics:
         losses = self._tally.last_losses()
+        if self._stamps is not None:
+            self._stamps.tell()
         ranks = self._ranks
         return m.Statistics(
             number,

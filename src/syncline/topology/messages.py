@@ -19,6 +19,10 @@ from syncline.table.checkpoints import Written
 from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate, Options, PieceState
 
+STREAM = (
+    "stream"  # in place of a loader's policy: every learner reads its own share, of a size that nobody knows
+)
+
 # -- a learner to the coordinator --------------------------------------------------------------------------
 
 
@@ -48,12 +52,22 @@ class OpenLoader:
     policy: str
     epochs: int | None
 
+    def __str__(self) -> str:
+        if self.policy == STREAM:
+            return f"a stream in batches of {self.batch_size}"
+        return f"{self.size} examples in batches of {self.batch_size} ({self.policy})"
+
 
 @dataclass(frozen=True, slots=True)
 class MeanOf:
     """`session.mean`: answered by the mean over live learners."""
 
     value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Its function has come to its end, by itself: nobody told it to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +83,7 @@ class LoadState:
     number: int
     options: Options
     state: dict[int, dict[str, Any]]
+    whole: dict[str, Any] | None = None  # in place of them, for an optimizer that holds others
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +112,7 @@ class Returned:
     """Its function returned."""
 
     value: Any
+    problem: str = ""  # why the value is not here
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +236,7 @@ class Leave:
     learner: int
     rank: int
     lost: bool = False
+    closed: bool = False  # its function has come to its end by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +248,7 @@ class Resume:
     counts: Counts = field(default_factory=lambda: Counts())
     initial: tuple[int, ...] = ()  # learners that all wait for in the beginning
     back: bool = False  # these are in the middle of their loops: the servers were lost
+    clocks: bool = False  # vector clocks of updates are reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +256,7 @@ class Counts:
     """What the leading shard has counted, beside the tables' and loaders' own accounts."""
 
     examples: dict[int, int] = field(default_factory=dict)  # by table
-    losses: dict[int, list[float]] = field(default_factory=dict)  # rank -> [sum, count], of the epoch
+    losses: dict[int, dict[int, list[float]]] = field(default_factory=dict)  # epoch -> rank -> [sum, count]
     steps: dict[int, int] = field(default_factory=dict)  # by rank
 
 
@@ -300,6 +318,7 @@ class StatePart:
     shard: int
     options: Options
     state: PieceState
+    whole: dict[str, Any] | None = None  # the `state_dict` of an optimizer that holds others
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +338,7 @@ class WeightsPart:
     version: int
     segments: list[Tensor]
     buffers: list[Tensor] | None = None  # from the leading shard: mean over live learners
+    own: Options = field(default_factory=list)  # of the groups, what the optimizer itself has changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +352,14 @@ class EpochEnd:
     loss: float
     losses: dict[int, float]  # by rank
     tables: int
+    done: int  # epochs up to here, in order: this one may be done before an earlier one
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Vector clocks of updates, by request (R6): rows of version, rank, stamp, four bytes each."""
+
+    rows: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +459,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
+    """For the user, once for each cause."""
+
     text: str
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)

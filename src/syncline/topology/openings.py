@@ -7,7 +7,7 @@ learners that wait for each other elsewhere (`waiting_room`), nor for what a che
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.errors import LayoutError, UsageError
@@ -125,12 +125,7 @@ class Openings:
                 "Every learner must create the same model and optimizer in the same order; "
                 "seeds may differ, shapes and groups may not."
             )
-        kept = self._restored.tables.get(message.table)
-        if kept is not None and (difference := kept.layout.difference(message.layout)):
-            raise LayoutError(
-                f"{self._restored.name} was made by another model: table {message.table} there and here, {difference}. "
-                "Resume with the model and parameter groups it was made with."
-            )
+        self._restored.check_layout(message.table, message.layout)
         if table.made:
             self._join(message.table, table, learner)
             return
@@ -150,12 +145,8 @@ class Openings:
 
     def initialised(self, learner: int, message: m.Initialised) -> None:
         table = self.tables[message.table]
-        kept = self._restored.tables.get(message.table)
-        if kept is not None and kept.optimizer != _name(message.template):
-            raise UsageError(
-                f"{self._restored.name} holds the state of {kept.optimizer}, this run has {_name(message.template)} "
-                "for that table; resume with the optimizer it was made with"
-            )
+        if message.table in self._restored.tables:
+            self._restored.check_optimizer(message.table, _name(message.template))
         table.template = message.template
         if self._plan.cuts:
             values = self._port.read_table(table.handle, table.layout)
@@ -181,7 +172,7 @@ class Openings:
             m.MakeTable(
                 table=number,
                 layout=table.layout,
-                template=replace(table.template, state=known.state) if known else table.template,
+                template=known.of(table.template) if known else table.template,
                 dial=self._dial(),
                 initial={learner: rank for learner, rank in self.initial.items() if learner in self._live},
                 learners=plan.learners,
@@ -211,9 +202,8 @@ class Openings:
         first = self.loaders.get(message.loader, message)
         if first != message:
             raise UsageError(
-                f"learner {self._live[learner]} opened loader {message.loader} with {message.size} examples in batches "
-                f"of {message.batch_size} ({message.policy}), another learner with {first.size} in batches of "
-                f"{first.batch_size} ({first.policy}). Every learner must open the same loaders in the same order."
+                f"learner {self._live[learner]} opened loader {message.loader} with {message}, another learner with {first}. "
+                "Every learner must open the same loaders in the same order."
             )
         if message.loader not in self.loaders:
             self._make_loader(message)
@@ -227,11 +217,7 @@ class Openings:
 
     def _make_loader(self, opened: m.OpenLoader) -> None:
         kept = self._restored.loaders.get(opened.loader)
-        if kept is not None and (kept.size, kept.policy) != (opened.size, opened.policy):
-            raise UsageError(
-                f"{self._restored.name} was made with {kept.size} examples in loader {opened.loader} ({kept.policy}), "
-                f"this run has {opened.size} ({opened.policy}); resume with the data it was made with"
-            )
+        self._restored.check_loader(opened.loader, opened.size, opened.policy)
         self._port.tell_shards(
             m.MakeLoader(
                 loader=opened.loader,

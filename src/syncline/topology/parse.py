@@ -116,7 +116,14 @@ def _bytes(text: str, given: str) -> int:
 
 
 def check_all_reduce(
-    topology: AllReduce, course: Course, *, clip_norm: float | None, warm: int, on_error: str, replace: bool
+    topology: AllReduce,
+    course: Course,
+    *,
+    clip_norm: float | None,
+    warm: int,
+    on_error: str,
+    replace: bool,
+    clocks: bool = False,
 ) -> None:
     """Refuse what a collective of fixed members cannot do."""
     for _, dial in course.dials:
@@ -135,6 +142,11 @@ def check_all_reduce(
         raise UsageError(
             f"{topology} with clip_norm={clip_norm}: the norm is that of all gradients, which are not there when the "
             "first are applied; use apply=end"
+        )
+    if clocks:
+        raise UsageError(
+            f"{topology} with clocks=True: vector clocks are the servers', here each update takes one gradient of each "
+            "learner; leave clocks= out, or use topology='servers'"
         )
     wrong = (
         (warm > 0, f"warmstart={warm}: during a warm start one learner updates alone"),

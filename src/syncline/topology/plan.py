@@ -21,3 +21,4 @@ class Plan:
     snapshots: bool = False  # the first loader's epochs end with a snapshot
     cuts: bool = False  # checkpoints are written
     every: int | None = None  # a checkpoint every so many versions
+    clocks: bool = False  # vector clocks of updates are kept

@@ -219,14 +219,19 @@ class Replay:
         self._port.release(entry.table, entry.learner, entry.number, reading)
 
     def _state(self, entry: Entry) -> None:
-        options, state = self._shards[entry.table].state()
+        shard = self._shards[entry.table]
+        options, state = shard.state()
+        whole = shard.whole_state()
         self._port.report(
-            m.StatePart(entry.table, entry.number, entry.learner, self._port.shard, options, state)
+            m.StatePart(entry.table, entry.number, entry.learner, self._port.shard, options, state, whole)
         )
 
     def _load(self, entry: Entry) -> None:
         blob = self._blobs.pop((entry.table, entry.learner, entry.number))
-        self._shards[entry.table].load(blob.options, blob.state)
+        if blob.whole is not None:
+            self._shards[entry.table].load_whole(blob.whole)
+        else:
+            self._shards[entry.table].load(blob.options, blob.state)
         self._let_go(entry)
 
     def _snapshot(self, entry: Entry) -> None:
@@ -236,6 +241,12 @@ class Replay:
             shard.settle()
         self._port.report(
             m.WeightsPart(
-                tag, entry.table, self._port.shard, shard.version, shard.snapshot(), self.buffers(entry.table)
+                tag,
+                entry.table,
+                self._port.shard,
+                shard.version,
+                shard.snapshot(),
+                self.buffers(entry.table),
+                shard.own_options(),
             )
         )

@@ -15,11 +15,23 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync
+from syncline.errors import LayoutError, UsageError
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
-from syncline.table.checkpoints import Checkpoint, CheckpointError, layout_json, layout_of, whole
+from syncline.table.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    kept_whole,
+    layout_json,
+    layout_of,
+    own_options,
+    whole,
+)
 from syncline.table.layout import Layout
+from syncline.table.template import OptimizerTemplate
+from syncline.table.wrapping import Kept
 from syncline.topology import messages as m
+from syncline.topology.flights import FLIGHTS, PipelineState, pipelines_of
 
 LEARNERS = "learners.safetensors"
 
@@ -49,7 +61,13 @@ class TableState:
     optimizer: str
     values: list[Tensor]  # by entry
     state: dict[int, dict[str, Any]]
+    own: list[dict[str, Any]] = field(default_factory=list)  # options that the optimizer itself has changed
+    kept: Kept | None = None  # all of an optimizer that holds others
     account: Account = field(default_factory=Account)
+
+    def of(self, template: OptimizerTemplate) -> OptimizerTemplate:
+        """The optimizer with this state."""
+        return dataclasses.replace(template, state=self.state, own=self.own, kept=self.kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +86,7 @@ class Restored:
 
     name: str  # of the checkpoint, for messages
     seed: int
+    seal: int = 0  # of its content
     tables: dict[int, TableState] = field(default_factory=dict)
     loaders: dict[int, LoaderState] = field(default_factory=dict)
     learners: dict[int, m.Personal] = field(default_factory=dict)
@@ -75,7 +94,34 @@ class Restored:
     history: list[dict[str, Any]] = field(default_factory=list)
     sync: str = ""  # the dials of the run that wrote it
     chosen: list[tuple[Sync, int]] = field(default_factory=list)  # changed to on the way, with the epoch
+    pipelines: dict[int, PipelineState] = field(default_factory=dict)  # of an all-reduce run, by table
     simulated: dict[str, Any] | None = None  # where a simulated run stood; the simulator's own
+    virtual: float = 0.0  # seconds of a simulated all-reduce run
+
+    def check_layout(self, table: int, layout: Layout) -> None:
+        """A table goes on only with the model that it was made with."""
+        kept = self.tables.get(table)
+        if kept is not None and (difference := kept.layout.difference(layout)):
+            raise LayoutError(
+                f"{self.name} was made by another model: table {table} there and here, {difference}. "
+                "Resume with the model and parameter groups it was made with."
+            )
+
+    def check_optimizer(self, table: int, optimizer: str) -> None:
+        kept = self.tables.get(table)
+        if kept is not None and kept.optimizer != optimizer:
+            raise UsageError(
+                f"{self.name} holds the state of {kept.optimizer}, this run has {optimizer} "
+                "for that table; resume with the optimizer it was made with"
+            )
+
+    def check_loader(self, loader: int, size: int, policy: str) -> None:
+        kept = self.loaders.get(loader)
+        if kept is not None and (kept.size, kept.policy) != (size, policy):
+            raise UsageError(
+                f"{self.name} was made with {kept.size} examples in loader {loader} ({kept.policy}), "
+                f"this run has {size} ({policy}); resume with the data it was made with"
+            )
 
     @property
     def version(self) -> int:
@@ -85,6 +131,10 @@ class Restored:
     def epoch(self) -> int:
         """Epochs of the first loader that are done."""
         return self.loaders[0].standing.done if 0 in self.loaders else 0
+
+    def has_done(self, epoch: int) -> bool:
+        """That epoch of the first loader: one may be done before an earlier one."""
+        return 0 in self.loaders and self.loaders[0].standing.has_done(epoch)
 
 
 def manifest(
@@ -124,7 +174,7 @@ def manifest(
             for loader, (opened, parts) in loaders.items()
         ],
         "counts": dataclasses.asdict(cut.counts),
-        "history": list(history),
+        "history": [record for record in history if record["version"] <= cut.number],  # no later one
     }
 
 
@@ -133,22 +183,31 @@ def restored(checkpoint: Checkpoint) -> Restored:
     found = checkpoint.manifest
     try:
         counts = {key: _by_number(value) for key, value in found["counts"].items()}
+        loaders = {record["loader"]: _loader(record) for record in found["loaders"]}
         return Restored(
             name=str(checkpoint.path),
             seed=found["seed"],
+            seal=checkpoint.seal,
             tables={record["table"]: _table(checkpoint, record) for record in found["tables"]},
-            loaders={record["loader"]: _loader(record) for record in found["loaders"]},
+            loaders=loaders,
             learners=_learners(checkpoint.tensors(LEARNERS), counts["steps"]),
-            counts=m.Counts(**counts),
+            counts=m.Counts(**{**counts, "losses": _losses(counts["losses"], loaders)}),
             history=found["history"],
             sync=found["sync"],
             chosen=[(Sync(**record), epoch) for record, epoch in found.get("chosen", [])],
+            pipelines=_pipelines(checkpoint, found.get("pipelines", [])),
             simulated=found.get("simulated"),
+            virtual=found.get("virtual", 0.0),
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} lacks {error}: it was written by another version of Syncline"
         ) from error
+
+
+def _pipelines(checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> dict[int, PipelineState]:
+    flying = any(record["flights"] for record in records)
+    return pipelines_of(records, checkpoint.tensors(FLIGHTS) if flying else {})
 
 
 def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
@@ -157,6 +216,8 @@ def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
     for shard in range(layout.shards):
         name = table_file(record["table"], shard)
         parts.append((checkpoint.tensors(name), checkpoint.notes(name)))
+    own = [own_options(notes) for _, notes in parts]
+    kept = [kept_whole(tensors, notes) for tensors, notes in parts]
     values, state = whole(layout, parts)
     account = record["account"]
     return TableState(
@@ -164,6 +225,8 @@ def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
         optimizer=record["optimizer"],
         values=values,
         state=state,
+        own=own[0],
+        kept=kept[0],
         account=Account(**{**account, "histogram": _by_number(account["histogram"] or {})}),
     )
 
@@ -202,6 +265,16 @@ def _learners(tensors: Mapping[str, Tensor], steps: Mapping[int, int]) -> dict[i
         )
         for rank in sorted({*steps, *random, *buffers})
     }
+
+
+def _losses(
+    found: Mapping[int, Any], loaders: Mapping[int, LoaderState]
+) -> dict[int, dict[int, list[float]]]:
+    if any(
+        isinstance(each, list) for each in found.values()
+    ):  # by rank, as they once were kept: of one epoch
+        return {loaders[0].standing.done if 0 in loaders else 0: dict(found)}
+    return {epoch: _by_number(ranks) for epoch, ranks in found.items()}
 
 
 def _by_number(mapping: Mapping[Any, Any]) -> dict[int, Any]:

@@ -99,7 +99,7 @@ class ServerRole:
         elif kind is m.JoinLoader:
             self._leader.join_loader(event)
         elif kind is m.Leave:
-            self._leader.leave(event.learner, event.rank, lost=event.lost)
+            self._leader.leave(event.learner, event.rank, lost=event.lost, closed=event.closed)
         elif kind is m.Resume:
             self._leader.resume(event)
         elif kind is m.Opening:

@@ -7,6 +7,8 @@ from typing import SupportsFloat
 
 from syncline.topology import messages as m
 
+Losses = dict[int, list[float]]  # rank -> [sum, count]
+
 
 class Tally:
     """One run's counts; those before a checkpoint included."""
@@ -15,43 +17,50 @@ class Tally:
         self.examples: dict[int, int] = defaultdict(int)  # by table
         self.steps: dict[int, int] = defaultdict(int)  # by rank
         self._last: dict[int, float] = {}
-        self._losses: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # rank -> [sum, count]
-        self._unread: list[tuple[int, SupportsFloat, int]] = []  # (rank, loss, examples)
+        self._losses: dict[int, Losses] = defaultdict(_none)  # by epoch
+        self._unread: list[tuple[int, SupportsFloat, int, dict[int, int]]] = []  # arguments of `_add`
 
     def resume(self, counts: m.Counts) -> None:
         """A run that goes on."""
         self.examples.update(counts.examples)
         self.steps.update(counts.steps)
-        self._losses.update({rank: list(pair) for rank, pair in counts.losses.items()})
+        for epoch, losses in counts.losses.items():
+            self._losses[epoch].update({rank: list(pair) for rank, pair in losses.items()})
 
-    def folded(self, table: int, rank: int, examples: int, loss: SupportsFloat) -> None:
-        """A gradient is in an update."""
+    def folded(
+        self, table: int, rank: int, examples: int, loss: SupportsFloat, epochs: dict[int, int]
+    ) -> None:
+        """A gradient is in an update; `epochs`: how many of its examples are of which."""
         self.examples[table] += examples
         if isinstance(loss, float):
-            self._add(rank, loss, examples)
+            self._add(rank, loss, examples, epochs)
         else:
-            self._unread.append((rank, loss, examples))
+            self._unread.append((rank, loss, examples, epochs))
 
-    def _add(self, rank: int, loss: float, count: int) -> None:
-        if loss == loss:
-            self._last[rank] = loss
-            account = self._losses[rank]
-            account[0] += loss * count
-            account[1] += count
+    def _add(self, rank: int, loss: float, count: float, epochs: dict[int, int]) -> None:
+        if loss != loss:
+            return
+        self._last[rank] = loss
+        whole = sum(epochs.values())
+        for epoch, part in epochs.items():
+            share = count if part == whole else count * part / whole
+            account = self._losses[epoch][rank]
+            account[0] += loss * share
+            account[1] += share
 
     def read(self) -> None:
         """Losses whose values came later than their gradients' notes, all at once."""
         unread, self._unread = self._unread, []
-        for rank, loss, count in unread:
-            self._add(rank, float(loss), count)
+        for rank, loss, count, epochs in unread:
+            self._add(rank, float(loss), count, epochs)
 
-    def epoch(self) -> tuple[float, dict[int, float]]:
-        """The mean loss since the last call, over all examples and by rank."""
+    def epoch(self, epoch: int) -> tuple[float, dict[int, float]]:
+        """It is done: the mean loss of its examples, over all and by rank."""
         self.read()
-        total = sum(pair[0] for pair in self._losses.values())
-        count = sum(pair[1] for pair in self._losses.values())
-        means = {rank: part / n for rank, (part, n) in sorted(self._losses.items()) if n}
-        self._losses.clear()
+        losses = self._losses.pop(epoch, {})
+        total = sum(pair[0] for pair in losses.values())
+        count = sum(pair[1] for pair in losses.values())
+        means = {rank: part / n for rank, (part, n) in sorted(losses.items()) if n}
         return total / count if count else float("nan"), means
 
     def last_losses(self) -> dict[int, float]:
@@ -62,5 +71,11 @@ class Tally:
     def counts(self) -> m.Counts:
         """For a checkpoint."""
         self.read()
-        losses = {rank: list(pair) for rank, pair in self._losses.items()}
+        losses = {
+            epoch: {rank: list(pair) for rank, pair in found.items()} for epoch, found in self._losses.items()
+        }
         return m.Counts(dict(self.examples), losses, dict(self.steps))
+
+
+def _none() -> Losses:
+    return defaultdict(lambda: [0.0, 0.0])

@@ -7,8 +7,11 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from syncline.engines.run import EpochRecord
 from syncline.engines.sim.engine import Sim
@@ -46,7 +49,8 @@ def run_point(job: Job, point: Point, moved: Moved = lambda epochs: None, *, tim
 
 def _trained(job: Job, moved: Moved) -> dict[str, Any]:
     arguments = job.build()
-    arguments["callbacks"] = (*arguments["callbacks"], lambda record: moved(record.epoch + 1))
+    done = count(1)  # epochs; they need not be done in order
+    arguments["callbacks"] = (*arguments["callbacks"], lambda record: moved(next(done)))
     result: Result = train(**arguments)
     return _known(result, arguments)
 
@@ -101,7 +105,8 @@ def time_job(job: Job, follow: Follow | None = None) -> Timing:
     engine, topology = made["engine"], parse_topology(job.topology)
     if not isinstance(engine, Sim):
         raise UsageError(f"timing is the simulator's, this job runs on {job.engine}")
-    parameters = [each for each in made["model"].parameters() if each.requires_grad]
+    model = made["model"] if isinstance(made["model"], nn.Module) else made["model"]()
+    parameters = [each for each in model.parameters() if each.requires_grad]
     count = sum(each.numel() for each in parameters)
     where: dict[str, Any] = {}
     if isinstance(topology, AllReduce):

@@ -24,7 +24,13 @@ from syncline.tradeoff.rows import Row, head, line_of, ordered, rows_of
 TABLE, JOB, LOG, LOCK = "tradeoff.csv", "job.toml", "log.txt", ".lock"
 MARK = "# syncline tradeoff, job "
 VARIED = ("sync", "learners", "batch_size", "seed")  # keys that the grid sets
-ELSEWHERE = ("run_dir", "resume", "checkpoint_every", "keep_checkpoints")  # a study's runs leave rows only
+ELSEWHERE = (
+    "run_dir",
+    "resume",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "clocks",
+)  # a study's runs leave rows only
 
 
 def common(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,23 @@
-"""What `train` refuses before a process starts; its model and optimizer, built. Not responsible for what every run needs (spec.py)."""
+"""What `train` and `launch` refuse before a process starts; `train`'s model and optimizer, built. Not responsible for what every
+run needs (spec.py).
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset
 
 from syncline.dial import Course
-from syncline.errors import UsageError
+from syncline.engines.run import Callback
+from syncline.errors import LayoutError, UsageError
+from syncline.learn.inputs import as_data, check_function
+from syncline.learn.models import Model, ModelFactory, refuse_unready
 from syncline.learn.session import (
     batch_of_each,
     check_batches,
@@ -22,6 +30,8 @@ from syncline.learn.session import (
 )
 from syncline.topology.parse import AllReduce, parse_topology
 from syncline.train.spec import Dial
+
+SEEDS = 1 << 63  # torch takes no larger ones
 
 
 def batches_of(
@@ -37,20 +47,10 @@ def batches_of(
     return max(batch_of_each(None, joint, learners, dial) for _, dial in Course.of(sync).dials), None
 
 
-def check_training(
-    model: Any,
-    data: Any,
-    loss: Any,
-    objective: Any,
-    optimizer: Any,
-    batch_size: int,
-    epochs: int | None,
-    steps: int | None,
-    policy: str,
-    seed: int,
-    sync: Dial,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Everything that can be refused before a process starts; model and optimizer come back built."""
+def check_loop(
+    loss: Any, objective: Any, epochs: int | None, steps: int | None, policy: str, collate: Any
+) -> None:
+    """What `train`'s loop consists of."""
     if (loss is None) == (objective is None):
         raise UsageError("give either loss=(output, target) -> scalar or objective=(model, batch) -> scalar")
     if epochs is not None and steps is not None:
@@ -58,36 +58,125 @@ def check_training(
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None:
             check_whole(name, value)
-    _check_data(data, batch_size)
-    built = _built(model, seed)
     check_policy(policy)
-    refuse_sparse(built)
-    made = make_optimizer(built, optimizer)
-    for _, dial in Course.of(sync).dials:
-        refuse_weighted(dial, made)
-    return built, made
+    for name, function in (("loss", loss), ("objective", objective), ("collate", collate)):
+        check_function(name, function)
 
 
-def _check_data(data: Any, batch_size: int) -> None:
-    if not isinstance(data, Dataset) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        raise UsageError(
-            f"data must be a torch Dataset, got {type(data).__name__}; wrap tensors in TensorDataset"
-        )
-    if isinstance(data, IterableDataset):
+def check_data(data: Any, batch_size: int) -> Dataset[Any]:
+    """As a data set that has a batch."""
+    found: Dataset[Any] = as_data("data", data)
+    if isinstance(found, IterableDataset):
         check_whole("batch_size", batch_size)
     else:
-        check_batches(len(data), batch_size)
+        check_batches(len(found), batch_size)  # type: ignore[arg-type]
+    return found
 
 
-def _built(model: Any, seed: int) -> nn.Module:
-    """A made model is the one that a plain script makes with this seed."""
-    made = model
-    if not isinstance(model, nn.Module) and callable(model):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            made = model()
-    if not isinstance(made, nn.Module):
+def check_evaluate(given: Any) -> Any:
+    """A data set with something in it, or a function."""
+    if given is None or (callable(given) and not isinstance(given, (Dataset, type))):
+        return given
+    try:
+        found = as_data("evaluate", given)
+    except UsageError as error:
         raise UsageError(
-            f"model must be an nn.Module or a callable that makes one, got {type(made).__name__}"
+            str(error).replace("a torch Dataset", "a data set or a function of the model")
+        ) from None
+    if not isinstance(found, IterableDataset) and len(found) == 0:
+        raise UsageError("evaluate: the data set is empty")
+    return found
+
+
+def check_callbacks(given: Any) -> tuple[Callback, ...]:
+    """One function, several, or none."""
+    if given is None:
+        return ()
+    found = [given] if callable(given) else list(given) if isinstance(given, Iterable) else None
+    if found is None or not all(map(callable, found)):
+        raise UsageError(f"callbacks must be functions of an epoch's record, got {given!r}")
+    return tuple(found)
+
+
+def check_seed(seed: Any) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -SEEDS <= seed < SEEDS:
+        raise UsageError(f"seed must be a whole number of at most 63 bits, got {seed!r}")
+
+
+def built(model: Any, seed: int) -> tuple[nn.Module, Model]:
+    """The model, and what learners get: a function makes it there anew, so it need not travel."""
+    check_seed(seed)
+    sent = model if isinstance(model, nn.Module) or not callable(model) else ModelFactory(model, seed)
+    found = sent
+    if isinstance(sent, ModelFactory):
+        found = _attempt("the function that makes the model", sent)
+    if not isinstance(found, nn.Module):
+        raise UsageError(
+            f"model must be an nn.Module or a callable that makes one, got {type(found).__name__}"
         )
+    refuse_unready(found)
+    refuse_sparse(found)
+    return found, sent
+
+
+def check_optimizer(model: nn.Module, optimizer: Any, sync: Dial) -> torch.optim.Optimizer:
+    """As it will be made in the learners."""
+    made: torch.optim.Optimizer = _attempt("the optimizer's factory", make_optimizer, model, optimizer)
+    own = {id(parameter) for parameter in model.parameters()}
+    trained = [parameter for group in made.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in own for parameter in trained):
+        raise LayoutError(
+            f"the optimizer's factory made {type(made).__name__} of parameters that are not {type(model).__name__}'s: it gets "
+            "the parameters as its argument, or the model where that is named so"
+        )
+    if not any(parameter.requires_grad for parameter in trained):
+        raise LayoutError(
+            f"all {len(trained)} parameters that the optimizer has of {type(model).__name__} are frozen "
+            "(requires_grad=False): there is nothing to train"
+        )
+    for _, dial in Course.of(sync).dials:
+        refuse_weighted(dial, made)
     return made
+
+
+def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
+    """It is made once, of an optimizer that nobody steps."""
+    if schedule is None:
+        return
+    instead = "give a callable that makes one of the optimizer, such as partial(StepLR, step_size=1)"
+    if not callable(schedule):
+        raise UsageError(f"schedule must not be a {type(schedule).__name__} itself: {instead}")
+    made = _attempt("the schedule's factory", schedule, optimizer)
+    if isinstance(made, ReduceLROnPlateau):
+        raise UsageError(
+            "ReduceLROnPlateau needs a metric, which learners do not have: use a schedule by epochs, or launch"
+        )
+    if not all(callable(getattr(made, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+        raise UsageError(f"the schedule's factory returned {type(made).__name__}, no LR scheduler: {instead}")
+
+
+def _attempt(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The user's code runs here."""
+    try:
+        return function(*arguments)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{what} failed: {type(error).__name__}: {error}") from error
+
+
+def check_call(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """`launch`'s function takes a session and these."""
+    if not callable(function):
+        raise UsageError(f"launch takes a function of (session, ...), got {type(function).__name__}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # built in: nobody knows
+        return
+    try:
+        signature.bind(None, *arguments, **keywords)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UsageError(
+            f"{name}{signature} cannot be called with a session and what launch was given: {error}"
+        ) from None

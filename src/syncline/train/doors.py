@@ -10,11 +10,22 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from syncline.engines.options import PATIENCE, Checkpoints, Faults
+from syncline.engines.options import AUTO, PATIENCE, Checkpoints, Faults
 from syncline.engines.run import Callback, Engine
-from syncline.errors import UsageError
+from syncline.learn.session import check_whole
 from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
-from syncline.train.checks import batches_of, check_training
+from syncline.train.checks import (
+    batches_of,
+    built,
+    check_call,
+    check_callbacks,
+    check_data,
+    check_evaluate,
+    check_loop,
+    check_optimizer,
+    check_schedule,
+    check_seed,
+)
 from syncline.train.run import Run
 from syncline.train.spec import DEFAULT_LEARNERS, Dial, engine_of, learners_of, place_of, run_spec
 
@@ -34,8 +45,9 @@ def launch(
     warmstart: int = 0,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
-    checkpoint_every: int | str | None = None,
+    checkpoint_every: int | str | None = AUTO,
     keep_checkpoints: int = 2,
+    clocks: bool = False,
     on_error: str = "raise",
     replace: bool = False,
     patience: float | None = PATIENCE,
@@ -51,8 +63,11 @@ def launch(
     """
     runner = engine_of(engine)
     learners = learners_of(runner, learners, topology, wait)
-    if not callable(function):
-        raise UsageError(f"launch takes a function of (session, ...), got {type(function).__name__}")
+    check_call(function, arguments, keywords)
+    check_seed(seed)
+    check_whole("learners", learners)
+    if batch_size is not None:
+        check_whole("batch_size", batch_size)
     spec = run_spec(
         place=place_of(runner),
         function=function,
@@ -69,7 +84,9 @@ def launch(
         joint_batch=batch_size * learners if batch_size else None,
         warm=warmstart,
         faults=Faults(on_error, replace, patience, kill_hung),
-        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
+        checkpoints=Checkpoints(
+            run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
+        ),
     )
     run = Run(runner, spec, None)
     return run.wait() if wait else run
@@ -77,7 +94,7 @@ def launch(
 
 def train(
     model: nn.Module | Callable[[], nn.Module],
-    data: Dataset[Any],
+    data: Dataset[Any] | tuple[torch.Tensor, ...],
     *,
     loss: Loss | None = None,
     objective: Objective | None = None,
@@ -91,7 +108,7 @@ def train(
     global_batch_size: int | None = None,
     epochs: int | None = None,
     steps: int | None = None,
-    evaluate: Dataset[Any] | Callable[[nn.Module], dict[str, float]] | None = None,
+    evaluate: Dataset[Any] | tuple[torch.Tensor, ...] | Callable[[nn.Module], dict[str, float]] | None = None,
     clip_norm: float | None = None,
     warmstart: int = 0,
     device: str | Sequence[str] | None = None,
@@ -101,36 +118,44 @@ def train(
     threads: int | None = None,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
-    checkpoint_every: int | str | None = None,
+    checkpoint_every: int | str | None = AUTO,
     keep_checkpoints: int = 2,
+    clocks: bool = False,
     on_error: str = "raise",
     replace: bool = False,
     patience: float | None = PATIENCE,
     kill_hung: bool = False,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
     wait: bool = True,
 ) -> Any:
     """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
 
+    A callable `model` makes it, with this seed, in every learner; `data` is a Dataset, or a tuple of tensors.
     Give `loss(output, target)` for (input, target) batches, or `objective(model, batch)` for any other. The run ends after
     `epochs`, or after `steps` updates. `global_batch_size`, of all learners together, takes the place of `batch_size`. `evaluate` is a data set like `data`, or a function of the model; it
     runs beside the learners at each epoch's end, on one version. A callback gets each epoch's record and ends the run by returning True.
 
     The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
-    number) or seconds (a text such as "30s") and at the end; `resume` goes on from one. A learner that dies is left out, with
-    `replace` another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner
-    not heard of for `patience` seconds is named, and ended with `kill_hung`.
+    number) or seconds (a text such as "30s"; "auto" is a minute, "end" or None the last one alone) and at the end; `resume` goes
+    on from one. With `clocks` the vector clock of every update is kept there too. A learner that dies is left out, with `replace`
+    another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner not heard of for
+    `patience` seconds is named, and ended with `kill_hung`.
+
+    Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
+    `.result` is what was trained. A second Ctrl-C does not wait.
     """
     runner = engine_of(engine)
     learners = learners_of(runner, learners, topology, wait)
     each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)
-    built, made = check_training(
-        model, data, loss, objective, optimizer, each, epochs, steps, policy, seed, sync
-    )
+    check_loop(loss, objective, epochs, steps, policy, collate)
+    data, evaluate = check_data(data, each), check_evaluate(evaluate)
+    whole, sent = built(model, seed)
+    made = check_optimizer(whole, optimizer, sync)
+    check_schedule(schedule, made)
     if steps is None and epochs is None:
         epochs = 1
     plan = Training(
-        model=built,
+        model=sent,
         data=data,
         objective=objective or Supervised(loss),  # type: ignore[arg-type]
         optimizer=optimizer,
@@ -157,10 +182,12 @@ def train(
         limit=steps,
         warm=warmstart,
         epochs=epochs,
-        evaluate=evaluation_of(built, evaluate, loss, objective, each, collate),
-        callbacks=tuple(callbacks),
+        evaluate=evaluation_of(sent, evaluate, loss, objective, each, collate),
+        callbacks=check_callbacks(callbacks),
         faults=Faults(on_error, replace, patience, kill_hung),
-        checkpoints=Checkpoints(run_dir, resume, checkpoint_every, keep_checkpoints),
+        checkpoints=Checkpoints(
+            run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
+        ),
     )
-    run = Run(runner, spec, built, made)
+    run = Run(runner, spec, whole, made)
     return run.wait() if wait else run

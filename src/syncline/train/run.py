@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import warnings
 import weakref
@@ -11,15 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from syncline.dial import Sync, as_sync
 from syncline.engines.run import Engine, EpochRecord, Event, Handle, Outcome, RunSpec
 from syncline.engines.sim.account import Simulated
-from syncline.errors import DialError, UsageError
+from syncline.errors import DialError, RunError, UsageError
+from syncline.learn.models import copied
 from syncline.learn.session import check_whole, refuse_weighted
+from syncline.learn.training import Training
 from syncline.protocols.clocks import Staleness
 from syncline.report.recording import record_run
 from syncline.topology.messages import Statistics
+from syncline.train.interrupts import Interrupts
 
 MOST_DIALS = 64  # in one run
 
@@ -66,28 +69,73 @@ class Run:
         made: torch.optim.Optimizer | None = None,
     ) -> None:
         self._spec, self._model, self._made = spec, model, made
+        plan = next(iter(spec.arguments), None)
+        self._plan = plan if isinstance(plan, Training) else None
+        self._own = self._plan is not None and not isinstance(self._plan.model, nn.Module)  # not the caller's
         self._changes = 0
-        self.recording = record_run(spec, engine, model)  # None without a run folder
-        if self.recording is not None:
-            spec = dataclasses.replace(spec, listeners=(*spec.listeners, self.recording.heard))
-        self._handle: Handle = engine.start(spec)
+        try:
+            self.recording = record_run(spec, engine, model)  # None without a run folder
+            if self.recording is not None:
+                spec = dataclasses.replace(spec, listeners=(*spec.listeners, self.recording.heard))
+            self._handle: Handle = engine.start(spec)
+        except BaseException:
+            if spec.lock is not None:
+                spec.lock.release()
+            raise
         self._forgotten = weakref.finalize(self, _forget, self._handle)
         self._forgotten.atexit = False  # then all that go on are ended together
+        self.interrupts = Interrupts(self._handle.interrupt)
         if self.recording is not None:
             self.recording.follow(self._handle)
 
     def wait(self, timeout: float | None = None) -> Result:
-        """The result; raises what went wrong."""
+        """The result; raises what went wrong, and what ended it: after Ctrl-C KeyboardInterrupt, after SIGTERM SystemExit."""
+        with self.interrupts:
+            outcome = self._outcome(timeout)
+            result = self._result(outcome)
+        told = self.interrupts.told(result, outcome.signal)
+        if told is not None:
+            raise told
+        return result
+
+    def _outcome(self, timeout: float | None) -> Outcome:
         try:
             outcome = self._handle.wait(timeout)
         except TimeoutError:
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                self._handle.end(0)
             self._recorded()
-            raise
+            if isinstance(error, RunError) and error.outcome is not None:
+                try:
+                    error.result = self._result(error.outcome)
+                except RunError as modelless:
+                    error.result = modelless.result
+            told = self.interrupts.told(None, 0)
+            if told is None or isinstance(error, KeyboardInterrupt):
+                raise
+            raise told from error
         self._recorded()
+        return outcome
+
+    def _result(self, outcome: Outcome) -> Result:
+        """With the model; if that cannot be made the weights come back with the error."""
         before = self._spec.restored.counts.examples.get(0, 0) if self._spec.restored else 0
-        return result_of(outcome, model=self._model, before=before)
+        result = result_of(outcome, before=before)
+        if self._model is None or 0 not in outcome.tables:
+            return result
+        try:
+            model = self._model if self._own else copied(self._model).cpu()
+            model.load_state_dict(outcome.tables[0][1], strict=False)
+        except Exception as error:
+            told = RunError(
+                f"the run has ended, but no model could be made of its weights ({type(error).__name__}: {error}); they are "
+                "in this error's .result.state_dict(). Give train a function that makes the model"
+            )
+            told.result = result
+            raise told from error
+        return dataclasses.replace(result, model=model)
 
     def _recorded(self) -> None:
         if self.recording is not None:
@@ -112,7 +160,9 @@ class Run:
         return self._handle.done
 
     def stop(self) -> None:
-        """End soon: learners finish their step."""
+        """End soon: learners finish their step. Does nothing where the run has ended."""
+        if self.done:
+            return
         if self.recording is not None:
             self.recording.stopped = True
         self._handle.stop()
@@ -120,11 +170,18 @@ class Run:
     def add_learners(self, count: int = 1) -> None:
         """More learners join the run; they count from the version they first read."""
         check_whole("count", count)
+        self._refuse_late("add_learners")
+        if self._plan is not None and isinstance(self._plan.data, IterableDataset):
+            raise UsageError(
+                f"an iterable data set is split over the {self._spec.learners} learners of the start: "
+                "a learner that joins would have no share of it"
+            )
         self._handle.add_learners(count)
 
     def change(self, sync: str | Sync) -> None:
         """Another dial, from the next version on."""
         dial = as_sync(sync)
+        self._refuse_late("change")
         self._changes += 1
         if self._changes + len(self._spec.course.dials) > MOST_DIALS:
             raise DialError(f"a run may have {MOST_DIALS} dials, this one has had them; start another run")
@@ -137,6 +194,10 @@ class Run:
         if self._made is not None:
             refuse_weighted(dial, self._made)
         self._handle.change(dial)
+
+    def _refuse_late(self, what: str) -> None:
+        if self.done:
+            raise UsageError(f"the run has ended: {what} comes too late; start another run")
 
     def statistics(self) -> Statistics:
         """Versions, staleness, who waits for whom."""
@@ -155,11 +216,8 @@ def _forget(handle: Handle) -> None:
         )
 
 
-def result_of(outcome: Outcome, *, model: nn.Module | None, before: int) -> Result:
+def result_of(outcome: Outcome, *, before: int) -> Result:
     table = outcome.statistics.tables.get(0)
-    if model is not None and 0 in outcome.tables:
-        model = copy.deepcopy(model).cpu()
-        model.load_state_dict(outcome.tables[0][1], strict=False)
     seconds = outcome.seconds - outcome.began
     return Result(
         version=table.version if table else 0,
@@ -176,7 +234,6 @@ def result_of(outcome: Outcome, *, model: nn.Module | None, before: int) -> Resu
         interrupted=outcome.interrupted,
         statistics=outcome.statistics,
         simulated=outcome.simulated,
-        model=model,
         _tables=outcome.tables,
     )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,10 +46,10 @@ def run_spec(
         raise UsageError(f"warmstart is a number of updates, at least 0, got {rest['warm']!r}")
     if rest["threads"] is not None:
         check_whole("threads", rest["threads"])
-    if rest["clip_norm"] is not None and not rest["clip_norm"] > 0:
-        raise UsageError(
-            f"clip_norm must be a number > 0, got {rest['clip_norm']!r}; leave it out not to clip"
-        )
+    check_clip_norm(rest["clip_norm"])
+    check_patience(faults.patience)
+    for name, path in (("run_dir", checkpoints.run_dir), ("resume", checkpoints.resume)):
+        check_path(name, path)
     course = Course.of(sync)
     for _, dial in course.dials:
         dial.check(learners, batch_size)
@@ -61,8 +63,8 @@ def run_spec(
             warm=rest["warm"],
             on_error=faults.on_error,
             replace=faults.replace,
+            clocks=checkpoints.clocks,
         )
-        checkpoints.refuse_all_reduce()
     elif any(dial.auto for _, dial in course.dials):
         raise DialError(
             f"{course}: the delay adapts over all-reduce only; give delayed:k, or topology='allreduce'"
@@ -73,7 +75,7 @@ def run_spec(
     devices = devices_of(device, learners)
     if place is not None:
         devices = (devices_of(device, place.local)[place.local_rank],)
-        checkpoints = checkpoints if place.rank == 0 else dataclasses.replace(checkpoints, run_dir=None)
+        checkpoints = dataclasses.replace(checkpoints, rank=place.rank)
     return RunSpec(
         function=function,
         arguments=arguments,
@@ -86,15 +88,37 @@ def run_spec(
         batch_size=batch_size,
         **rest,
         **faults.fields(),
-        **checkpoints.fields(rest["seed"]),
+        **checkpoints.fields(rest["seed"], servers=allreduce is None),
     )
 
 
-def devices_of(device: str | Sequence[str] | None, learners: int) -> tuple[str, ...]:
+def check_clip_norm(given: Any) -> None:
+    if given is not None and not (_is_number(given) and given > 0):
+        raise UsageError(f"clip_norm must be a number > 0, got {given!r}; leave it out not to clip")
+
+
+def check_patience(given: Any) -> None:
+    if given is not None and not (_is_number(given) and given > 0):
+        raise UsageError(f"patience is a number of seconds > 0, or None, got {given!r}")
+
+
+def check_path(name: str, given: Any) -> None:
+    if given is not None and not (isinstance(given, (str, os.PathLike)) and os.fspath(given)):
+        raise UsageError(f"{name} must be the path of a folder, got {given!r}")
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool)
+
+
+def devices_of(device: Any, learners: int) -> tuple[str, ...]:
     """One device per learner; "cuda" deals the GPUs out in turn."""
     if device is None:
         return ("cpu",) * learners
-    names = [device] if isinstance(device, str) else list(device)
+    several = list(device) if isinstance(device, (list, tuple)) else [device]
+    if not several or not all(isinstance(each, (str, torch.device)) for each in several):
+        raise UsageError(f'device must be a text such as "cuda", or one for each learner, got {device!r}')
+    names = [str(each) for each in several]
     if names == ["cuda"]:
         count = torch.cuda.device_count()
         if count == 0:
@@ -110,18 +134,28 @@ def devices_of(device: str | Sequence[str] | None, learners: int) -> tuple[str, 
     return tuple(names[rank % len(names)] for rank in range(learners))
 
 
-def engine_of(engine: str | Engine) -> Engine:
+def engine_of(engine: Any) -> Engine:
     if isinstance(engine, Engine):
         return engine
     if engine == "ray":
         raise NotYetError('engine="ray" is understood but not built yet; working now: local, sim')
     if engine == "local" and (place := Place.here()) is not None:
+        if place.rank == 0:
+            _say_torchrun(place.learners)
         return Torchrun(place)
-    if engine not in ENGINES:
+    if not isinstance(engine, str) or engine not in ENGINES:
+        made = f"; {engine.__name__} is a class, give {engine.__name__}()" if isinstance(engine, type) else ""
         raise UsageError(
-            f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}, or sl.Sim(cluster) for a cluster"
+            f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}, or sl.Sim(cluster) for a cluster{made}"
         )
     return ENGINES[engine]()
+
+
+@cache
+def _say_torchrun(learners: int) -> None:
+    """Once: the same script, started by itself, starts learners of its own."""
+    words = f"the {learners} processes that torchrun started are the learners; engine=sl.Local() would start others"
+    print(f"syncline: {words}", file=sys.stderr, flush=True)
 
 
 def place_of(engine: Engine) -> Place | None:

@@ -97,6 +97,17 @@ def test_a_finished_run_goes_on_with_its_own_job() -> None:
     assert "resume" not in Path("out/job.toml").read_text()
 
 
+def test_a_run_over_all_reduce_goes_on_the_same_way() -> None:
+    Path("job.toml").write_text(JOB)
+    way = ("--topology", "allreduce", "--sync", "hardsync")
+    assert syncline("train", "job.toml", *way, "--run-dir", "out").exit_code == 0
+    result = syncline("train", "--resume", "out", "--epochs", "2")
+    assert result.exit_code == 0, result.output
+    assert "epoch 2/2" in result.output and "epoch 1/2" not in result.output
+    assert syncline("show", "out").exit_code == 0
+    assert json.loads(Path("out/run.json").read_text())["topology"].startswith("allreduce")
+
+
 BAD: dict[str, tuple[list[str], str]] = {
     "no file": (["missing.toml"], "missing.toml: cannot be read: No such file"),
     "unknown key": (

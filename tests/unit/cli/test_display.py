@@ -58,6 +58,14 @@ def test_wide_histograms_end_with_the_rest() -> None:
     assert "5+" in text and "75 %" in text
 
 
+def test_warnings_are_whole_and_below_the_events() -> None:
+    said = "learner 0: 'weight' was changed in place between two steps: " + "with servers that is lost " * 8
+    lines = [event("warning", said), event("lost", "lost: ended with SIGKILL", rank=1)]
+    text = shown(fed([start(), statistics(1.0, version=5), *lines]), width=70)
+    words = " ".join(text.replace("│", " ").split())
+    assert said.strip() in words and words.index("SIGKILL") < words.index("'weight' was changed")
+
+
 def test_before_anything_was_heard() -> None:
     text = shown(fed([start()]))
     assert "epoch 1/4" in text and "ETA –" in text and "loss –" in text

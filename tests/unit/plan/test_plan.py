@@ -193,6 +193,23 @@ def test_a_plan_is_a_table_a_file_and_can_be_edited(tmp_path: Path) -> None:
     assert str(again).splitlines()[2].split()[1] == "data"
 
 
+def test_a_plan_knows_what_its_model_reads(tmp_path: Path) -> None:
+    model, x = mlp(30, 400, 20), torch.zeros(8, 30)
+    plan(model, x, ETHERNET, 1).save(tmp_path / "plan.json")
+    found = Plan.load(tmp_path / "plan.json")
+    assert [(t.shape, t.dtype, t.is_meta) for t in found.example] == [((8, 30), torch.float32, True)]
+    with torch.inference_mode():
+        assert torch.equal(partition(model, found)(x), model(x))
+    with pytest.raises(UsageError, match=r"give an example of the model's input, or a Plan"):
+        partition(model, {"0": "model"})
+
+
+def test_a_machine_of_two_cores_is_planned_for_two() -> None:
+    model, x = mlp(30, 400, 20), torch.zeros(8, 30)
+    machine = Cluster(learners_per_machine=None, cores=2, memory=Link(bandwidth=1e9))
+    assert plan(model, x, machine).workers == 2
+
+
 def test_a_plan_by_hand_is_kept_and_priced() -> None:
     model, x = mlp(30, 400, 400, 20), torch.zeros(8, 30)
     found = plan(model, x, ETHERNET, 2, given={"*": "data", "4": "model"})
@@ -222,6 +239,7 @@ class Peeking(nn.Module):
 X = torch.zeros(8, 30)
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no group": (lambda: plan(mlp(30, 4), X, ETHERNET), r"say group= .* or workers="),
+    "a cluster's name": (lambda: plan(mlp(30, 4), X, "ethernet-1g", 2), r"the cluster is a record: Cluster.parse\('ethernet-1g'\)"),
     "odd group": (lambda: plan(mlp(30, 4), X, ETHERNET, 3, workers=8), r"group is a whole number that divides the 8 workers, got 3"),
     "no such costs": (lambda: plan(mlp(30, 4), X, None, 2, costs="measured"), r"costs are 'singa', or 'measured' with a cluster"),
     "no such layer": (lambda: plan(mlp(30, 4), X, ETHERNET, 2, given={"fc": "model"}), r"no layer is called 'fc'; the model has 0"),

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from syncline.errors import UsageError
 from syncline.protocols.buckets import Filling, plan_buckets
 from syncline.protocols.ledger import Ledger
 from syncline.protocols.pipeline import Pipeline, Vote, ahead, behind, turn
-from syncline.protocols.rounds import Rounds, equal_shares
-from syncline.protocols.spans import Grant
+from syncline.protocols.rounds import Rounds, Spans, at_start, equal_shares, left_of, standing, whole
+from syncline.protocols.spans import Grant, Standing
 
 PARAMETERS = st.lists(
     st.tuples(st.integers(0, 50), st.sampled_from(["f32", "bf16"])), min_size=1, max_size=20
@@ -179,3 +180,76 @@ def test_rounds_give_every_example_once_and_everybody_a_batch(
 )
 def test_shares_of_a_joint_batch(joint: int, learners: int, shares: tuple[int, ...]) -> None:
     assert equal_shares(joint, learners) == shares
+
+
+# -- feeds that go on --------------------------------------------------------------------------------------------
+
+
+def positions(size: int, batches: tuple[int, ...], partition: bool, left: Spans | None) -> list[list[int]]:
+    """What counts in each round, over all learners."""
+    feeds = [
+        Rounds(size=size, batches=batches, rank=rank, partition=partition, left=left)
+        for rank in range(len(batches))
+    ]
+    assert len({feed.count for feed in feeds}) == 1
+    shares = [[feed.share(number) for feed in feeds] for number in range(feeds[0].count)]
+    return [[p for s in each if s.weight for p in range(s.start, s.stop)] for each in shares]
+
+
+@given(
+    st.integers(1, 60),
+    st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    st.booleans(),
+    st.data(),
+)
+def test_a_feed_that_goes_on_has_the_rounds_that_were_left(
+    size: int, sizes: list[int], partition: bool, data: st.DataObject
+) -> None:
+    batches = tuple(sizes)
+    all_rounds = positions(size, batches, partition, None)
+    done = data.draw(st.integers(0, len(all_rounds)))
+    feed = Rounds(size=size, batches=batches, rank=0, partition=partition)
+    found = standing(4, feed.after(done))
+    left = left_of(found, size=size, learners=len(batches), parts=len(batches), partition=partition)
+    if done == len(all_rounds):
+        assert found.done == 5 and left is None
+    else:
+        assert found.done == 4
+        assert positions(size, batches, partition, left) == all_rounds[done:]
+
+
+@given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.data())
+def test_any_number_of_learners_goes_on_with_what_is_left(
+    size: int, before: int, after: int, batch: int, data: st.DataObject
+) -> None:
+    feed = Rounds(size=size, batches=(batch,) * before, rank=0, partition=False)
+    done = data.draw(st.integers(0, feed.count - 1))
+    left = left_of(standing(0, feed.after(done)), size=size, learners=after, parts=before, partition=False)
+    rest = [p for each in positions(size, (batch,) * after, False, left) for p in each]
+    assert rest == list(range(done * batch * before, size))
+
+
+def at(fresh: dict[int, dict[int, tuple[int, int]]], returned: list[tuple[int, int, int]]) -> Standing:
+    return Standing(
+        done=2, newest=max(fresh, default=2), fresh=fresh, returned=returned, skipped={}, broken=[]
+    )
+
+
+def test_what_servers_have_handed_out_and_not_folded_is_left_too() -> None:
+    found = at({2: {0: (30, 50)}}, [(2, 20, 25), (2, 25, 30)])
+    assert left_of(found, size=50, learners=3, parts=3, partition=False) == ((20, 50),)
+    assert left_of(at_start(3), size=50, learners=3, parts=2, partition=False) is None
+    assert whole(50, 3, partition=True) == ((0, 16), (16, 33), (33, 50))
+
+
+@pytest.mark.parametrize(
+    "found, words",
+    [
+        (at({2: {0: (30, 50)}, 3: {0: (0, 50)}}, []), "epochs 2, 3 are not folded yet"),
+        (at({2: {0: (30, 50)}}, [(2, 10, 15)]), r"is not the end of \(0, 50\)"),
+        (at({2: {0: (30, 40)}}, []), r"is not the end of \(0, 50\)"),
+    ],
+)
+def test_a_feed_that_is_no_rest_of_one_epoch_is_refused(found: Standing, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        left_of(found, size=50, learners=2, parts=2, partition=False)

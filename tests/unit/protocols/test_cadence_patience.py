@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.protocols.cadence import Cadence
+from syncline.protocols.cadence import Cadence, JointCadence
 from syncline.protocols.patience import Patience
 from syncline.protocols.restarts import MOST, Restarts
 
@@ -118,3 +118,25 @@ def test_a_rank_is_given_up_after_losses_in_a_row_without_a_step() -> None:
     assert restarts.learner_lost(1, stepped=True)  # it got somewhere
     assert [restarts.learner_lost(1, stepped=False) for _ in range(MOST)] == [True] * (MOST - 1) + [False]
     assert restarts.learner_lost(2, stepped=False)
+
+
+def test_learners_among_equals_cut_after_the_versions_that_are_due() -> None:
+    cadence = JointCadence(every=3, seconds=None, now=0.0)
+    found = []
+    for version in range(1, 10):
+        assert not cadence.wishes(1e9)
+        cadence.applied(version, wished=False)
+        if cadence.take(0.0):
+            found.append(version)
+    assert found == [3, 6, 9]
+
+
+def test_only_what_all_have_heard_makes_a_cut() -> None:
+    """The first learner's clock is nobody else's: its wish counts when it comes with an update, at all of them."""
+    first, other = (JointCadence(every=None, seconds=60.0, now=0.0) for _ in range(2))
+    assert not first.wishes(59.0) and first.wishes(60.0)
+    assert not first.take(61.0)
+    for cadence in (first, other):
+        cadence.applied(7, wished=True)
+        assert cadence.take(62.0) and not cadence.take(62.0)
+    assert not first.wishes(121.0) and first.wishes(122.0)

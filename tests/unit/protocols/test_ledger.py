@@ -54,13 +54,29 @@ def test_whoever_asks_gets_the_next_positions_until_nothing_is_left() -> None:
     assert ledger.ask(1, 0) == [End(1, 2, 0)]
 
 
-def test_an_epoch_is_done_when_every_position_is_settled_and_epochs_are_done_in_order() -> None:
+def test_an_epoch_is_done_when_its_own_last_position_is_settled_whatever_is_left_of_earlier_ones() -> None:
+    """M10: a slow learner's batch of epoch 0 keeps only that epoch open."""
     ledger = ledger_of(2, size=4)
     ledger.ask(0, 0), ledger.ask(1, 0), ledger.ask(0, 0), ledger.ask(0, 1), ledger.ask(0, 1)
     assert ledger.taken(1, 1) == []
-    assert ledger.settled(0, 4) == []  # its part of epoch 0 and all of epoch 1; learner 1's is only taken
-    assert ledger.settled(1, 1) == [EpochDone(0), EpochDone(1)]
+    assert ledger.epochs(0, 4) == {0: 2, 1: 4} and ledger.epochs(0, 3) == {0: 2, 1: 2}
+    assert ledger.settled(0, 4) == [EpochDone(1)]  # its part of epoch 0 and all of epoch 1
+    assert (ledger.done, ledger.not_done(0), ledger.not_done(1)) == (0, 0, 2)
+    standing = ledger.standing()
+    assert [standing.has_done(epoch) for epoch in range(3)] == [False, True, False]
+    assert ledger.settled(1, 1) == [EpochDone(0)] and ledger.done == 2
     assert ledger.settled(1, 1) == []
+
+
+def test_an_epoch_that_was_done_early_stays_done_in_a_ledger_that_goes_on() -> None:
+    ledger = ledger_of(2, size=4)
+    ledger.ask(0, 0), ledger.ask(1, 0), ledger.ask(0, 0), ledger.ask(0, 1), ledger.ask(0, 1)
+    ledger.settled(0, 4)
+    again = ledger_of(1, size=4, standing=ledger.standing())
+    assert again.ask(0, 1) == [Grant(0, 0, 0, 2, 4)]  # what the slow one had
+    assert again.ask(0, 1) == [End(0, 1, 1)]
+    assert again.settled(0, 1) == [EpochDone(0)] and again.done == 2
+    assert again.ask(0, 2) == [Grant(0, 2, 2, 0, 2)]
 
 
 def test_what_a_lost_learner_had_is_handed_out_first_and_what_was_taken_is_not() -> None:
@@ -169,8 +185,8 @@ def test_asking_for_the_next_epoch_leaves_the_one_before() -> None:
 def test_epochs_that_everybody_passed_over_are_skipped_whole() -> None:
     ledger = ledger_of(1, size=4)
     ledger.ask(0, 0)
-    assert spans(ledger.ask(0, 2)) == [(0, 2, 0, 2)]
-    assert ledger.settled(0, 1) == [EpochDone(0, skipped=2), EpochDone(1, skipped=4)]
+    assert ledger.ask(0, 2) == [Grant(0, 1, 2, 0, 2), EpochDone(1, skipped=4)]
+    assert ledger.settled(0, 1) == [EpochDone(0, skipped=2)] and ledger.done == 2
 
 
 # -- the last epoch -----------------------------------------------------------------------------------------
@@ -516,7 +532,8 @@ class Team:
         assert not others
 
     def check_done(self, done: EpochDone) -> None:
-        assert done.epoch == len(self.done)
+        """Once, and only when all of it is settled or skipped."""
+        assert done.epoch not in {each.epoch for each in self.done}
         assert self.settled[done.epoch] == self.size - done.skipped
         assert not done.skipped or self.broken
         self.done.append(done)
@@ -564,6 +581,9 @@ class Team:
 
     def do(self, name: str, worker: Worker | None) -> None:
         getattr(self, f"do_{name}")(*([worker] if worker else []))
+        over = {each.epoch for each in self.done}
+        assert over >= {epoch for epoch, count in self.settled.items() if count == self.size}  # at once
+        assert self.ledger.done == min(set(range(self.total + 1)) - over)
 
     def do_ask(self, worker: Worker) -> None:
         worker.asked += 1
@@ -721,7 +741,7 @@ def teams(
 def test_a_team_always_ends_and_every_position_is_settled_once(team: Team) -> None:
     team.run()
     team.rescue()
-    assert [done.epoch for done in team.done] == list(range(team.total))
+    assert sorted(done.epoch for done in team.done) == list(range(team.total))
     assert sum(team.settled.values()) + sum(done.skipped for done in team.done) == team.total * team.size
     standing = team.ledger.standing()
     assert not standing.returned and not standing.fresh and not team.ledger._gone
@@ -758,7 +778,8 @@ def test_without_faults_nothing_is_skipped_nor_left_to_others(team: Team) -> Non
     stepped_through = team.stride == 1
     team.run()
     if stepped_through:
-        assert team.done == [EpochDone(epoch) for epoch in range(team.total)]
+        ordered = team.done if team.lockstep else sorted(team.done, key=lambda done: done.epoch)
+        assert ordered == [EpochDone(epoch) for epoch in range(team.total)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -810,7 +831,7 @@ def test_a_partition_without_losses_is_kept(team: Team) -> None:
 def test_whenever_the_dial_changes_every_position_is_settled_once(team: Team) -> None:
     team.run()
     team.rescue()
-    assert [done.epoch for done in team.done] == list(range(team.total))
+    assert sorted(done.epoch for done in team.done) == list(range(team.total))
     assert sum(team.settled.values()) + sum(done.skipped for done in team.done) == team.total * team.size
     standing = team.ledger.standing()
     assert not standing.returned and not standing.fresh and not team.ledger._gone
@@ -861,7 +882,7 @@ def test_a_ledger_can_be_put_down_at_any_moment_and_taken_up_by_other_learners(
         assert after.ledger.standing() == standing
     after.run()
     after.rescue()
-    assert [done.epoch for done in after.done] == list(range(team.total))
+    assert sorted(done.epoch for done in after.done) == list(range(team.total))
     assert sum(after.settled.values()) + sum(d.skipped for d in after.done) == team.total * team.size
     standing = after.ledger.standing()
     assert not standing.returned and not standing.fresh

@@ -203,3 +203,9 @@ def test_tensorboard_where_it_is_installed(tmp_path: Path) -> None:
         return
     trained(tmp_path)
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_the_throughput_of_a_run_that_was_over_at_the_first_look_is_not_zero(tmp_path: Path) -> None:
+    trained(tmp_path / "run", epochs=1, batch_size=32, sync="hardsync")  # one update
+    (end,) = [line for line in read_lines(tmp_path / "run" / "events.jsonl") if line["kind"] == "end"]
+    assert end["version"] == 1 and end["throughput"] == pytest.approx(64 / end["seconds"])

@@ -12,6 +12,7 @@ import os
 import pickle
 import socket
 import struct
+import threading
 from collections import deque
 from typing import Any
 
@@ -31,6 +32,7 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        self._sending = threading.Lock()  # one message at a time, whichever thread sends it
         end.setblocking(True)
         self._head, self._body, self._fds = bytearray(), bytearray(), []  # type: bytearray, bytearray, list[int]
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
@@ -52,8 +54,9 @@ class Channel:
         parcel = message if isinstance(message, Parcel) else pack(message)
         try:
             data, fds = _written(parcel)
-            sent = socket.send_fds(self._socket, [data], fds) if fds else 0
-            self._socket.sendall(data[sent:])
+            with self._sending:
+                sent = socket.send_fds(self._socket, [data], fds) if fds else 0
+                self._socket.sendall(data[sent:])
         except (BrokenPipeError, ConnectionResetError) as error:
             raise Closed from error
         finally:

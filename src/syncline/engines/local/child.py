@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.learner import run_evaluator, run_learner
 from syncline.engines.local.peer import PeerSpec, run_peer
 from syncline.engines.local.server import run_server
+
+TERM_GRACE = 20.0  # seconds that a process goes on after SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ def main(control: int, out: int, err: int, life_line: int) -> int:
     """The whole life of a child; the exit code comes back."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _outlive_sigterm()
     _redirect(out, err)
     threading.Thread(target=_watch, args=(life_line,), daemon=True).start()
     channel = Channel(socket.socket(fileno=control))
@@ -57,6 +61,26 @@ def main(control: int, out: int, err: int, life_line: int) -> int:
     except Closed:
         return 1
     return 0
+
+
+def _outlive_sigterm() -> None:
+    """Schedulers send it to all processes at once: it is the caller's to end the run well, while this one works on.
+
+    Whoever means this one alone has it gone a while later. What the user's code forks goes at once, as anywhere.
+    """
+    own = os.getpid()
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        end = threading.Timer(TERM_GRACE, os.kill, (own, signal.SIGKILL))
+        end.daemon = True
+        end.start()
+
+    signal.signal(signal.SIGTERM, heed)
+    signal.siginterrupt(signal.SIGTERM, False)
 
 
 def _redirect(out: int, err: int) -> None:

@@ -31,17 +31,6 @@ class LocalHandle(Handle):
             live.ended(self)
 
     def wait(self, timeout: float | None = None) -> Outcome:
-        try:
-            return self._wait(timeout)
-        except KeyboardInterrupt:
-            self._run.command("interrupt")
-            try:
-                return self._wait(None)
-            except KeyboardInterrupt:
-                self.end(0)
-                raise
-
-    def _wait(self, timeout: float | None) -> Outcome:
         if not self._run.thread.done.wait(timeout):
             raise TimeoutError(f"the run goes on after {timeout} s")
         self._thread.join()
@@ -55,6 +44,9 @@ class LocalHandle(Handle):
 
     def stop(self) -> None:
         self._run.command("stop")
+
+    def interrupt(self, signal: int) -> None:
+        self._run.command("interrupt")
 
     def end(self, seconds: float) -> None:
         if not self._run.thread.done.wait(seconds):

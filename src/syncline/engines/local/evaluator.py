@@ -9,8 +9,8 @@ from torch import Tensor
 
 from syncline.engines.local.cargo import Parcel
 from syncline.engines.local.processes import Processes
-from syncline.engines.record import Recorder
-from syncline.errors import RunError
+from syncline.engines.record import Recorder, said
+from syncline.errors import RunError, raised_in
 from syncline.topology import messages as m
 
 
@@ -35,7 +35,8 @@ class Evaluator:
 
     def hear(self, message: Any) -> None:
         if isinstance(message, m.Raised):
-            error = RunError(f"evaluation failed:\n{message.traceback}")
+            what = said(message.error) if message.error is not None else raised_in(message.traceback)
+            error = RunError(f"evaluation failed: {what}\n\n{message.traceback}")
             self._recorder.error = self._recorder.error or error
             return
         self._waiting.popleft()

@@ -165,6 +165,7 @@ def _warm_up() -> None:
 def serve(fd: int) -> None:
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all: it lives as long as the caller
     _warm_up()
     gc.collect()
     gc.freeze()

@@ -45,5 +45,6 @@ class Hanging:
             else:
                 self._recorder.warn(
                     f"{name} {what}; {self._others}. It is left alone: kill_hung=True {self._end}, "
-                    "patience= sets the time"
+                    "patience= sets the time",
+                    said=True,
                 )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync
-from syncline.engines.local.cargo import pack, unpack
+from syncline.engines.local.cargo import Parcel, pack, unpack
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.exchange import Replies
 from syncline.engines.local.memory import Bell, Region, Sleeper, crash_at
@@ -262,13 +262,21 @@ def run_learner(channel: Channel, spec: LearnerSpec) -> int:
             value = None
         finally:
             session.close()
-        channel.send(m.Returned(value))
+        channel.send(returned(value))
     except Closed:
         return 1
     except BaseException as error:
         say(channel, error)
         return 1
     return 0
+
+
+def returned(value: Any) -> Parcel:
+    """What its function gave back; where that cannot travel, why: nothing else of the run may be lost with it."""
+    try:
+        return pack(m.Returned(value))
+    except Exception as error:
+        return pack(m.Returned(None, f"{type(value).__name__}: {' '.join(str(error).split())}"))
 
 
 def say(channel: Channel, error: BaseException) -> None:

@@ -6,6 +6,7 @@ import struct
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from syncline.engines.collectives import Group
 from syncline.engines.local.channel import Channel, Closed
-from syncline.engines.local.learner import Task, say
+from syncline.engines.local.learner import Task, returned, say
 from syncline.engines.local.memory import Region
+from syncline.engines.local.writer import Writer
 from syncline.learn.peers import PeerConfig, PeerSession
 from syncline.ports import CollectivePort, PeerLost, Progress, Reduction, RunStopped
-from syncline.topology import messages as m
+from syncline.table.checkpoints import read
 from syncline.topology.keeper import Meet
+from syncline.topology.restore import restored
 
 SIGMAS = 64  # staleness up to here has a word of its own
 
@@ -76,6 +79,8 @@ class PeerSpec:
     board: Region
     stop: Region  # its first word: the run is to end
     nccl: bool
+    folder: str | None = None  # of checkpoints
+    resume: str | None = None  # a checkpoint to go on from
 
 
 class _Watched(Reduction):
@@ -104,6 +109,7 @@ class LocalPeerPort(CollectivePort):
         self.rank, self.learners = config.rank, config.learners
         self._channel, self._board = channel, Board(spec.board)
         self._stop = spec.stop.words
+        self._writer = Writer(Path(spec.folder), self.tell) if spec.folder and config.rank == 0 else None
         self._board.words[Board.WAITS] = 1
         store = dist.FileStore(spec.meeting, config.learners)
         self._group = Group(store, config.rank, config.learners, nccl=spec.nccl, host="127.0.0.1")
@@ -132,6 +138,12 @@ class LocalPeerPort(CollectivePort):
     def tell(self, message: Any) -> None:
         self._channel.send(message)
 
+    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        assert self._writer is not None
+        self._board.words[Board.WAITS] = 1
+        self._writer.write_after(number, name, tensors, notes)
+        self._board.words[Board.WAITS] = 0
+
     def note(self, progress: Progress) -> None:
         self._board.write(progress)
 
@@ -151,7 +163,7 @@ def run_peer(channel: Channel, spec: PeerSpec) -> int:
         if torch.device(spec.config.device).type == "cuda":
             torch.cuda.set_device(spec.config.device)
         port = LocalPeerPort(channel, spec)
-        session = PeerSession(port, spec.config)
+        session = PeerSession(port, spec.config, restored(read(Path(spec.resume))) if spec.resume else None)
         session.seed()
         try:
             value = task.function(session, *task.arguments, **task.keywords)
@@ -159,7 +171,7 @@ def run_peer(channel: Channel, spec: PeerSpec) -> int:
             value = None
         session.close()
         sys.stdout.flush()
-        channel.send(m.Returned(value))
+        channel.send(returned(value))
         channel.receive()
         port.close()
     except Closed:

@@ -11,11 +11,10 @@ from typing import Any
 
 from syncline.dial import Sync
 from syncline.engines.collectives import wants_nccl
-from syncline.engines.local.cargo import pack
 from syncline.engines.local.evaluator import Evaluator
 from syncline.engines.local.hanging import Hanging
-from syncline.engines.local.learner import Task
 from syncline.engines.local.memory import Region
+from syncline.engines.local.packing import pack_task
 from syncline.engines.local.peer import Board, Broken, PeerSpec
 from syncline.engines.local.processes import Process
 from syncline.engines.local.statistics import Questions, with_processes
@@ -78,13 +77,15 @@ class PeerSupervisor:
 
     def _begin(self) -> None:
         spec = self.spec
-        task = pack(Task(spec.function, spec.arguments, spec.keywords), mapped=True)
-        evaluate = pack(spec.evaluate, mapped=True) if spec.evaluate is not None else None
+        task, evaluate = pack_task(spec)
         self._processes = self.thread.open(self._heard, self._ended, self._asked)
         meeting = f"/proc/{os.getpid()}/fd/{self._meeting}"
         nccl = wants_nccl(spec.devices)
+        resume = spec.restored.name if spec.restored is not None else None
         for rank in range(spec.learners):
-            peer = PeerSpec(spec.peer(rank), meeting, self._boards[rank], self._stop_word, nccl)
+            peer = PeerSpec(
+                spec.peer(rank), meeting, self._boards[rank], self._stop_word, nccl, spec.folder, resume
+            )
             self.learners[rank] = self._processes.fork("learner", rank, rank, peer, None, self._threads())
             self.learners[rank].channel.post(task)
         task.close()
@@ -98,15 +99,16 @@ class PeerSupervisor:
         return max(1, len(os.sched_getaffinity(0)) // self.spec.learners)
 
     def _loop(self) -> None:
-        while self.thread.error is None and not (self._all_returned() and self.recorder.complete()):
+        while self.thread.error is None and not self._over():
             self._processes.work(LOOK)
             now = time.monotonic()
             if now - self._looked > LOOK or self._broken is not None:
                 self._looked = now
                 self._check(now)
 
-    def _all_returned(self) -> bool:
-        return all(process.state == "returned" for process in self.learners.values())
+    def _over(self) -> bool:
+        returned = all(process.state == "returned" for process in self.learners.values())
+        return returned and self.recorder.complete() and not self._keeper.cutting
 
     def _asked(self, command: Any) -> None:
         if isinstance(command, m.AskStatistics):
@@ -134,7 +136,7 @@ class PeerSupervisor:
             self._evaluator.hear(message)
         elif isinstance(message, m.Returned):
             process.state = "returned"
-            self.thread.outcome.returned[process.rank] = message.value
+            self.recorder.returned(process.rank, message)
         elif isinstance(message, m.Raised):
             process.state = "raised"
             self.recorder.event("raised", process.rank, kind="raised")

@@ -202,7 +202,7 @@ class LocalServerPort(ServerPort):
         """The supervisor has introduced the table and the loader that the note speaks of."""
         if note.loader >= 0 and (note.loader, learner) not in self.readers:
             return False
-        without = (Kind.ASK, Kind.USED, Kind.CLOSE, Kind.BLOCKED, Kind.MEET)  # a table
+        without = (Kind.ASK, Kind.USED, Kind.CLOSE, Kind.BLOCKED, Kind.MEET, Kind.ENDED)  # a table
         return note.kind in without or (note.table, learner) in self._lanes
 
     # -- effects -----------------------------------------------------------------------------------------

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from syncline.dial import Sync
-from syncline.engines.local.cargo import Parcel, pack
+from syncline.engines.local.cargo import Parcel
 from syncline.engines.local.evaluator import Evaluator
 from syncline.engines.local.hanging import Hanging
-from syncline.engines.local.learner import Task
 from syncline.engines.local.office import Office
+from syncline.engines.local.packing import pack_task
 from syncline.engines.local.processes import Process
 from syncline.engines.local.staff import Staff
 from syncline.engines.local.statistics import Questions, with_processes
 from syncline.engines.local.thread import RunThread
-from syncline.engines.record import Recorder, learner_error
+from syncline.engines.record import Recorder, last_line, learner_error
 from syncline.engines.recovery import Recovery
 from syncline.engines.run import RunSpec
 from syncline.errors import LostError, RunError
@@ -87,8 +87,7 @@ class Supervisor:
 
     def _begin(self) -> None:
         spec = self.spec
-        self._task = pack(Task(spec.function, spec.arguments, spec.keywords), mapped=True)
-        evaluate = pack(spec.evaluate, mapped=True) if spec.evaluate is not None else None
+        self._task, evaluate = pack_task(spec)
         self._processes = self.thread.open(self._heard, self._ended, self._asked)
         self.staff = Staff(spec, self._processes, self._task, self._crashes)
         ids = {rank + 1: rank for rank in range(spec.learners)}
@@ -144,7 +143,9 @@ class Supervisor:
             self._coordinator.ask_cut()
 
     def _kill(self, process: Process, why: str) -> None:
-        self.recorder.event(f"killed: {why}", process.rank, kind="killed", pid=process.pid)
+        self.recorder.event(
+            f"killed: {why}", process.rank, kind="killed", learner=process.number, pid=process.pid
+        )
         self._processes.kill(process)
 
     def _asked(self, command: Any) -> None:
@@ -198,7 +199,7 @@ class Supervisor:
     def _from_learner(self, process: Process, message: Any) -> None:
         if isinstance(message, m.Returned):
             process.state = "returned"
-            self.thread.outcome.returned[process.rank] = message.value
+            self.recorder.returned(process.rank, message)
             self._gone(process, lost=False)
         elif isinstance(message, m.Raised):
             process.state = "raised"
@@ -210,10 +211,12 @@ class Supervisor:
         if self.spec.on_error == "raise":
             self.thread.fail(error)
             return
-        self.recorder.event(f"raised: {error}", process.rank, kind="raised")
+        self.recorder.event(f"raised: {error}", process.rank, kind="raised", learner=process.number)
         self._gone(process, lost=True)
         if not self.staff.learners and not self.thread.outcome.returned and not self._stopping:
             self.thread.fail(error)
+        else:
+            self.recorder.lost(process.rank, f"raised {last_line(error)}", len(self.staff.learners))
 
     def _from_shard(self, envelope: tuple[int, Any]) -> None:
         shard, message = envelope
@@ -243,12 +246,15 @@ class Supervisor:
             if self._recovery.restarts.learner_lost(process.rank, stepped=stepped):
                 self.recorder.event("replaced", process.rank, kind="replaced")
                 self._new_learner(process.rank)
+                self.recorder.lost(process.rank, what, len(self.staff.learners), "another takes its place")
                 return
             failures = self._recovery.restarts.learners[process.rank]
             what = f"given up: {failures} processes in a row were lost before their first step"
             self.recorder.event(what, process.rank, kind="given up")
         if not self.staff.learners and not self.thread.outcome.returned and not self._stopping:
             self.thread.fail(LostError(f"all learners are lost, the last was rank {process.rank}: {how}"))
+        else:
+            self.recorder.lost(process.rank, what, len(self.staff.learners))
 
     def _gone(self, process: Process, *, lost: bool) -> None:
         self.staff.learners.pop(process.number, None)

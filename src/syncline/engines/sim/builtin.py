@@ -21,8 +21,7 @@ from syncline.engines.sim.states import Random
 from syncline.engines.sim.stepping import TableEnd
 from syncline.errors import InvariantError
 from syncline.learn.feed import AHEAD
-from syncline.learn.randomness import pack_random, unpack_random
-from syncline.learn.session import seed_random
+from syncline.learn.randomness import pack_random, seed_random, unpack_random
 from syncline.ports import OUTSIDE, Kind, Note, Portion, RunStopped
 from syncline.topology import messages as m
 

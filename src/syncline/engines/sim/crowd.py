@@ -163,6 +163,7 @@ def _take_part(plan: Plan, session: Session, place: Path) -> Player:
     board = _Board(plan)
     board.map()
     rank = session.rank
+    session.watch.close()  # shards' steps, here, are no plain optimizer's
     return _Learner(plan, board, rank) if rank < plan.learners else _Folder(plan, board, rank - plan.learners)
 
 

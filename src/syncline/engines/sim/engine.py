@@ -40,6 +40,7 @@ class SimHandle(Handle):
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
         self._begun = threading.Event()
+        self._interrupted = False
         self._thread = threading.Thread(target=self._main, name="syncline-sim", daemon=True)
         live.began(self)
         self._thread.start()
@@ -74,18 +75,13 @@ class SimHandle(Handle):
         self._begun.set()
 
     def wait(self, timeout: float | None = None) -> Outcome:
-        try:
-            self._thread.join(timeout)
-        except KeyboardInterrupt:
-            self.stop()
-            self._thread.join()
-            if self._outcome is not None:
-                self._outcome.interrupted = True
+        self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the run goes on after {timeout} s")
         if self._error is not None:
             raise self._error
         assert self._outcome is not None
+        self._outcome.interrupted |= self._interrupted
         return self._outcome
 
     @property
@@ -97,9 +93,16 @@ class SimHandle(Handle):
         if self._world is not None:
             self._world.commands.append(lambda world: world.ask_stop())
 
+    def interrupt(self, signal: int) -> None:
+        self._interrupted = not self.done
+        self.stop()
+
     def end(self, seconds: float) -> None:
         """Nothing ends a simulated learner's own computation in the middle."""
         self._thread.join(seconds)
+        if not self.done and self._world is not None:
+            self._world.commands.append(lambda world: world.fail(KeyboardInterrupt()))
+            self._thread.join(10)
 
     def add_learners(self, count: int) -> None:
         self._begun.wait()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from syncline.dial import Sync
@@ -19,7 +19,8 @@ from syncline.engines.sim.account import LearnerTimes
 from syncline.engines.sim.clock import Action, Pause
 from syncline.engines.sim.fibers import Fiber, Killed, make_fiber
 from syncline.engines.sim.memory import Releases, SimTable
-from syncline.errors import InvariantError
+from syncline.errors import InvariantError, UsageError
+from syncline.learn.models import without_graph
 from syncline.learn.randomness import pack_random
 from syncline.learn.session import ServerSession
 from syncline.ports import OUTSIDE, Kind, LearnerPort, Note, Portion, Reading, Reset, RunStopped, TableLink
@@ -455,12 +456,20 @@ def copy_arguments(arguments: Any) -> Any:
     """What a process would get: its own copy of everything but the data sets, which are only read."""
     shared: dict[int, Any] = {}
     _find_data(arguments, shared)
-    return copy.deepcopy(arguments, memo=dict(shared))
+    try:
+        return copy.deepcopy(arguments, memo=dict(shared))
+    except Exception as error:  # whatever the user's objects raise when they are copied
+        raise UsageError(
+            f"every simulated learner has its own copy of what it is given, and that cannot be copied: {error}; make it "
+            "inside the function that learners run, or in a function that makes it (model=)"
+        ) from error
 
 
 def _find_data(value: Any, found: dict[int, Any]) -> None:
     if isinstance(value, Dataset):
         found[id(value)] = value
+    elif isinstance(value, nn.Module):
+        found.update(without_graph(value))
     elif isinstance(value, dict):
         for each in value.values():
             _find_data(each, found)

@@ -5,6 +5,7 @@ Reading a number from a GPU waits for everything before it; once for thousands o
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -47,6 +48,7 @@ class LossLog:
         self.values = torch.full((room + 1,), float("nan"), dtype=torch.float64, device=device)
         self._room = room
         self._written: list[Loss] = []
+        self.alarm: Callable[[int | None, float], None] = lambda rank, loss: None  # of one that is not finite
 
     def place(self, loss: Loss) -> int:
         """Where it goes: it is being computed."""
@@ -61,4 +63,8 @@ class LossLog:
         values = self.values[: len(self._written)].tolist()
         for loss, value in zip(self._written, values, strict=True):
             loss.value = value
-        self._written.clear()
+        written, self._written = self._written, []
+        if not all(map(math.isfinite, values)):
+            bad = next(loss for loss in written if loss.value is not None and not math.isfinite(loss.value))
+            promise = bad.promise()
+            self.alarm(promise.own.rank if promise is not None else None, float(bad))

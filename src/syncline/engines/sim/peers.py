@@ -10,11 +10,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from syncline.dial import Sync
+from syncline.engines.files import write_part
 from syncline.engines.record import learner_error, peer_record
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.script import Fault
@@ -30,6 +33,7 @@ from syncline.errors import LostError, NotYetError, UsageError
 from syncline.learn.peers import PeerSession
 from syncline.ports import CollectivePort, Progress, Reduction, RunStopped
 from syncline.protocols.clocks import StalenessClock
+from syncline.table.checkpoints import Folder
 from syncline.topology import messages as m
 from syncline.topology.keeper import Meet, early
 
@@ -56,14 +60,18 @@ class SimPeer(CollectivePort):
         self.dead = False
         self.waits_for: str | None = None
         self._answers: list[Any] = []
-        self._step = 0
+        restored = world.spec.restored
+        self._step = restored.pipelines[0].started if restored and restored.pipelines else 0
         self.times = LearnerTimes()
         self.progress: Progress | None = None
 
     def _main(self) -> None:
         world, spec = self._world, self._world.spec
+        torch.set_num_threads(
+            spec.threads or 1
+        )  # each thread has its own number, and another in its first operation
         try:
-            session = PeerSession(self, replace(spec.peer(self.rank), reader=False))
+            session = PeerSession(self, replace(spec.peer(self.rank), reader=False), spec.restored)
             session.seed()
             arguments, keywords = copy_arguments((spec.arguments, spec.keywords))
             try:
@@ -143,6 +151,10 @@ class SimPeer(CollectivePort):
         world = self._world
         world.later(lambda: world.keeper.hear(self.rank, message))
 
+    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        assert self._world.spec.folder is not None
+        self.tell(write_part(Folder(Path(self._world.spec.folder)), (number, name, tensors, notes)))
+
     def note(self, progress: Progress) -> None:
         self.progress = progress._replace(histogram=dict(progress.histogram))
         self._step += 1
@@ -160,6 +172,9 @@ class PeerWorld:
     def __init__(self, spec: RunSpec, cluster: Cluster, *, script: Script, seed: int) -> None:
         self.spec, self.cluster, self.seed, self._script = spec, cluster, seed, script
         self.clock = Clock()
+        if spec.restored is not None:
+            self.clock.now = spec.restored.virtual
+            self._script = script.after(spec.restored.version, spec.restored.virtual)
         self.streams = Streams(gpus=any(device.startswith("cuda") for device in spec.devices))
         self.rings = Rings(self.clock, cluster, spec.learners, self._wake)
         self.stopping = False
@@ -170,7 +185,9 @@ class PeerWorld:
             stop=self.ask_stop,
             reply=lambda rank, values: self.later(lambda: self.peers[rank].answer(values)),
             fail=self.fail,
+            virtual=True,
         )
+        self.recorder.outcome.began = self.clock.now
         self._played: list[str] = []
         self.peers = [SimPeer(self, rank) for rank in range(spec.learners)]
         self._returned: set[int] = set()
@@ -194,7 +211,7 @@ class PeerWorld:
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
         assert self.spec.evaluate is not None
         self.streams.enter(OUTSIDE)
-        self.recorder.evaluated(epoch, self.spec.evaluate(state))
+        self.recorder.test(epoch, state, self.spec.evaluate)
 
     # -- what others ask ---------------------------------------------------------------------------------
 
@@ -273,7 +290,8 @@ class PeerWorld:
             self.recorder.event(what, kind="missed")
 
     def _over(self) -> bool:
-        return len(self._returned) == len(self.peers) and self.recorder.complete()
+        complete = self.recorder.complete() and not self.keeper.cutting
+        return len(self._returned) == len(self.peers) and complete
 
     def _still(self) -> BaseException:
         """Nothing happens any more."""

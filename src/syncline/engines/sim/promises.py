@@ -8,6 +8,7 @@ the bits that a learner's own process would give. Not responsible for when learn
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 from syncline.engines.sim.memory import Traffic
 from syncline.engines.sim.states import Random
 from syncline.learn.optimizer import refuse_sparse_gradients
-from syncline.learn.training import check_scalar
+from syncline.learn.training import check_loss
 from syncline.table.layout import Layout, Part
 from syncline.table.promised import Made, Maker, PromisedPart, Taken
 from syncline.table.shard import Mean
@@ -154,6 +155,10 @@ class Promise:
 class Computer(Maker):
     """Makes promised gradients; one for all learners of a run."""
 
+    alarm: Callable[[int | None, float], None] = staticmethod(
+        lambda rank, loss: None
+    )  # of losses that are not finite
+
     @property
     @abstractmethod
     def versions(self) -> Versions:
@@ -268,12 +273,14 @@ class EachAlone(Computer):
             for parameter in shop.parameters:
                 parameter.grad = None
             value = shop.plan.objective(shop.model, batch)
-            check_scalar(value)
+            check_loss(value)
             value.backward()
-            promise.loss = value.item()
+            loss = promise.loss = value.item()
         finally:
             own.random.save()
             outside.restore()
+        if not math.isfinite(loss):
+            self.alarm(own.rank, loss)
         promise.gradient = self._gradient()
         self._keep_buffers(promise)
 

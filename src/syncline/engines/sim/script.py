@@ -42,6 +42,14 @@ class Script:
                 left.append(fault)
         return Script(left)
 
+    def after(self, version: int, seconds: float) -> Script:
+        """Without those whose moment was before, in the run that goes on."""
+        return Script(
+            fault
+            for fault in self.faults
+            if (fault.seconds or 0.0) > seconds or (fault.version is not None and fault.version > version)
+        )
+
     def missed(self, played: Iterable[str]) -> list[str]:
         """What a run that is over says of the lines whose moment has not come; a stop is not missed."""
         left = [fault.text for fault in self.rest(played).faults if fault.action != "stop"]

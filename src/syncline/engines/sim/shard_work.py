@@ -24,7 +24,7 @@ from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.memory import part_bytes
 from syncline.engines.sim.turns import Workload
 from syncline.engines.sim.world import World
-from syncline.learn.session import Session, make_optimizer
+from syncline.learn.session import Session, make_optimizer, shards_for
 from syncline.ports import Kind, Note
 from syncline.table.layout import Layout, lay_out
 from syncline.table.shard import Shard
@@ -56,6 +56,7 @@ class Draft:
         inner = make_optimizer(self.model, work.optimizer)
         groups = [group["params"] for group in inner.param_groups]
         cuttable = type(inner) in ELEMENTWISE
+        shards = shards_for(inner, shards, fixed=True)
         self.layout, tensors = lay_out(self.model, groups, cuttable=cuttable, shards=shards)
         self.parameters: list[Tensor] = list(tensors.parameters)
         self.template = OptimizerTemplate.of(inner)

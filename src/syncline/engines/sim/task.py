@@ -5,7 +5,6 @@ Not responsible for which gradients, nor for when.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.data import Dataset
 
 from syncline.engines.sim.examples import examples_of
 from syncline.errors import UsageError
+from syncline.learn.models import copied
 from syncline.learn.training import Objective, check_scalar
 from syncline.table.layout import DTYPES, Layout
 
@@ -47,7 +47,7 @@ class Task:
         device: torch.device | str = "cpu",
     ) -> None:
         self.device, self.layout = torch.device(device), layout
-        self.model = copy.deepcopy(model).to(self.device).train()
+        self.model = copied(model).to(self.device).train()
         self._asked = _Asked(self.model, objective)
         self._names = [f"model.{entry.name}" for entry in layout.parameters.entries]
         named = dict(self._asked.named_parameters())

@@ -42,6 +42,7 @@ class Together(Computer):
     ) -> None:
         self.task, self._layout = task, task.layout
         self._log = LossLog(task.device)
+        self._log.alarm = lambda rank, loss: self.alarm(rank, loss)
         gradients, versions = Rows(task, ROWS), Rows(task, min(ROWS, 2 * learners + 2))
         self._versions = Versions(task.layout, versions.take)
         captured = graphs and task.device.type == "cuda"

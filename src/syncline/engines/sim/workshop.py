@@ -23,6 +23,7 @@ from syncline.engines.sim.together import Together
 from syncline.engines.sim.trial import trial
 from syncline.errors import UsageError
 from syncline.learn.feed import epoch_order, read_ahead, reader
+from syncline.learn.models import made
 from syncline.learn.session import make_optimizer, shards_for
 from syncline.learn.training import Schedule, Training, run_training
 from syncline.table.layout import Layout, Tensors, lay_out
@@ -85,7 +86,7 @@ class Workshop:
 
     @cached_property
     def model(self) -> nn.Module:
-        return self.plan.model.train()
+        return made(self.plan.model).train()
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync, as_sync
-from syncline.engines.record import Recorder
+from syncline.engines.record import Recorder, last_line
 from syncline.engines.recovery import Recovery
 from syncline.engines.run import Evaluate, Outcome, RunSpec
 from syncline.engines.script import Fault
@@ -123,6 +123,7 @@ class World:
             before = previous.recorder.outcome
             outcome.events, outcome.logs, outcome.began = before.events, before.logs, before.began
             outcome.returned = before.returned
+            self.recorder.causes = previous.recorder.causes
             self.commands, self.recovery = previous.commands, previous.recovery
             self._before = previous.simulated()
             if self.watch is not None and previous.watch is not None:
@@ -130,7 +131,10 @@ class World:
 
     def make_workshop(self, ways: Ways | None) -> tuple[Workshop | None, str | None]:
         """For built-in learners; and why gradients are not computed together, where they were to be."""
-        return make_workshop(self.spec, ways)
+        shop, alone = make_workshop(self.spec, ways)
+        if shop is not None:
+            shop.computer.alarm = lambda rank, loss: self.recorder.bad_loss(rank, loss)
+        return shop, alone
 
     def make_table(self, layout: Layout) -> SimTable:
         shop = self.workshop
@@ -213,6 +217,8 @@ class World:
         self._gone(learner, lost=True)
         if not self.live and not self.recorder.outcome.returned and not self.stopping:
             self.fail(error)
+        else:
+            self.recorder.lost(learner.rank, f"raised {last_line(error)}", len(self.live))
 
     def kill(self, learner: SimLearner, why: str) -> None:
         """It ends now; the others hear of it after all that it sent."""
@@ -225,18 +231,22 @@ class World:
         rank, why = learner.rank, self._dying.pop(learner.learner, None)
         if why is None:
             return
-        self.recorder.event(f"lost: {why}", rank, kind="lost", learner=learner.learner)
+        what = f"lost: {why}"
+        self.recorder.event(what, rank, kind="lost", learner=learner.learner)
         self._gone(learner, lost=True)
         if self.spec.replace and not self.stopping:
             if self.recovery.restarts.learner_lost(rank, stepped=learner.stepped):
                 self.recorder.event("replaced", rank, kind="replaced")
                 self._begin(rank)
+                self.recorder.lost(rank, what, len(self.live), "another takes its place")
                 return
             failures = self.recovery.restarts.learners[rank]
             what = f"given up: {failures} in a row were lost before their first step"
             self.recorder.event(what, rank, kind="given up")
         if not self.live and not self.recorder.outcome.returned and not self.stopping:
             self.fail(LostError(f"all learners are lost, the last was rank {rank}: {why}"))
+        else:
+            self.recorder.lost(rank, what, len(self.live))
 
     def _gone(self, learner: SimLearner, *, lost: bool) -> None:
         self.live.pop(learner.learner, None)
@@ -452,7 +462,7 @@ class World:
             if self.workshop is not None and isinstance(self._evaluation, Evaluation):
                 self._evaluation = self._evaluation.on(self.workshop.device)
         assert self._evaluation is not None
-        self.recorder.evaluated(epoch, self._evaluation(state))
+        self.recorder.test(epoch, state, self._evaluation)
 
     def waiting(self) -> dict[int, str | None]:
         """Rank to what it waits for."""

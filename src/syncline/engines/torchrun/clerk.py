@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from syncline.engines.record import learner_error, peer_record
+from syncline.engines.record import learner_error, peer_record, said
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.torchrun.wire import TOKEN, Wire
 from syncline.errors import LostError, RunError
@@ -36,6 +36,7 @@ class Left:
     value: Any
     calls: int
     steps: int
+    signal: int = 0  # that it got, where the run has ended before its time
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,10 @@ class Clerk:
             return
         if isinstance(message, Left):
             self._left[rank] = message
-            self.recorder.outcome.returned[rank] = message.value
+            outcome = self.recorder.outcome
+            outcome.returned[rank] = message.value
+            outcome.signal = outcome.signal or message.signal
+            outcome.interrupted |= message.signal != 0
             self._tell(Gone(rank, message.calls, message.steps))
         elif isinstance(message, m.Raised):
             self._fail(learner_error(rank, message.error, message.traceback))
@@ -224,7 +228,7 @@ class Clerk:
                 metrics = self.spec.evaluate(state)
                 self._tested.put(lambda epoch=epoch, metrics=metrics: self.recorder.evaluated(epoch, metrics))  # type: ignore[misc]
             except Exception as error:
-                failure = RunError(f"evaluation failed: {type(error).__name__}: {error}")
+                failure = RunError(f"evaluation failed: {said(error)}")
                 self._tested.put(lambda failure=failure: self._fail(failure))  # type: ignore[misc]
             self._ring.send(b"t")
 
@@ -237,7 +241,8 @@ class Clerk:
     def _finished(self) -> bool:
         if self.recorder.error is not None:
             return True
-        return len(self._left) == self.spec.learners and self.recorder.complete()
+        complete = self.recorder.complete() and not self.keeper.cutting
+        return len(self._left) == self.spec.learners and complete
 
     def _end(self) -> None:
         """Tell everybody."""

@@ -6,27 +6,30 @@ Rank 0's clerk keeps the record; every rank returns the same result.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncline.dial import Sync
 from syncline.engines.allocator import keep_freed_memory
 from syncline.engines.collectives import Group, wants_nccl
+from syncline.engines.local.writer import Writer
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.torchrun.clerk import Answer, Clerk, Done, Failed, Gone, Left, Stop, Waiting
-from syncline.engines.torchrun.place import Place, next_store
+from syncline.engines.torchrun.place import Arrival, Place, Refusal, difference, next_store
 from syncline.engines.torchrun.wire import TOKEN, Wire
 from syncline.errors import LearnerError, LostError, RunError, UsageError
+from syncline.learn.models import copied
 from syncline.learn.peers import PeerSession
 from syncline.learn.training import Training
 from syncline.ports import CollectivePort, PeerLost, Progress, Reduction, RunStopped
@@ -34,6 +37,7 @@ from syncline.topology import messages as m
 from syncline.topology.keeper import Meet, apart, early
 
 BLAME = 4.0  # seconds that a broken collective waits for the clerk's word on who broke it
+GRACE = 25.0  # seconds that a step gets after a signal; torchrun waits for 30
 
 
 class Line:
@@ -57,10 +61,10 @@ class Line:
         self._thread = threading.Thread(target=self._hear, name="syncline-line", daemon=True)
         self._thread.start()
 
-    def join(self, store: Any, place: Place, device: str) -> Group:
+    def join(self, store: Any, place: Place, arrived: list[Arrival]) -> Group:
         """The group of all learners; whoever waits in it is thrown out when the run fails."""
-        devices = self.ask(Meet("the start", f"{socket.gethostname()} {device}"))
-        nccl = wants_nccl((device,)) and len(set(devices)) == len(devices)
+        devices = [(each.host, each.device) for each in arrived]
+        nccl = wants_nccl((arrived[place.rank].device,)) and len(set(devices)) == len(devices)
         self._joining = True
         self._group = Group(store, place.rank, place.learners, nccl=nccl, host=None)
         self._joining = False
@@ -157,9 +161,11 @@ class Line:
 class TorchrunPort(CollectivePort):
     """All that a session asks, in a process of torchrun's."""
 
-    def __init__(self, place: Place, group: Group, line: Line) -> None:
+    def __init__(self, place: Place, group: Group, line: Line, folder: str | None) -> None:
         self.rank, self.learners = place.rank, place.learners
         self._group, self._line = group, line
+        self.asked: Callable[[], bool] = lambda: False  # somebody in this process wants the run to end
+        self._writer = Writer(Path(folder), lambda saved: _try_send(line, saved)) if folder else None
         self.progress: Progress | None = None
 
     def now(self) -> float:
@@ -183,11 +189,15 @@ class TorchrunPort(CollectivePort):
     def tell(self, message: Any) -> None:
         self._line.send(message)
 
+    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        assert self._writer is not None
+        self._writer.write_after(number, name, tensors, notes)
+
     def note(self, progress: Progress) -> None:
         self.progress = progress._replace(histogram=dict(progress.histogram))
 
     def stopping(self) -> bool:
-        return self._line.stop
+        return self._line.stop or self.asked()
 
 
 class TorchrunHandle(Handle):
@@ -199,6 +209,9 @@ class TorchrunHandle(Handle):
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
         self._port: TorchrunPort | None = None
+        self._stop = False
+        self._signal = 0
+        self._watchdog: threading.Timer | None = None
 
     def wait(self, timeout: float | None = None) -> Outcome:
         if timeout is None and not self.done:
@@ -215,7 +228,26 @@ class TorchrunHandle(Handle):
         return self._done.is_set()
 
     def stop(self) -> None:
-        raise UsageError("under torchrun a run is ended by a callback, or by ending torchrun")
+        """Any learner's wish is enough: all agree on the step after which they leave."""
+        self._stop = True
+
+    def interrupt(self, signal: int) -> None:
+        self._stop, self._signal = True, signal
+        self._watchdog = threading.Timer(GRACE, self._give_up)
+        self._watchdog.daemon = True
+        self._watchdog.start()
+
+    def _give_up(self) -> None:
+        """Others do not come to the step on which all would agree."""
+        if not self.done:
+            sys.stderr.write(
+                f"learner {self._place.rank} did not finish its step within {GRACE:.0f} s of the signal\n"
+            )
+            sys.stderr.flush()
+            os._exit(128 + self._signal)
+
+    def kill(self) -> None:
+        """What ends this process ends the run."""
 
     def end(self, seconds: float) -> None:
         """It runs on the caller's thread: whoever can call this is not in it."""
@@ -255,33 +287,50 @@ class TorchrunHandle(Handle):
                 line.close()
             if clerk is not None:
                 clerk.join()
+            if self._watchdog is not None:
+                self._watchdog.cancel()
             self._done.set()
 
     def _learn(self, store: Any, line: Line) -> Outcome:
         group: Group | None = None
         try:
-            group = line.join(store, self._place, self._spec.peer(self._place.rank).device)
+            group = line.join(store, self._place, self._arrive(line))
             return self._call(group, line)
         except PeerLost as error:
             raise self._blame(line, error) from None
+        except (KeyboardInterrupt, Refusal):
+            raise
         except BaseException as error:
             raise self._confess(line, error) from error
         finally:
             if group is not None:
                 group.close()
 
+    def _arrive(self, line: Line) -> list[Arrival]:
+        """All come with what they have; what one is refused, all are."""
+        spec = self._spec
+        device = spec.peer(self._place.rank).device
+        kept = (spec.restored.version, spec.restored.seal) if spec.restored is not None else None
+        refused = str(spec.refused) if spec.refused is not None else ""
+        mine = Arrival(socket.gethostname(), device, refused, kept)
+        arrived: list[Arrival] = line.ask(Meet("the start", mine))
+        if problem := difference(arrived):
+            raise Refusal(problem)
+        return arrived
+
     def _call(self, group: Group, line: Line) -> Outcome:
         spec, config = self._spec, self._spec.peer(self._place.rank)
         if torch.device(config.device).type == "cuda":
             torch.cuda.set_device(config.device)
-        self._port = TorchrunPort(self._place, group, line)
-        session = PeerSession(self._port, config)
+        self._port = TorchrunPort(self._place, group, line, spec.folder)
+        self._port.asked = lambda: self._stop
+        session = PeerSession(self._port, config, spec.restored)
         session.seed()
         value = None
         with contextlib.suppress(RunStopped):
             value = spec.function(session, *map(_own, spec.arguments), **spec.keywords)
         session.close()
-        line.send(Left(value, line.calls, session.steps))
+        line.send(Left(value, line.calls, session.steps, self._signal if session.stopped else 0))
         outcome = line.end()
         return replace(outcome, tables=session.states(outcome.tables))
 
@@ -315,9 +364,9 @@ def _connect(store: Any, place: Place) -> Line:
 
 def _own(argument: Any) -> Any:
     """`train` does not change the caller's model: processes that it starts have their own, too."""
-    return (
-        replace(argument, model=copy.deepcopy(argument.model)) if isinstance(argument, Training) else argument
-    )
+    if isinstance(argument, Training) and isinstance(argument.model, nn.Module):
+        return replace(argument, model=copied(argument.model))
+    return argument
 
 
 class Torchrun(Engine):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from syncline.errors import UsageError
+from syncline.table.checkpoints import CheckpointError
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -51,6 +53,37 @@ class Place:
         if not wait:
             raise UsageError("wait=False cannot be under torchrun: the caller's process is itself a learner")
         return self.learners
+
+
+class Refusal(CheckpointError, UsageError):
+    """A rank cannot begin; all of them hear why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a rank comes with."""
+
+    host: str
+    device: str
+    refused: str  # why it cannot begin
+    checkpoint: tuple[int, int] | None  # version and seal of the one it has read
+
+
+def difference(arrived: Sequence[Arrival]) -> str:
+    """Why these cannot begin together."""
+    for rank, each in enumerate(arrived):
+        if each.refused:
+            seen = "; every rank must see the folder of resume=" if rank else ""
+            return f"rank {rank} on {each.host}: {each.refused}{seen}"
+    first = arrived[0]
+    for rank, each in enumerate(arrived):
+        if each.checkpoint != first.checkpoint:
+            versions = [found.checkpoint[0] if found.checkpoint else None for found in (each, first)]
+            return (
+                f"rank {rank} on {each.host} reads another checkpoint (of version {versions[0]}) than rank 0 on {first.host} "
+                f"(of version {versions[1]}): resume= must name one folder that all ranks see"
+            )
+    return ""
 
 
 _runs = 0  # of this process

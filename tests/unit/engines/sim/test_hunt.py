@@ -28,6 +28,7 @@ from syncline.protocols.stock import Stock
 from syncline.protocols.waiting import Gate, Release
 from syncline.table.shard import Mean, Shard
 from syncline.topology.replay import Replay
+from syncline.topology.tally import Tally
 
 Patch = pytest.MonkeyPatch
 
@@ -266,6 +267,45 @@ def late_gradients_are_folded(patch: Patch) -> None:
     patch.setattr(Sequence, "_accept", takes)
 
 
+def epochs_wait_for_earlier_ones(patch: Patch) -> None:
+    """An epoch of which all is settled is not done while an earlier one is open."""
+    finish = Stock.finish
+
+    def in_order(self: Stock) -> Any:
+        later = {epoch: state for epoch, state in self._unfinished.items() if epoch > self.done}
+        for epoch in later:
+            del self._unfinished[epoch]
+        newest, self.newest = self.newest, self.done
+        found = finish(self)
+        self.newest = newest
+        self._unfinished.update(later)
+        self.over = bool(found)
+        return found
+
+    patch.setattr(Stock, "finish", in_order)
+
+
+def dropped_examples_take_others_along(patch: Patch) -> None:
+    """With each late gradient that is dropped, examples of another are not counted."""
+    folded = Tally.folded
+
+    def fewer(self: Tally, table: int, rank: int, examples: int, *rest: Any) -> None:
+        folded(self, table, rank, examples - (self.examples[table] % 5 == 4), *rest)
+
+    patch.setattr(Tally, "folded", fewer)
+
+
+def batches_grow_on_their_way(patch: Patch) -> None:
+    """A gradient counts more examples than its batches hold."""
+    gradient = Sequence.gradient
+
+    def more(self: Sequence, ticket: Ticket) -> Any:
+        ticket.count += ticket.count == 3
+        return gradient(self, ticket)
+
+    patch.setattr(Sequence, "gradient", more)
+
+
 PLANTED: list[tuple[Callable[[Patch], None], tuple[str, ...]]] = [
     (keep_what_the_lost_had, ("hardsync", "async")),
     (fold_again, ("softsync:1", "softsync:2")),
@@ -285,6 +325,9 @@ PLANTED: list[tuple[Callable[[Patch], None], tuple[str, ...]]] = [
     (who_met_is_not_there_again, ("hardsync", "delayed:1")),
     (what_a_loop_left_is_lost, ("async",)),
     (late_gradients_are_folded, ("backup:1",)),
+    (epochs_wait_for_earlier_ones, ("async",)),
+    (dropped_examples_take_others_along, ("backup:1",)),
+    (batches_grow_on_their_way, ("async",)),
 ]
 
 

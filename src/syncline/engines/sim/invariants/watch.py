@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from syncline.engines.sim.invariants.feed import Broken, FeedAccount, Span
+from syncline.engines.sim.invariants.feed import Broken, FeedAccount, Span, StreamAccount
 from syncline.engines.sim.invariants.tables import Gradient, TableAccount
 from syncline.engines.sim.invariants.values import Values
 from syncline.errors import InvariantError
@@ -39,7 +40,8 @@ class Watch:
     def _begin(self) -> None:
         self._tables: dict[int, TableAccount] = {}
         self._values: dict[int, Values] = {}
-        self._feeds: dict[int, FeedAccount] = {}
+        self._feeds: dict[int, FeedAccount | StreamAccount] = {}
+        self._examples: dict[int, int] = defaultdict(int)  # in updates, by table
         self._used: dict[int, list[tuple[int, int]]] = {}  # learner -> (loader, upto) of the next gradient
         self._resting: dict[int, int] = {}  # learner -> loader it waits for
         self._gone: set[int] = set()
@@ -103,7 +105,7 @@ class Watch:
         with self._checking():
             if note.kind == Kind.REST and learner not in self._gone:
                 self._rest(learner, note)
-            elif note.kind == Kind.CLOSE:
+            elif note.kind in (Kind.CLOSE, Kind.ENDED):
                 self._moved = True
                 self._feeds[note.loader].closed(learner, note.upto)
 
@@ -121,10 +123,12 @@ class Watch:
     def told(self, event: Any) -> None:
         """Before the leading shard handles what the coordinator says."""
         with self._checking():
-            if isinstance(event, m.MakeTable):
+            if isinstance(event, m.Resume):
+                self._examples.update(event.counts.examples)
+            elif isinstance(event, m.MakeTable):
                 self._make_table(event)
             elif isinstance(event, m.MakeLoader):
-                self._feeds[event.loader] = FeedAccount(event.size, event.epochs, event.standing)
+                self._make_loader(event)
             elif isinstance(event, m.JoinTable):
                 self._tables[event.table].joins(event.learner)
             elif isinstance(event, m.Leave):
@@ -132,6 +136,12 @@ class Watch:
             elif isinstance(event, m.Finish):
                 for table in self._tables.values():
                     table.finishing = True
+
+    def _make_loader(self, make: m.MakeLoader) -> None:
+        if make.policy == m.STREAM:
+            self._feeds[make.loader] = StreamAccount(make.epochs, make.standing)
+        else:
+            self._feeds[make.loader] = FeedAccount(make.size, make.epochs, make.standing)
 
     def _make_table(self, make: m.MakeTable) -> None:
         self._tables[make.table] = TableAccount(
@@ -161,7 +171,9 @@ class Watch:
         for feed in self._feeds.values():
             feed.left(learner)
 
-    def _each(self, usage: Iterable[tuple[int, Span]], action: Callable[[FeedAccount, Span], None]) -> None:
+    def _each(
+        self, usage: Iterable[tuple[int, Span]], action: Callable[[FeedAccount | StreamAccount, Span], None]
+    ) -> None:
         for loader, span in usage:
             action(self._feeds[loader], span)
 
@@ -199,8 +211,15 @@ class Watch:
         first = max((t for t in fold.tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
         role = self._world.roles[0]
         self._values[number].folded(fold, lambda: role.options(number, first.learner, first.number))
-        for gradient in gradients:
+        for ticket, gradient in zip(fold.tickets, gradients, strict=True):
             self._each(gradient.usage, lambda feed, span: feed.settled([span], f"in version {fold.version}"))
+            counted = [
+                span for loader, span in gradient.usage if isinstance(self._feeds[loader], FeedAccount)
+            ]
+            held = sum(stop - start for _, start, stop in counted)
+            if counted and len(counted) == len(gradient.usage) and held != ticket.count:
+                raise Broken(f"a gradient of {ticket.count} examples is folded, its batches hold {held}")
+            self._examples[number] += ticket.count
 
     def _fed(self, loader: int, decision: Grant | End | EpochDone) -> None:
         feed = self._feeds[loader]
@@ -242,6 +261,8 @@ class Watch:
             with self._checking():
                 for number in self._touched:
                     self._tables[number].due()
+                for feed in self._feeds.values():
+                    feed.due()
             self._touched.clear()
         if self._moved:
             self._moved = False
@@ -283,11 +304,13 @@ class Watch:
                 said[number].gradients,
                 said[number].dropped,
                 said[number].pending,
+                said[number].examples,
             )
-            mine = (table.version, table.folded, table.dropped, 0)
+            mine = (table.version, table.folded, table.dropped, 0, self._examples[number])
             if theirs != mine:
                 raise Broken(
-                    f"table {number}: the run says version, gradients, dropped, pending {theirs}, counted were {mine}"
+                    f"table {number}: the run says version, gradients, dropped, pending, examples {theirs}, "
+                    f"counted were {mine}"
                 )
             if said[number].staleness.gradients != table.folded:
                 raise Broken(f"staleness of {said[number].staleness.gradients} of {table.folded} gradients")

@@ -1,0 +1,134 @@
+"""L-BFGS: quasi-Newton directions from the last few steps (Liu and Nocedal 1989).
+
+The history lies on the shards. The two-loop recursion runs on the dots between its vectors and g, which are kept
+here, so that the direction is one linear combination (Chen, Wang and Zhou 2014): the round trips of an iteration do
+not grow with the history. Not responsible for how far to go, nor for when to end (`descent`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from syncline.batch.commands import Combine, Dot, Program, Scalars, State
+from syncline.batch.descent import Descent, Direction, Move, first_step
+from syncline.batch.standing import whole
+from syncline.errors import UsageError
+
+ROUNDING = 2.3e-16  # of the decrease that a slope promises: smaller curvature is none
+
+
+@dataclass(frozen=True, kw_only=True)
+class LBFGS(Descent):
+    """2·history + 4 vectors on the shards. Pairs whose s·y is not positive are skipped."""
+
+    history: int = 10
+
+    name: ClassVar[str] = "lbfgs"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "history", 1)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        pairs = (f"{kind}{slot}" for kind in "sy" for slot in range(self.history))
+        return ("x", "g", "d", "old x", *pairs)
+
+    def direction(self, state: State | None) -> Direction:
+        used = list(state["history"]) if state else []
+        if any(slot >= self.history for slot in used):
+            raise UsageError(
+                f"LBFGS(history={self.history}) cannot go on from a state with a history of {max(used) + 1}; use that"
+            )
+        return _QuasiNewton(self.history, used, dict(state["dots"]) if state else {})
+
+
+class _QuasiNewton(Direction):
+    """d = −H·g, by dots: `dots["s0.y1"]` is s₀·y₁, by slots of the ring."""
+
+    def __init__(self, size: int, used: list[int], dots: dict[str, float]) -> None:
+        self._size, self._used, self._dots = size, used, dots  # used: oldest first
+        self._slot = 0  # free: it has the old gradient during a line search, then perhaps the new pair
+
+    @property
+    def old_gradient(self) -> str:
+        return f"y{self._slot}"
+
+    @property
+    def plain(self) -> bool:
+        return not self._used
+
+    def make(self, squared: float) -> tuple[Program, float]:
+        terms = _recursion(self._used, self._dots)
+        if not all(math.isfinite(by) for by, _ in terms):
+            self.forget()
+            terms = _recursion([], {})
+        step = 1.0 if self._used else first_step(squared)
+        if len(self._used) == self._size:
+            del self._used[0]
+        self._slot = next(slot for slot in range(self._size) if slot not in self._used)
+        return (Combine("d", terms),), step
+
+    def update(self, move: Move | None) -> Program:
+        if move is None:
+            return tuple(_with_gradient(self._used))
+        s, y, others = f"s{self._slot}", f"y{self._slot}", self._used
+        pair = (Combine(s, ((1.0, "x"), (-1.0, "old x"))), Combine(y, ((1.0, "g"), (-1.0, y))))
+        own = (_dot(s, y), _dot(y, y))
+        crossed = (d for j in others for d in (_dot(f"s{j}", y), _dot(s, f"y{j}"), _dot(f"y{j}", y)))
+        return (*pair, *own, *crossed, *_with_gradient([*others, self._slot]))
+
+    def learn(self, got: Scalars, move: Move | None) -> None:
+        self._dots.update((name, value) for name, value in got.items() if "." in name)
+        if not all(map(math.isfinite, got.values())):
+            self.forget()
+        elif move is not None and self._curved(got, move):
+            self._used.append(self._slot)
+
+    def _curved(self, got: Scalars, move: Move) -> bool:
+        s, y = f"s{self._slot}", f"y{self._slot}"
+        return got[f"{y}.{y}"] > 0 and got[f"{s}.{y}"] > -ROUNDING * move.step * move.slope_before
+
+    def forget(self) -> None:
+        self._used.clear()
+
+    def data(self) -> State:
+        live = {f"{kind}{slot}" for kind in "sy" for slot in self._used} | {"g"}
+        return {
+            "history": list(self._used),
+            "dots": {name: value for name, value in self._dots.items() if live.issuperset(name.split("."))},
+        }
+
+
+def _dot(a: str, b: str) -> Dot:
+    """Named alike whichever way round."""
+    a, b = sorted((a, b))
+    return Dot(f"{a}.{b}", a, b)
+
+
+def _with_gradient(slots: Iterable[int]) -> list[Dot]:
+    return [_dot(f"{kind}{slot}", "g") for slot in slots for kind in "sy"]
+
+
+def _recursion(used: list[int], dots: dict[str, float]) -> tuple[tuple[float, str], ...]:
+    """The two loops of −H·g, as the coefficients of s, y and g."""
+
+    def dot(a: str, b: str) -> float:
+        return dots[".".join(sorted((a, b)))]
+
+    alpha: dict[int, float] = {}
+    for i in reversed(used):
+        rest = dot(f"s{i}", "g") - sum(alpha[j] * dot(f"s{i}", f"y{j}") for j in alpha)
+        alpha[i] = rest / dot(f"s{i}", f"y{i}")
+    gamma = dot(f"s{used[-1]}", f"y{used[-1]}") / dot(f"y{used[-1]}", f"y{used[-1]}") if used else 1.0
+    weight: dict[int, float] = {}  # of s
+    for i in used:
+        q = dot(f"y{i}", "g") - sum(alpha[j] * dot(f"y{i}", f"y{j}") for j in used)
+        r = gamma * q + sum(weight[j] * dot(f"s{j}", f"y{i}") for j in weight)
+        weight[i] = alpha[i] - r / dot(f"s{i}", f"y{i}")
+    of_s = [(-weight[i], f"s{i}") for i in used]
+    of_y = [(gamma * alpha[i], f"y{i}") for i in used]
+    return ((-gamma, "g"), *of_s, *of_y)

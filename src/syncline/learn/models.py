@@ -1,0 +1,83 @@
+"""Models on their way: made where they are needed, copied, and refused where they have no values yet.
+
+Not responsible for the tables that are made of them (table/layout.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from syncline.errors import LayoutError, UsageError
+from syncline.learn.randomness import pack_random, seed_random, unpack_random
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class ModelFactory:
+    """Makes the model that a plain script makes with this seed, wherever it is called; draws nothing from the caller's generators."""
+
+    make: Callable[[], Any]
+    seed: int
+
+    def __call__(self, device: torch.device = CPU) -> nn.Module:
+        before = pack_random(device)
+        seed_random(self.seed)
+        try:
+            made = self.make()
+        finally:
+            unpack_random(before, device)
+        if not isinstance(made, nn.Module):
+            raise UsageError(
+                f"model must be an nn.Module or a callable that makes one, got {type(made).__name__}"
+            )
+        return made
+
+
+Model = nn.Module | ModelFactory
+
+
+def made(model: Model, device: torch.device = CPU) -> nn.Module:
+    """Itself, or what its factory makes."""
+    return model if isinstance(model, nn.Module) else model(device)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy, also of a module that keeps tensors which it computed (`nn.utils.weight_norm`): those it computes again."""
+    try:
+        return copy.deepcopy(model, memo=without_graph(model))
+    except Exception:  # whatever an attribute of the user's raises when it is copied
+        found: nn.Module = cloudpickle.loads(cloudpickle.dumps(model))
+        return found
+
+
+def without_graph(model: nn.Module) -> dict[int, Any]:
+    """A memo for `copy.deepcopy`: tensors that were computed, which it refuses, without their history."""
+    kept = [value for module in model.modules() for value in vars(module).values()]
+    return {
+        id(value): value.detach().clone() for value in kept if isinstance(value, Tensor) and not value.is_leaf
+    }
+
+
+def refuse_unready(model: nn.Module) -> None:
+    """Parameters and buffers without a shape, or without values."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in named:
+        if is_lazy(tensor):
+            raise LayoutError(
+                f"'{name}' of {type(model).__name__} is lazy and has no shape yet: run the model once on a batch before, or "
+                "give a function that makes it and does so"
+            )
+        if tensor.is_meta:
+            raise LayoutError(
+                f"'{name}' of {type(model).__name__} is on the meta device and has no values: give a function that makes "
+                "the model with values, for example by model.to_empty(device='cpu') and its initialisation"
+            )

@@ -1,0 +1,156 @@
+"""What a learner's loop does that is hardly meant, noticed cheaply and said once: a plain optimizer's steps, weights that are
+written to between two steps, losses that are not finite. Not responsible for who shows it: that is the recorder's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from syncline.topology import messages as m
+
+_NORMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)  # of the learner that runs here
+_hooked = False
+
+
+class Watch:
+    """One learner's; `tell` reaches whoever keeps the run's record."""
+
+    def __init__(self, rank: int, tell: Callable[[Any], None]) -> None:
+        self._rank, self._tell = rank, tell
+        self._said: set[str] = set()
+        self._shared: list[Optimizer] = []  # those of the tables, and those that these run
+        self._parameters: set[int] = set()  # in tables
+        self._steps = 0  # of tables
+        self._outer: list[int] = []  # steps of tables before each optimizer that is stepping now
+        self._alone = ""  # a plain optimizer that stepped before there was a table
+        _hook()
+        _WATCH.set(self)
+
+    def warn(self, cause: str, text: str) -> None:
+        if cause not in self._said:
+            self._said.add(cause)
+            self._tell(m.Warned(f"learner {self._rank}: {text}", cause))
+
+    def close(self) -> None:
+        """Its function is over."""
+        _WATCH.set(None)
+        if self._alone and not self._shared:
+            self.warn(
+                "plain",
+                f"stepped a plain {self._alone} and opened no table: every learner has trained a model of its own, and the "
+                "result has none. Make the optimizer with session.optimizer(model, factory)",
+            )
+
+    def loss(self, value: float, step: int, epoch: int | None) -> None:
+        """Of a gradient, as the loop says it."""
+        if not math.isfinite(value):
+            self.warn("loss", not_finite(f"its step {step}", epoch, value))
+
+    # -- plain optimizers --------------------------------------------------------------------------------
+
+    def opened(self, parameters: Sequence[nn.Parameter], *optimizers: Optimizer) -> None:
+        """A table: its optimizer, and those that it runs itself."""
+        self._shared += optimizers
+        self._parameters.update(map(id, parameters))
+
+    def before(self, optimizer: Optimizer) -> None:
+        if any(optimizer is each for each in self._shared):
+            self._steps += 1
+        self._outer.append(self._steps)
+
+    def after(self, optimizer: Optimizer) -> None:
+        """A step of something that stepped no table: not one of ours, nor something around it."""
+        if self._outer and self._outer.pop() == self._steps and all(optimizer is not s for s in self._shared):
+            self._plain(optimizer)
+
+    def _plain(self, optimizer: Optimizer) -> None:
+        kind = type(optimizer).__name__
+        if not self._shared:
+            self._alone = kind
+            return
+        held = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+        lost = "parameters of a table, which the next read overwrites" if held else "this learner's own copy"
+        self.warn(
+            "plain",
+            f"steps a plain {kind} beside session.optimizer's: what it changes is {lost}. Make it with "
+            "session.optimizer(model, factory)",
+        )
+
+
+def not_finite(of: str, epoch: int | None, loss: float) -> str:
+    """What is said of such a loss."""
+    when = f" in epoch {epoch}" if epoch is not None else ""
+    return (
+        f"the loss of {of}{when} is {loss}, and the weights may be lost with it. A smaller rate, clip_norm= or a look at the "
+        "data may help; this is said once"
+    )
+
+
+def _hook() -> None:
+    """Once in a process; outside learners the hooks do nothing."""
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        register_optimizer_step_pre_hook(_before)
+        register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if (watch := _WATCH.get()) is not None:
+        watch.before(optimizer)
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if (watch := _WATCH.get()) is not None:
+        watch.after(optimizer)
+
+
+class Untouched:
+    """Parameters that only reads may change.
+
+    Writes count up their versions; those through `.data` do not, and are seen by norms, which are compared after 1, 2, 4, 8 …
+    steps.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+        self._parameters, self._names = parameters, names
+        normed = [i for i, p in enumerate(parameters) if p.dtype in _NORMED and p.numel()]
+        self._normed = normed
+        self._versions: list[int] = []
+        self._norms: list[Tensor] | None = None
+
+    def note(self, steps: int) -> None:
+        """As they are after so many steps."""
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._norms = self._measure() if steps & (steps - 1) == 0 else None
+
+    def written(self) -> str | None:
+        """The name of one that was written to since."""
+        for index, (parameter, version) in enumerate(zip(self._parameters, self._versions, strict=True)):
+            if parameter._version != version:
+                return self._names[index]
+        norms, self._norms = self._norms, None
+        for before, after in zip(norms or (), self._measure() if norms else (), strict=True):
+            differ = (before != after) & ~(before.isnan() & after.isnan())
+            if bool(differ.any()):
+                return self._names[self._normed[int(differ.nonzero()[0, 0])]]
+        return None
+
+    @torch.no_grad()
+    def _measure(self) -> list[Tensor]:
+        """The largest of each, which a clamp changes, and the length, which all else does."""
+        held = [self._parameters[index].detach() for index in self._normed]
+        if not held:
+            return []
+        device = held[0].device
+        found = [torch._foreach_norm(held, order) for order in (math.inf, 2.0)]
+        return [torch.stack([each.double().to(device) for each in norms]).cpu() for norms in found]
