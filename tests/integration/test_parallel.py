@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,8 @@ def seat(rank: int, size: int, folder: str, device: str) -> None:
     if rank == size - 1:
         held = sum(p.numel() for p in mine.parameters())
         torch.save((losses, state, result, held, found.choices), f"{folder}/result")
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # Gloo's threads can abort a program that ends while the other's connections close
 
 
 def check_processes(size: int, folder: Path, device: str, tolerance: float) -> None:
@@ -80,7 +82,7 @@ def check_processes(size: int, folder: Path, device: str, tolerance: float) -> N
     assert choices["fc6"] == "model" and held < sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_planned_network_is_trained_in_processes_as_in_one(size: int, tmp_path: Path) -> None:
     check_processes(size, tmp_path, "cpu", 1e-10)
 

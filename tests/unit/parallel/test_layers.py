@@ -17,7 +17,7 @@ from tests.unit.parallel.seats import Seats
 
 seats = Seats()
 TOLERANCE = 1e-10
-SIZES = (2, 3, 4)
+SIZES = (pytest.param(2, marks=pytest.mark.long), 3, 4)  # uneven cuts, and a grid, always
 IMAGE = (5, 6, 9, 8)  # uneven over 2, 3 and 4 processes
 
 
