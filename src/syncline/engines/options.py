@@ -1,9 +1,9 @@
-"""Options of a run that engines carry out: what happens at faults, and checkpoints. Checked before anything starts."""
+"""Checkpoints of a run, as they are asked for and found: checked before anything starts."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +13,9 @@ from syncline.learn.session import check_whole
 from syncline.table.checkpoints import CheckpointError, Folder, find
 from syncline.topology.restore import Restored, restored
 
-PATIENCE = 60.0  # seconds
 AUTO, END = "auto", "end"  # values of checkpoint_every
 MINUTE = 60.0  # seconds
 EVENTS = "events.jsonl"  # in a run folder: a run is in it
-
-
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """What happens when learners raise, die or hang."""
-
-    on_error: str
-    replace: bool
-    patience: float | None
-    kill_hung: bool
-
-    def fields(self) -> dict[str, Any]:
-        if self.on_error not in ("raise", "continue"):
-            raise UsageError(f'on_error is "raise" or "continue", got {self.on_error!r}')
-        if self.patience is not None and not self.patience > 0:
-            raise UsageError(f"patience is a number of seconds > 0, or None, got {self.patience!r}")
-        if self.kill_hung and self.patience is None:
-            raise UsageError("kill_hung=True needs patience=, the seconds after which a learner hangs")
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from syncline.engines.run import (
 )
 from syncline.errors import LearnerError, LostWarning, RunError, SynclineError, SynclineWarning
 from syncline.learn.watching import not_finite
+from syncline.protocols import lifecycle as life
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.table.template import Options
@@ -110,6 +111,16 @@ class Recorder:
         event = Event(seconds=self._now(), what=what, rank=rank, kind=kind, details=details)
         self.outcome.events.append(event)
         self._tell(dataclasses.replace(event, details=dict(details)))  # its own: more may be added here
+
+    def say(self, decision: life.Decision) -> None:
+        """What the lifecycle wants to be known."""
+        match decision:
+            case life.Say(what, rank, kind, details):
+                self.event(what, rank, kind=kind, **details)
+            case life.WarnLost(rank, how, others, then):
+                self.lost(rank, how, others, then)
+            case life.Warn(text):
+                self.warn(text, said=True)
 
     def sample(self, statistics: m.Statistics) -> None:
         """How a simulated run stands, for listeners."""
@@ -308,11 +319,6 @@ def learner_error(rank: int, error: BaseException | None, text: str) -> LearnerE
     told = LearnerError(rank, text, _raised(error) if error is not None else "")
     told.__cause__ = error
     return told
-
-
-def last_line(error: BaseException) -> str:
-    """What it says, without where."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
 
 
 def peer_record(

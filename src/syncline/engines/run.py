@@ -18,6 +18,7 @@ from syncline.engines.sim.account import Simulated
 from syncline.learn.peers import PeerConfig
 from syncline.learn.session import SessionConfig
 from syncline.protocols.clocks import Staleness
+from syncline.protocols.lifecycle import Faults
 from syncline.topology.messages import Statistics
 from syncline.topology.parse import AllReduce
 from syncline.topology.plan import Plan
@@ -49,10 +50,7 @@ class RunSpec:
     limit: int | None = None
     epochs: int | None = None
     clip_norm: float | None = None
-    on_error: str = "raise"  # or "continue": an exception ends only its learner
-    replace: bool = False  # lost learners are replaced
-    patience: float | None = 60.0  # seconds without a word until a learner is said to hang
-    kill_hung: bool = False
+    faults: Faults = Faults()  # noqa: RUF009 - frozen
     folder: str | None = None  # of checkpoints
     lock: RunLock | None = None  # of the run folder, released with its record
     cut_every: int | None = None  # versions between checkpoints

@@ -5,6 +5,7 @@ What cannot be written is said once, and the run goes on. Not responsible for re
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -384,10 +385,7 @@ def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
         "devices": sorted(set(spec.devices)),
         "clip_norm": spec.clip_norm,
         "warmstart": spec.warm,
-        "on_error": spec.on_error,
-        "replace": spec.replace,
-        "patience": spec.patience,
-        "kill_hung": spec.kill_hung,
+        **dataclasses.asdict(spec.faults),
         "checkpoint_every": spec.cut_every or spec.cut_seconds,
         "clocks": spec.clocks,
         "policy": plan.policy if plan else None,

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from syncline.engines.options import AUTO, PATIENCE, Checkpoints, Faults
+from syncline.engines.options import AUTO, Checkpoints
 from syncline.engines.run import Callback, Engine
 from syncline.learn.session import check_whole
 from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
+from syncline.protocols.lifecycle import PATIENCE, Faults
 from syncline.train.checks import (
     batches_of,
     built,
@@ -83,7 +84,7 @@ def launch(
         batch_size=batch_size,
         joint_batch=batch_size * learners if batch_size else None,
         warm=warmstart,
-        faults=Faults(on_error, replace, patience, kill_hung),
+        faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
         checkpoints=Checkpoints(
             run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
         ),
@@ -184,7 +185,7 @@ def train(
         epochs=epochs,
         evaluate=evaluation_of(sent, evaluate, loss, objective, each, collate),
         callbacks=check_callbacks(callbacks),
-        faults=Faults(on_error, replace, patience, kill_hung),
+        faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
         checkpoints=Checkpoints(
             run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
         ),

@@ -13,13 +13,14 @@ import torch
 
 from syncline.dial import Course, Sync
 from syncline.engines.local.engine import Local
-from syncline.engines.options import Checkpoints, Faults
+from syncline.engines.options import Checkpoints
 from syncline.engines.run import Engine, RunSpec
 from syncline.engines.sim.engine import Sim
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.engines.torchrun.place import Place
 from syncline.errors import DialError, NotYetError, UsageError
 from syncline.learn.session import check_whole
+from syncline.protocols.lifecycle import Faults
 from syncline.topology.parse import AllReduce, Servers, auto_shards, check_all_reduce, parse_topology
 
 DEFAULT_LEARNERS = 2
@@ -47,7 +48,6 @@ def run_spec(
     if rest["threads"] is not None:
         check_whole("threads", rest["threads"])
     check_clip_norm(rest["clip_norm"])
-    check_patience(faults.patience)
     for name, path in (("run_dir", checkpoints.run_dir), ("resume", checkpoints.resume)):
         check_path(name, path)
     course = Course.of(sync)
@@ -87,7 +87,7 @@ def run_spec(
         devices=devices,
         batch_size=batch_size,
         **rest,
-        **faults.fields(),
+        faults=faults,
         **checkpoints.fields(rest["seed"], servers=allreduce is None),
     )
 
@@ -95,11 +95,6 @@ def run_spec(
 def check_clip_norm(given: Any) -> None:
     if given is not None and not (_is_number(given) and given > 0):
         raise UsageError(f"clip_norm must be a number > 0, got {given!r}; leave it out not to clip")
-
-
-def check_patience(given: Any) -> None:
-    if given is not None and not (_is_number(given) and given > 0):
-        raise UsageError(f"patience is a number of seconds > 0, or None, got {given!r}")
 
 
 def check_path(name: str, given: Any) -> None:

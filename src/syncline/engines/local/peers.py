@@ -21,8 +21,9 @@ from syncline.engines.local.statistics import Questions, with_processes
 from syncline.engines.local.thread import RunThread
 from syncline.engines.record import learner_error, peer_record
 from syncline.engines.run import RunSpec
-from syncline.errors import LostError, RunError, UsageError
+from syncline.errors import RunError, UsageError
 from syncline.protocols.clocks import StalenessClock
+from syncline.protocols.lifecycle import alone
 from syncline.topology import messages as m
 from syncline.topology.keeper import apart, early
 
@@ -57,7 +58,10 @@ class PeerSupervisor:
         self._deadline: float | None = None
         self._broken: tuple[float, int, str] | None = None  # (when, rank, what it said)
         self._hanging = Hanging(
-            spec, self.recorder, others="the others wait for it", end="ends such a learner, and the run"
+            spec.faults,
+            self.recorder,
+            others="the others wait for it",
+            end="ends such a learner, and the run",
         )
         self._looked = self._started
 
@@ -153,12 +157,7 @@ class PeerSupervisor:
         if process.role == "learner":
             what = f"lost: its process (pid {process.pid}) ended with {how}"
             self.recorder.event(what, process.rank, kind="lost", pid=process.pid)
-        self.thread.fail(
-            LostError(
-                f"{process.role} {process.rank} (pid {process.pid}) ended with {how}; under all-reduce the others "
-                "cannot go on without it"
-            )
-        )
+        self.thread.fail(alone(f"{process.role} {process.rank} (pid {process.pid}) ended with {how}"))
 
     def _check(self, now: float) -> None:
         self._check_early()

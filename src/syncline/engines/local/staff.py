@@ -38,7 +38,6 @@ class Staff:
         self.learners: dict[int, Process] = {}  # by learner id, while running
         self.shards: list[Process] = []
         self.generation = 0  # how often the servers were started anew
-        self.ids = spec.learners  # given so far
         self._desks: dict[int, Region] = {}
         self._regions: dict[int, list[Region]] = defaultdict(list)  # by learner; SHARED, and SERVERS' own
         self._shared = self.region(Hub.nbytes())
@@ -114,12 +113,6 @@ class Staff:
             return self._spec.threads
         spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
         return max(1, spare // self._spec.learners)
-
-    def new_ids(self) -> dict[int, int]:
-        """As many learners as in the beginning: ids with their ranks."""
-        first = self.ids + 1
-        self.ids += self._spec.learners
-        return {first + rank: rank for rank in range(self._spec.learners)}
 
     # -- telling learners --------------------------------------------------------------------------------
 

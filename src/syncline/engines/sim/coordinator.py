@@ -75,7 +75,7 @@ class SimCoordinator(CoordinatorPort):
         done = commit(world.folder, number, manifest, files, world.spec.keep)
         self.emit(done)
         if not done.problem:
-            world.recovery.checkpointed(Path(done.path))
+            world.supervision.checkpointed(Path(done.path))
             if exact:
                 world.next = restored(find(Path(done.path)))
         return not done.problem

@@ -16,12 +16,12 @@ from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.debris import debris
 from syncline.engines.sim.peers import PeerWorld, check_peer_script
-from syncline.engines.sim.script import Script
+from syncline.engines.sim.script import Script, check_script
 from syncline.engines.sim.sized import OnUpdate, Sizes
 from syncline.engines.sim.states import Random
 from syncline.engines.sim.timing import Follow, Length, Timing, time_all_reduce, time_run
 from syncline.engines.sim.workshop import Ways
-from syncline.engines.sim.world import World, check_script
+from syncline.engines.sim.world import World
 from syncline.errors import RunError, UsageError
 from syncline.learn.session import check_whole
 from syncline.learn.training import run_training

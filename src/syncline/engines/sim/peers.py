@@ -33,6 +33,7 @@ from syncline.errors import LostError, NotYetError, UsageError
 from syncline.learn.peers import PeerSession
 from syncline.ports import CollectivePort, Progress, Reduction, RunStopped
 from syncline.protocols.clocks import StalenessClock
+from syncline.protocols.lifecycle import alone
 from syncline.table.checkpoints import Folder
 from syncline.topology import messages as m
 from syncline.topology.keeper import Meet, early
@@ -252,11 +253,7 @@ class PeerWorld:
         else:
             self.peers[fault.rank].kill()
             self.recorder.event("lost: killed by the script", fault.rank, kind="lost")
-            self.fail(
-                LostError(
-                    f"learner {fault.rank} is lost: killed by the script; under all-reduce the others cannot go on without it"
-                )
-            )
+            self.fail(alone(f"learner {fault.rank} is lost: killed by the script"))
 
     # -- the run -----------------------------------------------------------------------------------------
 

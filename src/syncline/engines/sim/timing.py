@@ -14,10 +14,9 @@ from syncline.engines.run import EpochRecord, Event, Outcome, RunSpec
 from syncline.engines.sim.account import LearnerTimes
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.collector import YOUNG, calm_collector
-from syncline.engines.sim.script import Script
+from syncline.engines.sim.script import Script, check_script
 from syncline.engines.sim.sized import OnUpdate, SizedPlan, SizedWorld, Sizes
 from syncline.engines.sim.timed_rings import Buckets, TimedRings, even_layers, run_rings
-from syncline.engines.sim.world import check_script
 from syncline.errors import UsageError
 from syncline.learn.session import check_batches, check_policy, check_whole
 from syncline.protocols.clocks import Staleness
@@ -140,7 +139,7 @@ def time_run(
         world = SizedWorld(spec, cluster, script=script, seed=seed)
         world.on_update = on_update
         if length.seconds is not None:
-            world.clock.at(length.seconds, world.coordinator.stop)
+            world.clock.at(length.seconds, world.ask_stop)
 
         def look() -> SoFar:
             epochs = world.servers[0].role.examples(0) / sizes.examples

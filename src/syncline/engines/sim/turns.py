@@ -29,6 +29,7 @@ from syncline.errors import LostError, RunError, UsageError
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.session import Session
 from syncline.ports import Reading
+from syncline.protocols.lifecycle import Faults
 
 SETTLE = 0.02  # seconds until burners are at it
 LOOK = 0.25  # seconds between looks at whether the run has failed
@@ -122,7 +123,7 @@ class Stage:
                 devices=("cpu",) * processes,
                 threads=1,
                 batch_size=batch_size,
-                patience=None,
+                faults=Faults(patience=None),
                 listeners=(self._hear,),
             )
         )

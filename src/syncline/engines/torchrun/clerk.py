@@ -21,7 +21,8 @@ from torch import Tensor
 from syncline.engines.record import learner_error, peer_record, said
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.torchrun.wire import TOKEN, Wire
-from syncline.errors import LostError, RunError
+from syncline.errors import RunError
+from syncline.protocols.lifecycle import alone
 from syncline.topology import messages as m
 from syncline.topology.keeper import Meet
 
@@ -195,12 +196,7 @@ class Clerk:
 
     def _lost(self, rank: int) -> None:
         self.recorder.event("lost: its connection ended", rank, kind="lost")
-        self._fail(
-            LostError(
-                f"learner {rank} is lost: its process ended without a word; under all-reduce the others cannot go on "
-                "without it"
-            )
-        )
+        self._fail(alone(f"learner {rank} is lost: its process ended without a word"))
 
     def _send(self, rank: int, message: Any) -> None:
         try:

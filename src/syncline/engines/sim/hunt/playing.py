@@ -28,6 +28,7 @@ from syncline.engines.sim.world import World
 from syncline.errors import InvariantError, LostError
 from syncline.learn.surface import Session
 from syncline.learn.training import Supervised, Training, run_training
+from syncline.protocols.lifecycle import Faults
 
 MOST_EVENTS = 60_000  # a run of the hunt has a few thousand
 WIDTH = 70  # parameters of a layer: two shards' worth of the smallest cut
@@ -127,8 +128,7 @@ def _spec(case: Case, folder: str | None) -> RunSpec:
         limit=case.steps,
         epochs=case.epochs if case.loop in ("train", "own") and case.steps is None else None,
         clip_norm=0.5 if case.clip else None,
-        replace=case.replace,
-        patience=None,
+        faults=Faults(replace=case.replace, patience=None),
         folder=folder,
         cut_every=case.checkpoint_every,
     )
