@@ -339,7 +339,7 @@ def peer_record(
         layouts=lambda: keeper.layouts,
         callbacks=spec.callbacks,
         listeners=spec.listeners,
-        restored=spec.restored,
+        restored=spec.storage.restored,
     )
 
     def failed(error: BaseException) -> None:
@@ -347,7 +347,7 @@ def peer_record(
         fail(error)
 
     keeper = Keeper(
-        spec.learners,
+        spec.plan.learners,
         emit=recorder.emit,
         event=recorder.event,
         reply=reply,
@@ -374,14 +374,14 @@ def keep_cut(
     virtual: float,
 ) -> m.Checkpointed:
     """The last file of a checkpoint, and its commit."""
-    assert spec.folder is not None
-    folder = Folder(Path(spec.folder))
+    assert spec.storage.folder is not None
+    folder = Folder(Path(spec.storage.folder))
     name, tensors = cut.learners()
     own = write_part(folder, (cut.number, name, tensors, {}))
     if problem := cut.problem or own.problem:
         folder.abandon(cut.number)
         return m.Checkpointed(cut.number, "", problem)
     assert own.written is not None
-    manifest = cut.manifest(seed=spec.seed, sync=str(spec.course), layouts=layouts, history=history)
+    manifest = cut.manifest(seed=spec.plan.seed, sync=str(spec.plan.course), layouts=layouts, history=history)
     manifest["virtual"] = virtual
-    return commit(folder, cut.number, manifest, [*cut.files, own.written], spec.keep)
+    return commit(folder, cut.number, manifest, [*cut.files, own.written], spec.storage.keep)

@@ -53,7 +53,7 @@ class PeerSupervisor:
         self.learners: dict[int, Process] = {}  # by rank
         self._meeting = os.memfd_create("syncline-meeting", os.MFD_CLOEXEC)
         self._stop_word = Region(8)
-        self._boards = [Region(Board.nbytes()) for _ in range(spec.learners)]
+        self._boards = [Region(Board.nbytes()) for _ in range(spec.plan.learners)]
         self._evaluator: Evaluator | None = None
         self._deadline: float | None = None
         self._broken: tuple[float, int, str] | None = None  # (when, rank, what it said)
@@ -85,10 +85,16 @@ class PeerSupervisor:
         self._processes = self.thread.open(self._heard, self._ended, self._asked)
         meeting = f"/proc/{os.getpid()}/fd/{self._meeting}"
         nccl = wants_nccl(spec.devices)
-        resume = spec.restored.name if spec.restored is not None else None
-        for rank in range(spec.learners):
+        resume = spec.storage.restored.name if spec.storage.restored is not None else None
+        for rank in range(spec.plan.learners):
             peer = PeerSpec(
-                spec.peer(rank), meeting, self._boards[rank], self._stop_word, nccl, spec.folder, resume
+                spec.seat(rank),
+                meeting,
+                self._boards[rank],
+                self._stop_word,
+                nccl,
+                spec.storage.folder,
+                resume,
             )
             self.learners[rank] = self._processes.fork("learner", rank, rank, peer, None, self._threads())
             self.learners[rank].channel.post(task)
@@ -100,7 +106,7 @@ class PeerSupervisor:
         """Of a learner."""
         if self.spec.threads is not None:
             return self.spec.threads
-        return max(1, len(os.sched_getaffinity(0)) // self.spec.learners)
+        return max(1, len(os.sched_getaffinity(0)) // self.spec.plan.learners)
 
     def _loop(self) -> None:
         while self.thread.error is None and not self._over():

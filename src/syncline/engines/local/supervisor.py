@@ -50,12 +50,12 @@ class Supervisor(Crew):
             layouts=lambda: {table: self._coordinator.layout(table) for table in self._coordinator.tables},
             callbacks=spec.callbacks,
             listeners=spec.listeners,
-            restored=spec.restored,
+            restored=spec.storage.restored,
         )
         self.thread = RunThread(
             self.recorder, self._started, begin=self._begin, loop=self._loop, end=self._end
         )
-        self.folder = Folder(Path(spec.folder)) if spec.folder else None
+        self.folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
         self._task: Parcel | None = None
         self._evaluator: Evaluator | None = None
         self._questions = Questions(self.thread)
@@ -90,13 +90,13 @@ class Supervisor(Crew):
         self.staff = Staff(spec, self._processes, self._task, self._crashes)
         lifecycle = Lifecycle(
             spec.faults,
-            spec.learners,
+            spec.plan.learners,
             recovers=self.folder is not None,
-            saved=spec.restored is not None,
+            saved=spec.storage.restored is not None,
             grace=Grace(cut=LAST_CUT, step=GRACE),
         )
         ids = dict(lifecycle.live)
-        self._coordinator = Coordinator(Office(self), spec.plan(), ids, spec.restored)
+        self._coordinator = Coordinator(Office(self), spec.plan, ids, spec.storage.restored)
         self.supervision = Supervision(
             lifecycle,
             self,
@@ -104,7 +104,7 @@ class Supervisor(Crew):
             self.recorder,
             now=time.monotonic,
             folder=self.folder,
-            start=spec.restored,
+            start=spec.storage.restored,
         )
         self.staff.start_shards()
         self._coordinator.begin()
@@ -137,7 +137,7 @@ class Supervisor(Crew):
         self._hanging_shards.look(now, self.staff.beats(), set(), shards, self._kill)
         for last in self._questions.overdue(now):
             self._questions.answer(self._with_processes(last))
-        seconds = self.spec.cut_seconds
+        seconds = self.spec.plan.saving.seconds
         if seconds is not None and now - self._cut_asked > seconds:
             self._cut_asked = now
             self._coordinator.ask_cut()

@@ -64,9 +64,9 @@ def check_script(script: Script, spec: RunSpec) -> None:
     for fault in script.faults:
         if fault.action == "change":
             dial = as_sync(fault.dial)
-            dial.check(spec.learners, spec.batch_size)
-            if dial.delay > spec.delay:
+            dial.check(spec.plan.learners, spec.plan.batch_size)
+            if dial.delay > spec.plan.delay:
                 raise DialError(
                     f"script, '{fault.text}': {dial} keeps {dial.delay + 1} versions, this run was started to keep "
-                    f"{spec.delay + 1}"
+                    f"{spec.plan.delay + 1}"
                 )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from syncline.dial import Course
-from syncline.engines.run import EpochRecord, Event, Outcome, RunSpec
+from syncline.engines.run import EpochRecord, Event, Outcome, RunSpec, Task
 from syncline.engines.sim.account import LearnerTimes
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.collector import YOUNG, calm_collector
@@ -20,7 +20,8 @@ from syncline.engines.sim.timed_rings import Buckets, TimedRings, even_layers, r
 from syncline.errors import UsageError
 from syncline.learn.session import check_batches, check_policy, check_whole
 from syncline.protocols.clocks import Staleness
-from syncline.topology.parse import AllReduce
+from syncline.topology.parse import AllReduce, Servers
+from syncline.topology.plan import Plan
 
 OBJECTS = 200  # that a learner has, at most
 
@@ -119,20 +120,19 @@ def time_run(
     check_policy(policy)
     for _, dial in course.dials:
         dial.check(learners, batch_size)
-    plan = SizedPlan(sizes=sizes, batch_size=batch_size, epochs=length.epochs, policy=policy)
+    sized = SizedPlan(sizes=sizes, batch_size=batch_size, epochs=length.epochs, policy=policy)
     spec = RunSpec(
-        function=time_run,
-        arguments=(plan,),
-        learners=learners,
-        course=course,
-        warm=warm,
-        shards=shards,
-        fixed_shards=True,
-        devices=("cpu",),
-        seed=seed,
-        batch_size=batch_size,
-        limit=length.steps,
-        epochs=length.epochs,
+        task=Task(time_run, (sized,)),
+        plan=Plan(
+            course=course,
+            learners=learners,
+            topology=Servers(shards, True),
+            seed=seed,
+            warm=warm,
+            batch_size=batch_size,
+            limit=length.steps,
+            epochs=length.epochs,
+        ),
     )
     _check_script(script or Script(()), spec)
     with calm_collector(max(YOUNG, OBJECTS * learners)):  # no tensors: what waits for it is small

@@ -88,9 +88,9 @@ class World(Crew):
         self._forgotten: Counter[int] = Counter()  # learner -> shards that have forgotten it
         lifecycle = Lifecycle(
             spec.faults,
-            spec.learners,
-            recovers=spec.folder is not None,
-            saved=spec.restored is not None,
+            spec.plan.learners,
+            recovers=spec.storage.folder is not None,
+            saved=spec.storage.restored is not None,
             rejoins=self.workshop is None,  # handlers have nothing to keep
             ranks=moment.ranks,
             last_rank=moment.last_rank,
@@ -98,9 +98,9 @@ class World(Crew):
             losses=dict(moment.losses),
         )
         ids = dict(lifecycle.live)
-        self.folder = Folder(Path(spec.folder)) if spec.folder else None
-        self.coordinator = Coordinator(SimCoordinator(self), spec.plan(), ids, spec.restored)
-        self.servers = [SimServer(self, shard) for shard in range(spec.shards)]
+        self.folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
+        self.coordinator = Coordinator(SimCoordinator(self), spec.plan, ids, spec.storage.restored)
+        self.servers = [SimServer(self, shard) for shard in range(spec.plan.topology.shards)]
         self.recorder = Recorder(
             now=lambda: self.clock.now,
             evaluate=self._evaluate,
@@ -108,7 +108,7 @@ class World(Crew):
             layouts=lambda: {table: self.coordinator.layout(table) for table in self.coordinator.tables},
             callbacks=spec.callbacks,
             listeners=spec.listeners,
-            restored=spec.restored,
+            restored=spec.storage.restored,
         )
         if alone is not None:
             self.recorder.event(f"gradients are computed one at a time: {alone}", kind="alone")
@@ -121,7 +121,7 @@ class World(Crew):
             self.recorder,
             now=lambda: self.clock.now,
             folder=self.folder,
-            start=spec.restored,
+            start=spec.storage.restored,
         )
         self._cut_asked = moment.cut_asked
         self._dying: dict[int, str] = {}  # learner -> why, of those whose loss is not noticed yet
@@ -157,10 +157,10 @@ class World(Crew):
     def make_table(self, layout: Layout) -> SimTable:
         shop = self.workshop
         device = shop.device if shop is not None else torch.device("cpu")
-        return SimTable(layout, self.spec.kept, device)
+        return SimTable(layout, self.spec.plan.kept, device)
 
     def make_lane(self, layout: Layout) -> SimLane | PromisedLane:
-        shop, slots = self.workshop, max(2, self.spec.delay + 1)
+        shop, slots = self.workshop, max(2, self.spec.plan.delay + 1)
         return SimLane(layout, slots) if shop is None else PromisedLane(shop.computer, slots)
 
     def make_role(self, port: ServerPort) -> ServerRole:
@@ -247,7 +247,7 @@ class World(Crew):
             self.watch.went_back()
         if self.workshop is not None:
             self.workshop, _ = self.make_workshop(self._ways)
-        self.servers = [SimServer(self, index) for index in range(self.spec.shards)]
+        self.servers = [SimServer(self, index) for index in range(self.spec.plan.topology.shards)]
 
     # -- what happens to them ----------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class World(Crew):
     def moment(self, *, exact: bool) -> Moment:
         """Where the run stands; not `exact`: all learners are to begin again."""
         return Moment(
-            learners=self.spec.learners,
+            learners=self.spec.plan.learners,
             seconds=self.clock.now,
             ranks=sorted(learner.rank for learner in self.live.values()) if exact else [],
             last_rank=self.supervision.lifecycle.last_rank,
@@ -460,7 +460,7 @@ class World(Crew):
             self.recorder,
             self.clock.step,
             self.commands,
-            self.spec.cut_seconds,
+            self.spec.plan.saving.seconds,
         )
         while recorder.error is None and self.next is None and (self.live or not self._over()) and step():
             if self.watch is not None:

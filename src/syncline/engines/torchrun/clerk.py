@@ -238,7 +238,7 @@ class Clerk:
         if self.recorder.error is not None:
             return True
         complete = self.recorder.complete() and not self.keeper.cutting
-        return len(self._left) == self.spec.learners and complete
+        return len(self._left) == self.spec.plan.learners and complete
 
     def _end(self) -> None:
         """Tell everybody."""
