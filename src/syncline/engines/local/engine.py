@@ -22,7 +22,9 @@ class LocalHandle(Handle):
     def __init__(
         self, spec: RunSpec, crashes: Mapping[str, int] | None = None, away: Away | None = None
     ) -> None:
-        self._run = PeerSupervisor(spec) if spec.allreduce else Supervisor(spec, crashes, away)
+        self._run = (
+            PeerSupervisor(spec) if spec.plan.topology.fixed_members else Supervisor(spec, crashes, away)
+        )
         self._thread = threading.Thread(target=self._main, name="syncline-supervisor", daemon=True)
         live.began(self)
         self._thread.start()

@@ -29,7 +29,7 @@ from syncline.engines.ray.bulk import Connection, Lost
 from syncline.engines.ray.frames import Kind, Objects
 from syncline.engines.ray.handshake import Listener, Secret
 from syncline.engines.ray.placing import gpu_of
-from syncline.learn.session import SessionConfig
+from syncline.topology.plan import Seat
 
 LOOK = 0.25  # seconds between looks at what has ended
 FIRST_WORD = 30.0  # seconds that a connection has to say what it is for
@@ -53,7 +53,7 @@ class Order:
     """Start this learner."""
 
     learner: int
-    config: SessionConfig
+    seat: Seat
     slots: int
     threads: int | None  # None: as many as the node has for each
 
@@ -157,12 +157,12 @@ class Agent:
     def _start(self, processes: Processes, order: Order, end: socket.socket) -> None:
         assert self._task is not None
         place = next(place for place in range(len(self._places) + 1) if place not in self._places)
-        config = order.config
-        if config.device == "cuda":
-            config = replace(config, device=gpu_of(place, self._gpus))
+        seat = order.seat
+        if seat.device == "cuda":
+            seat = replace(seat, device=gpu_of(place, self._gpus))
         handed = Bell(os.dup(end.fileno()))
-        spec = AwayLearner(order.learner, config, order.slots, self._secret.run, handed)
-        process = processes.fork("learner", order.learner, config.rank, spec, None, self._threads(order))
+        spec = AwayLearner(order.learner, seat, order.slots, self._secret.run, handed)
+        process = processes.fork("learner", order.learner, seat.rank, spec, None, self._threads(order))
         process.channel.post(self._task)
         handed.close()
         self._running[process.pid] = _Running(process, end)

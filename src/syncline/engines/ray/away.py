@@ -22,12 +22,12 @@ from torch import Tensor
 from syncline.dial import Sync
 from syncline.engines.local.cargo import unpack
 from syncline.engines.local.channel import Channel
-from syncline.engines.local.learner import CALLS, GENERATION, STOP, Task, perform, say
+from syncline.engines.local.learner import CALLS, GENERATION, STOP, perform, say
 from syncline.engines.local.memory import Bell
 from syncline.engines.local.server import NOTE, PORTION
 from syncline.engines.ray.bulk import Connection, Frame, Head, Lost, bytes_of
 from syncline.engines.ray.frames import OBJECTS, WORDS, Kind, Objects
-from syncline.learn.session import SessionConfig
+from syncline.engines.run import Task
 from syncline.ports import (
     STATES,
     LearnerPort,
@@ -41,6 +41,7 @@ from syncline.ports import Kind as NoteKind
 from syncline.table.layout import Layout
 from syncline.table.slot import Slot, private_slot
 from syncline.topology import messages as m
+from syncline.topology.plan import Seat
 
 PLACES = 3  # versions of a table that may have arrived here
 
@@ -97,19 +98,25 @@ class AwayLink(TableLink):
             port.check()
             port.answer_call()
 
+    def free(self, number: int) -> bool:
+        return max(self._freed, self._released) > number
+
     def wait_free(self, number: int) -> None:
         port = self._port
-        with port.changed:
-            port.changed.wait_for(lambda: max(self._freed, self._released) > number or port.reset)
-            if max(self._freed, self._released) <= number:
-                raise Reset
+        while True:
+            with port.changed:
+                port.changed.wait_for(lambda: self.free(number) or port.disturbed)
+                if self.free(number):
+                    return
+            port.check()
+            port.answer_call()
 
 
 class AwayPort(LearnerPort):
     """All that a session asks, on one connection."""
 
     def __init__(self, end: socket.socket, spec: AwayLearner) -> None:
-        self.learner, self.rank = spec.learner, spec.config.rank
+        self.learner, self.rank = spec.learner, spec.seat.rank
         self._slots = spec.slots
         self.changed = threading.Condition()
         self._objects = Objects()
@@ -306,7 +313,7 @@ class AwayLearner:
     """What a learner's process on another node runs; an agent makes it."""
 
     learner: int
-    config: SessionConfig
+    seat: Seat
     slots: int
     run: bytes
     end: Bell  # the connection: it travels as a descriptor, as bells do
@@ -315,7 +322,7 @@ class AwayLearner:
         task: Task = channel.receive()
         with _connected(self) as port:
             try:
-                port.try_send(perform(task, port, self.config))
+                port.try_send(perform(task, port, self.seat))
             except BaseException as error:
                 say(port, error)  # type: ignore[arg-type]
                 return 1

@@ -12,7 +12,6 @@ from typing import Any
 
 from syncline.engines.local.cargo import Parcel, pack
 from syncline.engines.local.engine import LocalHandle, check_platform
-from syncline.engines.local.learner import Task
 from syncline.engines.local.packing import pack_task
 from syncline.engines.ray.agent import AGENT
 from syncline.engines.ray.bulk import Connection, Lost
@@ -104,12 +103,12 @@ class Ray(Engine):
 
     def start(self, spec: RunSpec) -> RayHandle:
         check_platform("ray")
-        if spec.allreduce:
+        if spec.plan.topology.fixed_members:
             raise UsageError(
                 "topology='allreduce' on several machines is torchrun's: start the script there, or use topology='servers' here"
             )
         task = _task(spec)
-        cluster = self._attach(max(spec.learners, os.cpu_count() or 1))
+        cluster = self._attach(max(spec.plan.learners, os.cpu_count() or 1))
         try:
             return self._placed(spec, task, cluster)
         except BaseException:
@@ -124,7 +123,7 @@ class Ray(Engine):
 
     def _placed(self, spec: RunSpec, task: Parcel, cluster: RayCluster) -> RayHandle:
         nodes = chosen_nodes(cluster.nodes(), self._nodes)
-        dealt = deal(spec.learners, nodes, most=self._most, servers_alone=self._alone)
+        dealt = deal(spec.plan.learners, nodes, most=self._most, servers_alone=self._alone)
         counts = [dealt.count(index) for index in range(len(nodes))]
         gpus, secret = "cuda" in spec.devices, Secret.new()
         spec = _with_devices(spec, nodes[0], dealt)
@@ -157,12 +156,12 @@ def _task(spec: RunSpec) -> Parcel:
     for each in (checked, evaluate):
         if each is not None:
             each.close()
-    return pack(Task(spec.function, spec.arguments, spec.keywords))
+    return pack(spec.task)
 
 
 def _with_devices(spec: RunSpec, home: Node, dealt: list[int]) -> RunSpec:
     """GPUs of the caller's node are dealt here, those of others there."""
-    devices = [spec.devices[rank % len(spec.devices)] for rank in range(spec.learners)]
+    devices = [spec.devices[rank % len(spec.devices)] for rank in range(spec.plan.learners)]
     here = [rank for rank, node in enumerate(dealt) if node == 0 and devices[rank] == "cuda"]
     for index, rank in enumerate(here):
         devices[rank] = gpu_of(index, home.gpus)

@@ -51,13 +51,13 @@ class StandIn:
     threads: int | None
 
     def __call__(self, channel: Channel, spec: LearnerSpec) -> int:
-        order = Order(spec.learner, spec.config, spec.geometry.slots, self.threads)
+        order = Order(spec.learner, spec.seat, spec.geometry.slots, self.threads)
         try:
             end = connect(self.address, self.secret)
             agent = Connection(end, run=self.secret.run, incarnation=AGENT, into=lambda head: None)
             agent.wait_sent(Objects().send(agent, Kind.ORDER, order))
         except (OSError, Stranger, Lost) as error:
-            words = f"no way to node {self.host} at {self.address[0]}:{self.address[1]} for learner {spec.config.rank}"
+            words = f"no way to node {self.host} at {self.address[0]}:{self.address[1]} for learner {spec.seat.rank}"
             print(f"syncline: {words}: {error}", file=sys.stderr, flush=True)
             return 1
         return _Relay(channel, spec, end, self.secret.run).run()
