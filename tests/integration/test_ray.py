@@ -117,6 +117,20 @@ def test_the_loss_of_an_agent_is_the_loss_of_its_learners(address: str) -> None:
     assert result.statistics.tables[0].examples == 12 * 120
 
 
+@pytest.mark.slow
+def test_the_command_line_trains_on_the_cluster(address: str, tmp_path: Path) -> None:
+    words = f"train --engine ray --learners 2 --epochs 1 --run-dir {tmp_path / 'run'} --set engine.nodes=2"
+    done = subprocess.run(
+        [sys.executable, "-m", "syncline", *words.split(), "--set", "engine.learners_per_node=1"],
+        env={**os.environ, "RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
 SCRIPT = """
 import ray, torch, syncline as sl
 scale = 3.0

@@ -81,7 +81,8 @@ def train(
     ] = None,
     topology: Where = None,
     engine: Annotated[
-        str | None, typer.Option(metavar="NAME", help="local (processes) or sim (virtual time, one process).")
+        str | None,
+        typer.Option(metavar="NAME", help="local (processes), ray (a cluster) or sim (virtual time)."),
     ] = None,
     learners: Learners = None,
     batch_size: BatchSize = None,

@@ -130,7 +130,7 @@ class Ray(Engine):
         agents = cluster.agents(nodes, counts, secret, gpus=gpus, resources=self._resources)
         try:
             for index, about in agents.about.items():
-                send_task(about.address, secret, task, str(nodes[index]))
+                send_task(about.address, secret, task, str(nodes[index]), str(nodes[0]))
             return RayHandle(spec, Places(nodes, dealt, agents, secret, spec), agents, cluster)
         except BaseException:
             agents.close()
@@ -168,7 +168,7 @@ def _with_devices(spec: RunSpec, home: Node, dealt: list[int]) -> RunSpec:
     return dataclasses.replace(spec, devices=tuple(devices))
 
 
-def send_task(address: tuple[str, int], secret: Secret, task: Parcel, node: str) -> None:
+def send_task(address: tuple[str, int], secret: Secret, task: Parcel, node: str, home: str) -> None:
     """Once for a node: its learners share it."""
     objects = Objects()
     try:
@@ -177,9 +177,8 @@ def send_task(address: tuple[str, int], secret: Secret, task: Parcel, node: str)
             connection.wait_sent(objects.send(connection, Kind.TASK, task))
             answered = receive_object(connection, objects, TASK_SECONDS)
     except (OSError, Stranger, Lost) as error:
-        here = "this node"
         raise RunError(
-            f"{here} cannot reach the agent on {node} at {address[0]}:{address[1]}: {error}; open that way between them (any port)"
+            f"{home} cannot reach the agent on {node} at {address[0]}:{address[1]}: {error}; open that way between them (any port)"
         ) from error
     if answered is None:
         raise RunError(f"the agent on {node} did not take what its learners run within {TASK_SECONDS:.0f} s")

@@ -60,7 +60,7 @@ class StandIn:
             words = f"no way to node {self.host} at {self.address[0]}:{self.address[1]} for learner {spec.seat.rank}"
             print(f"syncline: {words}: {error}", file=sys.stderr, flush=True)
             return 1
-        return _Relay(channel, spec, end, self.secret.run).run()
+        return _Relay(channel, spec, end, self.secret.run, self.host).run()
 
 
 class _Table:
@@ -90,8 +90,8 @@ class _Table:
 
 
 class _Relay:
-    def __init__(self, channel: Channel, spec: LearnerSpec, end: Any, run: bytes) -> None:
-        self._channel, self._spec = channel, spec
+    def __init__(self, channel: Channel, spec: LearnerSpec, end: Any, run: bytes, host: str) -> None:
+        self._channel, self._spec, self._host = channel, spec, host
         self._objects = Objects()
         self._connection = Connection(end, run=run, incarnation=spec.learner, into=self._into)
         self._desk, self._hub = Desk(spec.desk), Hub(spec.hub)
@@ -113,8 +113,13 @@ class _Relay:
                 self._answers()
                 self._down()
                 self._sleep(0 if busy else LOOK)
-        except Lost:
-            return 0 if self._ended else 1
+        except Lost as error:
+            if self._ended:
+                return 0
+            print(
+                f"syncline: learner {self._spec.seat.rank} on {self._host} is gone: {error}", file=sys.stderr
+            )
+            return 1
 
     def _sleep(self, milliseconds: int) -> None:
         out = select.POLLOUT if self._connection.unsent else 0
