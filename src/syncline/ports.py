@@ -231,6 +231,23 @@ class LearnerPort(ABC):
         """The run is to end: loaders end, steps do not return."""
 
 
+WRITTEN = -1  # in place of a version: that place is being written, or never was
+
+
+class VersionMemory(ABC):
+    """A ring of places for versions of a shard's part. The shard writes them; who may read one copies it meanwhile."""
+
+    places: list[list[Tensor]]  # segments of the part
+
+    @abstractmethod
+    def offer(self, place: int, version: int) -> None:
+        """This place holds that version, to be read; `WRITTEN`: nothing from here on."""
+
+    @abstractmethod
+    def being_read(self) -> bool:
+        """Somebody may be copying what was offered."""
+
+
 class ServerPort(ABC):
     """What a server role may ask. Nothing here blocks."""
 
@@ -242,8 +259,8 @@ class ServerPort(ABC):
         """The leading shard's decision, for the others to replay."""
 
     @abstractmethod
-    def weights(self, table: int) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Segments of the whole table: the newest version, and the older ones that are kept."""
+    def memory(self, table: int) -> VersionMemory:
+        """For this shard's part; the first place has the values to begin with."""
 
     @abstractmethod
     def slot(self, table: int, learner: int, index: int) -> Slot: ...

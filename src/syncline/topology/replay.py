@@ -65,13 +65,11 @@ class Replay:
     def make_table(self, make: m.MakeTable) -> None:
         if self._port.shard >= make.layout.shards:
             return
-        weights, history = self._port.weights(make.table)
         self._shards[make.table] = Shard(
             make.layout,
             self._port.shard,
             make.template,
-            weights,
-            history=history,
+            self._port.memory(make.table),
             sync=self.dials[make.dial],
             clip_norm=make.clip_norm,
             version=make.account.version,
@@ -228,10 +226,7 @@ class Replay:
 
     def _load(self, entry: Entry) -> None:
         blob = self._blobs.pop((entry.table, entry.learner, entry.number))
-        if blob.whole is not None:
-            self._shards[entry.table].load_whole(blob.whole)
-        else:
-            self._shards[entry.table].load(blob.options, blob.state)
+        self._shards[entry.table].load(blob.options, blob.state, blob.whole)
         self._let_go(entry)
 
     def _snapshot(self, entry: Entry) -> None:

@@ -23,9 +23,10 @@ from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.exchange import LINE, Replies, Ring, Shares
 from syncline.engines.local.memory import Bell, Cells, Region, Sleeper, crash_at
 from syncline.engines.local.writer import Writer
-from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort
+from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort, VersionMemory
 from syncline.table.layout import Layout
 from syncline.table.slot import Slot, slot_bytes
+from syncline.table.store import OnePlace
 from syncline.topology import messages as m
 from syncline.topology.servers import ServerRole
 
@@ -224,9 +225,9 @@ class LocalServerPort(ServerPort):
             self.wake_shards = True
         return not self._beyond
 
-    def weights(self, table: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+    def memory(self, table: int) -> VersionMemory:
         shelf = self.shelves[table]
-        return shelf.weights, shelf.history
+        return OnePlace(self._layouts[table], self.shard, shelf.weights, shelf.history)
 
     def slot(self, table: int, learner: int, index: int) -> Slot:
         return self._lanes[table, learner].slots[index]

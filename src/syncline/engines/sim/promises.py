@@ -23,9 +23,9 @@ from syncline.engines.sim.memory import Traffic
 from syncline.engines.sim.states import Random
 from syncline.learn.optimizer import refuse_sparse_gradients
 from syncline.learn.training import check_loss
+from syncline.table.accumulator import Mean
 from syncline.table.layout import Layout, Part
 from syncline.table.promised import Made, Maker, PromisedPart, Taken
-from syncline.table.shard import Mean
 
 if TYPE_CHECKING:
     from syncline.engines.sim.workshop import Workshop

@@ -18,8 +18,9 @@ from syncline.engines.sim.cluster import Cost
 from syncline.engines.sim.memory import Traffic
 from syncline.engines.sim.moments import with_states
 from syncline.engines.sim.promises import PromisedLane, PromisedSlot
-from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort
+from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort, VersionMemory
 from syncline.table.slot import Slot
+from syncline.table.store import OnePlace
 from syncline.topology.restore import LEARNERS
 
 if TYPE_CHECKING:
@@ -156,9 +157,9 @@ class SimServer(ServerPort):
                 partial(self._world.send, self.machine, server.machine, partial(server.entry, entry))
             )
 
-    def weights(self, table: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+    def memory(self, table: int) -> VersionMemory:
         memory = self._world.tables[table]
-        return memory.weights, memory.history
+        return OnePlace(memory.layout, self.shard, memory.weights, memory.history)
 
     def slot(self, table: int, learner: int, index: int) -> Slot | PromisedSlot:
         return self._world.lanes[table, learner].slots[index]

@@ -29,6 +29,7 @@ from syncline.ports import Kind, Note
 from syncline.table.layout import Layout, lay_out
 from syncline.table.shard import Shard
 from syncline.table.slot import private_slot
+from syncline.table.store import OnePlace
 from syncline.table.template import ELEMENTWISE, OptimizerTemplate
 from syncline.topology.servers import ServerRole
 
@@ -75,7 +76,9 @@ class Folding:
         self._inbox, weights = _memory(layout), _memory(layout)
         values = [parameter.detach() for parameter in self._parameters]
         torch._foreach_copy_(layout.parameters.views(weights), values)
-        self._shard = Shard(layout, 0, self._template, weights, sync=Sync.parse("hardsync"))
+        self._shard = Shard(
+            layout, 0, self._template, OnePlace(layout, 0, weights), sync=Sync.parse("hardsync")
+        )
 
     def _take(self, count: int) -> None:
         shard = self._shard
@@ -97,7 +100,7 @@ class Folding:
                 compute.append(seconds_of(self._compute))
                 copy.append(seconds_of(self._copy))
                 fold.append(seconds_of(lambda: self._update(1)))
-                serve.append(seconds_of(lambda: self._shard.read(0, self._inbox)))
+                serve.append(seconds_of(lambda: self._shard.read(self._shard.version, self._inbox)))
                 self._compute()
                 two.append(seconds_of(lambda: self._update(2)))
         return Work(

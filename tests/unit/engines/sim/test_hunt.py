@@ -26,7 +26,8 @@ from syncline.protocols.membership import Members
 from syncline.protocols.sequence import Sequence
 from syncline.protocols.stock import Stock
 from syncline.protocols.waiting import Gate, Release
-from syncline.table.shard import Mean, Shard
+from syncline.table.accumulator import Mean
+from syncline.table.shard import Shard
 from syncline.topology.replay import Replay
 from syncline.topology.tally import Tally
 
