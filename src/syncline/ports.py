@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from syncline.dial import Sync
+    from syncline.messages.log import Entry, Fold, Take
+    from syncline.messages.to_leader import ToLeader
 
 Layout = Any  # table.layout.Layout and table.slot.Slot: the table stands above the ports
 Slot = Any
@@ -33,95 +34,8 @@ class Reset(BaseException):
     """The servers were started anew: whatever was asked of the old ones is void, the learner rejoins."""
 
 
-class Kind(IntEnum):
-    """What a note or a log entry says."""
-
-    # a learner to the leading shard
-    GRADIENT = 1  # one gradient lies in a slot
-    ASK = 2  # one more batch of this epoch
-    USED = 3  # batches up to here belong to the next gradient
-    CLOSE = 4  # left a loader's epoch early
-    REST = 5  # waits for data: lockstep quorums need not wait for it
-    PUT = 6  # parameters lie in a slot, to become global
-    STATE = 7  # wants the optimizer's state
-    LOAD = 8  # a new optimizer state lies ready at the coordinator
-    FETCH = 9  # wants the newest weights without publishing
-    FAREWELL = 10  # its function is over: its random states lie in a slot
-    BLOCKED = 11  # does nothing until its portion of this number is there
-    MEET = 12  # waits in a meeting, and does nothing until it is over
-    AWAIT = 13  # does nothing until what it fetches is there
-    ENDED = 14  # its stream's epoch ends after so many batches
-    # the leading shard to the others
-    TAKE = 20
-    FOLD = 21
-    RELEASE = 22
-    SNAPSHOT = 23
-    FINISH = 24
-    LEAVE = 25
-    CHANGE = 26  # another dial
-    CUT = 27  # a checkpoint of the table as it is now
-
-
-SILENT = 1  # the learner goes on without a reading
-STATES = 2  # its random states lie in the slot
 KEEP = 1  # in a reading: a checkpoint follows, the next gradient brings the learner's random states
 DROPPED = 2  # in a reading: its last gradient is in no update, the slot is free already
-
-
-GRADIENT = int(Kind.GRADIENT)  # an enum's member takes longer to look up, and this is on every step's path
-
-
-class Note(NamedTuple):
-    """What a learner tells the leading shard; fixed size, in order."""
-
-    kind: int
-    table: int = 0
-    number: int = 0  # ticket: counts what this learner sent to this table
-    stamp: int = 0
-    step: int = 0
-    examples: int = 0
-    slot: int = 0
-    serial: int = 0  # of the group options in the slot
-    full: int = 1  # every parameter has a gradient
-    loader: int = -1
-    upto: int = 0  # batches of that loader used so far; for ASK the epoch
-    flags: int = 0  # SILENT, STATES
-    loss: float = float("nan")  # or something that `float` reads later, where no ring of words carries it
-
-
-def gradient_note(
-    table: int,
-    number: int,
-    stamp: int,
-    step: int,
-    usage: tuple[int, int, int],
-    slot: tuple[int, int, bool],
-    flags: int,
-    loss: Any,
-) -> Note:
-    """Of a gradient that lies in a slot; `usage` is (examples, loader, upto), `slot` (its index, serial, full)."""
-    (examples, loader, upto), (index, serial, full) = usage, slot
-    return Note(
-        GRADIENT, table, number, stamp, step, examples, index, serial, full, loader, upto, flags, loss
-    )
-
-
-class Entry(NamedTuple):
-    """One decision of the leading shard, as the others replay it."""
-
-    kind: int
-    table: int = 0
-    learner: int = 0
-    number: int = 0
-    slot: int = 0
-    serial: int = 0
-    full: int = 1  # of a release: 0 without a reading, 2 with the version that the learner has
-    examples: int = 0
-    rank: int = 0
-    iteration: int = 0
-    version: int = 0
-    alone: int = 0
-    factor: float = 1.0  # of a fold's rate; of a taken gradient in the mean
 
 
 class Portion(NamedTuple):
@@ -187,8 +101,8 @@ class LearnerPort(ABC):
         """The computation of one gradient is done; only a simulated clock cares."""
 
     @abstractmethod
-    def post(self, note: Note, *, ring: bool = True) -> None:
-        """Tell the leading shard, in order; without `ring` it may read it with the next note."""
+    def post(self, message: ToLeader, *, ring: bool = True, slot: int = 0) -> None:
+        """Tell the leading shard, in order; without `ring` it may read it with the next message."""
 
     @abstractmethod
     def ring(self) -> None:
@@ -263,7 +177,8 @@ class ServerPort(ABC):
         """For this shard's part; the first place has the values to begin with."""
 
     @abstractmethod
-    def slot(self, table: int, learner: int, index: int) -> Slot: ...
+    def slot(self, table: int, learner: int, number: int) -> Slot:
+        """Where the draft of this ticket lies."""
 
     @abstractmethod
     def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
@@ -281,7 +196,7 @@ class ServerPort(ABC):
         """Tell the other shards; when all have, each gets a `Norms` event."""
 
     @abstractmethod
-    def spend(self, kind: int, table: int, times: int = 1) -> None:
+    def spend(self, kind: type[Take | Fold], table: int, times: int = 1) -> None:
         """Work on this shard's part of a table: gradients taken into a mean, or a fold; only a simulated clock cares."""
 
     @abstractmethod

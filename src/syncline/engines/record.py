@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.engines.files import commit, write_part
 from syncline.engines.run import (
     Began,
@@ -34,7 +35,6 @@ from syncline.learn.watching import not_finite
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.table.template import Options
-from syncline.topology import messages as m
 from syncline.topology.keeper import Keeper
 from syncline.topology.peer_cuts import GatheredCut
 from syncline.topology.restore import Restored

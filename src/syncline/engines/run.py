@@ -17,8 +17,8 @@ from syncline.engines.lock import RunLock
 from syncline.engines.sim.account import Simulated
 from syncline.learn.peers import PeerConfig
 from syncline.learn.session import SessionConfig
+from syncline.messages import Statistics
 from syncline.protocols.clocks import Staleness
-from syncline.topology.messages import Statistics
 from syncline.topology.parse import AllReduce
 from syncline.topology.plan import Plan
 from syncline.topology.restore import Restored

@@ -13,26 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
 from syncline.learn.surface import UNSAID
 from syncline.learn.watching import Untouched
-from syncline.ports import (
-    DROPPED,
-    KEEP,
-    SILENT,
-    STATES,
-    Kind,
-    Note,
-    Reading,
-    Reset,
-    RunStopped,
-    TableLink,
-    gradient_note,
-)
+from syncline.messages import to_leader as say
+from syncline.ports import DROPPED, KEEP, Reading, Reset, RunStopped, TableLink
 from syncline.table.layout import Tensors
 from syncline.table.template import Options, group_options, merge, split
-from syncline.topology import messages as m
 
 if TYPE_CHECKING:
     from syncline.learn.session import ServerSession
@@ -171,13 +160,24 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
         number = self.ticket()
-        usage, slot = session.take_usage(), (index, self._serial, full)
+        usage = session.take_usage()
         value = self._loss(loss)
-        flags = self._flags(index)
+        states = self._states(index)
         stamp, self._stamp = self.version if self._stamp is None else self._stamp, None
-        note = gradient_note(self.number, number, stamp, self._steps, usage, slot, flags, value)
+        gradient = say.Gradient(
+            self.number,
+            number,
+            stamp,
+            self._steps,
+            *usage,
+            self._serial,
+            full,
+            self.sync.local,
+            states,
+            value,
+        )
         self._steps += 1
-        session.port.post(note)
+        session.port.post(gradient, slot=index)
         return number
 
     def _loss(self, loss: Any) -> float:
@@ -189,29 +189,38 @@ class SharedOptimizer(torch.optim.Optimizer):
             session.watch.loss(value, self._steps, session.epoch)
         return value
 
-    def _flags(self, index: int) -> int:
-        flags = SILENT if self.sync.local else 0
+    def _states(self, index: int) -> bytes:
+        """Of the random generators, where a checkpoint follows."""
         self._session.mark_random()
-        if self._keep:  # a checkpoint follows
-            self._keep = False
-            self._link.slots[index].write_states(self._session.random_states())
-            flags |= STATES
-        return flags
+        if not self._keep:
+            return b""
+        self._keep = False
+        return self._write_states(index, self._session.random_states())
+
+    def _write_states(self, index: int, states: bytes) -> bytes:
+        self._link.slots[index].write_states(states)
+        return states
 
     def farewell(self) -> None:
         """Nothing more will be published: leave the random states as of the last gradient."""
-        self._link.slots[0].write_states(self._session.random_states(marked=True))
-        self._session.port.post(Note(Kind.FAREWELL, self.number, flags=STATES))
+        states = self._write_states(0, self._session.random_states(marked=True))
+        self._session.port.post(say.Farewell(self.number, states))
 
-    def rest(self, loader: int, upto: int) -> int:
+    def rest(self, loader: int, index: int) -> int:
         """Say that there is nothing to compute; the ticket with which to read afterwards."""
-        number, flags = self.ticket(), 0
-        if self._session.config.cuts:
-            self._link.slots[0].write_states(self._session.random_states())
-            flags = STATES
-        note = Note(Kind.REST, self.number, number, loader=loader, upto=upto, flags=flags)
-        self._session.port.post(note, ring=False)
+        number = self.ticket()
+        rest = say.Rest(self.number, number, loader, index, self._states_at_rest())
+        self._session.port.post(rest, ring=False)
         return number
+
+    def reread(self) -> int:
+        """Say that it is there again; the ticket with which to read."""
+        number = self.ticket()
+        self._session.port.post(say.Reread(self.number, number, self._states_at_rest()), ring=False)
+        return number
+
+    def _states_at_rest(self) -> bytes:
+        return self._write_states(0, self._session.random_states()) if self._session.config.cuts else b""
 
     def _fill(self, into: list[Tensor], mask: Tensor) -> bool:
         """Copy the gradients into a slot; True if every parameter has one."""
@@ -373,7 +382,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         number, due = self._fetching
         reading = self._link.released(number)
         if reading is None and self._locals >= due:
-            self._session.awaits(self.number, number)
+            self._session.awaits(self.number)
             reading = self._wait(number)
         if reading is None:
             return
@@ -385,7 +394,7 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _fetch(self) -> int:
         number = self.ticket()
-        self._session.port.post(Note(Kind.FETCH, self.number, number))
+        self._session.port.post(say.Fetch(self.number, number))
         return number
 
     def rejoin(self, link: TableLink) -> None:
@@ -413,7 +422,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         index = self._next_slot()
         torch._foreach_copy_(self._link.slots[index].gradients, values)
         number = self.ticket()
-        self._session.port.post(Note(Kind.PUT, self.number, number, slot=index))
+        self._session.port.post(say.Put(self.number, number), slot=index)
         self._link.wait(number)
 
     def state_dict(self) -> dict[str, Any]:
@@ -433,7 +442,7 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _state_parts(self) -> list[m.StatePart]:
         number = self.ticket()
-        self._session.port.post(Note(Kind.STATE, self.number, number))
+        self._session.port.post(say.AskState(self.number, number))
         return self._session.port.request(m.AwaitState(self.number, number))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -459,7 +468,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     ) -> None:
         number = self.ticket()
         self._session.port.request(m.LoadState(self.number, number, options, state, whole))
-        self._session.port.post(Note(Kind.LOAD, self.number, number))
+        self._session.port.post(say.Load(self.number, number))
         self._link.wait(number)
 
     def release_hooks(self) -> None:

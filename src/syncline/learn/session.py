@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
 from syncline.learn.feed import POLICIES, Loader, identity, read_ahead
@@ -28,7 +29,9 @@ from syncline.learn.randomness import pack_random, seed_random, unpack_random
 from syncline.learn.streams import StreamLoader
 from syncline.learn.surface import Factory, Session
 from syncline.learn.watching import Watch
-from syncline.ports import Kind, LearnerPort, Note, Reset
+from syncline.messages import to_leader as say
+from syncline.messages.to_leader import NO_LOADER
+from syncline.ports import LearnerPort, Reset
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.template import (
     ELEMENTWISE,
@@ -38,11 +41,8 @@ from syncline.table.template import (
     refuse_unsupported,
 )
 from syncline.table.wrapping import look
-from syncline.topology import messages as m
 from syncline.topology.means import brought, like
 
-NO_LOADER = -1  # rests, and waits for no data
-NOW = -1  # and is there again already
 SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names the number of shards
 
 
@@ -276,8 +276,9 @@ class ServerSession(Session):
             self.rest(NO_LOADER, 0)
         answer = self._ask(message)
         if self._fresh and self._rests and self.sync.lockstep:  # the others may have gone on
-            self._rests = []
-            self.rest(NO_LOADER, NOW)
+            self._rests = [(table, table.reread()) for table in self._tables]
+            self._rest_loader = NO_LOADER
+            self.port.ring()
             self.rested()
         return answer
 
@@ -319,7 +320,7 @@ class ServerSession(Session):
     def _meet(self, message: Any) -> Any:
         """It rests until the meeting is over: nobody need wait for its gradient, wherever in its loop it is."""
         self.rest(NO_LOADER, 0)
-        self.port.post(Note(Kind.MEET))
+        self.port.post(say.Meet())
         return self.port.request(message)
 
     def _met(self) -> None:
@@ -383,7 +384,7 @@ class ServerSession(Session):
             self._loaders[loader].look_ahead()
         *further, last = self._fresh
         for loader in further:
-            self.port.post(Note(Kind.USED, loader=loader, upto=self._used[loader]), ring=False)
+            self.port.post(say.Used(loader, self._used[loader]), ring=False)
         self._fresh = []
         return count or 1, last, self._used[last]
 
@@ -397,10 +398,10 @@ class ServerSession(Session):
             if not self.sync.lockstep:
                 self.rest(loader, index)
 
-    def awaits(self, table: int, number: int) -> None:
-        """It does nothing until this ticket is released, though it had gone on: steps of other tables may wait for it."""
+    def awaits(self, table: int) -> None:
+        """It does nothing until what it fetches is there, though it had gone on: steps of other tables may wait for it."""
         if len(self._tables) > 1:
-            self.port.post(Note(Kind.AWAIT, table, number))
+            self.port.post(say.Await(table))
 
     def rest(self, loader: int, index: int) -> None:
         """Nothing to compute: nobody need wait for this learner, be it under a dial that it does not know yet."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import UsageError
 from syncline.ports import CoordinatorPort
 from syncline.table.layout import Layout
-from syncline.topology import messages as m
 from syncline.topology.cuts import Cuts
 from syncline.topology.openings import Openings
 from syncline.topology.optimizer_states import OptimizerStates
@@ -144,7 +144,7 @@ class Coordinator:
         self._openings.expect(learners, self._restored)
 
     def from_learner(self, learner: int, message: Any) -> None:
-        """A learner's request, in words of `topology.messages`."""
+        """A learner's request, in words of `messages`."""
         if isinstance(message, m.Log):
             self._port.emit((self.live.get(learner), message))
             return

@@ -18,17 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.local.cargo import Parcel, pack, unpack
 from syncline.engines.local.channel import Channel, Closed
+from syncline.engines.local.codec import encode
 from syncline.engines.local.exchange import Replies
 from syncline.engines.local.memory import Bell, Region, Sleeper, crash_at
 from syncline.engines.local.server import Desk, Geometry, Lane, Shelf
 from syncline.errors import UsageError
 from syncline.learn.session import ServerSession, SessionConfig
-from syncline.ports import LearnerPort, Note, Portion, Reading, Reset, RunStopped, TableLink
+from syncline.messages.to_leader import ToLeader
+from syncline.ports import LearnerPort, Portion, Reading, Reset, RunStopped, TableLink
 from syncline.table.layout import Layout
-from syncline.topology import messages as m
 
 # words of the hub: the run is to end; how often the servers were started; how often learners were called
 STOP, GENERATION, CALLS = 0, 1, 2
@@ -175,8 +177,9 @@ class LocalLearnerPort(LearnerPort):
     def spend(self, examples: int) -> None:
         pass
 
-    def post(self, note: Note, *, ring: bool = True) -> None:
-        while not self.desk.notes.push(note):
+    def post(self, message: ToLeader, *, ring: bool = True, slot: int = 0) -> None:
+        record = encode(message, slot)
+        while not self.desk.notes.push(record):
             self.check()
             self._spec.shard_bell.ring()
             self.sleeper.wait(0.01)

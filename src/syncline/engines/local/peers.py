@@ -9,6 +9,7 @@ import os
 import time
 from typing import Any
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.collectives import wants_nccl
 from syncline.engines.local.evaluator import Evaluator
@@ -23,7 +24,6 @@ from syncline.engines.record import learner_error, peer_record
 from syncline.engines.run import RunSpec
 from syncline.errors import LostError, RunError, UsageError
 from syncline.protocols.clocks import StalenessClock
-from syncline.topology import messages as m
 from syncline.topology.keeper import apart, early
 
 GRACE = 10.0  # seconds that learners get to finish their step after a stop

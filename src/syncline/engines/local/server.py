@@ -19,19 +19,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.engines.local.channel import Channel, Closed
+from syncline.engines.local.codec import (
+    ENTRY,
+    NO_SLOT,
+    NOTE,
+    Record,
+    decode,
+    decode_entry,
+    encode_entry,
+    speaks_of,
+)
 from syncline.engines.local.exchange import LINE, Replies, Ring, Shares
 from syncline.engines.local.memory import Bell, Cells, Region, Sleeper, crash_at
 from syncline.engines.local.writer import Writer
-from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort, VersionMemory
+from syncline.messages import log
+from syncline.messages.to_leader import NO_LOADER, Gradient, Put, ToLeader
+from syncline.ports import Portion, Reading, ServerPort, VersionMemory
 from syncline.table.layout import Layout
 from syncline.table.slot import Slot, slot_bytes
 from syncline.table.store import OnePlace
-from syncline.topology import messages as m
 from syncline.topology.servers import ServerRole
 
-NOTE = struct.Struct("=12qd")
-ENTRY = struct.Struct("=12qd")
 PORTION = struct.Struct("=6q")
 DESK_NOTES, DESK_PORTIONS, LOG_ENTRIES = 64, 256, 1024
 WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)  # a word of a desk
@@ -82,6 +92,7 @@ class Lane:
         self.slots = [
             Slot(layout, memory[start + index * size : start + (index + 1) * size]) for index in range(slots)
         ]
+        self.numbers = [-1] * slots  # a shard's own: tickets whose drafts lie in the slots
         start += slots * size
         self.inbox = layout.parameters.segments(memory[start:])
         self.memory = memory
@@ -166,7 +177,7 @@ class LocalServerPort(ServerPort):
         self._layouts: dict[int, Layout] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
         self.readers: set[tuple[int, int]] = set()  # (loader, learner)
-        self._beyond: deque[Entry] = deque()  # what the log has no room for: followers are slow, or stopped
+        self._beyond: deque[Record] = deque()  # what the log has no room for: followers are slow, or stopped
         self.to_wake: set[int] = set()
         self.wake_shards = False
         self.norms_wanted: tuple[int, int] | None = None
@@ -191,29 +202,46 @@ class LocalServerPort(ServerPort):
         self._lanes[join.table, join.learner] = Lane(join.lane, layout, slots=geometry.slots)
         join.lane.close()
 
-    def knows(self, entry: Entry) -> bool:
+    def knows(self, entry: log.Entry) -> bool:
         """Everything that the entry needs has arrived from the supervisor."""
-        if entry.kind == Kind.LEAVE:
+        if isinstance(entry, log.Leave):
             return True
-        if entry.kind in (Kind.FOLD, Kind.SNAPSHOT, Kind.FINISH, Kind.CHANGE, Kind.CUT):
+        if isinstance(entry, log.Fold | log.Snapshot | log.Finish | log.Change | log.Cut):
             return entry.table in self.shelves
         return (entry.table, entry.learner) in self._lanes
 
-    def expects(self, learner: int, note: Note) -> bool:
-        """The supervisor has introduced the table and the loader that the note speaks of."""
-        if note.loader >= 0 and (note.loader, learner) not in self.readers:
+    def expects(self, learner: int, record: Record) -> bool:
+        """The supervisor has introduced the table and the loader that the record speaks of."""
+        table, loader = speaks_of(record)
+        if loader != NO_LOADER and (loader, learner) not in self.readers:
             return False
-        without = (Kind.ASK, Kind.USED, Kind.CLOSE, Kind.BLOCKED, Kind.MEET, Kind.ENDED)  # a table
-        return note.kind in without or (note.table, learner) in self._lanes
+        return table is None or (table, learner) in self._lanes
+
+    def take(self, learner: int, record: Record) -> ToLeader:
+        """What a learner's record says; the place of its draft is kept here."""
+        message, slot = decode(
+            record, lambda table, slot: self._lanes[table, learner].slots[slot].read_states()
+        )
+        if isinstance(message, Gradient | Put):
+            self._lanes[message.table, learner].numbers[slot] = message.number
+        return message
+
+    def lies_in(self, entry: log.Take | log.PutValues, slot: int) -> None:
+        """Where the draft is that an entry speaks of, as the leading shard says."""
+        self._lanes[entry.table, entry.learner].numbers[slot] = entry.number
 
     # -- effects -----------------------------------------------------------------------------------------
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: log.Entry) -> None:
         if self.log is None:
             return
-        if self._beyond or not self.log.push(entry):
-            self._beyond.append(entry)
-        elif entry.kind == Kind.FOLD:  # the heavy one: all shards at the same time
+        slot = NO_SLOT
+        if isinstance(entry, log.Take | log.PutValues):
+            slot = self._lanes[entry.table, entry.learner].numbers.index(entry.number)
+        record = encode_entry(entry, slot)
+        if self._beyond or not self.log.push(record):
+            self._beyond.append(record)
+        elif isinstance(entry, log.Fold):  # the heavy one: all shards at the same time
             self._wake_replicas()
         else:
             self.wake_shards = True
@@ -229,8 +257,9 @@ class LocalServerPort(ServerPort):
         shelf = self.shelves[table]
         return OnePlace(self._layouts[table], self.shard, shelf.weights, shelf.history)
 
-    def slot(self, table: int, learner: int, index: int) -> Slot:
-        return self._lanes[table, learner].slots[index]
+    def slot(self, table: int, learner: int, number: int) -> Slot:
+        lane = self._lanes[table, learner]
+        return lane.slots[lane.numbers.index(number)]
 
     def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
         lane = self._lanes.get((table, learner))
@@ -260,7 +289,7 @@ class LocalServerPort(ServerPort):
             if shard != self.shard:
                 bell.ring()
 
-    def spend(self, kind: int, table: int, times: int = 1) -> None:
+    def spend(self, kind: type[log.Take | log.Fold], table: int, times: int = 1) -> None:
         pass
 
     def forget(self, learner: int) -> None:
@@ -336,7 +365,7 @@ class _Loop:
         worked = False
         for learner, desk in list(self._port.desks.items()):
             while (record := desk.notes.pop()) is not None:
-                self._hand_over(learner, Note._make(record))  # type: ignore[arg-type]
+                self._hand_over(learner, record)
                 worked = True
                 if not self._port.keeps_up():
                     return True
@@ -344,19 +373,21 @@ class _Loop:
                 self._port.flush()
         return worked
 
-    def _hand_over(self, learner: int, note: Note) -> None:
+    def _hand_over(self, learner: int, record: Record) -> None:
         """To the role, after what the supervisor had said before the learner could say this."""
-        while not self._port.expects(learner, note):
+        while not self._port.expects(learner, record):
             self._control()
-        self._role.note(learner, note)
+        self._role.note(learner, self._port.take(learner, record))
 
     def _read_log(self) -> bool:
         assert self._port.log is not None
         worked = False
         while (record := self._port.log.pop(self._reader)) is not None:
-            entry = Entry._make(record)  # type: ignore[arg-type]
+            entry, slot = decode_entry(record)
             while not self._port.knows(entry):
                 self._control()  # it was sent before the leader knew: it is on its way
+            if isinstance(entry, log.Take | log.PutValues):
+                self._port.lies_in(entry, slot)
             self._role.entry(entry)
             worked = True
         return worked
@@ -392,7 +423,7 @@ class _Loop:
         """What it committed before it left comes before its leaving."""
         desk = self._port.desks.get(learner)
         while desk is not None and (record := desk.notes.pop()) is not None:
-            self._hand_over(learner, Note._make(record))  # type: ignore[arg-type]
+            self._hand_over(learner, record)
 
 
 def run_server(channel: Channel, spec: ServerSpec) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.files import commit
 from syncline.engines.sim.memory import SimTable, Traffic
@@ -16,7 +17,6 @@ from syncline.engines.sim.states import OUTSIDE
 from syncline.ports import CoordinatorPort
 from syncline.table.checkpoints import Written, find
 from syncline.table.layout import Layout
-from syncline.topology import messages as m
 from syncline.topology.restore import restored
 
 if TYPE_CHECKING:

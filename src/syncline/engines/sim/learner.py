@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.record import learner_error
 from syncline.engines.sim.account import LearnerTimes
@@ -23,14 +24,14 @@ from syncline.errors import InvariantError, UsageError
 from syncline.learn.models import without_graph
 from syncline.learn.randomness import pack_random
 from syncline.learn.session import ServerSession
-from syncline.ports import OUTSIDE, Kind, LearnerPort, Note, Portion, Reading, Reset, RunStopped, TableLink
+from syncline.messages.to_leader import Gradient, Put, ToLeader
+from syncline.ports import OUTSIDE, LearnerPort, Portion, Reading, Reset, RunStopped, TableLink
 from syncline.table.layout import Layout
-from syncline.topology import messages as m
 
 if TYPE_CHECKING:
     from syncline.engines.sim.world import World
 
-BULK = (int(Kind.GRADIENT), int(Kind.PUT))
+BULK = (Gradient, Put)
 COMPUTING, WAITING, TICKET = "computing", "waiting", "ticket"  # what a learner does while it gives way
 
 
@@ -231,16 +232,16 @@ class SimLearner(LearnerPort):
             self._arrival = arrival
         clock.at(self._arrival, action)
 
-    def _send_bulk(self, note: Note, parts: list[int], action: Action) -> None:
-        """Each shard's part goes to its machine; the note is there with the leading shard's."""
+    def _send_bulk(self, message: Gradient | Put, parts: list[int], action: Action) -> None:
+        """Each shard's part goes to its machine; the message is there with the leading shard's."""
         world = self._world
-        lane = world.lanes.get((note.table, self.learner)) if len(parts) > 1 else None
+        lane = world.lanes.get((message.table, self.learner)) if len(parts) > 1 else None
         for shard in range(1, len(parts)):
             if lane is not None:
                 arrival = world.network.send(
                     world.clock.now, self.machine, world.cluster.machine_of_shard(shard), parts[shard]
                 )
-                lane.under_way[shard, note.number] = arrival
+                lane.under_way[shard, message.number] = arrival
         self._send(action, world.first_machine, parts[0])
 
     def _copied(self) -> None:
@@ -309,20 +310,22 @@ class SimLearner(LearnerPort):
         if not self.dead:
             self.wake()
 
-    def post(self, note: Note, *, ring: bool = True) -> None:
+    def post(self, message: ToLeader, *, ring: bool = True, slot: int = 0) -> None:
         if self.dead:
             return
         self.stepped = True
         world = self._world
+        if isinstance(message, BULK) and (lane := world.lanes.get((message.table, self.learner))) is not None:
+            lane.numbers[slot] = message.number
         if world.watch is not None and not self.stale:
-            world.watch.posted(self.learner, note)
+            world.watch.posted(self.learner, message)
         server = self._leader
-        arrive = partial(server.note, self, note)
-        if note.kind not in BULK:
+        arrive = partial(server.note, self, message)
+        if not isinstance(message, BULK):
             self.send(arrive, server.machine)
             return
-        parts = world.tables[note.table].part_bytes
-        leave = partial(self._send_bulk, note, parts, arrive)
+        parts = world.tables[message.table].part_bytes
+        leave = partial(self._send_bulk, message, parts, arrive)
         seconds = world.cluster.copy.seconds(sum(parts))
         if self._copying:
             self._outbox.append(partial(self._copy_first, seconds, leave))

@@ -31,7 +31,8 @@ class SimTable:
 class Traffic:
     """What goes to and fro between one learner and the shards of one table."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int) -> None:
+        self.numbers = [-1] * slots  # tickets whose drafts lie in the slots
         self.released: dict[int, tuple[int, Reading]] = {}  # by shard, with its ticket
         self.freed: dict[int, int] = {}  # by shard
         self.served: dict[int, int] = {}  # by shard: the version that was sent last
@@ -42,7 +43,7 @@ class SimLane(Traffic):
     """One learner's slots and inbox of one table."""
 
     def __init__(self, layout: Layout, slots: int) -> None:
-        super().__init__()
+        super().__init__(slots)
         self.slots = [private_slot(layout) for _ in range(slots)]
         flat = layout.parameters
         self.inbox = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))

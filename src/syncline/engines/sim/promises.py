@@ -235,7 +235,7 @@ class PromisedLane(Traffic):
     """Between one built-in learner and the shards of one table: promises there, shared versions back."""
 
     def __init__(self, computer: Computer, slots: int) -> None:
-        super().__init__()
+        super().__init__(slots)
         self._computer = computer
         self.slots = [PromisedSlot(computer) for _ in range(slots)]
         self.arriving: dict[int, Version] = {}  # by number

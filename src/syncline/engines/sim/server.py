@@ -18,7 +18,9 @@ from syncline.engines.sim.cluster import Cost
 from syncline.engines.sim.memory import Traffic
 from syncline.engines.sim.moments import with_states
 from syncline.engines.sim.promises import PromisedLane, PromisedSlot
-from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort, VersionMemory
+from syncline.messages.log import Entry, Fold, PutValues, Take
+from syncline.messages.to_leader import ToLeader
+from syncline.ports import Portion, Reading, ServerPort, VersionMemory
 from syncline.table.slot import Slot
 from syncline.table.store import OnePlace
 from syncline.topology.restore import LEARNERS
@@ -27,8 +29,7 @@ if TYPE_CHECKING:
     from syncline.engines.sim.learner import SimLearner
     from syncline.engines.sim.world import World
 
-FOLD = int(Kind.FOLD)
-PARTS = (Kind.TAKE, Kind.PUT)  # entries that need the shard's part of a slot
+Kind = type[Take | Fold]
 
 
 class SimServer(ServerPort):
@@ -46,15 +47,15 @@ class SimServer(ServerPort):
         cluster = world.cluster
         self._clock, self._message, self._reply = world.clock, cluster.message, cluster.reply
         self._shared = world.machines.shared
-        self._costs: dict[int, Cost] = {int(Kind.TAKE): cluster.take, FOLD: cluster.fold}
-        self._known_costs: dict[tuple[int, int], float] = {}  # by kind and table
+        self._costs: dict[Kind, Cost] = {Take: cluster.take, Fold: cluster.fold}
+        self._known_costs: dict[tuple[Kind, int], float] = {}  # by kind and table
 
     # -- what comes in -----------------------------------------------------------------------------------
 
-    def note(self, learner: SimLearner, note: Note) -> None:
-        """A learner's note has arrived (leading shard only)."""
+    def note(self, learner: SimLearner, message: ToLeader) -> None:
+        """What a learner says has arrived (leading shard only)."""
         if not self.dead:
-            self._inputs.append((None, learner, note))
+            self._inputs.append((None, learner, message))
             if not self._busy:
                 self._next()
 
@@ -95,15 +96,15 @@ class SimServer(ServerPort):
 
     def _there(self, entry: Entry) -> float:
         """When this shard's part of what the entry speaks of has arrived."""
-        if entry.kind not in PARTS:
+        if not isinstance(entry, Take | PutValues):
             return 0.0
         lane = self._world.lanes.get((entry.table, entry.learner))
         return lane.under_way.get((self.shard, entry.number), 0.0) if lane is not None else 0.0
 
     # -- work --------------------------------------------------------------------------------------------
 
-    def spend(self, kind: int, table: int, times: int = 1) -> None:
-        if kind == FOLD and table == 0 and self.shard == 0:
+    def spend(self, kind: Kind, table: int, times: int = 1) -> None:
+        if kind is Fold and table == 0 and self.shard == 0:
             self._effect(self._world.folded)
         seconds = self._known_costs.get((kind, table))
         if seconds is None:
@@ -161,8 +162,9 @@ class SimServer(ServerPort):
         memory = self._world.tables[table]
         return OnePlace(memory.layout, self.shard, memory.weights, memory.history)
 
-    def slot(self, table: int, learner: int, index: int) -> Slot | PromisedSlot:
-        return self._world.lanes[table, learner].slots[index]
+    def slot(self, table: int, learner: int, number: int) -> Slot | PromisedSlot:
+        lane = self._world.lanes[table, learner]
+        return lane.slots[lane.numbers.index(number)]
 
     def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
         lane = self._world.lanes.get((table, learner))

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, SupportsFloat
 
 import torch
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.sim.learner import TICKET
 from syncline.engines.sim.memory import Releases
 from syncline.engines.sim.promises import Promise, PromisedLane, Version
 from syncline.learn.session import copy_all
-from syncline.ports import KEEP, SILENT, STATES, Kind, Note, Reading, RunStopped, gradient_note
-from syncline.topology import messages as m
+from syncline.messages import to_leader as say
+from syncline.ports import KEEP, Reading, RunStopped
 
 if TYPE_CHECKING:
     from syncline.engines.sim.builtin import Builtin
@@ -106,11 +107,21 @@ class TableEnd:
         learner = self._learner
         full = self._fill(index, promise)
         number = self._ticket()
-        usage, slot = learner.take_usage(), (index, self._serial, full)
-        flags = self._flags(index)
-        note = gradient_note(TABLE, number, self.version, self._steps, usage, slot, flags, loss)
+        usage, states = learner.take_usage(), self._states()
+        gradient = say.Gradient(
+            TABLE,
+            number,
+            self.version,
+            self._steps,
+            *usage,
+            self._serial,
+            full,
+            self._local,
+            states,
+            loss,
+        )
         self._steps += 1
-        learner.post(note)
+        learner.post(gradient, slot=index)
         return number
 
     def _fill(self, index: int, promise: Promise) -> bool:
@@ -124,28 +135,20 @@ class TableEnd:
         slot.write_options(options)
         return promise.gradient is None or all(promise.gradient.present)
 
-    def _flags(self, index: int) -> int:
-        flags = SILENT if self._local else 0
+    def _states(self) -> bytes:
         self._learner.mark_random()
-        if self._keep:  # a checkpoint follows
-            self._keep = False
-            self._lane.slots[index].write_states(self._learner.random_states())
-            flags |= STATES
-        return flags
+        keep, self._keep = self._keep, False
+        return self._learner.random_states() if keep else b""
 
     def farewell(self) -> None:
         """Nothing more will be published: leave the random states as of the last gradient."""
-        self._lane.slots[0].write_states(self._learner.random_states(marked=True))
-        self._learner.post(Note(Kind.FAREWELL, TABLE, flags=STATES))
+        self._learner.post(say.Farewell(TABLE, self._learner.random_states(marked=True)))
 
     def rest(self, upto: int) -> int:
         """Say that there is nothing to compute; the ticket with which to read afterwards."""
-        number, flags = self._ticket(), 0
-        if self._learner.config.cuts:
-            self._lane.slots[0].write_states(self._learner.random_states())
-            flags = STATES
-        note = Note(Kind.REST, TABLE, number, loader=0, upto=upto, flags=flags)
-        self._learner.post(note, ring=False)
+        number = self._ticket()
+        states = self._learner.random_states() if self._learner.config.cuts else b""
+        self._learner.post(say.Rest(TABLE, number, 0, upto, states), ring=False)
         return number
 
     def _ticket(self) -> int:
@@ -284,5 +287,5 @@ class TableEnd:
 
     def _fetch(self) -> int:
         number = self._ticket()
-        self._learner.post(Note(Kind.FETCH, TABLE, number))
+        self._learner.post(say.Fetch(TABLE, number))
         return number

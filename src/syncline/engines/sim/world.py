@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.dial import Sync, as_sync
 from syncline.engines.record import Recorder, last_line
 from syncline.engines.recovery import Recovery
@@ -41,7 +42,6 @@ from syncline.ports import ServerPort
 from syncline.protocols.restarts import begins_anew
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
-from syncline.topology import messages as m
 from syncline.topology.coordinator import Coordinator
 from syncline.topology.restore import Restored
 from syncline.topology.servers import ServerRole
