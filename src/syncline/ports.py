@@ -1,6 +1,6 @@
 """The seam: all that sessions and roles may ask of an engine.
 
-Small notes go one way in order, bulk data lies in slots and weights, waiting is for monotone counters.
+Small messages go one way in order; bulk is published and read. Each piece of memory has one owner.
 An engine implements these classes (`local`: processes and shared memory; `sim`: virtual time); nothing above opens a socket,
 maps memory or reads a clock by itself.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncline.table.layout import Layout
@@ -18,9 +19,9 @@ from syncline.table.memory import VersionMemory as VersionMemory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from syncline.dial import Sync
     from syncline.messages.log import Entry, Fold, Take
-    from syncline.messages.to_leader import ToLeader
+    from syncline.messages.to_leader import Gradient, Put, ToLeader
+    from syncline.messages.to_learners import Opened
 
 Slot = Any
 
@@ -35,10 +36,6 @@ class PeerLost(BaseException):
 
 class Reset(BaseException):
     """The servers were started anew: whatever was asked of the old ones is void, the learner rejoins."""
-
-
-KEEP = 1  # in a reading: a checkpoint follows, the next gradient brings the learner's random states
-DROPPED = 2  # in a reading: its last gradient is in no update, the slot is free already
 
 
 class Portion(NamedTuple):
@@ -62,32 +59,42 @@ class Reading(NamedTuple):
 
     version: int
     dial: int = 0  # the number of the dial in force
-    flags: int = 0  # KEEP, DROPPED
+    keep: bool = False  # a checkpoint follows: the next gradient brings the learner's random states
 
 
-class TableLink(ABC):
+@dataclass(slots=True, eq=False)
+class Draft:
+    """Where a learner puts what it publishes: one tensor per parameter, one per buffer."""
+
+    gradients: list[Tensor]
+    buffers: list[Tensor]
+    place: Any  # the engine's own
+
+
+class TablePort(ABC):
     """A learner's end of one table."""
 
     layout: Layout
-    slots: Sequence[Slot]
     buffers: Sequence[Tensor]  # first values of the model's buffers, and of its other tensors
     others: Sequence[Tensor]
 
     @abstractmethod
-    def weights(self, version: int, sync: Sync) -> list[Tensor]:
-        """One view per parameter of the version that was released; stable until the next publish."""
+    def draft(self) -> Draft:
+        """The learner's from here on until it is published; waits until one is free."""
 
     @abstractmethod
-    def released(self, number: int) -> Reading | None:
-        """What to read, once all shards have released this ticket."""
+    def publish(
+        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+    ) -> None:
+        """With the group options as text and, where the gradient is not full, which parameters have one."""
 
     @abstractmethod
-    def wait(self, number: int) -> Reading:
-        """Block until all shards have released this ticket; raises what the coordinator has to say meanwhile."""
+    def wait(self, number: int, *, block: bool = True) -> Reading | None:
+        """What to read, once all shards have released this ticket; raises what the coordinator has to say meanwhile."""
 
     @abstractmethod
-    def wait_free(self, number: int) -> None:
-        """Block until the slot that this ticket was published with may be used again."""
+    def read(self, reading: Reading, into: list[Tensor]) -> int:
+        """Copy one version into the learner's parameters; its number."""
 
 
 class LearnerPort(ABC):
@@ -97,51 +104,32 @@ class LearnerPort(ABC):
     rank: int
 
     @abstractmethod
-    def now(self) -> float: ...
-
-    @abstractmethod
     def spend(self, examples: int) -> None:
         """The computation of one gradient is done; only a simulated clock cares."""
-
-    @abstractmethod
-    def post(self, message: ToLeader, *, ring: bool = True, slot: int = 0) -> None:
-        """Tell the leading shard, in order; without `ring` it may read it with the next message."""
-
-    @abstractmethod
-    def ring(self) -> None:
-        """Make the leading shard read what was posted."""
-
-    @abstractmethod
-    def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
-        """The portion of that number, if it is there; waits for it with `block`."""
-
-    @abstractmethod
-    def request(self, message: Any) -> Any:
-        """Ask the coordinator and wait for its answer."""
 
     @abstractmethod
     def tell(self, message: Any) -> None:
         """Tell the coordinator."""
 
     @abstractmethod
+    def ask(self, message: Any) -> Any:
+        """Ask the coordinator and wait for its answer; raises what is refused."""
+
+    @abstractmethod
+    def post(self, message: ToLeader, *, later: bool = False) -> None:
+        """Tell the leading shard, in order; `later`: it may be read with the next."""
+
+    @abstractmethod
+    def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
+        """The portion of that number, if it is there; waits for it with `block`."""
+
+    @abstractmethod
+    def open(self, opened: Opened) -> TablePort:
+        """The learner's end of the table that the coordinator's answer describes."""
+
+    @abstractmethod
     def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Where to write a new table's first parameters, buffers and other tensors."""
-
-    @abstractmethod
-    def pin(self, link: TableLink) -> None:
-        """Lock the link's memory for copies to and from a GPU."""
-
-    @abstractmethod
-    def attach(self, opened: Any) -> TableLink:
-        """The table that the coordinator's answer describes."""
-
-    @abstractmethod
-    def rejoin(self, tables: int, loaders: int) -> list[Any]:
-        """After a `Reset`: the tables that are open, as `attach` takes them."""
-
-    @abstractmethod
-    def dial(self, number: int) -> Sync:
-        """The dial of that number."""
 
     @abstractmethod
     def stopping(self) -> bool:
@@ -172,7 +160,7 @@ class ServerPort(ABC):
 
     @abstractmethod
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
-        """Let it go on and read; without a reading only its slot is free."""
+        """Let it go on and read; without a reading: the draft of this ticket is free."""
 
     @abstractmethod
     def grant(self, learner: int, portion: Portion) -> None: ...
@@ -225,10 +213,6 @@ class CoordinatorPort(ABC):
     @abstractmethod
     def tell_shards(self, message: Any) -> None:
         """All shards, the leading one last: what it decides upon, the others know already."""
-
-    @abstractmethod
-    def add_dial(self, number: int, sync: Sync) -> None:
-        """Make a dial known to learners, before anybody can name it."""
 
     @abstractmethod
     def reset_learners(self) -> None:

@@ -189,7 +189,7 @@ class Loader:
 
     def _ask(self) -> None:
         while self._asked < self._wanted():
-            self._session.port.post(AskBatch(self.number, self.epoch), ring=False)
+            self._session.port.post(AskBatch(self.number, self.epoch), later=True)
             self._asked += 1
 
     def _wanted(self) -> int:

@@ -82,6 +82,7 @@ class ServerSession(Session):
         self._rest_loader = -1  # whose data it waits for, where it rests
         self._idle: tuple[int, int] | None = None  # the loader that ended, and its next portion
         self.sync = config.sync  # as of the last read of any table
+        self._dials = {0: config.sync}  # that it knows, by number
         self._kept_random = b""
         self._mark: Tensor | None = None
         self._refused: UsageError | None = None  # why it is not where the others are
@@ -118,12 +119,12 @@ class ServerSession(Session):
         """The servers are new ones: read their weights; what was not folded is lost, its batches come again."""
         while True:
             try:
-                opened = self.port.rejoin(len(self._tables), len(self._loaders))
+                back: m.Rejoined = self.port.ask(m.Rejoin(len(self._tables), len(self._loaders)))
                 self._rests, self._fresh, self._used = [], [], {}
                 self._idle = (self._idle[0], 0) if self._idle is not None else None
                 self._count = 0
-                for table, answer in zip(self._tables, opened, strict=True):
-                    table.rejoin(self.port.attach(answer))
+                for table, answer in zip(self._tables, back.tables, strict=True):
+                    table.rejoin(self.port.open(answer))
                 for loader in self._loaders:
                     loader.rejoin()
                 return
@@ -141,6 +142,11 @@ class ServerSession(Session):
         limit = self.config.limit
         reached = limit is not None and bool(self._tables) and self._tables[0].version >= limit
         return reached or self.port.stopping()
+
+    def dial(self, number: int) -> Sync:
+        if number not in self._dials:
+            self._dials[number] = self.port.ask(m.AskDial(number))
+        return self._dials[number]
 
     # -- tables ------------------------------------------------------------------------------------------
 
@@ -193,15 +199,15 @@ class ServerSession(Session):
             copy_all(values[1], tensors.buffers)
             copy_all(values[2], tensors.others)
             answer = self._ask(m.Initialised(number, OptimizerTemplate.of(inner)))
-        link = self.port.attach(answer)
-        copy_all(tensors.buffers, link.buffers)
-        copy_all(tensors.others, link.others)
+        end = self.port.open(answer)
+        copy_all(tensors.buffers, end.buffers)
+        copy_all(tensors.others, end.others)
         personal: m.Personal | None = answer.personal
         if personal is not None:
             copy_all(tensors.buffers, personal.buffers.get(number, tensors.buffers))
             self._kept_random = personal.random
         steps = personal.steps if personal is not None else 0
-        return SharedOptimizer(self, number, inner, link, tensors, steps, wraps=wraps)
+        return SharedOptimizer(self, number, inner, end, tensors, steps, wraps=wraps)
 
     def put(self, model: nn.Module) -> None:
         """Make this learner's present values of the model global, with the next update (M6)."""
@@ -276,9 +282,8 @@ class ServerSession(Session):
             self.rest(NO_LOADER, 0)
         answer = self._ask(message)
         if self._fresh and self._rests and self.sync.lockstep:  # the others may have gone on
-            self._rests = [(table, table.reread()) for table in self._tables]
+            self._rests = [(table, table.reread(later=later)) for table, later in self._in_turn()]
             self._rest_loader = NO_LOADER
-            self.port.ring()
             self.rested()
         return answer
 
@@ -286,7 +291,7 @@ class ServerSession(Session):
         """Who is refused something that the others get cannot go on with them."""
         self._in_step()
         try:
-            return self.port.request(message)
+            return self.port.ask(message)
         except UsageError as error:
             self._refused = error
             raise
@@ -321,7 +326,7 @@ class ServerSession(Session):
         """It rests until the meeting is over: nobody need wait for its gradient, wherever in its loop it is."""
         self.rest(NO_LOADER, 0)
         self.port.post(say.Meet())
-        return self.port.request(message)
+        return self.port.ask(message)
 
     def _met(self) -> None:
         """All of the meeting count again: read what was folded meanwhile."""
@@ -384,7 +389,7 @@ class ServerSession(Session):
             self._loaders[loader].look_ahead()
         *further, last = self._fresh
         for loader in further:
-            self.port.post(say.Used(loader, self._used[loader]), ring=False)
+            self.port.post(say.Used(loader, self._used[loader]), later=True)
         self._fresh = []
         return count or 1, last, self._used[last]
 
@@ -407,9 +412,12 @@ class ServerSession(Session):
         """Nothing to compute: nobody need wait for this learner, be it under a dial that it does not know yet."""
         if not self._rests or self._rest_loader != loader:
             self._rests, self._rest_loader = [], loader
-            for table in self._tables:
-                self._rests.append((table, table.rest(loader, index)))
-        self.port.ring()
+            for table, later in self._in_turn():
+                self._rests.append((table, table.rest(loader, index, later=later)))
+
+    def _in_turn(self) -> list[tuple[SharedOptimizer, bool]]:
+        """All tables, and whether there is one after it."""
+        return [(table, table is not self._tables[-1]) for table in self._tables]
 
     @property
     def resting(self) -> bool:

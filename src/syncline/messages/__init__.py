@@ -7,6 +7,7 @@ from syncline.messages.statistics import Counts, ProcessStatistics, Statistics, 
 from syncline.messages.to_caller import Checkpointed, Warned
 from syncline.messages.to_coordinator import (
     STREAM,
+    AskDial,
     AwaitState,
     Called,
     Clocks,
@@ -53,6 +54,7 @@ from syncline.messages.to_shards import (
 __all__ = [
     "STREAM",
     "AskCut",
+    "AskDial",
     "AskStatistics",
     "AwaitState",
     "Called",

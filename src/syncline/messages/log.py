@@ -43,11 +43,10 @@ class Release(NamedTuple):
     version: int
     here: bool  # it has this version: nothing is to be copied for it
     keep: bool  # a checkpoint follows: its next gradient brings its random states
-    dropped: bool  # its last gradient is in no update: that draft is free
 
 
 class Free(NamedTuple):
-    """The draft of this ticket is free; there is nothing to read."""
+    """The gradient of this ticket is in no update: its draft is free."""
 
     table: int
     learner: int

@@ -100,6 +100,13 @@ class Rejoin:
 
 
 @dataclass(frozen=True, slots=True)
+class AskDial:
+    """It was told of a dial that it does not know; answered by the dial."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Called:
     """It waits in a step, and was called; answered by Refused, or by None where others were meant."""
 

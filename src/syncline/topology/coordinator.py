@@ -92,7 +92,6 @@ class Coordinator:
     def _add_dial(self, sync: Sync, epoch: int | None) -> None:
         number = len(self._dials)
         self._dials.append((sync, epoch))
-        self._port.add_dial(number, sync)
         self._port.tell_shards(m.Dial(number, sync, epoch))
 
     def _tell_standing(self) -> None:
@@ -155,6 +154,9 @@ class Coordinator:
             return
         if isinstance(message, m.Closed):
             self._closed.add(learner)
+            return
+        if isinstance(message, m.AskDial):
+            self._port.reply(learner, self._dials[message.number][0])
             return
         self._room.enter(learner, message)
         if learner in self._stale and not isinstance(message, m.Rejoin):

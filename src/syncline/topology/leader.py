@@ -261,6 +261,7 @@ class Leader:
             portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
             self._grant(portion, decision.learner)
         elif isinstance(decision, Drop):
+            self._log(log.Free(place, decision.ticket.learner, decision.ticket.number))
             self._work.later(self._drop, place, decision.ticket)
         elif isinstance(decision, Full):
             self._port.report(m.Reached(decision.version))
@@ -281,11 +282,9 @@ class Leader:
                 self.join_table(join)
             self._feeding.welcome_late(release.learner)
         learner, number = release.learner, release.number
-        if not release.read:
-            self._log(log.Free(table, learner, number))
-            return
-        keep = self._cadence is not None and self._cadence.armed
-        self._log(log.Release(table, learner, number, release.version, release.same, keep, release.dropped))
+        if release.read:
+            keep = self._cadence is not None and self._cadence.armed
+            self._log(log.Release(table, learner, number, release.version, release.same, keep))
 
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket

@@ -5,7 +5,7 @@ Not responsible for making any: the same log gives the same weights on every sha
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.messages import log
-from syncline.ports import DROPPED, KEEP, Reading, ServerPort
+from syncline.ports import Reading, ServerPort
 from syncline.table.checkpoints import CheckpointError
 from syncline.table.promised import PromisedPart
 from syncline.table.shard import Shard, total_norm
@@ -54,6 +54,7 @@ class Replay:
         self._options: dict[tuple[int, int], _Told] = {}
         self._blobs: dict[tuple[int, int, int], m.LoadState] = {}
         self._queue: deque[log.Entry] = deque()
+        self._lying: dict[int, list[log.Take]] = defaultdict(list)  # taken, and folded where they lie
         self._norms_of: log.Fold | None = None  # the fold that waits for the other shards' norms
         self.dials: dict[int, Sync] = {}
         self._dial: dict[int, int] = {}  # table -> number of the dial in force
@@ -64,7 +65,7 @@ class Replay:
             log.Take: self._take,
             log.Fold: self._fold,
             log.Release: self._release,
-            log.Free: lambda free: self._port.release(free.table, free.learner, free.number, None),
+            log.Free: self._free,
             log.PutValues: self._put,
             log.GiveState: self._state,
             log.LoadState: self._load,
@@ -167,6 +168,10 @@ class Replay:
         )
         if added:
             self._port.spend(log.Take, entry.table)
+        if added or isinstance(part, PromisedPart):
+            self._free(entry)
+        else:
+            self._lying[entry.table].append(entry)
 
     def _fold(self, entry: log.Fold) -> None:
         shard = self._shards[entry.table]
@@ -184,10 +189,27 @@ class Replay:
     def _apply(self, entry: log.Fold, shard: Shard) -> None:
         shard.apply(self.options(entry.table, entry.learner, entry.number), entry.factor)
         self._port.spend(log.Fold, entry.table)
+        self._free_folded(entry)
         if shard.version != entry.version:
             raise AssertionError(
                 f"shard {self._port.shard} made version {shard.version}, the log says {entry.version}"
             )
+
+    def _free_folded(self, fold: log.Fold) -> None:
+        """What was folded where it lay; in lockstep later rounds lie there already."""
+        lying = self._lying[fold.table]
+        if lying:
+            lockstep = self.dials[self._dial[fold.table]].lockstep
+            self._lying[fold.table] = [
+                take for take in lying if lockstep and take.iteration != fold.iteration
+            ]
+            for take in lying:
+                if not lockstep or take.iteration == fold.iteration:
+                    self._free(take)
+
+    def _free(self, entry: log.Take | log.Free | log.PutValues) -> None:
+        """This shard needs the draft no more."""
+        self._port.release(entry.table, entry.learner, entry.number, None)
 
     def _release(self, entry: log.Release) -> None:
         key = (entry.table, entry.learner)
@@ -197,17 +219,18 @@ class Replay:
             if inbox is not None:
                 self._shards[entry.table].read(entry.version, inbox)
             self._served[key] = entry.version
-        self._let_go(entry, KEEP * entry.keep | DROPPED * entry.dropped)
+        self._let_go(entry, keep=entry.keep)
 
-    def _let_go(self, entry: log.Release | log.PutValues | log.LoadState, flags: int = 0) -> None:
+    def _let_go(self, entry: log.Release | log.PutValues | log.LoadState, *, keep: bool = False) -> None:
         """The learner of this ticket goes on."""
-        reading = Reading(entry.version, self._dial[entry.table], flags)
+        reading = Reading(entry.version, self._dial[entry.table], keep)
         self._port.release(entry.table, entry.learner, entry.number, reading)
 
     def _put(self, entry: log.PutValues) -> None:
         part = self._part(entry)
         assert isinstance(part, SlotPart)
         self._shards[entry.table].put(entry.rank, part.segments)
+        self._free(entry)
         self._let_go(entry)
 
     def _change(self, entry: log.Change) -> None:

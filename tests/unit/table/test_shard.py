@@ -16,7 +16,7 @@ from syncline.errors import UsageError
 from syncline.ports import WRITTEN
 from syncline.table.layout import Layout, lay_out
 from syncline.table.shard import Shard, total_norm
-from syncline.table.slot import Slot, SlotPart, private_slot
+from syncline.table.slot import Slot, SlotPart, options_text, private_slot
 from syncline.table.store import OwnMemory, copy_segments
 from syncline.table.template import OptimizerTemplate, merge, split
 
@@ -557,7 +557,7 @@ def test_a_slot_holds_gradients_buffers_mask_and_options_apart() -> None:
     layout, tensors = lay_out(model, [model.parameters()], cuttable=True, shards=2)
     slot = private_slot(layout)
     options = [{"lr": 0.5, "betas": [0.1, 0.2], "maximize": False, "foreach": None}]
-    slot.write_options([{**options[0], "lr": torch.tensor(0.5)}])
+    slot.write_options(options_text([{**options[0], "lr": torch.tensor(0.5)}]))
     slot.mask.copy_(torch.tensor([1, 0, 1, 1]))
     for number, tensor in enumerate([*slot.gradients, *slot.buffers]):
         tensor.fill_(number + 1)
@@ -573,8 +573,7 @@ def test_a_slot_holds_gradients_buffers_mask_and_options_apart() -> None:
 
 
 def test_options_that_cannot_travel_are_refused() -> None:
-    slot = private_slot(Table(1).layout)
     with pytest.raises(UsageError, match="more than the 16376"):
-        slot.write_options([{"note": "x" * 20000}])
+        options_text([{"note": "x" * 20000}])
     with pytest.raises(UsageError, match="type object cannot travel"):
-        slot.write_options([{"odd": object()}])
+        options_text([{"odd": object()}])

@@ -125,7 +125,7 @@ def decode_entry(record: Record) -> tuple[log.Entry, int]:
     elif kind is log.Fold:
         found = log.Fold(*record[1:6], record[11])  # type: ignore[arg-type,call-arg]
     elif kind is log.Release:
-        found = log.Release(*record[1:5], *map(bool, record[5:8]))  # type: ignore[arg-type,call-arg]
+        found = log.Release(*record[1:5], *map(bool, record[5:7]))  # type: ignore[arg-type,call-arg]
     else:
         found = kind._make(record[1 : 1 + count])  # type: ignore[arg-type,call-arg]
     return found, slot

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from syncline.dial import Sync
 from syncline.engines.files import commit
 from syncline.engines.local.cargo import pack
 from syncline.engines.local.memory import Region
@@ -65,9 +64,6 @@ class Office(CoordinatorPort):
         for process in reversed(self._run.staff.shards):
             process.channel.post(parcel)
         parcel.close()
-
-    def add_dial(self, number: int, sync: Sync) -> None:
-        self._run.staff.hub.add_dial(number, sync)
 
     def reset_learners(self) -> None:
         self._run.staff.next_generation()

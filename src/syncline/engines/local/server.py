@@ -31,7 +31,7 @@ from syncline.engines.local.codec import (
     encode_entry,
     speaks_of,
 )
-from syncline.engines.local.exchange import LINE, Replies, Ring, Shares
+from syncline.engines.local.exchange import LINE, Drafts, Replies, Ring, Shares
 from syncline.engines.local.memory import Bell, Cells, Region, Sleeper, crash_at
 from syncline.engines.local.writer import Writer
 from syncline.messages import log
@@ -43,6 +43,7 @@ from syncline.table.store import OnePlace
 from syncline.topology.servers import ServerRole
 
 PORTION = struct.Struct("=6q")
+DRAFTED = (log.Take, log.PutValues, log.Free)  # entries that speak of a draft
 DESK_NOTES, DESK_PORTIONS, LOG_ENTRIES = 64, 256, 1024
 WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)  # a word of a desk
 LISTEN_EVERY = 0.002  # seconds of work between looks at the supervisor's channel
@@ -86,8 +87,10 @@ class Lane:
 
     def __init__(self, region: Region, layout: Layout, *, slots: int) -> None:
         memory = region.tensor()
-        self.replies = Replies(Cells(region), 0, shards=layout.shards)
-        start = self._head(layout)
+        cells, shards = Cells(region), layout.shards
+        self.replies = Replies(cells, 0, shards=shards)
+        self.drafts = Drafts(cells, Replies.words(shards), shards=shards, slots=slots)
+        start = self._head(layout, slots)
         size = slot_bytes(layout)
         self.slots = [
             Slot(layout, memory[start + index * size : start + (index + 1) * size]) for index in range(slots)
@@ -98,12 +101,13 @@ class Lane:
         self.memory = memory
 
     @staticmethod
-    def _head(layout: Layout) -> int:
-        return -(-Replies.words(layout.shards) * 8 // 4096) * 4096
+    def _head(layout: Layout, slots: int) -> int:
+        words = Replies.words(layout.shards) + Drafts.words(layout.shards, slots)
+        return -(-words * 8 // 4096) * 4096
 
     @classmethod
     def nbytes(cls, layout: Layout, *, slots: int) -> int:
-        return cls._head(layout) + slots * slot_bytes(layout) + layout.parameters.nbytes
+        return cls._head(layout, slots) + slots * slot_bytes(layout) + layout.parameters.nbytes
 
 
 class Shelf:
@@ -226,7 +230,7 @@ class LocalServerPort(ServerPort):
             self._lanes[message.table, learner].numbers[slot] = message.number
         return message
 
-    def lies_in(self, entry: log.Take | log.PutValues, slot: int) -> None:
+    def lies_in(self, entry: log.Take | log.PutValues | log.Free, slot: int) -> None:
         """Where the draft is that an entry speaks of, as the leading shard says."""
         self._lanes[entry.table, entry.learner].numbers[slot] = entry.number
 
@@ -236,7 +240,7 @@ class LocalServerPort(ServerPort):
         if self.log is None:
             return
         slot = NO_SLOT
-        if isinstance(entry, log.Take | log.PutValues):
+        if isinstance(entry, DRAFTED):
             slot = self._lanes[entry.table, entry.learner].numbers.index(entry.number)
         record = encode_entry(entry, slot)
         if self._beyond or not self.log.push(record):
@@ -269,7 +273,7 @@ class LocalServerPort(ServerPort):
         lane = self._lanes.get((table, learner))
         if lane is not None:
             if reading is None:
-                lane.replies.free(self.shard, number)
+                lane.drafts.free(self.shard, lane.numbers.index(number), number)
             else:
                 lane.replies.release(self.shard, number, *reading)
             self.to_wake.add(learner)
@@ -386,7 +390,7 @@ class _Loop:
             entry, slot = decode_entry(record)
             while not self._port.knows(entry):
                 self._control()  # it was sent before the leader knew: it is on its way
-            if isinstance(entry, log.Take | log.PutValues):
+            if isinstance(entry, DRAFTED):
                 self._port.lies_in(entry, slot)
             self._role.entry(entry)
             worked = True

@@ -15,6 +15,7 @@ import torch
 
 from syncline import messages as m
 from syncline.engines.record import learner_error
+from syncline.engines.sim.clock import Clock
 from syncline.engines.sim.fibers import Handler
 from syncline.engines.sim.learner import WAITING, SimLearner
 from syncline.engines.sim.promises import Own, Promise
@@ -135,7 +136,15 @@ class Builtin(SimLearner):
         else:
             self.fiber.resume()  # it draws only where a gradient is made, from its own states
 
-    def ask(self, message: Any) -> Generator[None, None, Any]:
+    def wake_at(self, times: list[float]) -> None:
+        for time in times:
+            self._world.clock.at(time, self.wake)
+
+    @property
+    def clock(self) -> Clock:
+        return self._world.clock
+
+    def inquire(self, message: Any) -> Generator[None, None, Any]:
         """Ask the coordinator; its answer."""
         self.tell(message)
         yield from self.give_way(lambda: bool(self._answers), f"an answer to {type(message).__name__}")
@@ -241,7 +250,7 @@ class Feed:
     def open(self) -> Steps:
         learner, plan = self._learner, self._shop.plan
         opening = m.OpenLoader(LOADER, self._shop.size, plan.batch_size, plan.policy, learner.config.epochs)
-        self.parts = yield from learner.ask(opening)
+        self.parts = yield from learner.inquire(opening)
         first = yield from self._portion(OUTSIDE)
         self.epoch = first.epoch if first else self.epoch
 
@@ -283,7 +292,7 @@ class Feed:
         if self._asked < wanted and self._asking.epoch != self.epoch:
             self._asking = AskBatch(LOADER, self.epoch)
         while self._asked < wanted:
-            self._learner.post(self._asking, ring=False)
+            self._learner.post(self._asking, later=True)
             self._asked += 1
 
     def _next(self, *, block: bool) -> Generator[None, None, Portion | None]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from syncline.engines.sim.clock import Clock
 from syncline.ports import Reading
 from syncline.table.layout import Layout
 from syncline.table.slot import private_slot
+
+DRAFT = "a draft that is free"  # what a learner waits for
+NEVER, HELD = -1, -2  # in place of a ticket: nothing was published there, or it is being filled
 
 
 class SimTable:
@@ -32,11 +38,39 @@ class Traffic:
     """What goes to and fro between one learner and the shards of one table."""
 
     def __init__(self, slots: int) -> None:
-        self.numbers = [-1] * slots  # tickets whose drafts lie in the slots
+        self.numbers = [NEVER] * slots  # tickets whose drafts lie in the slots
         self.released: dict[int, tuple[int, Reading]] = {}  # by shard, with its ticket
-        self.freed: dict[int, int] = {}  # by shard
+        self.freed: dict[tuple[int, int], float] = {}  # (shard, ticket) -> when the learner knows of it
         self.served: dict[int, int] = {}  # by shard: the version that was sent last
         self.under_way: dict[tuple[int, int], float] = {}  # (shard, ticket) -> when its part is there
+
+
+class Drafts:
+    """Which slots of a learner's lane it may fill."""
+
+    def __init__(self, lane: Traffic, shards: int, clock: Clock) -> None:
+        self._lane, self._shards, self._clock = lane, range(shards), clock
+
+    def find(self) -> int | None:
+        """The first that is free."""
+        for place, number in enumerate(self._lane.numbers):
+            if number == NEVER or (number >= 0 and self._free(number)):
+                return place
+        return None
+
+    def _free(self, number: int) -> bool:
+        freed, now = self._lane.freed, self._clock.now
+        return all(freed.get((shard, number), math.inf) <= now for shard in self._shards)
+
+    def known(self) -> list[float]:
+        """When it will know of what has been freed."""
+        return [time for time in self._lane.freed.values() if time > self._clock.now]
+
+    def hold(self, place: int) -> None:
+        """It is being filled."""
+        for shard in self._shards:
+            self._lane.freed.pop((shard, self._lane.numbers[place]), None)
+        self._lane.numbers[place] = HELD
 
 
 class SimLane(Traffic):
@@ -74,15 +108,6 @@ class Releases:
         if len(versions) != 1:
             raise AssertionError(f"shards released ticket {number} with versions {sorted(versions)}")
         return readings[0][1]
-
-    def free(self, number: int) -> bool:
-        """The slot that this ticket was published with may be used again."""
-        return all(self._last(shard) >= number for shard in self._shards)
-
-    def _last(self, shard: int) -> int:
-        lane = self._lane
-        last = lane.released[shard][0] if shard in lane.released else -1
-        return max(last, lane.freed.get(shard, -1))
 
 
 def part_bytes(layout: Layout) -> list[int]:

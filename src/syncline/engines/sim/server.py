@@ -15,7 +15,7 @@ from torch import Tensor
 from syncline.engines.files import write_part
 from syncline.engines.sim.clock import Action, Pause
 from syncline.engines.sim.cluster import Cost
-from syncline.engines.sim.memory import Traffic
+from syncline.engines.sim.memory import DRAFT, Traffic
 from syncline.engines.sim.moments import with_states
 from syncline.engines.sim.promises import PromisedLane, PromisedSlot
 from syncline.messages.log import Entry, Fold, PutValues, Take
@@ -179,25 +179,29 @@ class SimServer(ServerPort):
         if lane is None:
             return
         target = world.learners[learner]
-        if self.shard:
-            lane.under_way.pop((self.shard, number), None)
-        nbytes = 0
-        if reading is not None:
-            nbytes = self._to_move(table, lane, target, reading)
-            if self.shard == 0:
-                target.decided = self._clock.now
-                self._add_work(self._reply)
+        if reading is None:
+            if self.shard:
+                lane.under_way.pop((self.shard, number), None)
+            self._effect(partial(self._free, lane, target, number))
+            return
+        nbytes = self._to_move(table, lane, target, reading)
+        if self.shard == 0:
+            target.decided = self._clock.now
+            self._add_work(self._reply)
         arrive = partial(self._arrive, lane, target, number, reading)
         self._effect(partial(world.send_weights, self, target, nbytes, arrive))
 
-    def _arrive(self, lane: Traffic, target: SimLearner, number: int, reading: Reading | None) -> None:
-        if self.dead:
-            return
-        if reading is None:
-            lane.freed[self.shard] = number
-        else:
+    def _free(self, lane: Traffic, target: SimLearner, number: int) -> None:
+        """No event of its own, where nobody waits for it: it goes with what is sent next."""
+        link = self._world.cluster.memory if self.machine == target.machine else self._world.cluster.card
+        arrival = lane.freed[self.shard, number] = self._clock.now + link.latency
+        if target.waits_for == DRAFT:
+            self._clock.at(arrival, target.wake)
+
+    def _arrive(self, lane: Traffic, target: SimLearner, number: int, reading: Reading) -> None:
+        if not self.dead:
             lane.released[self.shard] = (number, reading)
-        target.wake()
+            target.wake()
 
     def _to_move(self, table: int, lane: Traffic, target: SimLearner, reading: Reading) -> int:
         """Bytes of weights that go to a learner: none that it has (R4)."""

@@ -20,7 +20,7 @@ from syncline.engines.sim.stepping import TableEnd
 from syncline.engines.sim.world import World
 from syncline.errors import UsageError
 from syncline.messages import log
-from syncline.ports import KEEP, Portion, Reading, ServerPort
+from syncline.ports import Portion, Reading, ServerPort
 from syncline.table.layout import LINE, Flat, Layout, Part
 from syncline.topology.replay import Replay
 from syncline.topology.servers import ServerRole
@@ -112,7 +112,7 @@ class SizedEnd(TableEnd):
     def _begin(self, opened: m.Opened) -> None:
         pass
 
-    def _fill(self, index: int, promise: Promise) -> bool:
+    def _fill(self, place: int, promise: Promise) -> bool:
         return True
 
     def _whole(self, number: int) -> Version:
@@ -166,7 +166,7 @@ class SizedReplay(Replay):
         elif isinstance(entry, log.Fold):
             self._fold_sized(entry)
         elif isinstance(entry, log.Release):
-            reading = Reading(entry.version, self._dial[entry.table], KEEP * entry.keep)
+            reading = Reading(entry.version, self._dial[entry.table], entry.keep)
             self._port.release(entry.table, entry.learner, entry.number, reading)
         elif isinstance(entry, log.Free):
             self._port.release(entry.table, entry.learner, entry.number, None)
@@ -180,6 +180,7 @@ class SizedReplay(Replay):
             self._rounds[entry.iteration] += 1
         elif not (entry.alone and entry.weight == 1.0):
             self._port.spend(log.Take, entry.table)
+        self._free(entry)
 
     def _fold_sized(self, entry: log.Fold) -> None:
         added = self._rounds.pop(entry.iteration, 0) if self._lockstep else 0

@@ -16,7 +16,7 @@ import torch
 from syncline.engines.sim.hunt import DIALS, Case, hunt, play, random_case, shorten
 from syncline.engines.sim.hunt.case import LOOPS, POLICIES
 from syncline.engines.sim.hunt.scratch import SHARED, scratch, sweep
-from syncline.engines.sim.learner import SimLink
+from syncline.engines.sim.memory import Drafts
 from syncline.errors import UsageError
 from syncline.messages.log import Change, Entry
 from syncline.protocols.folding import Folding, Ticket
@@ -174,8 +174,8 @@ def a_shard_that_skips(patch: Patch) -> None:
     patch.setattr(Replay, "_do", skips)
 
 
-def slots_are_never_waited_for(patch: Patch) -> None:
-    patch.setattr(SimLink, "wait_free", lambda self, number: None)
+def drafts_are_never_waited_for(patch: Patch) -> None:
+    patch.setattr(Drafts, "_free", lambda self, number: True)
 
 
 def versions_kept_in_the_wrong_place(patch: Patch) -> None:
@@ -317,7 +317,7 @@ PLANTED: list[tuple[Callable[[Patch], None], tuple[str, ...]]] = [
     (remember_the_dead, ("hardsync",)),
     (done_when_taken, ("softsync:1", "delayed:3")),
     (a_shard_that_skips, ("hardsync until 1 then softsync:1",)),
-    (slots_are_never_waited_for, ("downpour:push=1,fetch=6,local_lr=0.1",)),
+    (drafts_are_never_waited_for, ("downpour:push=1,fetch=6,local_lr=0.1",)),
     (versions_kept_in_the_wrong_place, ("delayed:1", "delayed:3")),
     (a_mean_without_weights, ("hardsync", "softsync:1")),
     (warm_start_one_short, ("async", "hardsync")),
