@@ -36,6 +36,7 @@ class Reset(BaseException):
 
 KEEP = 1  # in a reading: a checkpoint follows, the next gradient brings the learner's random states
 DROPPED = 2  # in a reading: its last gradient is in no update, the slot is free already
+DELIVERED = 4  # in a reading: that version was sent to the learner, which was overtaken
 
 
 class Portion(NamedTuple):
@@ -59,7 +60,7 @@ class Reading(NamedTuple):
 
     version: int
     dial: int = 0  # the number of the dial in force
-    flags: int = 0  # KEEP, DROPPED
+    flags: int = 0  # KEEP, DROPPED, DELIVERED
 
 
 class TableLink(ABC):
@@ -71,8 +72,11 @@ class TableLink(ABC):
     others: Sequence[Tensor]
 
     @abstractmethod
-    def weights(self, version: int, sync: Sync) -> list[Tensor]:
-        """One view per parameter of the version that was released; stable until the next publish."""
+    def read(self, reading: Reading, into: list[Tensor]) -> int | None:
+        """Copy the version that was released, or where that is gone a newer one, into the parameters; which one it is.
+
+        None: it was overtaken again and again, and wants one delivered. Without parameters it only says that it has read.
+        """
 
     @abstractmethod
     def released(self, number: int) -> Reading | None:
@@ -181,12 +185,8 @@ class ServerPort(ABC):
         """Where the draft of this ticket lies."""
 
     @abstractmethod
-    def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
-        """Where this learner's copy of a version goes; None where there is nothing to copy."""
-
-    @abstractmethod
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
-        """Let it go on and read; without a reading only its slot is free."""
+        """Let it go on and read what the memory of this table offers; without a reading only its slot is free."""
 
     @abstractmethod
     def grant(self, learner: int, portion: Portion) -> None: ...

@@ -295,21 +295,28 @@ class SharedOptimizer(torch.optim.Optimizer):
                 self._stamp = before  # batches of the next gradient were computed on it
 
     def _take_over(self, reading: Reading) -> None:
-        version = reading.version
         self._keep = bool(reading.flags & KEEP)
         if reading.flags & DROPPED:
             self._slot -= 1  # the others of the ring are not free yet
         if reading.dial != self._dial:
             self._dial = reading.dial
             self._turn(self._session.port.dial(reading.dial))
-        if version != self.version or self._moved:  # R4: no weights move when they are here already
-            weights = self._link.weights(version, self.sync)
-            targets = [parameter.data for parameter in self._parameters]
-            torch._foreach_copy_(targets, weights, non_blocking=self._on_gpu)
-            if self._on_gpu:
-                torch.cuda.current_stream().synchronize()
+        if reading.version <= self.version and not self._moved:  # R4: no weights move that are here already
+            self._link.read(reading, [])
+        else:
+            version = self._link.read(reading, [parameter.data for parameter in self._parameters])
+            if version is None:
+                self._overtaken(reading)
+                return
             self.version, self._moved = version, False
         self._untouched.note(self._steps)
+
+    def _overtaken(self, reading: Reading) -> None:
+        """Newer versions came faster than it could read: one is delivered."""
+        number = self.ticket()
+        self._session.port.post(say.Fetch(self.number, number, deliver=True))
+        delivered = self._wait(number)
+        self._take_over(delivered._replace(flags=delivered.flags | reading.flags & KEEP))
 
     def _turn(self, sync: Sync) -> None:
         """The dial has changed."""

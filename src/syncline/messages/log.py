@@ -41,9 +41,9 @@ class Release(NamedTuple):
     learner: int
     number: int
     version: int
-    here: bool  # it has this version: nothing is to be copied for it
     keep: bool  # a checkpoint follows: its next gradient brings its random states
     dropped: bool  # its last gradient is in no update: that draft is free
+    deliver: bool  # it was overtaken by newer versions while it read: this one is sent to it
 
 
 class Free(NamedTuple):

@@ -206,7 +206,18 @@ class Leader:
         self._gathering.untangle()
 
     def _fetch(self, learner: int, fetch: say.Fetch) -> None:
-        self._decided(fetch.table, self._sequences[fetch.table].fetch(learner, fetch.number))
+        sequence = self._sequences[fetch.table]
+        if not fetch.deliver:
+            self._decided(fetch.table, sequence.fetch(learner, fetch.number))
+        elif learner in sequence.members:
+            deliver = log.Release(
+                fetch.table, learner, fetch.number, sequence.version, self._keeps(), False, True
+            )
+            self._log(deliver)
+
+    def _keeps(self) -> bool:
+        """A checkpoint follows."""
+        return self._cadence is not None and self._cadence.armed
 
     def _await(self, learner: int, waits: say.Await) -> None:
         self._sequences[waits.table].awaits(learner)
@@ -284,8 +295,7 @@ class Leader:
         if not release.read:
             self._log(log.Free(table, learner, number))
             return
-        keep = self._cadence is not None and self._cadence.armed
-        self._log(log.Release(table, learner, number, release.version, release.same, keep, release.dropped))
+        self._log(log.Release(table, learner, number, release.version, self._keeps(), release.dropped, False))
 
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket

@@ -14,7 +14,7 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.messages import log
-from syncline.ports import DROPPED, KEEP, Reading, ServerPort
+from syncline.ports import DELIVERED, DROPPED, KEEP, Reading, ServerPort
 from syncline.table.checkpoints import CheckpointError
 from syncline.table.promised import PromisedPart
 from syncline.table.shard import Shard, total_norm
@@ -50,7 +50,6 @@ class Replay:
         self._port = port
         self._shards: dict[int, Shard] = {}
         self._parts: dict[tuple[int, int, Any], SlotPart | PromisedPart] = {}  # (table, learner, slot)
-        self._served: dict[tuple[int, int], int] = {}  # (table, learner) -> version it has
         self._options: dict[tuple[int, int], _Told] = {}
         self._blobs: dict[tuple[int, int, int], m.LoadState] = {}
         self._queue: deque[log.Entry] = deque()
@@ -190,14 +189,7 @@ class Replay:
             )
 
     def _release(self, entry: log.Release) -> None:
-        key = (entry.table, entry.learner)
-        copies = not entry.here and not self.dials[self._dial[entry.table]].lockstep
-        if copies and self._served.get(key, -1) != entry.version:  # R4: not what it has already
-            inbox = self._port.inbox(*key, entry.version)
-            if inbox is not None:
-                self._shards[entry.table].read(entry.version, inbox)
-            self._served[key] = entry.version
-        self._let_go(entry, KEEP * entry.keep | DROPPED * entry.dropped)
+        self._let_go(entry, KEEP * entry.keep | DROPPED * entry.dropped | DELIVERED * entry.deliver)
 
     def _let_go(self, entry: log.Release | log.PutValues | log.LoadState, flags: int = 0) -> None:
         """The learner of this ticket goes on."""

@@ -67,15 +67,24 @@ class Ring:
 
 
 class Replies:
-    """For each shard: the last ticket of one learner that it released, and what to read."""
+    """For each shard: the last ticket of one learner that it released, and what to read; and the last that was read."""
 
     def __init__(self, cells: CellsLike, base: int, *, shards: int) -> None:
         self._cells = cells
         self._places = [base + LINE * shard for shard in range(shards)]
+        self._read = base + LINE * shards
 
     @staticmethod
     def words(shards: int) -> int:
-        return LINE * shards
+        return LINE * (shards + 1)
+
+    def has_read(self, number: int) -> None:
+        """The learner has copied what it was released to with this ticket, or needs nothing of it."""
+        self._cells.store(self._read, number + 1)
+
+    def reads(self, number: int) -> bool:
+        """It may still be copying."""
+        return self._cells.load(self._read) <= number
 
     def release(self, shard: int, number: int, version: int, dial: int = 0, keep: int = 0) -> None:
         place = self._places[shard]

@@ -26,14 +26,16 @@ from syncline.engines.local.codec import encode
 from syncline.engines.local.exchange import Replies
 from syncline.engines.local.memory import Bell, Region, Sleeper, crash_at
 from syncline.engines.local.server import Desk, Geometry, Lane, Shelf
+from syncline.engines.local.versions import Reader
 from syncline.errors import UsageError
 from syncline.learn.session import ServerSession, SessionConfig
 from syncline.messages.to_leader import ToLeader
-from syncline.ports import LearnerPort, Portion, Reading, Reset, RunStopped, TableLink
+from syncline.ports import DELIVERED, LearnerPort, Portion, Reading, Reset, RunStopped, TableLink
 from syncline.table.layout import Layout
 
 # words of the hub: the run is to end; how often the servers were started; how often learners were called
 STOP, GENERATION, CALLS = 0, 1, 2
+TRIES = 4  # to read a version before it is asked for
 DIALS, DIAL_ROOM = 64, 1024  # dials that a run may have, and bytes for each
 
 
@@ -85,28 +87,52 @@ class Task:
     keywords: dict[str, Any]
 
 
+def _copy(into: list[Tensor], source: list[Tensor]) -> None:
+    """All of it is there afterwards."""
+    on_gpu = any(tensor.is_cuda for tensor in into)
+    torch._foreach_copy_(into, source, non_blocking=on_gpu)
+    if on_gpu:
+        torch.cuda.current_stream().synchronize()
+
+
 class LocalLink(TableLink):
     """One table, seen from its learner."""
 
     def __init__(self, opened: m.Opened, geometry: Geometry, port: LocalLearnerPort) -> None:
         self.layout = opened.layout
-        self._shelf = Shelf(opened.handle, opened.layout, kept=geometry.kept)
+        self._shelf = Shelf(opened.handle, opened.layout, places=geometry.places)
         self._lane = Lane(opened.lane, opened.layout, slots=geometry.slots)
         self.slots = self._lane.slots
         self._replies: Replies = self._lane.replies
         self._port, self._sleeper = port, port.sleeper
         flat = opened.layout.parameters
         self._inbox = flat.views(self._lane.inbox)
-        self._newest = flat.views(self._shelf.weights)
-        self._history = [flat.views(segments) for segments in self._shelf.history]
+        self._reader = Reader(opened.layout, self._shelf.ring, self._shelf.versions, self._lane.inbox)
+        self._number = 0  # of the last ticket that was released
         self.buffers, self.others = self._shelf.buffers, self._shelf.others
         opened.handle.close()
         opened.lane.close()
 
-    def weights(self, version: int, sync: Sync) -> list[Tensor]:
-        if not sync.lockstep:
-            return self._inbox
-        return self._history[version % len(self._history)] if sync.delay else self._newest
+    def read(self, reading: Reading, into: list[Tensor]) -> int | None:
+        version: int | None = reading.version
+        if into and reading.flags & DELIVERED:
+            _copy(into, self._inbox)
+        elif into:
+            version = self._read(reading.version, into)
+        self._replies.has_read(self._number)
+        return version
+
+    def _read(self, released: int, into: list[Tensor]) -> int | None:
+        for _ in range(TRIES):
+            found = self._reader.choose(released)
+            if found is None:  # shards are between two versions
+                os.sched_yield()
+                continue
+            version, places = found
+            _copy(into, self._reader.sources(places))
+            if self._reader.hold(version, places):
+                return version
+        return None
 
     def memory(self) -> list[Tensor]:
         """The blocks that a GPU copies to and from."""
@@ -114,7 +140,10 @@ class LocalLink(TableLink):
 
     def released(self, number: int) -> Reading | None:
         found = self._replies.released(number)
-        return None if found is None else Reading._make(found)
+        if found is None:
+            return None
+        self._number = number
+        return Reading._make(found)
 
     def wait(self, number: int) -> Reading:
         if (found := self._replies.released(number)) is None:
@@ -128,6 +157,7 @@ class LocalLink(TableLink):
             finally:
                 desk.wait(False)
         self._sleeper.busy()
+        self._number = number
         return Reading._make(found)
 
     def wait_free(self, number: int) -> None:
@@ -229,7 +259,7 @@ class LocalLearnerPort(LearnerPort):
         self._channel.send(message)
 
     def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        shelf = Shelf(handle, layout, kept=self._spec.geometry.kept)
+        shelf = Shelf(handle, layout, places=self._spec.geometry.places)
         handle.close()
         return layout.parameters.views(shelf.weights), shelf.buffers, shelf.others
 

@@ -427,19 +427,15 @@ class SimLink(TableLink):
         self._learner, self._lane = learner, opened.lane
         self.layout, self.slots = opened.layout, opened.lane.slots
         self.buffers, self.others = opened.handle.buffers, opened.handle.others
-        flat, memory = opened.layout.parameters, opened.handle
-        self._views = flat.views(opened.lane.inbox)
-        self._newest = flat.views(memory.weights)
-        self._history = [flat.views(segments) for segments in memory.history]
+        self._views = opened.layout.parameters.views(opened.lane.inbox)
         self._table = opened.table
         self._releases = Releases(opened.lane, opened.layout.shards)
 
-    def weights(self, version: int, sync: Sync) -> list[Tensor]:
-        found = self._views
-        if sync.lockstep:
-            found = self._history[version % len(self._history)] if sync.delay else self._newest
-        self._learner.reads(self._table, version, found)
-        return found
+    def read(self, reading: Reading, into: list[Tensor]) -> int:
+        if into:
+            self._learner.reads(self._table, reading.version, self._views)
+            torch._foreach_copy_(into, self._views)
+        return reading.version
 
     def released(self, number: int) -> Reading | None:
         return self._releases.reading(number)
