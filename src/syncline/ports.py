@@ -11,6 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncline.table.layout import Layout
+from syncline.table.memory import WRITTEN as WRITTEN
+from syncline.table.memory import VersionMemory as VersionMemory
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -18,7 +22,6 @@ if TYPE_CHECKING:
     from syncline.messages.log import Entry, Fold, Take
     from syncline.messages.to_leader import ToLeader
 
-Layout = Any  # table.layout.Layout and table.slot.Slot: the table stands above the ports
 Slot = Any
 
 
@@ -147,23 +150,6 @@ class LearnerPort(ABC):
     @abstractmethod
     def stopping(self) -> bool:
         """The run is to end: loaders end, steps do not return."""
-
-
-WRITTEN = -1  # in place of a version: that place is being written, or never was
-
-
-class VersionMemory(ABC):
-    """A ring of places for versions of a shard's part. The shard writes them; who may read one copies it meanwhile."""
-
-    places: list[list[Tensor]]  # segments of the part
-
-    @abstractmethod
-    def offer(self, place: int, version: int) -> None:
-        """This place holds that version, to be read; `WRITTEN`: nothing from here on."""
-
-    @abstractmethod
-    def being_read(self) -> bool:
-        """Somebody may be copying what was offered."""
 
 
 class ServerPort(ABC):

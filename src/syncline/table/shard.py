@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync
-from syncline.ports import VersionMemory
 from syncline.table.accumulator import Accumulator
 from syncline.table.layout import Layout
+from syncline.table.memory import VersionMemory
 from syncline.table.promised import Taken
 from syncline.table.store import Store, copy_segments
 from syncline.table.template import OptimizerTemplate, Options, PieceState

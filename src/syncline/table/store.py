@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from syncline.ports import WRITTEN, VersionMemory
 from syncline.table.layout import DTYPES, Layout
+from syncline.table.memory import WRITTEN, VersionMemory
 
 PLACES = 3  # of a ring, where no dial needs older versions
 
