@@ -60,6 +60,7 @@ class Reading(NamedTuple):
     version: int
     dial: int = 0  # the number of the dial in force
     keep: bool = False  # a checkpoint follows: the next gradient brings the learner's random states
+    delivered: bool = False  # that version was sent to the learner, which was overtaken
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +94,11 @@ class TablePort(ABC):
         """What to read, once all shards have released this ticket; raises what the coordinator has to say meanwhile."""
 
     @abstractmethod
-    def read(self, reading: Reading, into: list[Tensor]) -> int:
-        """Copy one version into the learner's parameters; its number."""
+    def read(self, reading: Reading, into: list[Tensor]) -> int | None:
+        """Copy the version that was released, or where that is gone a newer one, into the parameters; which one it is.
+
+        None: it was overtaken again and again, and wants one delivered. Without parameters it only says that it has read.
+        """
 
 
 class LearnerPort(ABC):
@@ -155,12 +159,8 @@ class ServerPort(ABC):
         """Where the draft of this ticket lies."""
 
     @abstractmethod
-    def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
-        """Where this learner's copy of a version goes; None where there is nothing to copy."""
-
-    @abstractmethod
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
-        """Let it go on and read; without a reading: the draft of this ticket is free."""
+        """Let it go on and read what the memory of this table offers; without a reading: the draft of this ticket is free."""
 
     @abstractmethod
     def grant(self, learner: int, portion: Portion) -> None: ...

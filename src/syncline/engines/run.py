@@ -76,12 +76,6 @@ class RunSpec:
         """Of the dial that runs furthest ahead."""
         return max(sync.delay for _, sync in self.course.dials)
 
-    @property
-    def kept(self) -> int:
-        """Versions that stay readable: where the dial changes, up to `delay` updates follow at once while the slowest
-        still reads the oldest."""
-        return 2 * self.delay + 1 if self.delay else 0
-
     def session(self, rank: int) -> SessionConfig:
         """What the session of one learner knows."""
         return SessionConfig(

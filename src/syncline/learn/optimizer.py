@@ -291,10 +291,22 @@ class SharedOptimizer(torch.optim.Optimizer):
         if reading.dial != self._dial:
             self._turn(self._session.dial(reading.dial))
             self._dial = reading.dial
-        if reading.version != self.version or self._moved:  # R4: no weights move when they are here already
-            self.version = self._table.read(reading, [parameter.data for parameter in self._parameters])
-            self._moved = False
+        if reading.version <= self.version and not self._moved:  # R4: no weights move that are here already
+            self._table.read(reading, [])
+        else:
+            version = self._table.read(reading, [parameter.data for parameter in self._parameters])
+            if version is None:
+                self._overtaken(reading)
+                return
+            self.version, self._moved = version, False
         self._untouched.note(self._steps)
+
+    def _overtaken(self, reading: Reading) -> None:
+        """Newer versions came faster than it could read: one is delivered."""
+        number = self.ticket()
+        self._session.port.post(say.Fetch(self.number, number, deliver=True))
+        delivered = self._wait(number)
+        self._take_over(delivered._replace(keep=delivered.keep or reading.keep))
 
     def _turn(self, sync: Sync) -> None:
         """The dial has changed."""

@@ -41,8 +41,8 @@ class Release(NamedTuple):
     learner: int
     number: int
     version: int
-    here: bool  # it has this version: nothing is to be copied for it
     keep: bool  # a checkpoint follows: its next gradient brings its random states
+    deliver: bool  # it was overtaken by newer versions while it read: this one is sent to it
 
 
 class Free(NamedTuple):

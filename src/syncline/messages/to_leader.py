@@ -119,6 +119,9 @@ class Fetch:
 
     table: int
     number: int
+    deliver: bool = (
+        False  # sent to it, whatever the dial: it was overtaken while it read what was released before
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,26 +43,11 @@ class OwnMemory(VersionMemory):
         return False
 
 
-class OnePlace(VersionMemory):
-    """One place in a whole table's memory, and older versions beside it, by their number."""
+class OnePlace(OwnMemory):
+    """One place in memory that is there already, of a whole table."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        shard: int,
-        weights: Sequence[Tensor],
-        history: Sequence[Sequence[Tensor]] = (),
-    ) -> None:
-        part = layout.parts[shard]
-        self.places = [part.segments(weights)]
-        self._older = [part.segments(segments) for segments in history]
-
-    def offer(self, place: int, version: int) -> None:
-        if self._older and version != WRITTEN:
-            copy_segments(self._older[version % len(self._older)], self.places[place])
-
-    def being_read(self) -> bool:
-        return False
+    def __init__(self, layout: Layout, shard: int, weights: Sequence[Tensor]) -> None:
+        self.places = [layout.parts[shard].segments(weights)]
 
 
 class Store:
@@ -74,6 +59,8 @@ class Store:
         self._newest = 0
         self._keep = False
         self.version = version
+        for place in range(1, len(self._places)):
+            self._begin(place)
         self._offer()
 
     @property

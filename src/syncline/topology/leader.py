@@ -206,7 +206,16 @@ class Leader:
         self._gathering.untangle()
 
     def _fetch(self, learner: int, fetch: say.Fetch) -> None:
-        self._decided(fetch.table, self._sequences[fetch.table].fetch(learner, fetch.number))
+        sequence = self._sequences[fetch.table]
+        if not fetch.deliver:
+            self._decided(fetch.table, sequence.fetch(learner, fetch.number))
+        elif learner in sequence.members:
+            deliver = log.Release(fetch.table, learner, fetch.number, sequence.version, self._keeps(), True)
+            self._log(deliver)
+
+    def _keeps(self) -> bool:
+        """A checkpoint follows."""
+        return self._cadence is not None and self._cadence.armed
 
     def _await(self, learner: int, waits: say.Await) -> None:
         self._sequences[waits.table].awaits(learner)
@@ -283,8 +292,7 @@ class Leader:
             self._feeding.welcome_late(release.learner)
         learner, number = release.learner, release.number
         if release.read:
-            keep = self._cadence is not None and self._cadence.armed
-            self._log(log.Release(table, learner, number, release.version, release.same, keep))
+            self._log(log.Release(table, learner, number, release.version, self._keeps(), False))
 
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket

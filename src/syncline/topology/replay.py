@@ -50,7 +50,6 @@ class Replay:
         self._port = port
         self._shards: dict[int, Shard] = {}
         self._parts: dict[tuple[int, int, Any], SlotPart | PromisedPart] = {}  # (table, learner, slot)
-        self._served: dict[tuple[int, int], int] = {}  # (table, learner) -> version it has
         self._options: dict[tuple[int, int], _Told] = {}
         self._blobs: dict[tuple[int, int, int], m.LoadState] = {}
         self._queue: deque[log.Entry] = deque()
@@ -212,18 +211,17 @@ class Replay:
         self._port.release(entry.table, entry.learner, entry.number, None)
 
     def _release(self, entry: log.Release) -> None:
-        key = (entry.table, entry.learner)
-        copies = not entry.here and not self.dials[self._dial[entry.table]].lockstep
-        if copies and self._served.get(key, -1) != entry.version:  # R4: not what it has already
-            inbox = self._port.inbox(*key, entry.version)
-            if inbox is not None:
-                self._shards[entry.table].read(entry.version, inbox)
-            self._served[key] = entry.version
-        self._let_go(entry, keep=entry.keep)
+        self._let_go(entry, keep=entry.keep, delivered=entry.deliver)
 
-    def _let_go(self, entry: log.Release | log.PutValues | log.LoadState, *, keep: bool = False) -> None:
+    def _let_go(
+        self,
+        entry: log.Release | log.PutValues | log.LoadState,
+        *,
+        keep: bool = False,
+        delivered: bool = False,
+    ) -> None:
         """The learner of this ticket goes on."""
-        reading = Reading(entry.version, self._dial[entry.table], keep)
+        reading = Reading(entry.version, self._dial[entry.table], keep, delivered)
         self._port.release(entry.table, entry.learner, entry.number, reading)
 
     def _put(self, entry: log.PutValues) -> None:

@@ -393,15 +393,15 @@ class FirstReaderOnly(Ring):
 
 
 class NumberFirst(Replies):
-    def release(self, shard: int, number: int, version: int, dial: int = 0, keep: int = 0) -> None:
+    def release(self, shard: int, number: int, version: int, dial: int = 0, flags: int = 0) -> None:
         self._cells.store(self._places[shard], number + 1)
-        for word, value in enumerate((version, dial, keep), 1):
+        for word, value in enumerate((version, dial, flags), 1):
             self._cells.store(self._places[shard] + word, value)
 
 
 class DialLast(Replies):
-    def release(self, shard: int, number: int, version: int, dial: int = 0, keep: int = 0) -> None:
-        super().release(shard, number, version, 0, keep)
+    def release(self, shard: int, number: int, version: int, dial: int = 0, flags: int = 0) -> None:
+        super().release(shard, number, version, 0, flags)
         self._cells.store(self._places[shard] + 2, dial)
 
 

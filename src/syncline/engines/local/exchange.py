@@ -13,6 +13,7 @@ from typing import Protocol
 
 LINE = 8  # words in a cache line: words of different writers do not share one
 RECORD = 16  # words
+KEEP, DELIVERED = 1, 2  # in the last word of a reply
 
 
 class CellsLike(Protocol):
@@ -67,25 +68,34 @@ class Ring:
 
 
 class Replies:
-    """For each shard: the last ticket of one learner that it released, and what to read."""
+    """For each shard: the last ticket of one learner that it released, and what to read; and the last that was read."""
 
     def __init__(self, cells: CellsLike, base: int, *, shards: int) -> None:
         self._cells = cells
         self._places = [base + LINE * shard for shard in range(shards)]
+        self._read = base + LINE * shards
 
     @staticmethod
     def words(shards: int) -> int:
-        return LINE * shards
+        return LINE * (shards + 1)
 
-    def release(self, shard: int, number: int, version: int, dial: int = 0, keep: int = 0) -> None:
+    def has_read(self, number: int) -> None:
+        """The learner has copied what it was released to with this ticket, or needs nothing of it."""
+        self._cells.store(self._read, number + 1)
+
+    def reads(self, number: int) -> bool:
+        """It may still be copying."""
+        return self._cells.load(self._read) <= number
+
+    def release(self, shard: int, number: int, version: int, dial: int = 0, flags: int = 0) -> None:
         place = self._places[shard]
         self._cells.store(place + 1, version)
         self._cells.store(place + 2, dial)
-        self._cells.store(place + 3, keep)
+        self._cells.store(place + 3, flags)
         self._cells.store(place, number + 1)  # the commit word: 0 is nothing yet
 
     def released(self, number: int) -> tuple[int, int, int] | None:
-        """Version, dial and keep, once every shard has released this ticket; the leading shard's words count."""
+        """Version, dial and flags, once every shard has released this ticket; the leading shard's words count."""
         load = self._cells.load
         for place in self._places:
             if load(place) <= number:

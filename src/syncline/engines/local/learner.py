@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.dial import Sync
 from syncline.engines.local.cargo import Parcel, pack, unpack
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.codec import Record, encode
-from syncline.engines.local.exchange import LINE, Replies
+from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Replies
 from syncline.engines.local.memory import Bell, Region, Sleeper, crash_at
 from syncline.engines.local.server import Desk, Geometry, Lane, Shelf
+from syncline.engines.local.versions import Reader
 from syncline.learn.session import ServerSession, SessionConfig
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
 from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, RunStopped, TablePort
@@ -31,6 +31,7 @@ from syncline.table.layout import Layout
 
 # words of the hub: the run is to end; how often the servers were started; how often learners were called
 STOP, GENERATION, CALLS = 0, 1, 2
+TRIES = 4  # to read a version before it is asked for
 
 
 class Hub:
@@ -69,19 +70,27 @@ class Task:
     keywords: dict[str, Any]
 
 
+def _copy(into: list[Tensor], source: list[Tensor]) -> None:
+    """All of it is there afterwards."""
+    on_gpu = any(tensor.is_cuda for tensor in into)
+    torch._foreach_copy_(into, source, non_blocking=on_gpu)
+    if on_gpu:
+        torch.cuda.current_stream().synchronize()
+
+
 class LocalTable(TablePort):
     """One table, seen from its learner."""
 
     def __init__(self, opened: m.Opened, geometry: Geometry, port: LocalLearnerPort) -> None:
         self.layout = opened.layout
-        self._shelf = Shelf(opened.handle, opened.layout, kept=geometry.kept)
+        self._shelf = Shelf(opened.handle, opened.layout, places=geometry.places)
         self._lane = Lane(opened.lane, opened.layout, slots=geometry.slots)
         self._replies: Replies = self._lane.replies
         self._port, self._sleeper = port, port.sleeper
         flat = opened.layout.parameters
         self._inbox = flat.views(self._lane.inbox)
-        self._newest = flat.views(self._shelf.weights)
-        self._history = [flat.views(segments) for segments in self._shelf.history]
+        self._reader = Reader(opened.layout, self._shelf.ring, self._shelf.versions, self._lane.inbox)
+        self._number = 0  # of the last ticket that was released
         self.buffers, self.others = self._shelf.buffers, self._shelf.others
         self._places = range(geometry.slots)
         self._published: list[int | None] = [-1] * geometry.slots  # tickets by slot; None: being filled
@@ -148,21 +157,30 @@ class LocalTable(TablePort):
                 desk.wait(False)
         if block:
             self._sleeper.busy()
-        version, dial, keep = found
-        return Reading(version, dial, bool(keep))
+        self._number = number
+        version, dial, flags = found
+        return Reading(version, dial, bool(flags & KEEP), bool(flags & DELIVERED))
 
-    def read(self, reading: Reading, into: list[Tensor]) -> int:
-        on_gpu = into[0].is_cuda
-        torch._foreach_copy_(into, self._weights(reading), non_blocking=on_gpu)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
-        return reading.version
+    def read(self, reading: Reading, into: list[Tensor]) -> int | None:
+        version: int | None = reading.version
+        if into and reading.delivered:
+            _copy(into, self._inbox)
+        elif into:
+            version = self._read(reading.version, into)
+        self._replies.has_read(self._number)
+        return version
 
-    def _weights(self, reading: Reading) -> list[Tensor]:
-        sync = self._port.dials[reading.dial]
-        if not sync.lockstep:
-            return self._inbox
-        return self._history[reading.version % len(self._history)] if sync.delay else self._newest
+    def _read(self, released: int, into: list[Tensor]) -> int | None:
+        for _ in range(TRIES):
+            found = self._reader.choose(released)
+            if found is None:  # shards are between two versions
+                os.sched_yield()
+                continue
+            version, places = found
+            _copy(into, self._reader.sources(places))
+            if self._reader.hold(version, places):
+                return version
+        return None
 
 
 class LocalLearnerPort(LearnerPort):
@@ -177,7 +195,6 @@ class LocalLearnerPort(LearnerPort):
         self._generation, self._calls = spec.generation, self._hub.words[CALLS]
         self._portions: dict[int, dict[int, Portion]] = {}
         self._tables: dict[int, LocalTable] = {}
-        self.dials: dict[int, Sync] = {0: spec.config.sync}  # that were asked for
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -244,8 +261,6 @@ class LocalLearnerPort(LearnerPort):
             raise Reset
         if isinstance(answer, m.Rejoined):
             self._meet_again(answer)
-        elif isinstance(message, m.AskDial):
-            self.dials[message.number] = answer
         return answer
 
     def _meet_again(self, answer: m.Rejoined) -> None:
@@ -259,7 +274,7 @@ class LocalLearnerPort(LearnerPort):
         self._channel.send(message)
 
     def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        shelf = Shelf(handle, layout, kept=self._spec.geometry.kept)
+        shelf = Shelf(handle, layout, places=self._spec.geometry.places)
         handle.close()
         return layout.parameters.views(shelf.weights), shelf.buffers, shelf.others
 

@@ -32,7 +32,7 @@ class Office(CoordinatorPort):
     # -- memory ------------------------------------------------------------------------------------------
 
     def make_table(self, table: int, layout: Layout) -> Region:
-        return self._run.staff.region(Shelf.nbytes(layout, kept=self._run.staff.geometry.kept))
+        return self._run.staff.region(Shelf.nbytes(layout, places=self._run.staff.geometry.places))
 
     def fill_table(self, handle: Region, layout: Layout, values: Sequence[Tensor]) -> None:
         shelf = self._shelf(handle, layout)
@@ -47,7 +47,7 @@ class Office(CoordinatorPort):
     def _shelf(self, handle: Region, layout: Layout) -> Shelf:
         """A mapping of its own: the run's could not be closed while tensors look at it."""
         region = Region(handle.nbytes, os.dup(handle.fd))
-        return Shelf(region, layout, kept=self._run.staff.geometry.kept)
+        return Shelf(region, layout, places=self._run.staff.geometry.places)
 
     def make_lane(self, table: int, learner: int, layout: Layout) -> Region:
         return self._run.staff.region(Lane.nbytes(layout, slots=self._run.staff.geometry.slots), learner)

@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,15 @@ from syncline.engines.local.codec import (
     encode_entry,
     speaks_of,
 )
-from syncline.engines.local.exchange import LINE, Drafts, Replies, Ring, Shares
+from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Drafts, Replies, Ring, Shares
 from syncline.engines.local.memory import Bell, Cells, Region, Sleeper, crash_at
+from syncline.engines.local.versions import Part, Words
 from syncline.engines.local.writer import Writer
 from syncline.messages import log
 from syncline.messages.to_leader import NO_LOADER, Gradient, Put, ToLeader
 from syncline.ports import Portion, Reading, ServerPort, VersionMemory
 from syncline.table.layout import Layout
 from syncline.table.slot import Slot, slot_bytes
-from syncline.table.store import OnePlace
 from syncline.topology.servers import ServerRole
 
 PORTION = struct.Struct("=6q")
@@ -111,33 +111,38 @@ class Lane:
 
 
 class Shelf:
-    """One table's weights: the newest version, older ones that are kept, first values of all else, norms."""
+    """One table's weights: a ring of places for versions, first values of all else, norms."""
 
-    def __init__(self, region: Region, layout: Layout, *, kept: int) -> None:
+    def __init__(self, region: Region, layout: Layout, *, places: int) -> None:
         memory, size = region.tensor(), layout.parameters.nbytes
         self.memory = memory
-        self.weights = layout.parameters.segments(memory)
-        self.history = [layout.parameters.segments(memory[(1 + i) * size :]) for i in range(kept)]
-        position = (1 + kept) * size
+        self.ring = [layout.parameters.segments(memory[place * size :]) for place in range(places)]
+        position = places * size
         self.buffers = layout.buffers.views(layout.buffers.segments(memory[position:]))
         position += layout.buffers.nbytes
         self.others = layout.others.views(layout.others.segments(memory[position:]))
         position += layout.others.nbytes
-        sizes = [len(part.pieces) for part in layout.parts]
-        self.norms = Shares(Cells(region, position // 8), 0, sizes=sizes)
+        cells, sizes = Cells(region, position // 8), [len(part.pieces) for part in layout.parts]
+        self.norms = Shares(cells, 0, sizes=sizes)
+        self.versions = Words(cells, Shares.words(sizes), shards=layout.shards, places=places)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Where the first values lie."""
+        return self.ring[0]
 
     @staticmethod
-    def nbytes(layout: Layout, *, kept: int) -> int:
-        norms = 8 * Shares.words([len(part.pieces) for part in layout.parts])
-        return (1 + kept) * layout.parameters.nbytes + layout.buffers.nbytes + layout.others.nbytes + norms
+    def nbytes(layout: Layout, *, places: int) -> int:
+        words = Shares.words([len(part.pieces) for part in layout.parts]) + Words.words(layout.shards, places)
+        return places * layout.parameters.nbytes + layout.buffers.nbytes + layout.others.nbytes + 8 * words
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What follows from the dials: how many slots and kept versions there are."""
+    """What follows from the dials: how many slots there are, and places for versions."""
 
     slots: int
-    kept: int
+    places: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +185,8 @@ class LocalServerPort(ServerPort):
         self.shelves: dict[int, Shelf] = {}
         self._layouts: dict[int, Layout] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
+        self._memories: dict[int, Part] = {}
+        self._reading: dict[int, dict[int, int]] = defaultdict(dict)  # table -> learner -> its last release
         self.readers: set[tuple[int, int]] = set()  # (loader, learner)
         self._beyond: deque[Record] = deque()  # what the log has no room for: followers are slow, or stopped
         self.to_wake: set[int] = set()
@@ -197,7 +204,7 @@ class LocalServerPort(ServerPort):
 
     def make_table(self, make: m.MakeTable) -> None:
         self._layouts[make.table] = make.layout
-        self.shelves[make.table] = Shelf(make.handle, make.layout, kept=self._spec.geometry.kept)
+        self.shelves[make.table] = Shelf(make.handle, make.layout, places=self._spec.geometry.places)
         make.handle.close()
 
     def join_table(self, join: m.JoinTable) -> None:
@@ -255,19 +262,35 @@ class LocalServerPort(ServerPort):
         while self._beyond and self.log is not None and self.log.push(self._beyond[0]):
             self._beyond.popleft()
             self.wake_shards = True
-        return not self._beyond
+        return not self._beyond and not self._far_ahead()
+
+    def _far_ahead(self) -> bool:
+        """Of the slowest shard, by nearly a ring: readers would find no version that all have (M13)."""
+        return any(
+            memory.ahead() > len(memory.places) - 2
+            for table, memory in self._memories.items()
+            if self._layouts[table].shards > 1
+        )
 
     def memory(self, table: int) -> VersionMemory:
         shelf = self.shelves[table]
-        return OnePlace(self._layouts[table], self.shard, shelf.weights, shelf.history)
+        memory = self._memories[table] = Part(
+            self._layouts[table], self.shard, shelf.ring, shelf.versions, lambda: self._being_read(table)
+        )
+        return memory
+
+    def _being_read(self, table: int) -> bool:
+        reading = self._reading[table]
+        for learner, number in list(reading.items()):
+            lane = self._lanes.get((table, learner))
+            if lane is not None and lane.replies.reads(number):
+                return True
+            del reading[learner]
+        return False
 
     def slot(self, table: int, learner: int, number: int) -> Slot:
         lane = self._lanes[table, learner]
         return lane.slots[lane.numbers.index(number)]
-
-    def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
-        lane = self._lanes.get((table, learner))
-        return lane.inbox if lane else None
 
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
         lane = self._lanes.get((table, learner))
@@ -275,7 +298,11 @@ class LocalServerPort(ServerPort):
             if reading is None:
                 lane.drafts.free(self.shard, lane.numbers.index(number), number)
             else:
-                lane.replies.release(self.shard, number, *reading)
+                self._reading[table][learner] = number
+                if reading.delivered:
+                    self._memories[table].deliver(lane.inbox)
+                flags = KEEP * reading.keep | DELIVERED * reading.delivered
+                lane.replies.release(self.shard, number, reading.version, reading.dial, flags)
             self.to_wake.add(learner)
 
     def grant(self, learner: int, portion: Portion) -> None:

@@ -413,10 +413,7 @@ class TwinTable(TablePort):
         self._learner, self._lane, self._world = learner, opened.lane, world
         self.layout = opened.layout
         self.buffers, self.others = opened.handle.buffers, opened.handle.others
-        flat, memory = opened.layout.parameters, opened.handle
-        self._views = flat.views(opened.lane.inbox)
-        self._newest = flat.views(memory.weights)
-        self._history = [flat.views(segments) for segments in memory.history]
+        self._views = opened.layout.parameters.views(opened.lane.inbox)
         self._table = opened.table
         self._releases = Releases(opened.lane, opened.layout.shards)
         self._drafts = Drafts(opened.lane, opened.layout.shards, world.clock)
@@ -450,11 +447,9 @@ class TwinTable(TablePort):
         return self._releases.reading(number)
 
     def read(self, reading: Reading, into: list[Tensor]) -> int:
-        sync, found = self._world.dials[reading.dial], self._views
-        if sync.lockstep:
-            found = self._history[reading.version % len(self._history)] if sync.delay else self._newest
-        self._learner.reads(self._table, reading.version, found)
-        torch._foreach_copy_(into, found)
+        if into:
+            self._learner.reads(self._table, reading.version, self._views)
+            torch._foreach_copy_(into, self._views)
         return reading.version
 
 

@@ -11,27 +11,41 @@ from syncline.engines.sim.clock import Clock
 from syncline.ports import Reading
 from syncline.table.layout import Layout
 from syncline.table.slot import private_slot
+from syncline.table.store import OwnMemory, copy_segments
 
 DRAFT = "a draft that is free"  # what a learner waits for
 NEVER, HELD = -1, -2  # in place of a ticket: nothing was published there, or it is being filled
 
 
 class SimTable:
-    """One table's memory."""
+    """What a table begins with."""
 
-    def __init__(self, layout: Layout, kept: int, device: torch.device) -> None:
-        self.layout, self._device = layout, device
-        self.weights = self._segments()
-        self.history = [self._segments() for _ in range(kept)]
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        self.weights = layout.parameters.segments(
+            torch.zeros(layout.parameters.nbytes, dtype=torch.uint8, device=device)
+        )
         flats = (layout.buffers, layout.others)
         self.buffers, self.others = (
             flat.views(flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))) for flat in flats
         )
         self.part_bytes = part_bytes(layout)
 
-    def _segments(self) -> list[Tensor]:
-        flat = self.layout.parameters
-        return flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8, device=self._device))
+
+class ShardMemory(OwnMemory):
+    """A shard's versions; what others read of them is sent."""
+
+    def __init__(self, table: SimTable, shard: int, places: int) -> None:
+        super().__init__(table.layout, shard, places, table.device)
+        self.part = table.layout.parts[shard]
+        copy_segments(self.places[0], self.part.segments(table.weights))
+        self._offered: dict[int, int] = {}  # place -> version
+
+    def offer(self, place: int, version: int) -> None:
+        self._offered[place] = version
+
+    def of(self, version: int) -> list[Tensor]:
+        return next(self.places[place] for place, held in self._offered.items() if held == version)
 
 
 class Traffic:

@@ -96,14 +96,6 @@ class Versions:
         found = self._kept.get(number)
         return None if found is None else found()
 
-    def whole(self, number: int, source: Sequence[Tensor]) -> Version:
-        """Of a table that holds still meanwhile."""
-        version = self.get(number)
-        if len(version.filled) < self._layout.shards:  # some shards' parts may be there under a free dial
-            version.fill(source)
-            version.filled.update(range(self._layout.shards))
-        return version
-
     def own(self, source: Sequence[Tensor]) -> Version:
         """A copy that is nobody else's."""
         version = Version(self._layout, -1, self._place(), {})

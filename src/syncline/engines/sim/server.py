@@ -15,14 +15,14 @@ from torch import Tensor
 from syncline.engines.files import write_part
 from syncline.engines.sim.clock import Action, Pause
 from syncline.engines.sim.cluster import Cost
-from syncline.engines.sim.memory import DRAFT, Traffic
+from syncline.engines.sim.memory import DRAFT, ShardMemory, SimLane, Traffic
 from syncline.engines.sim.moments import with_states
 from syncline.engines.sim.promises import PromisedLane, PromisedSlot
 from syncline.messages.log import Entry, Fold, PutValues, Take
 from syncline.messages.to_leader import ToLeader
 from syncline.ports import Portion, Reading, ServerPort, VersionMemory
 from syncline.table.slot import Slot
-from syncline.table.store import OnePlace
+from syncline.table.store import copy_segments, places_for
 from syncline.topology.restore import LEARNERS
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class SimServer(ServerPort):
         self._clock, self._message, self._reply = world.clock, cluster.message, cluster.reply
         self._shared = world.machines.shared
         self._costs: dict[Kind, Cost] = {Take: cluster.take, Fold: cluster.fold}
+        self._memories: dict[int, ShardMemory] = {}
         self._known_costs: dict[tuple[Kind, int], float] = {}  # by kind and table
 
     # -- what comes in -----------------------------------------------------------------------------------
@@ -159,19 +160,14 @@ class SimServer(ServerPort):
             )
 
     def memory(self, table: int) -> VersionMemory:
-        memory = self._world.tables[table]
-        return OnePlace(memory.layout, self.shard, memory.weights, memory.history)
+        delay = self._world.spec.delay
+        places = places_for(delay) if delay else 1  # what others read is sent: nobody is reading here
+        memory = self._memories[table] = ShardMemory(self._world.tables[table], self.shard, places)
+        return memory
 
     def slot(self, table: int, learner: int, number: int) -> Slot | PromisedSlot:
         lane = self._world.lanes[table, learner]
         return lane.slots[lane.numbers.index(number)]
-
-    def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
-        lane = self._world.lanes.get((table, learner))
-        if isinstance(lane, PromisedLane):
-            assert self._world.workshop is not None
-            return lane.inbox(self._world.workshop.versions.get(version), self.shard)
-        return lane.inbox if lane else None
 
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
         world = self._world
@@ -184,11 +180,14 @@ class SimServer(ServerPort):
                 lane.under_way.pop((self.shard, number), None)
             self._effect(partial(self._free, lane, target, number))
             return
-        nbytes = self._to_move(table, lane, target, reading)
+        nbytes, bulk = 0, None
+        if lane.served.get(self.shard, -1) != reading.version:  # R4: not what it has
+            lane.served[self.shard] = reading.version
+            nbytes, bulk = self._to_move(table, target), self._sent(table, lane, reading.version)
         if self.shard == 0:
             target.decided = self._clock.now
             self._add_work(self._reply)
-        arrive = partial(self._arrive, lane, target, number, reading)
+        arrive = partial(self._arrive, lane, target, number, reading, bulk)
         self._effect(partial(world.send_weights, self, target, nbytes, arrive))
 
     def _free(self, lane: Traffic, target: SimLearner, number: int) -> None:
@@ -198,21 +197,36 @@ class SimServer(ServerPort):
         if target.waits_for == DRAFT:
             self._clock.at(arrival, target.wake)
 
-    def _arrive(self, lane: Traffic, target: SimLearner, number: int, reading: Reading) -> None:
+    def _arrive(
+        self, lane: Traffic, target: SimLearner, number: int, reading: Reading, bulk: Action | None
+    ) -> None:
         if not self.dead:
+            if bulk is not None:
+                bulk()
             lane.released[self.shard] = (number, reading)
             target.wake()
 
-    def _to_move(self, table: int, lane: Traffic, target: SimLearner, reading: Reading) -> int:
-        """Bytes of weights that go to a learner: none that it has (R4)."""
-        if lane.served.get(self.shard, -1) == reading.version:
-            return 0
-        lane.served[self.shard] = reading.version
-        world = self._world
-        nbytes = world.tables[table].part_bytes[self.shard]
-        if self.machine != target.machine or not world.dials[reading.dial].lockstep:
-            self._add_work(world.cluster.serve.seconds(nbytes))  # else it reads the table where it lies
+    def _to_move(self, table: int, target: SimLearner) -> int:
+        """Bytes of weights that go to a learner."""
+        nbytes = self._world.tables[table].part_bytes[self.shard]
+        if self.machine != target.machine:  # else it copies for itself
+            self._add_work(self._world.cluster.serve.seconds(nbytes))
         return nbytes
+
+    def _sent(self, table: int, lane: Traffic, version: int) -> Action | None:
+        """This shard's part of a version, as it is now; what is to happen where it arrives."""
+        if isinstance(lane, PromisedLane):
+            shop = self._world.workshop
+            assert shop is not None
+            if (into := lane.inbox(shop.versions.get(version), self.shard)) is not None:
+                shop.computer.settle()
+                memory = self._memories[table]
+                copy_segments(memory.part.segments(into), memory.of(version))
+        elif isinstance(lane, SimLane):
+            memory = self._memories[table]
+            values = [segment.clone() for segment in memory.of(version)]
+            return partial(copy_segments, memory.part.segments(lane.inbox), values)
+        return None
 
     def grant(self, learner: int, portion: Portion) -> None:
         target = self._world.learners[learner]

@@ -63,7 +63,6 @@ class TableEnd:
             self._initialise(answer)
             answer = yield from learner.inquire(m.Initialised(TABLE, shop.template))
         self._lane = answer.lane
-        self._memory = answer.handle
         self._releases = Releases(answer.lane, shop.layout.shards)
         self._drafts = Drafts(answer.lane, shop.layout.shards, learner.clock)
         self._begin(answer)
@@ -210,16 +209,11 @@ class TableEnd:
         self._local = sync.local
 
     def _whole(self, number: int) -> Version:
-        """The version that was released: as it came, or from the table, which holds still in lockstep."""
+        """The version that was released, as it came."""
         arriving = self._lane.arriving
-        version = arriving.pop(number, None)
+        version = arriving.pop(number)
         for old in [old for old in arriving if old < number]:
             del arriving[old]
-        if version is None:
-            memory = self._memory
-            source = memory.history[number % len(memory.history)] if self.sync.delay else memory.weights
-            self._shop.computer.settle()
-            version = self._shop.versions.whole(number, source)
         if self._learner.watched:
             self._learner.reads(TABLE, number, version.views)
         return version

@@ -139,7 +139,7 @@ class World:
     def make_table(self, layout: Layout) -> SimTable:
         shop = self.workshop
         device = shop.device if shop is not None else torch.device("cpu")
-        return SimTable(layout, self.spec.kept, device)
+        return SimTable(layout, device)
 
     def make_lane(self, layout: Layout) -> SimLane | PromisedLane:
         shop, slots = self.workshop, max(2, self.spec.delay + 1)
