@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from syncline import messages as m
 from syncline.engines.local.processes import Process
 from syncline.engines.local.thread import RunThread
-from syncline.topology import messages as m
 
 PATIENCE = 10.0  # seconds that a caller waits for an answer
 SILENCE = 2.0  # seconds that the leading shard gets for one
@@ -44,7 +44,9 @@ class Questions:
             number = self._asked
             self._answers[number] = None
             self._thread.command(m.AskStatistics(number))
-            self._thread.changed.wait_for(lambda: self._thread.begun)  # a busy machine starts processes slowly
+            self._thread.changed.wait_for(
+                lambda: self._thread.begun
+            )  # a busy machine starts processes slowly
             self._thread.changed.wait_for(
                 lambda: self._answers[number] is not None or self._thread.done.is_set(), PATIENCE
             )
