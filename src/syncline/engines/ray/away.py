@@ -11,46 +11,32 @@ import os
 import socket
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from syncline.dial import Sync
+from syncline import messages as m
 from syncline.engines.local.cargo import unpack
 from syncline.engines.local.channel import Channel
+from syncline.engines.local.codec import NOTE, encode
+from syncline.engines.local.exchange import DELIVERED, KEEP
 from syncline.engines.local.learner import CALLS, GENERATION, STOP, perform, say
 from syncline.engines.local.memory import Bell
-from syncline.engines.local.server import NOTE, PORTION
+from syncline.engines.local.server import PORTION
 from syncline.engines.ray.bulk import Connection, Frame, Head, Lost, bytes_of
 from syncline.engines.ray.frames import OBJECTS, WORDS, Kind, Objects
 from syncline.engines.run import Task
-from syncline.ports import (
-    STATES,
-    LearnerPort,
-    Note,
-    Portion,
-    Reading,
-    Reset,
-    TableLink,
-)
-from syncline.ports import Kind as NoteKind
+from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
+from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, TablePort
 from syncline.table.layout import Layout
-from syncline.table.slot import Slot, private_slot
-from syncline.topology import messages as m
+from syncline.table.slot import private_slot
 from syncline.topology.plan import Seat
 
 PLACES = 3  # versions of a table that may have arrived here
-
-
-@dataclass(frozen=True, slots=True)
-class DialOf:
-    """Asked of the stand-in itself."""
-
-    number: int
+OVERTAKEN = -1  # in place of a version's place
 
 
 def place_of(table: int, index: int) -> int:
@@ -58,58 +44,72 @@ def place_of(table: int, index: int) -> int:
     return table << 16 | index
 
 
-class AwayLink(TableLink):
+class AwayTable(TablePort):
     """One table, seen from its learner."""
 
     def __init__(self, opened: m.Opened, slots: int, port: AwayPort) -> None:
         self.layout = opened.layout
-        self.slots = [private_slot(opened.layout) for _ in range(slots)]
+        self._number = opened.table
+        self._slots = [private_slot(opened.layout) for _ in range(slots)]
+        self._free = set(range(slots))
+        self._written = [-1] * slots  # which group options lie in each slot
         self.buffers, self.others = opened.handle
         self._port = port
         flat = opened.layout.parameters
         self.places = [torch.zeros(flat.nbytes, dtype=torch.uint8) for _ in range(PLACES)]
         self._views = [flat.views(flat.segments(place)) for place in self.places]
-        self._found: dict[int, int] = {}  # version -> place, of the last ones
-        self._released = self._freed = 0  # tickets, from the first on
-        self._reading = Reading(-1)
+        self._released = 0  # tickets, from the first on
+        self._reading, self._found = (
+            Reading(-1),
+            (-1, OVERTAKEN),
+        )  # the last, and the version and place that came with it
 
-    def heard(self, released: int, freed: int, reading: Reading, place: int) -> None:
-        """From the stand-in, on the receiving thread."""
-        self._freed = freed
-        if released > self._released:
-            self._found = {version: at for version, at in self._found.items() if at != place}
-            self._found[reading.version] = place
-            self._released, self._reading = released, reading
+    def heard(self, released: int, reading: Reading, found: tuple[int, int]) -> None:
+        """From the stand-in, on the receiving thread, as the next."""
+        self._released, self._reading, self._found = released, reading, found
 
-    def weights(self, version: int, sync: Sync) -> list[Tensor]:
-        return self._views[self._found[version]]
+    def freed(self, slot: int) -> None:
+        self._free.add(slot)
 
-    def released(self, number: int) -> Reading | None:
+    def draft(self, *, block: bool = True) -> Draft | None:
+        if block:
+            self._port.wait(lambda: bool(self._free))
+        with self._port.changed:
+            if not self._free:
+                return None
+            place = min(self._free)
+            self._free.discard(place)
+        return Draft(self._slots[place].gradients, self._slots[place].buffers, place)
+
+    def publish(
+        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+    ) -> None:
+        slot = self._slots[draft.place]
+        if isinstance(message, Gradient):
+            if self._written[draft.place] != message.options:
+                slot.write_options(options)
+                self._written[draft.place] = message.options
+            if not message.full:
+                slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
+            if message.states:
+                slot.write_states(message.states)
+        self._port.send(Kind.SLOT, *bytes_of([slot.memory]), place=place_of(self._number, draft.place))
+        self._port.send(Kind.NOTE, NOTE.pack(*encode(message, draft.place)), place=1)
+
+    def wait(self, number: int, *, block: bool = True) -> Reading | None:
+        if block:
+            self._port.wait(lambda: self._released > number)
         with self._port.changed:
             return self._reading if self._released > number else None
 
-    def wait(self, number: int) -> Reading:
-        port = self._port
-        while True:
-            with port.changed:
-                port.changed.wait_for(lambda: self._released > number or port.disturbed)
-                if self._released > number:
-                    return self._reading
-            port.check()
-            port.answer_call()
-
-    def free(self, number: int) -> bool:
-        return max(self._freed, self._released) > number
-
-    def wait_free(self, number: int) -> None:
-        port = self._port
-        while True:
-            with port.changed:
-                port.changed.wait_for(lambda: self.free(number) or port.disturbed)
-                if self.free(number):
-                    return
-            port.check()
-            port.answer_call()
+    def read(self, reading: Reading, into: list[Tensor]) -> int | None:
+        if not into:
+            return reading.version
+        version, place = self._found
+        if place == OVERTAKEN:
+            return None
+        torch._foreach_copy_(into, self._views[place])
+        return version
 
 
 class AwayPort(LearnerPort):
@@ -124,11 +124,10 @@ class AwayPort(LearnerPort):
         self._words = [0] * 3  # of the hub
         self._generation = self._calls = 0
         self._began = False  # the hub's words have come
-        self._links: dict[int, AwayLink] = {}
+        self._tables: dict[int, AwayTable] = {}
         self._first: dict[int, Tensor] = {}
         self._portions: dict[int, dict[int, Portion]] = {}
         self._answers: list[Any] = []
-        self._dials: dict[int, Sync] = {}
         self._over = False
         for target in (self._listen, self._keep_sending):
             threading.Thread(target=target, daemon=True).start()
@@ -154,18 +153,22 @@ class AwayPort(LearnerPort):
 
     def _into(self, head: Head) -> memoryview | None:
         if head.kind == Kind.VERSION:
-            link = self._links.get(head.place >> 16)
-            index = head.place & 0xFFFF
-            return bytes_of([link.places[index]])[0] if link is not None and index < PLACES else None
+            table, index = self._tables.get(head.place >> 16), head.place & 0xFFFF
+            return bytes_of([table.places[index]])[0] if table is not None and index < PLACES else None
         return self._objects.into(head)
 
     def _heard(self, frame: Frame) -> None:
         kind = frame.kind
         with self.changed:
             if kind == Kind.READING:
-                table, released, freed, version, dial, flags, place, generation = WORDS.unpack(frame.body)
-                if generation == self._generation and table in self._links:
-                    self._links[table].heard(released, freed, Reading(version, dial, flags), place)
+                table, released, version, dial, flags, found, place, generation = WORDS.unpack(frame.body)
+                if generation == self._generation and table in self._tables:
+                    reading = Reading(version, dial, bool(flags & KEEP), bool(flags & DELIVERED))
+                    self._tables[table].heard(released, reading, (found, place))
+            elif kind == Kind.FREED:
+                table = frame.place >> 16
+                if frame.generation == self._generation and table in self._tables:
+                    self._tables[table].freed(frame.place & 0xFFFF)
             elif kind == Kind.PORTION:
                 portion = Portion._make(PORTION.unpack(frame.body))
                 self._portions.setdefault(portion.loader, {})[portion.number] = portion
@@ -193,34 +196,30 @@ class AwayPort(LearnerPort):
         """Ask, where it was called while it waits in a step; raises what it is refused with."""
         if self._words[CALLS] != self._calls:
             self._calls = self._words[CALLS]
-            self.request(m.Called())
+            self.ask(m.Called())
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """For the shards; raises what the coordinator has to say meanwhile."""
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: ready() or self.disturbed)
+                if ready():
+                    return
+            self.check()
+            self.answer_call()
 
     # -- verbs -------------------------------------------------------------------------------------------
-
-    def now(self) -> float:
-        return time.monotonic()
 
     def spend(self, examples: int) -> None:
         pass
 
-    def post(self, note: Note, *, ring: bool = True) -> None:
-        if note.kind in (NoteKind.GRADIENT, NoteKind.PUT):
-            slot: Slot = self._links[note.table].slots[note.slot]
-            self._send(Kind.SLOT, *bytes_of([slot.memory]), place=place_of(note.table, note.slot))
-        elif note.flags & STATES:
-            slot = self._links[note.table].slots[note.slot]
-            place = place_of(note.table, note.slot)
-            sent = self._send(
-                Kind.TAIL, *bytes_of([slot_tail(slot, self._links[note.table].layout)]), place=place
-            )
-            self._connection.wait_sent(sent)
-        self._send(Kind.NOTE, NOTE.pack(*note), place=int(ring))
-
-    def ring(self) -> None:
-        self._send(Kind.NOTE, b"")
-
-    def _send(self, kind: int, *bodies: Any, place: int = 0) -> int:
+    def send(self, kind: int, *bodies: Any, place: int = 0) -> int:
         return self._connection.send(kind, *bodies, place=place, generation=self._generation)
+
+    def post(self, message: ToLeader, *, later: bool = False) -> None:
+        if isinstance(message, Rest | Reread | Farewell) and message.states:
+            self.send(Kind.STATES, message.states, place=message.table)
+        self.send(Kind.NOTE, NOTE.pack(*encode(message)), place=int(not later))
 
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
         with self.changed:
@@ -231,9 +230,9 @@ class AwayPort(LearnerPort):
                 raise Reset
             return mine.pop(index, None)
 
-    def request(self, message: Any) -> Any:
+    def ask(self, message: Any) -> Any:
         if isinstance(message, m.Initialised):
-            self._send(Kind.FIRST, *bytes_of([self._first.pop(message.table)]), place=message.table)
+            self.send(Kind.FIRST, *bytes_of([self._first.pop(message.table)]), place=message.table)
         self._objects.send(self._connection, Kind.OPEN if isinstance(message, m.Open) else Kind.ASK, message)
         with self.changed:
             self.changed.wait_for(lambda: self._answers)
@@ -242,7 +241,16 @@ class AwayPort(LearnerPort):
             raise answer.error
         if isinstance(answer, m.Stale):
             raise Reset
+        if isinstance(answer, m.Rejoined):
+            self._meet_again(answer)
         return answer
+
+    def _meet_again(self, answer: m.Rejoined) -> None:
+        """New servers: what the old ones have said is void."""
+        with self.changed:
+            self._generation = answer.desk
+            self._portions.clear()
+            self._tables.clear()
 
     def tell(self, message: Any) -> None:
         self._objects.send(self._connection, Kind.TELL, message)
@@ -256,28 +264,12 @@ class AwayPort(LearnerPort):
             start += flat.nbytes
         return views[0], views[1], views[2]
 
-    def pin(self, link: TableLink) -> None:
-        pass  # unpinned memory works too, only slower
-
-    def attach(self, opened: m.Opened) -> AwayLink:
-        link = AwayLink(opened, self._slots, self)
+    def open(self, opened: m.Opened) -> AwayTable:
+        table = AwayTable(opened, self._slots, self)
         with self.changed:
-            self._links[opened.table] = link
-        self._send(Kind.NOTE, b"", place=2 + opened.table)  # versions may come from here on
-        return link
-
-    def rejoin(self, tables: int, loaders: int) -> list[Any]:
-        answer: m.Rejoined = self.request(m.Rejoin(tables, loaders))
-        with self.changed:
-            self._generation = answer.desk
-            self._portions.clear()
-            self._links.clear()
-        return answer.tables
-
-    def dial(self, number: int) -> Sync:
-        if number not in self._dials:
-            self._dials[number] = self.request(DialOf(number))
-        return self._dials[number]
+            self._tables[opened.table] = table
+        self.send(Kind.READY, place=opened.table)
+        return table
 
     def stopping(self) -> bool:
         return self._words[STOP] != 0
@@ -290,11 +282,6 @@ class AwayPort(LearnerPort):
             number = self._objects.send(self._connection, Kind.LAST, message)
             self._over = True
             self._connection.wait_sent(number)
-
-
-def slot_tail(slot: Slot, layout: Layout) -> Tensor:
-    """All but the gradients' values and the buffers."""
-    return slot.memory[layout.parameters.nbytes + layout.buffers.nbytes :]
 
 
 @contextlib.contextmanager

@@ -30,14 +30,16 @@ class Kind(IntEnum):
     LAST = 4  # a TELL: how its function ended
     NOTE = 5  # to the leading shard; what belongs to it has come before
     SLOT = 6  # a whole slot
-    TAIL = 7  # of a slot all but values
+    STATES = 7  # random states, for the message that follows
     FIRST = 8  # a new table's first values
+    READY = 9  # it has memory for a table's versions
     # a stand-in to its learner
     ANSWER = 20
     READING = 21  # so far tickets are released
     VERSION = 22  # of the weights
     PORTION = 23
     WORDS = 24  # of the hub
+    FREED = 25  # a slot
     # others
     CARGO = 40  # the bulk of the object before it
     ORDER = 41  # to an agent: start a learner on this connection

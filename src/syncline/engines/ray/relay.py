@@ -7,6 +7,7 @@ looked at in turn. It ends with its connection.
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 from collections import deque
@@ -16,29 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.engines.local.cargo import Parcel, unpack
 from syncline.engines.local.channel import NOTHING, Channel
-from syncline.engines.local.exchange import Replies
-from syncline.engines.local.learner import CALLS, GENERATION, STOP, Hub, LearnerSpec
-from syncline.engines.local.server import NOTE, PORTION, Desk, Lane, Shelf
+from syncline.engines.local.codec import NOTE, Record, decode
+from syncline.engines.local.exchange import DELIVERED
+from syncline.engines.local.learner import CALLS, GENERATION, STOP, TRIES, Hub, LearnerSpec
+from syncline.engines.local.server import PORTION, Desk, Lane, Shelf
+from syncline.engines.local.versions import Reader
 from syncline.engines.ray.agent import AGENT, Order
-from syncline.engines.ray.away import PLACES, DialOf, place_of, slot_tail
+from syncline.engines.ray.away import OVERTAKEN, PLACES, place_of
 from syncline.engines.ray.bulk import Connection, Frame, Head, Lost, bytes_of
 from syncline.engines.ray.frames import OBJECTS, WORDS, Kind, Objects
 from syncline.engines.ray.handshake import Secret, Stranger, connect
-from syncline.ports import SILENT, Note
-from syncline.ports import Kind as NoteKind
+from syncline.messages.to_leader import Await, Blocked, Gradient, Load, Meet, Put, Reread, Rest
 from syncline.table.layout import Layout
-from syncline.topology import messages as m
 
 LOOK = 1000  # milliseconds without anything to do
-WAITS = {
-    int(kind)
-    for kind in (
-        *(NoteKind.GRADIENT, NoteKind.REST, NoteKind.PUT, NoteKind.LOAD),
-        *(NoteKind.BLOCKED, NoteKind.AWAIT, NoteKind.MEET),
-    )
-}
+WAITS = (Gradient, Put, Rest, Reread, Load, Blocked, Await, Meet)  # after which a learner waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +59,65 @@ class StandIn:
         return _Relay(channel, spec, end, self.secret.run, self.host).run()
 
 
+@dataclass(slots=True)
+class _Sending:
+    """A version that is on its way to the learner, and the reading that goes with it."""
+
+    reading: tuple[int, int, int]  # version, dial, flags
+    version: int
+    places: list[int] | None  # in the ring; None: it lies in the inbox, where nobody overwrites it
+    frame: int
+    tries: int = 1
+
+
 class _Table:
     """One table's memory here, and how far its learner has been told of it."""
 
     def __init__(self, opened: m.Opened, spec: LearnerSpec) -> None:
         geometry, layout = spec.geometry, opened.layout
         self.layout: Layout = layout
-        self.shelf = Shelf(opened.handle, layout, kept=geometry.kept)
+        self.shelf = Shelf(opened.handle, layout, places=geometry.places)
         self.lane = Lane(opened.lane, layout, slots=geometry.slots)
+        self.reader = Reader(layout, self.shelf.ring, self.shelf.versions, self.lane.inbox)
         opened.handle.close()
         opened.lane.close()
-        self.attached = False
-        self.released = self.freed = 0  # as the learner knows
-        self.version, self.place = -1, -1  # that it has, and where
+        self.ready = False  # the learner has memory for versions
+        self.released = 0  # tickets, as the learner knows
+        self.published: dict[int, int] = {}  # slot -> ticket, until it is free
+        self.version, self.place = -1, -1  # that the learner has, and where
+        self.sending: _Sending | None = None
 
-    def so_far(self) -> tuple[int, int]:
-        """Tickets released, and freed, by all shards."""
-        replies: Replies = self.lane.replies
-        return replies.so_far()
+    def freed(self) -> list[int]:
+        """Slots that the learner may use again, each once."""
+        found = [slot for slot, number in self.published.items() if self.lane.drafts.freed(slot, number)]
+        for slot in found:
+            del self.published[slot]
+        return found
 
-    def weights(self, version: int, *, lockstep: bool, delay: int) -> list[Tensor]:
-        if not lockstep:
-            return self.lane.inbox
-        history = self.shelf.history
-        return history[version % len(history)] if delay else self.shelf.weights
+    def choose(self, released: int) -> tuple[int, list[int]] | None:
+        """A version, and where it lies."""
+        for _ in range(TRIES):
+            if (found := self.reader.choose(released)) is not None:
+                return found
+            os.sched_yield()  # shards are between two versions
+        return None
+
+    def bodies(self, places: list[int] | None) -> list[memoryview]:
+        """A version as it lies in memory, shard by shard."""
+        flat = self.layout.parameters
+        if places is None or len(set(places)) == 1:
+            segments = self.lane.inbox if places is None else self.shelf.ring[places[0]]
+            return bytes_of([whole(segments, flat.nbytes)])
+        parts = [
+            part.segments(self.shelf.ring[place])
+            for part, place in zip(self.layout.parts, places, strict=True)
+        ]
+        found: list[memoryview] = []
+        ends = [*flat.offsets[1:], flat.nbytes]
+        for index, (offset, end) in enumerate(zip(flat.offsets, ends, strict=True)):
+            found += bytes_of([part[index] for part in parts])
+            found.append(memoryview(bytes(end - offset - flat.lengths[index] * flat.item_sizes[index])))
+        return found
 
 
 class _Relay:
@@ -100,7 +131,7 @@ class _Relay:
         self._tables: dict[int, _Table] = {}
         self._opening: m.Open | None = None
         self._first: Shelf | None = None
-        self._waiting: deque[Note] = deque()  # for room on the desk
+        self._waiting: deque[Record] = deque()  # for room on the desk
         self._ended = False
         self._poll = select.poll()
         for fd in (spec.bell.fd, channel.fileno()):
@@ -133,13 +164,11 @@ class _Relay:
     # -- from the learner --------------------------------------------------------------------------------
 
     def _into(self, head: Head) -> memoryview | None:
-        if head.kind in (Kind.SLOT, Kind.TAIL):
-            table = self._tables.get(head.place >> 16)
-            index = head.place & 0xFFFF
+        if head.kind == Kind.SLOT:
+            table, index = self._tables.get(head.place >> 16), head.place & 0xFFFF
             if table is None or index >= len(table.lane.slots):
                 return None
-            slot = table.lane.slots[index]
-            return bytes_of([slot.memory if head.kind == Kind.SLOT else slot_tail(slot, table.layout)])[0]
+            return bytes_of([table.lane.slots[index].memory])[0]
         if head.kind == Kind.FIRST and self._opening is not None:
             return memoryview(bytearray(head.length))
         return self._objects.into(head)
@@ -153,26 +182,27 @@ class _Relay:
 
     def _heard(self, frame: Frame) -> None:
         kind = frame.kind
-        if kind == Kind.NOTE:
-            self._note(frame)
-        elif kind == Kind.FIRST:
+        if kind == Kind.FIRST:
             self._fill(frame.body)
         elif (kind in OBJECTS or kind == Kind.CARGO) and (found := self._objects.gather(frame)):
             self._object(*found)
-
-    def _note(self, frame: Frame) -> None:
-        if frame.generation != self._generation:
+        elif frame.generation != self._generation:
             return  # of servers that are gone
-        if frame.place >= 2:
-            self._tables[frame.place - 2].attached = True
-        elif frame.body.nbytes == 0:
-            self._spec.shard_bell.ring()
-        else:
-            note = Note._make(NOTE.unpack(frame.body))
-            if note.kind in WAITS and not note.flags & SILENT:
-                self._desk.wait(True)
-            self._waiting.append(note)
-            self._post_waiting(ring=bool(frame.place))
+        elif kind == Kind.NOTE:
+            self._note(NOTE.unpack(frame.body), ring=bool(frame.place))
+        elif kind == Kind.STATES:
+            self._tables[frame.place].lane.slots[0].write_states(bytes(frame.body))
+        elif kind == Kind.READY:
+            self._tables[frame.place].ready = True
+
+    def _note(self, record: Record, *, ring: bool) -> None:
+        message, slot = decode(record, lambda table, slot: b"")
+        if isinstance(message, Gradient | Put):
+            self._tables[message.table].published[slot] = message.number
+        if isinstance(message, WAITS) and not (isinstance(message, Gradient) and message.silent):
+            self._desk.wait(True)
+        self._waiting.append(record)
+        self._post_waiting(ring=ring)
 
     def _post_waiting(self, *, ring: bool = True) -> None:
         while self._waiting and self._desk.notes.push(self._waiting[0]):
@@ -184,9 +214,6 @@ class _Relay:
         if kind == Kind.OPEN:
             self._opening = unpack(parcel)
             self._channel.send(self._opening)
-        elif kind == Kind.ASK and parcel.bulk < 0 and isinstance(asked := unpack(parcel), DialOf):
-            self._objects.send(self._connection, Kind.ANSWER, self._hub.dial(asked.number))
-            return
         else:
             self._ended |= kind == Kind.LAST
             self._channel.send(parcel)
@@ -219,7 +246,7 @@ class _Relay:
         if isinstance(message, m.Initialise):
             assert self._opening is not None
             layout = self._opening.layout
-            self._first = Shelf(message.handle, layout, kept=self._spec.geometry.kept)
+            self._first = Shelf(message.handle, layout, places=self._spec.geometry.places)
             return m.Initialise(self._opening.table)
         if isinstance(message, m.Opened):
             return self._opened(message)
@@ -243,8 +270,11 @@ class _Relay:
             self._connection.send(Kind.PORTION, PORTION.pack(*record))
             self._desk.wait(False)
         for number, table in self._tables.items():
-            if table.attached:
-                self._read(number, table)
+            for slot in table.freed():
+                place = place_of(number, slot)
+                self._connection.send(Kind.FREED, place=place, generation=self._generation)
+            while table.ready and self._read(number, table):
+                pass
 
     def _tell_words(self) -> None:
         words = [self._hub.words[word] for word in (STOP, GENERATION, CALLS)]
@@ -252,29 +282,57 @@ class _Relay:
             self._words = words
             self._connection.send(Kind.WORDS, WORDS.pack(*words, *[0] * 5))
 
-    def _read(self, number: int, table: _Table) -> None:
-        released, freed = table.so_far()
-        if (released, freed) == (table.released, table.freed):
-            return
-        reading = (-1, 0, 0)
-        if released > table.released:
-            found = table.lane.replies.released(released - 1)
-            assert found is not None
-            reading = found
-            self._send_version(number, table, reading[0], reading[1])
-            self._desk.wait(False)
-        table.released, table.freed = released, freed
-        words = (number, released, freed, *reading, table.place, self._generation)
-        self._connection.send(Kind.READING, WORDS.pack(*words))
+    def _read(self, number: int, table: _Table) -> bool:
+        """What was released is sent as it lies in the ring, and told when it still lies there (M13); False: nothing to do."""
+        sending = table.sending
+        if sending is not None:
+            if not self._connection.sent(sending.frame):
+                return False
+            if sending.places is None or table.reader.hold(sending.version, sending.places):
+                table.version = sending.version
+                self._tell_reading(number, table, sending.reading)
+            elif sending.tries < TRIES:
+                self._send(number, table, sending.reading, sending.tries + 1)
+            else:
+                self._overtaken(number, table, sending.reading)
+        elif (released := table.lane.replies.so_far()) > table.released:
+            table.released = released
+            reading = table.lane.replies.released(released - 1)
+            assert reading is not None
+            if reading[0] == table.version:
+                self._tell_reading(number, table, reading)
+            else:
+                self._send(number, table, reading, 1)
+        else:
+            return False
+        return True
 
-    def _send_version(self, number: int, table: _Table, version: int, dial: int) -> None:
-        if version == table.version:
-            return
-        sync = self._hub.dial(dial)
-        table.version, table.place = version, (table.place + 1) % PLACES
-        segments = table.weights(version, lockstep=sync.lockstep, delay=sync.delay)
-        block = whole(segments, table.layout.parameters.nbytes)
-        self._connection.send(Kind.VERSION, *bytes_of([block]), place=place_of(number, table.place))
+    def _send(self, number: int, table: _Table, reading: tuple[int, int, int], tries: int) -> None:
+        version, places = reading[0], None
+        if not reading[2] & DELIVERED:
+            chosen = table.choose(version)
+            if chosen is None:
+                self._overtaken(number, table, reading)
+                return
+            version, places = chosen
+        if tries == 1:
+            table.place = (table.place + 1) % PLACES
+        table.version = -1  # nothing whole lies there
+        place = place_of(number, table.place)
+        frame = self._connection.send(Kind.VERSION, *table.bodies(places), place=place)
+        table.sending = _Sending(reading, version, places, frame, tries)
+
+    def _overtaken(self, number: int, table: _Table, reading: tuple[int, int, int]) -> None:
+        table.version = -1
+        self._tell_reading(number, table, reading)
+
+    def _tell_reading(self, number: int, table: _Table, reading: tuple[int, int, int]) -> None:
+        table.sending = None
+        table.lane.replies.has_read(table.released - 1)
+        place = table.place if table.version >= 0 else OVERTAKEN
+        words = (number, table.released, *reading, table.version, place, self._generation)
+        self._connection.send(Kind.READING, WORDS.pack(*words))
+        self._desk.wait(False)
 
 
 def whole(segments: list[Tensor], nbytes: int) -> Tensor:
