@@ -175,8 +175,17 @@ class AwayPort(LearnerPort):
             elif kind == Kind.WORDS:
                 self._words, self._began = list(WORDS.unpack(frame.body)[:3]), True
             elif (kind in OBJECTS or kind == Kind.CARGO) and (found := self._objects.gather(frame)):
-                self._answers.append(unpack(found[1]))
+                self._answered(unpack(found[1]))
             self.changed.notify_all()
+
+    def _answered(self, answer: Any) -> None:
+        self._answers.append(answer)
+        if isinstance(
+            answer, m.Rejoined
+        ):  # before what the new servers say: what the old ones have said is void
+            self._generation = answer.desk
+            self._portions.clear()
+            self._tables.clear()
 
     # -- waiting -----------------------------------------------------------------------------------------
 
@@ -241,16 +250,7 @@ class AwayPort(LearnerPort):
             raise answer.error
         if isinstance(answer, m.Stale):
             raise Reset
-        if isinstance(answer, m.Rejoined):
-            self._meet_again(answer)
         return answer
-
-    def _meet_again(self, answer: m.Rejoined) -> None:
-        """New servers: what the old ones have said is void."""
-        with self.changed:
-            self._generation = answer.desk
-            self._portions.clear()
-            self._tables.clear()
 
     def tell(self, message: Any) -> None:
         self._objects.send(self._connection, Kind.TELL, message)
