@@ -131,6 +131,39 @@ def test_the_command_line_trains_on_the_cluster(address: str, tmp_path: Path) ->
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
+ENDLESS = """
+import os, pathlib, sys, torch, syncline as sl
+def learner(session):
+    optimizer = session.optimizer(torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+    (pathlib.Path(sys.argv[1]) / f"learner {session.rank}").write_text(f"{os.getpid()} ")
+    while True:
+        session.mean(1.0)
+folder = sys.argv[1]
+sl.launch(learner, learners=2, engine=sl.Ray(nodes=2, learners_per_node=1))
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_nothing_remains_of_a_run_whose_driver_is_killed(address: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDLESS.replace("sys.argv[1]", repr(str(tmp_path)))]
+    with subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": address}) as driver:
+        marks = [tmp_path / f"learner {rank}" for rank in range(2)]
+        while not all(mark.exists() and mark.read_text().endswith(" ") for mark in marks):
+            assert driver.poll() is None
+            time.sleep(0.05)
+        driver.kill()
+    pids = [int(mark.read_text()) for mark in marks]
+    while any(map(alive, pids)) or ray.available_resources()["CPU"] < 5.0:  # else the test's time is over
+        time.sleep(0.05)
+
+
 SCRIPT = """
 import ray, torch, syncline as sl
 scale = 3.0
