@@ -15,7 +15,7 @@ from torch import Tensor
 from syncline.engines.files import write_part
 from syncline.engines.sim.clock import Action, Pause
 from syncline.engines.sim.cluster import Cost
-from syncline.engines.sim.memory import DRAFT, ShardMemory, SimLane, Traffic
+from syncline.engines.sim.memory import DRAFT, ShardMemory, SimLane, Traffic, poison
 from syncline.engines.sim.moments import with_states
 from syncline.engines.sim.promises import PromisedLane, PromisedSlot
 from syncline.messages.log import Entry, Fold, Leave, PutValues, Take
@@ -177,7 +177,8 @@ class SimServer(ServerPort):
 
     def slot(self, table: int, learner: int, number: int) -> Slot | PromisedSlot:
         lane = self._world.lanes[table, learner]
-        return lane.slots[lane.numbers.index(number)]
+        slots = lane.sent if isinstance(lane, SimLane) else lane.slots
+        return slots[lane.numbers.index(number)]
 
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
         world = self._world
@@ -188,6 +189,10 @@ class SimServer(ServerPort):
         if reading is None:
             if self.shard:
                 lane.under_way.pop((self.shard, number), None)
+            if world.poisons and isinstance(lane, SimLane):
+                sent = lane.sent[lane.numbers.index(number)]
+                poison(self._memories[table].part.segments(sent.segments))
+                poison(sent.buffers if self.shard == 0 else ())
             self._effect(partial(self._free, lane, target, number))
             return
         nbytes, bulk = 0, None
