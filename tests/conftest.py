@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from syncline.engines.sim.world import World
 from syncline.testing import end_leftovers
+
+World.honest = True  # in simulated runs, too, nobody sees another's memory
 
 
 @pytest.fixture(autouse=True)

@@ -189,6 +189,7 @@ class LocalServerPort(ServerPort):
         self._reading: dict[int, dict[int, int]] = defaultdict(dict)  # table -> learner -> its last release
         self.readers: set[tuple[int, int]] = set()  # (loader, learner)
         self._beyond: deque[Record] = deque()  # what the log has no room for: followers are slow, or stopped
+        self.leaving: list[int] = []  # learners whose leaving is in the log
         self.to_wake: set[int] = set()
         self.wake_shards = False
         self.norms_wanted: tuple[int, int] | None = None
@@ -244,6 +245,8 @@ class LocalServerPort(ServerPort):
     # -- effects -----------------------------------------------------------------------------------------
 
     def append(self, entry: log.Entry) -> None:
+        if isinstance(entry, log.Leave):
+            self.leaving.append(entry.learner)
         if self.log is None:
             return
         slot = NO_SLOT
@@ -312,7 +315,7 @@ class LocalServerPort(ServerPort):
                 raise AssertionError(f"learner {learner} asked for more than {DESK_PORTIONS} portions ahead")
             self.to_wake.add(learner)
 
-    def share_norms(self, table: int, version: int, norms: Tensor) -> None:
+    def share(self, table: int, version: int, norms: Tensor) -> None:
         self.shelves[table].norms.tell(self.shard, version, norms.tolist())
         self.norms_wanted = (table, version)
         self.flush()
@@ -323,7 +326,12 @@ class LocalServerPort(ServerPort):
     def spend(self, kind: type[log.Take | log.Fold], table: int, times: int = 1) -> None:
         pass
 
-    def forget(self, learner: int) -> None:
+    def forget(self) -> None:
+        """The log is carried out as far as it is written: nothing is needed of those that have left."""
+        while self.leaving:
+            self._forget(self.leaving.pop())
+
+    def _forget(self, learner: int) -> None:
         self.desks.pop(learner, None)
         bell = self._bells.pop(learner, None)
         if bell:
@@ -381,6 +389,8 @@ class _Loop:
             keeps_up = self._port.keeps_up()
             worked = keeps_up and (self._read_notes() if self._leads else self._read_log())
             worked |= self._read_norms()
+            if self._port.leaving and self._role.settled:
+                self._port.forget()
             self._port.flush()
             if worked:
                 self._sleeper.busy()
@@ -420,6 +430,8 @@ class _Loop:
             if isinstance(entry, DRAFTED):
                 self._port.lies_in(entry, slot)
             self._role.entry(entry)
+            if isinstance(entry, log.Leave):
+                self._port.leaving.append(entry.learner)
             worked = True
         return worked
 

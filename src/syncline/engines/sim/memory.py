@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -92,7 +93,8 @@ class SimLane(Traffic):
 
     def __init__(self, layout: Layout, slots: int) -> None:
         super().__init__(slots)
-        self.slots = [private_slot(layout) for _ in range(slots)]
+        self.slots = [private_slot(layout) for _ in range(slots)]  # the learner's drafts
+        self.sent = [private_slot(layout) for _ in range(slots)]  # what the shards have of them
         flat = layout.parameters
         self.inbox = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
 
@@ -122,6 +124,13 @@ class Releases:
         if len(versions) != 1:
             raise AssertionError(f"shards released ticket {number} with versions {sorted(versions)}")
         return readings[0][1]
+
+
+def poison(tensors: Iterable[Tensor]) -> None:
+    """What is not somebody's any more is no number to it."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
 
 
 def part_bytes(layout: Layout) -> list[int]:

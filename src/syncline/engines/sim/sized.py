@@ -157,9 +157,7 @@ class SizedReplay(Replay):
         self._lockstep = self.dials[dial].lockstep
 
     def replay(self, entry: log.Entry) -> None:
-        if isinstance(entry, log.Leave):
-            self._port.forget(entry.learner)
-        elif entry.table not in self._shards_of:
+        if isinstance(entry, log.Leave) or entry.table not in self._shards_of:
             return
         elif isinstance(entry, log.Take):
             self._take_sized(entry)
