@@ -8,6 +8,7 @@ from syncline.engines.sim.engine import Sim
 from syncline.errors import LearnerError, RunError, SynclineError, UsageError
 from syncline.learn.feed import epoch_order
 from syncline.learn.surface import Session
+from syncline.nn.registry import layer
 from syncline.train import Result, Run, launch, train
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "UsageError",
     "epoch_order",
     "launch",
+    "layer",
     "train",
 ]
 __version__ = "0.1.0"

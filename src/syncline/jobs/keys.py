@@ -162,6 +162,20 @@ def _several(value: Any) -> tuple[Named, ...]:
     return tuple(map(_named, value))
 
 
+def _gradient(value: Any) -> str | Named:
+    if isinstance(value, str):
+        module, colon, path = value.partition(":")
+        names = [*module.split("."), *path.split(".")]
+        return Named(name=value) if colon and all(name.isidentifier() for name in names) else _text(value)
+    return _named(value)
+
+
+def _layers(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list | tuple) or not value:
+        raise Wrong
+    return tuple(copy.deepcopy(dict(each)) if isinstance(each, dict) else each for each in value)
+
+
 NAME = "a name, or a table with a name and its arguments"
 
 KEYS: tuple[Key, ...] = (
@@ -319,7 +333,20 @@ KEYS: tuple[Key, ...] = (
         default=False,
         meaning="and then ended",
     ),
-    Key(name="model", kind=NAME, read=_named, meaning="what is trained"),
+    Key(
+        name="model",
+        kind=NAME,
+        read=_named,
+        default=None,
+        meaning="what is trained; either this or layers",
+    ),
+    Key(
+        name="layers",
+        kind="a list of layers, each a table with name and type",
+        read=_layers,
+        default=(),
+        meaning="what is trained, as a net written here (docs/layers.md)",
+    ),
     Key(name="data", kind=NAME, read=_named, meaning="what it is trained on"),
     Key(
         name="evaluate",
@@ -341,6 +368,13 @@ KEYS: tuple[Key, ...] = (
         read=_named,
         default=None,
         meaning="(model, batch) to a scalar, for any other kind of batch",
+    ),
+    Key(
+        name="gradient",
+        kind="backprop, cd:k, pcd:k, or " + NAME,
+        read=_gradient,
+        default="backprop",
+        meaning="the way to one: contrastive divergence needs no loss, nor does a function (model, batch) -> loss that fills .grad",
     ),
     Key(name="optimizer", kind=NAME, read=_named, meaning="what applies a fold"),
     Key(

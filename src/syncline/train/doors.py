@@ -12,8 +12,9 @@ from torch.utils.data import Dataset
 
 from syncline.engines.options import AUTO, PATIENCE, Checkpoints, Faults
 from syncline.engines.run import Callback, Engine
+from syncline.learn.gradients import Backprop, Loss, Objective, way_of
 from syncline.learn.session import check_whole
-from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
+from syncline.learn.training import Training, evaluation_of, run_training
 from syncline.train.checks import (
     batches_of,
     built,
@@ -126,6 +127,7 @@ def train(
     patience: float | None = PATIENCE,
     kill_hung: bool = False,
     callbacks: Callback | Sequence[Callback] = (),
+    gradient: str | Callable[[nn.Module, Any], torch.Tensor] = "backprop",
     wait: bool = True,
 ) -> Any:
     """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
@@ -134,6 +136,9 @@ def train(
     Give `loss(output, target)` for (input, target) batches, or `objective(model, batch)` for any other. The run ends after
     `epochs`, or after `steps` updates. `global_batch_size`, of all learners together, takes the place of `batch_size`. `evaluate` is a data set like `data`, or a function of the model; it
     runs beside the learners at each epoch's end, on one version. A callback gets each epoch's record and ends the run by returning True.
+
+    `gradient` is the way to one: back-propagation, `"cd:k"` or `"pcd:k"` (contrastive divergence of energy models), or a
+    function (model, batch) -> loss that fills `.grad`; only the first has a `loss` or `objective`, a net's own losses apart.
 
     The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
     number) or seconds (a text such as "30s"; "auto" is a minute, "end" or None the last one alone) and at the end; `resume` goes
@@ -150,6 +155,7 @@ def train(
     check_loop(loss, objective, epochs, steps, policy, collate)
     data, evaluate = check_data(data, each), check_evaluate(evaluate)
     whole, sent = built(model, seed)
+    way = way_of(gradient, whole, loss, objective)
     made = check_optimizer(whole, optimizer, sync)
     check_schedule(schedule, made)
     if steps is None and epochs is None:
@@ -157,7 +163,8 @@ def train(
     plan = Training(
         model=sent,
         data=data,
-        objective=objective or Supervised(loss),  # type: ignore[arg-type]
+        objective=way.objective if isinstance(way, Backprop) else None,
+        gradient=None if isinstance(way, Backprop) else way,
         optimizer=optimizer,
         schedule=schedule,
         batch_size=each,
@@ -182,7 +189,7 @@ def train(
         limit=steps,
         warm=warmstart,
         epochs=epochs,
-        evaluate=evaluation_of(sent, evaluate, loss, objective, each, collate),
+        evaluate=evaluation_of(sent, evaluate, way, each, collate),
         callbacks=check_callbacks(callbacks),
         faults=Faults(on_error, replace, patience, kill_hung),
         checkpoints=Checkpoints(

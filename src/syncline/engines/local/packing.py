@@ -10,7 +10,7 @@ from syncline.engines.local.cargo import Parcel, pack
 from syncline.engines.local.learner import Task
 from syncline.engines.run import RunSpec
 from syncline.errors import UsageError
-from syncline.learn.training import Supervised
+from syncline.learn.gradients import Supervised
 
 
 def pack_task(spec: RunSpec) -> tuple[Parcel, Parcel | None]:

@@ -26,8 +26,9 @@ from syncline.engines.sim.hunt.case import Case
 from syncline.engines.sim.hunt.scratch import scratch
 from syncline.engines.sim.world import World
 from syncline.errors import InvariantError, LostError
+from syncline.learn.gradients import Supervised
 from syncline.learn.surface import Session
-from syncline.learn.training import Supervised, Training, run_training
+from syncline.learn.training import Training, run_training
 
 MOST_EVENTS = 60_000  # a run of the hunt has a few thousand
 WIDTH = 70  # parameters of a layer: two shards' worth of the smallest cut
