@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -111,33 +112,43 @@ def test_replacements_that_never_step_are_given_up() -> None:
 # -- exceptions ----------------------------------------------------------------------------------------------
 
 
-def raises_on_rank_one(session: sl.Session, data: TensorDataset) -> int:
+def raises_on_rank_one(session: sl.Session, data: TensorDataset, flag: Path) -> int:
+    """Its third batch is the last that anybody has: others are not past the end when it comes back."""
     model = nn.Linear(4, 2)
     optimizer = session.optimizer(model, partial(SGD, lr=0.1))
     count = 0
     for x, y in session.loader(data, batch_size=BATCH):
         count += 1
         if session.rank == 1 and count == 3:
+            flag.touch()
             raise ValueError("the third is too many")
+        while session.rank != 1 and session.sync.lead is None and count == 20 and not flag.exists():
+            time.sleep(0.001)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     return count
 
 
-def test_an_exception_ends_the_run() -> None:
+def test_an_exception_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(LearnerError, match="the third is too many") as caught:
-        sl.launch(raises_on_rank_one, points(SIZE), learners=3, threads=1)
+        sl.launch(raises_on_rank_one, points(SIZE), tmp_path / "flag", learners=3, threads=1)
     assert caught.value.rank == 1
 
 
 @pytest.mark.parametrize(
     "sync, batches", [("hardsync", 1), ("async", 1), ("downpour:push=3,fetch=4,local_lr=0.1", 0)]
 )
-def test_or_only_its_learner(sync: str, batches: int) -> None:
+def test_or_only_its_learner(sync: str, batches: int, tmp_path: Path) -> None:
     """What it had read and not published is handed out again; downpour pushes its rest when the loop ends."""
     result = sl.launch(
-        raises_on_rank_one, points(SIZE), learners=3, sync=sync, on_error="continue", threads=1
+        raises_on_rank_one,
+        points(SIZE),
+        tmp_path / "flag",
+        learners=3,
+        sync=sync,
+        on_error="continue",
+        threads=1,
     )
     (raised,) = events(result, "raised")
     assert raised.rank == 1 and "the third is too many" in raised.what

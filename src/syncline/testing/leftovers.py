@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -30,7 +31,8 @@ def children(pid: int) -> set[int]:
     """Its child processes that live."""
     found: set[int] = set()
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        found.update(map(int, task.read_text().split()))
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            found.update(map(int, task.read_text().split()))
     return {child for child in found if _state(child) not in ("Z", "X", "")}
 
 
