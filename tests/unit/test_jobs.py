@@ -108,12 +108,14 @@ def test_the_record_has_what_train_takes() -> None:
     parameters = dict(inspect.signature(sl.train).parameters)
     parameters.pop("wait")  # how to call, not what to run
     assert {key.name for key in KEYS} - {"layers"} == set(parameters)  # a net is a model
-    assert {field.name for field in dataclasses.fields(Job)} == {*parameters, "source"}
+    assert {field.name for field in dataclasses.fields(Job)} == {*parameters, "layers", "source"}
     for key in KEYS:
+        if key.name == "layers":
+            continue
         default = parameters[key.name].default
         if key.name == "engine":
             assert key.default == Named(name=default)
-        elif not key.required and key.name != "loss":
+        elif not key.required and key.name not in ("loss", "model"):
             assert key.default == default, key.name
         else:
             assert default in (inspect.Parameter.empty, None), key.name

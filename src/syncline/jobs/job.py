@@ -29,6 +29,7 @@ from syncline.nn.arguments import wrong_arguments
 from syncline.topology.parse import parse_topology
 
 Problem = tuple[tuple[str, ...], str]  # the key's path, what is wrong
+NO_MODEL = "missing; name a model, such as 'mlp' or 'package.module:callable', or list layers"
 LARGEST = 1 << 20  # bytes of a job file
 
 
@@ -218,6 +219,8 @@ def _read(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
                 values[name] = BY_NAME[name](value)
             except Wrong as wrong:
                 problems.append(((name,), str(wrong)))
+    if not meant & {"model", "layers"}:
+        problems.append((("model",), NO_MODEL))
     missing = [key for key in KEYS if key.required and key.name not in meant]
     problems += [((key.name,), f"missing; expected {key.kind}") for key in missing]
     return values, problems
@@ -259,8 +262,6 @@ def _contradictions(job: Mapping[str, Any]) -> Iterator[Problem]:
             ("steps",),
             f"give either epochs or steps, got epochs = {job['epochs']} and steps = {job['steps']}",
         )
-    if job["model"] is None and not job["layers"]:
-        yield ("model",), "missing; name a model, such as 'mlp' or 'package.module:callable', or list layers"
     if job["model"] is not None and job["layers"]:
         yield ("layers",), "give either model or layers, not both"
     for key in ("loss", "objective"):

@@ -14,6 +14,7 @@ from typing import Any
 
 from syncline.engines.options import AUTO, END
 from syncline.errors import UsageError
+from syncline.learn.gradients import WAYS
 
 MOST = 2**63 - 1
 REQUIRED = object()  # as a default: there is none
@@ -166,7 +167,8 @@ def _gradient(value: Any) -> str | Named:
     if isinstance(value, str):
         module, colon, path = value.partition(":")
         names = [*module.split("."), *path.split(".")]
-        return Named(name=value) if colon and all(name.isidentifier() for name in names) else _text(value)
+        own = colon and module not in WAYS and all(name.isidentifier() for name in names)
+        return Named(name=value) if own else _text(value)
     return _named(value)
 
 

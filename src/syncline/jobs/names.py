@@ -22,7 +22,7 @@ from syncline.dial import nearest
 from syncline.engines.local.engine import Local
 from syncline.engines.sim.engine import Sim
 from syncline.errors import UsageError
-from syncline.nn.layers import LOSSES
+from syncline.nn.losses import LOSSES
 
 Names = Mapping[str, Callable[..., Any]]
 

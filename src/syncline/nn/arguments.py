@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, get_args, get_type_hints
@@ -82,9 +82,12 @@ Shape = Annotated[Any, Kind("a list of whole numbers of at least 1", _several(_w
 
 
 def wrong_arguments(
-    function: Any, given: int, arguments: Mapping[str, Any]
+    function: Any, given: int, arguments: Mapping[str, Any], beside: Sequence[str] = ()
 ) -> Iterator[tuple[str | None, str]]:
-    """(argument, what is wrong with it) by the signature of the callable, if it has one that can be read."""
+    """(argument, what is wrong with it) by the signature of the callable, if it has one that can be read.
+
+    `beside` are other names that may have been meant.
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -99,7 +102,7 @@ def wrong_arguments(
     }
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         known = ", ".join(named) or "none"
-        unknown = {key: nearest(key, named) for key in arguments if key not in named}
+        unknown = {key: nearest(key, [*beside, *named]) for key in arguments if key not in named}
         for key, hint in unknown.items():
             yield key, f"unknown argument{hint}; there are: {known}"
         named = {

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from syncline.dial import nearest
 from syncline.errors import UsageError
+from syncline.nn import losses  # noqa: F401 - registers them
 from syncline.nn.initialisers import initialise
 from syncline.nn.layers import Input
 from syncline.nn.records import Layer, NetError, by_parameter, read_layers
@@ -56,9 +57,10 @@ class Net(nn.Module):
             for layer in self._layers:
                 self._modules[layer.name] = module = self._make(layer, dry, example)
                 self._initialise(layer, module)
+        self._share_all()
         for layer in self._layers:
-            self._share(layer)
-            self._modules[layer.name].requires_grad_(not layer.freeze)  # type: ignore[union-attr]
+            if layer.freeze:
+                self._modules[layer.name].requires_grad_(False)  # type: ignore[union-attr]
         self._plan()
 
     # -- running -----------------------------------------------------------------------------------------
@@ -274,9 +276,17 @@ class Net(nn.Module):
                 words = f"init: {given} of {name!r} {tuple(named[name].shape)} failed: {_words(error)}"
                 raise self._fail(layer, "init", words) from error
 
-    def _share(self, layer: Layer) -> None:
-        if layer.share is None:
-            return
+    def _share_all(self) -> None:
+        sharing = [layer for layer in self._layers if layer.share is not None]
+        for _ in range(len(sharing) + 1):  # one may share with one that shares
+            changed = [layer for layer in sharing if self._share(layer)]
+            if not changed:
+                return
+        raise self._fail(changed[0], "share", "share: a cycle: each takes another's, none has its own")
+
+    def _share(self, layer: Layer) -> bool:
+        """Whether that changed anything."""
+        changed = False
         named = dict(self.named_parameters(remove_duplicate=False))
         own = [name for name, _ in self._modules[layer.name].named_parameters()]  # type: ignore[union-attr]
         if isinstance(layer.share, str):
@@ -298,8 +308,10 @@ class Net(nn.Module):
             if named[source].shape != named[mine].shape:
                 shapes = f"{tuple(named[mine].shape)}, {source!r} has {tuple(named[source].shape)}"
                 raise self._fail(layer, "share", f"share: {mine!r} has shape {shapes}")
+            changed = changed or named[source] is not named[mine]
             *path, last = mine.split(".")
             setattr(self.get_submodule(".".join(path)), last, named[source])
+        return changed
 
 
 def _tables(layers: Any) -> Sequence[Any]:

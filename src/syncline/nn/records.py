@@ -21,7 +21,18 @@ from syncline.nn.initialisers import wrong_initialiser
 from syncline.nn.registry import LayerType, find_type
 
 OWN = ("name", "type", "sources", "output", "freeze", "rate", "decay", "init", "share")
-NAME = re.compile(r"[A-Za-z_][\w-]*")
+NAME = re.compile(r"[A-Za-z][\w-]*")
+TAKEN = {
+    *dir(nn.Module()),
+    "objective",
+    "parts",
+    "reaching",
+    "table",
+    "groups",
+    "records",
+    "losses",
+    "outputs",
+}
 Problem = tuple[int, str | None, str]
 
 
@@ -109,7 +120,7 @@ def _wrong_records(records: Sequence[Any]) -> Iterator[Problem]:
             yield place, "name", f"name: expected letters, digits, _ and -, {words}"
         elif name in seen:
             yield place, "name", f"name: layer {seen[name] + 1} is called so already"
-        elif hasattr(nn.Module, name) or name in ("objective", "parts", "table", "groups"):
+        elif name in TAKEN:
             yield place, "name", f"name: {name!r} is a word of nn.Module or Net; choose another"
         else:
             seen[name] = place
@@ -131,17 +142,11 @@ def _wrong_keys(records: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
         found = find_type(record["type"])
         given = {key: value for key, value in record.items() if key not in OWN}
         wanted = 1 if found.wants else 0
-        wrong = [*wrong_arguments(found.make, wanted, given), *wrong_values(found.make, given)]
+        wrong = [*wrong_arguments(found.make, wanted, given, OWN), *wrong_values(found.make, given)]
         for key, words in wrong:
-            yield place, key, f"{key}: {_also(words, key)}" if key else f"{found.name} {words}"
+            yield place, key, f"{key}: {words}" if key else f"{found.name} {words}"
         for key, words in _wrong_own(record):
             yield place, key, f"{key}: {words}"
-
-
-def _also(words: str, key: str) -> str:
-    """A typo of a key that all layers have."""
-    hint = nearest(key, OWN)
-    return words.replace(";", f"{hint};", 1) if "did you mean" not in words and hint else words
 
 
 def _wrong_own(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
