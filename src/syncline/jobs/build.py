@@ -61,7 +61,7 @@ def _build(job: Job) -> dict[str, Any]:
     made["collate"] = _function(job, "collate", job.collate)
     made["model"] = _net(job, made) if job.layers else _make(job, "model", nn.Module)
     made["evaluate"] = _data(job, "evaluate") if job.evaluate else None
-    for key in ("loss", "objective", "optimizer", "schedule"):
+    for key in ("loss", "objective", "regulariser", "optimizer", "schedule"):
         made[key] = _function(job, key, getattr(job, key))
     if job.layers:
         made["optimizer"] = _by_layer(job, made)

@@ -96,6 +96,8 @@ class Job:
     loss: Named | None = None
     objective: Named | None = None
     gradient: str | Named = "backprop"
+    regulariser: Named | None = None
+    stop: dict[str, Any] | None = None
     schedule: Named | None = None
     collate: Named | None = None
     engine: Named = Named(name="local")  # noqa: RUF009 - frozen

@@ -15,6 +15,7 @@ from typing import Any
 from syncline.engines.options import AUTO, END
 from syncline.errors import UsageError
 from syncline.learn.gradients import WAYS
+from syncline.learn.stopping import read_stop
 
 MOST = 2**63 - 1
 REQUIRED = object()  # as a default: there is none
@@ -176,6 +177,16 @@ def _layers(value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list | tuple) or not value:
         raise Wrong
     return tuple(copy.deepcopy(dict(each)) if isinstance(each, dict) else each for each in value)
+
+
+def _stop(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Wrong
+    try:
+        read_stop(value)
+    except UsageError as error:
+        raise Wrong(str(error).removeprefix("stop: ")) from None
+    return dict(value)
 
 
 NAME = "a name, or a table with a name and its arguments"
@@ -377,6 +388,20 @@ KEYS: tuple[Key, ...] = (
         read=_gradient,
         default="backprop",
         meaning="the way to one: contrastive divergence needs no loss, nor does a function (model, batch) -> loss that fills .grad",
+    ),
+    Key(
+        name="regulariser",
+        kind=NAME,
+        read=_named,
+        default=None,
+        meaning="a penalty of the model's weights, added to every gradient",
+    ),
+    Key(
+        name="stop",
+        kind="a table with loss, plateau or gradient_norm",
+        read=_stop,
+        default=None,
+        meaning="the run ends before its end: at a loss, after a plateau of epochs (of metric, where given), at a norm of the data's gradient",
     ),
     Key(name="optimizer", kind=NAME, read=_named, meaning="what applies a fold"),
     Key(

@@ -22,6 +22,7 @@ from syncline.dial import nearest
 from syncline.engines.local.engine import Local
 from syncline.engines.sim.engine import Sim
 from syncline.errors import UsageError
+from syncline.learn.regularisers import REGULARISERS
 from syncline.nn.losses import LOSSES
 
 Names = Mapping[str, Callable[..., Any]]
@@ -65,8 +66,9 @@ NAMES: dict[str, Role] = {
     "data": Role(what="data set", names=DATASETS, given=0),
     "evaluate": Role(what="data set", names=DATASETS, given=0),
     "loss": Role(what="loss", names=LOSSES, given=2),
-    "objective": Role(what="objective", names={}, given=2),
+    "objective": Role(what="objective", names=models.OBJECTIVES, given=2),
     "gradient": Role(what="way to a gradient", names={}, given=2),
+    "regulariser": Role(what="regulariser", names=REGULARISERS, given=1),
     "optimizer": Role(what="optimizer", names=OPTIMIZERS, given=1),
     "schedule": Role(what="schedule", names=SCHEDULES, given=1),
     "collate": Role(what="collate function", names={}, given=1),

@@ -9,6 +9,8 @@ from syncline.nn.autoencoder import Objective, TiedAutoencoder
 from syncline.nn.block_local import BlockLocal2d
 from syncline.nn.contrast import LocalContrastNorm2d
 from syncline.nn.cots import cots_network
+from syncline.nn.crbm import CRBM, windows
+from syncline.nn.dbm import DBM
 from syncline.nn.dbn import DBN
 from syncline.nn.fused import FusedStack, Step, joint_update
 from syncline.nn.greedy import Greedy, GreedyRecord
@@ -23,6 +25,8 @@ from syncline.nn.stack import Stack, StackShape, build_stacks
 from syncline.nn.stimulus import best_stimulus
 
 __all__ = [
+    "CRBM",
+    "DBM",
     "DBN",
     "RBM",
     "BlockLocal2d",
@@ -49,4 +53,5 @@ __all__ = [
     "load_net",
     "save_net",
     "selectivity",
+    "windows",
 ]

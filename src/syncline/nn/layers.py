@@ -31,6 +31,7 @@ from syncline.nn.arguments import (
 )
 from syncline.nn.block_local import BlockLocal2d
 from syncline.nn.contrast import LocalContrastNorm2d
+from syncline.nn.crbm import CRBM
 from syncline.nn.energy import Units
 from syncline.nn.pooling import L2Pool2d
 from syncline.nn.rbm import RBM
@@ -210,6 +211,22 @@ def rbm(
     """A restricted Boltzmann machine: gives its hidden units' means; `gradient = "cd:1"` trains it."""
     options = {"decay": decay, "sparsity": sparsity, "sparsity_cost": sparsity_cost, "std": std}
     return RBM(math.prod(shape), units, units=visible, code=code, classes=classes, **options)  # type: ignore[arg-type]
+
+
+@built_in("crbm")
+def crbm(
+    shape: Dims,
+    *,
+    units: Count,
+    visible: Annotated[str, choice("bernoulli", "gaussian")] = "gaussian",
+    decay: NotNegative = 0.0,
+    std: NotNegative = 0.01,
+) -> nn.Module:
+    """A conditional RBM of windows (T, D): the last frame given those before it."""
+    _dims("crbm", shape, 2)
+    if shape[0] < 2:
+        raise UsageError(f"crbm takes windows of at least two frames, got {tuple(shape)}")
+    return CRBM(shape[1], units, order=shape[0] - 1, units=visible, decay=decay, std=std)
 
 
 class FromHidden(nn.Module):

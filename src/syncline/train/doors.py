@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch.utils.data import Dataset
 from syncline.engines.options import AUTO, PATIENCE, Checkpoints, Faults
 from syncline.engines.run import Callback, Engine
 from syncline.learn.gradients import Backprop, Loss, Objective, way_of
+from syncline.learn.regularisers import regularised
 from syncline.learn.session import check_whole
+from syncline.learn.stopping import read_stop, refuse_streams, with_norm
 from syncline.learn.training import Training, evaluation_of, run_training
 from syncline.train.checks import (
     batches_of,
@@ -128,6 +130,8 @@ def train(
     kill_hung: bool = False,
     callbacks: Callback | Sequence[Callback] = (),
     gradient: str | Callable[[nn.Module, Any], torch.Tensor] = "backprop",
+    regulariser: Callable[[nn.Module], torch.Tensor] | None = None,
+    stop: Mapping[str, Any] | None = None,
     wait: bool = True,
 ) -> Any:
     """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
@@ -139,6 +143,8 @@ def train(
 
     `gradient` is the way to one: back-propagation, `"cd:k"` or `"pcd:k"` (contrastive divergence of energy models), or a
     function (model, batch) -> loss that fills `.grad`; only the first has a `loss` or `objective`, a net's own losses apart.
+    `regulariser`, a function of the model, is added to every gradient. `stop` ends the run before its end: at a `loss`, after a
+    `plateau` of so many epochs without a better one, or at a `gradient_norm` of the data.
 
     The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
     number) or seconds (a text such as "30s"; "auto" is a minute, "end" or None the last one alone) and at the end; `resume` goes
@@ -156,6 +162,8 @@ def train(
     data, evaluate = check_data(data, each), check_evaluate(evaluate)
     whole, sent = built(model, seed)
     way = way_of(gradient, whole, loss, objective)
+    trained, rule = regularised(way, regulariser), read_stop(stop)
+    refuse_streams(rule, data)
     made = check_optimizer(whole, optimizer, sync)
     check_schedule(schedule, made)
     if steps is None and epochs is None:
@@ -163,8 +171,8 @@ def train(
     plan = Training(
         model=sent,
         data=data,
-        objective=way.objective if isinstance(way, Backprop) else None,
-        gradient=None if isinstance(way, Backprop) else way,
+        objective=trained.objective if isinstance(trained, Backprop) else None,
+        gradient=None if isinstance(trained, Backprop) else trained,
         optimizer=optimizer,
         schedule=schedule,
         batch_size=each,
@@ -189,8 +197,8 @@ def train(
         limit=steps,
         warm=warmstart,
         epochs=epochs,
-        evaluate=evaluation_of(sent, evaluate, way, each, collate),
-        callbacks=check_callbacks(callbacks),
+        evaluate=with_norm(evaluation_of(sent, evaluate, way, each, collate), rule, plan),
+        callbacks=(*check_callbacks(callbacks), *([rule] if rule is not None else [])),
         faults=Faults(on_error, replace, patience, kill_hung),
         checkpoints=Checkpoints(
             run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual

@@ -34,6 +34,7 @@ SINGLE: dict[str, tuple[tuple[int, ...], Record, tuple[int, ...], int]] = {
     "lstm": ((5, 3), {"units": 4, "bidirectional": True}, (8,), 288),
     "gru": ((5, 3), {"units": 4, "sequences": True}, (5, 4), 108),
     "rbm": ((2, 3), {"units": 4}, (4,), 34),
+    "crbm": ((4, 3), {"units": 5}, (5,), 15 + 27 + 45 + 8),
     "rbm_down": ((4,), {"units": 6}, (6,), 30),
     "pooling": ((2, 8, 8), {"kernel": 3, "stride": 2, "ceil": True}, (2, 4, 4), 0),
     "l2_pooling": ((2, 8, 8), {"window": 3}, (2, 8, 8), 0),
