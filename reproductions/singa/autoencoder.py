@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> None:
         from reproductions.singa.pictures import reconstructions
 
         given.pictures.mkdir(parents=True, exist_ok=True)
-        reconstructions(tuned, test, given.pictures / "singa_reconstructions.png")
+        reconstructions(tuned, test.tensors[0], given.pictures / "singa_reconstructions.png")
     if given.json:
         whole = {"machine": machine.describe(), "squared errors": errors}
         given.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
