@@ -146,6 +146,29 @@ def test_layers_without_losses_take_the_jobs() -> None:
     assert made["loss"] is not None
 
 
+def test_an_evaluation_of_own_losses_tells_the_accuracy() -> None:
+    made = Job.parse(
+        NET, ["engine=sim", "sync=hardsync", "evaluate.split=test", "steps=", "epochs=1"]
+    ).build()
+    assert set(sl.train(**made).history[-1].metrics) == {"loss", "accuracy"}
+
+
+def test_a_function_beside_the_job_may_be_the_way_to_a_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_way.py").write_text(
+        "def way(model, batch, *, scale=1.0):\n"
+        "    value = scale * model.objective(batch)\n    value.backward()\n    return value\n"
+    )
+    own = 'gradient = {name = "own_way:way", scale = 2.0}\n' + NET.replace("lr = 0.1", "lr = 0.05")
+    (tmp_path / "job.toml").write_text(own)
+    settings = ["engine=sim", "sync=hardsync"]
+    one = sl.train(**Job.load(tmp_path / "job.toml", settings).build()).state_dict()
+    other = sl.train(**Job.parse(NET, settings).build()).state_dict()
+    assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+
+
 def test_multipliers_of_a_job_reach_the_optimizer() -> None:
     job = Job.parse(NET.replace("units = 10", "units = 10\nrate = 0.5"))
     made = job.build()
