@@ -8,7 +8,8 @@ from syncline.engines.sim.engine import Sim
 from syncline.errors import LearnerError, RunError, SynclineError, UsageError
 from syncline.learn.feed import epoch_order
 from syncline.learn.surface import Session
-from syncline.nn.registry import layer
+from syncline.parallel import layer, partition
+from syncline.plan import plan
 from syncline.train import Result, Run, launch, train
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "epoch_order",
     "launch",
     "layer",
+    "partition",
+    "plan",
     "train",
 ]
 __version__ = "0.1.0"

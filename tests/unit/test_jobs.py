@@ -272,7 +272,7 @@ def test_the_built_in_job_learns() -> None:
         (
             ["model.name=mpl"],
             "--set model.name=mpl: model: no model is called 'mpl', did you mean 'mlp'?; "
-            "there are: mlp, cifar10_full, alexnet, googlenet, or 'package.module:callable'",
+            "there are: mlp, cifar10_full, alexnet, googlenet, speech, locally_connected, recurrent, autoencoder, rbm, dbn, dbm, crbm, or 'package.module:callable'",
         ),
         (
             ["optimizer.lrr=1"],

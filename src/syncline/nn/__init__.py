@@ -6,7 +6,7 @@ Not responsible for running on many workers; modules made here go through `syncl
 """
 
 from syncline.nn.autoencoder import Objective, TiedAutoencoder
-from syncline.nn.block_local import BlockLocal2d
+from syncline.nn.block_local import BlockLocal2d, BlockLocalDecoder2d
 from syncline.nn.contrast import LocalContrastNorm2d
 from syncline.nn.cots import cots_network
 from syncline.nn.crbm import CRBM, windows
@@ -30,6 +30,7 @@ __all__ = [
     "DBN",
     "RBM",
     "BlockLocal2d",
+    "BlockLocalDecoder2d",
     "FusedStack",
     "Greedy",
     "GreedyRecord",
