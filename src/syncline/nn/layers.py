@@ -86,9 +86,9 @@ class Dense(nn.Linear):
 
 @built_in("dense")
 def dense(shape: Dims, *, units: Count, bias: Flag = True, flatten: Flag = True) -> nn.Module:
-    if flatten or len(shape) == 1:
+    if flatten and len(shape) != 1:
         return Dense(math.prod(shape), units, bias=bias)
-    _dims("dense with flatten = false", shape, 2, 3)
+    _dims("dense with flatten = false", shape, 1, 2, 3)
     return nn.Linear(shape[-1], units, bias=bias)
 
 

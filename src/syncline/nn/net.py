@@ -65,10 +65,10 @@ class Net(nn.Module):
 
     # -- running -----------------------------------------------------------------------------------------
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, first: Any, *others: Any) -> Any:
         """The output, or the outputs by name; inputs in their order, or one batch of them. Targets are not needed."""
-        whole = len(inputs) == 1 and isinstance(inputs[0], list | tuple | Mapping)
-        values = self._run(self._ways, self._parts_of(inputs[0] if whole else inputs, self._ways))
+        whole = not others and isinstance(first, list | tuple | Mapping)
+        values = self._run(self._ways, self._parts_of(first if whole else (first, *others), self._ways))
         found = {name: values[name] for name in self.outputs}
         return found if len(found) > 1 else next(iter(found.values()))
 

@@ -249,6 +249,19 @@ def test_initialisers_of_single_parameters() -> None:
     assert torch.allclose(net.fc2.weight @ net.fc2.weight.t(), torch.eye(3), atol=1e-5)
 
 
+def test_plans_see_the_layers_of_a_net() -> None:
+    net = Net(
+        [
+            data(1, 8, 8),
+            {"name": "conv", "type": "convolution", "channels": 4, "kernel": 3},
+            {"name": "flat", "type": "flatten"},
+            {"name": "fc", "type": "dense", "units": 10},
+        ]
+    )
+    found = str(sl.plan(net, torch.rand(4, 1, 8, 8), group=2, costs="singa"))
+    assert "conv" in found and "fc" in found
+
+
 def test_own_layer_types() -> None:
     @sl.layer("test_scale")
     class Scale(nn.Module):
