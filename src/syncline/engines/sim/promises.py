@@ -21,7 +21,7 @@ from torch import Tensor
 
 from syncline.engines.sim.memory import Traffic
 from syncline.engines.sim.states import Random
-from syncline.learn.optimizer import refuse_sparse_gradients
+from syncline.learn.replica import refuse_sparse_gradients
 from syncline.table.accumulator import Mean
 from syncline.table.layout import Layout, Part
 from syncline.table.promised import Made, Maker, PromisedPart, Taken
