@@ -92,7 +92,7 @@ class ModelReplica(Replica):
         if self._buffers:
             torch._foreach_copy_(draft.buffers, self._buffers)
         serial, self._options = self._optimizer.look_at_options()
-        if self._on_gpu:
+        if self._on_gpu and not any(gradient.is_cuda for gradient in draft.gradients[:1]):
             torch.cuda.current_stream().synchronize()
         return serial
 

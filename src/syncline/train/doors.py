@@ -44,6 +44,7 @@ def launch(
     topology: str = "servers",
     engine: str | Engine = "local",
     device: str | Sequence[str] | None = None,
+    table_device: str | None = None,
     seed: int = 0,
     threads: int | None = None,
     clip_norm: float | None = None,
@@ -90,6 +91,7 @@ def launch(
         Task(function, arguments, keywords),
         plan,
         device=device,
+        table_device=table_device,
         threads=threads,
         faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
         checkpoints=Checkpoints(
@@ -120,6 +122,7 @@ def train(
     clip_norm: float | None = None,
     warmstart: int = 0,
     device: str | Sequence[str] | None = None,
+    table_device: str | None = None,
     seed: int = 0,
     policy: str = "ledger",
     collate: Callable[[list[Any]], Any] | None = None,
@@ -204,6 +207,7 @@ def train(
         Task(run_training, (training,)),
         plan,
         device=device,
+        table_device=table_device,
         threads=threads,
         faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
         checkpoints=Checkpoints(

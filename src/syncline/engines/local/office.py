@@ -59,7 +59,7 @@ class Office(CoordinatorPort):
         staff = self._run.staff
         if isinstance(message, m.MakeTable):
             region = self._table(message.table, message.layout)
-            self._shelf(region, message.layout).norms.clear()  # what shards told each other of it is void
+            self._shelf(region, message.layout).clear()
             return replace(message, handle=region)
         if isinstance(message, m.JoinTable):
             staff.know(message.learner)

@@ -26,7 +26,7 @@ core costs more than either."""
 
 def geometry_of(spec: RunSpec) -> Geometry:
     """How many slots and places for versions the dials need (M11, M13); two slots, so that any dial may follow."""
-    return Geometry(slots=max(2, spec.plan.delay + 1), places=places_for(spec.plan.delay))
+    return Geometry(max(2, spec.plan.delay + 1), places_for(spec.plan.delay), spec.card)
 
 
 class Staff:
