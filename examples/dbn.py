@@ -35,7 +35,7 @@ def main() -> None:
         print(f"RBM {number + 1}: reconstruction error {result.history[-1].metrics['loss']:.2f}")
 
     net = dbn.only(None).classifier(10)
-    result = sl.train(net, train, loss=F.cross_entropy, optimizer=partial(Adam, lr=0.003), **common)
+    result = sl.train(net, train, loss=F.cross_entropy, optimizer=partial(Adam, lr=0.01), **common)
     print(f"fine-tuned: test accuracy {result.history[-1].metrics['accuracy']:.3f}")
 
 

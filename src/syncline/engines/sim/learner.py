@@ -443,7 +443,7 @@ class TwinTable(TablePort):
         self._lane.sent[draft.place].memory.copy_(slot.memory)
         self._learner.post(message)
         if self._world.poisons:
-            poison([*slot.segments, *slot.buffers])
+            poison([*slot.gradients, *slot.buffers])
 
     def wait(self, number: int, *, block: bool = True) -> Reading | None:
         if block:

@@ -38,12 +38,16 @@ class ShardMemory(OwnMemory):
 
     def __init__(self, table: SimTable, shard: int, places: int) -> None:
         super().__init__(table.layout, shard, places, table.device)
-        self.part = table.layout.parts[shard]
+        self.part, self._entries = table.layout.parts[shard], table.layout.parameters.entries
         copy_segments(self.places[0], self.part.segments(table.weights))
         self._offered: dict[int, int] = {}  # place -> version
 
     def offer(self, place: int, version: int) -> None:
         self._offered[place] = version
+
+    def views(self, whole: list[Tensor]) -> list[Tensor]:
+        """This shard's pieces of something as large as the table; what lies between them is nobody's."""
+        return self.part.views(self.part.segments(whole), self._entries)
 
     def of(self, version: int) -> list[Tensor]:
         return next(self.places[place] for place, held in self._offered.items() if held == version)

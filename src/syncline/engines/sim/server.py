@@ -191,7 +191,7 @@ class SimServer(ServerPort):
                 lane.under_way.pop((self.shard, number), None)
             if world.poisons and isinstance(lane, SimLane):
                 sent = lane.sent[lane.numbers.index(number)]
-                poison(self._memories[table].part.segments(sent.segments))
+                poison(self._memories[table].views(sent.segments))
                 poison(sent.buffers if self.shard == 0 else ())
             self._effect(partial(self._free, lane, target, number))
             return

@@ -168,9 +168,8 @@ class World(Crew):
             return PromisedLane(shop.computer, slots)
         lane = SimLane(layout, slots)
         if self.poisons:
-            poison(
-                [*lane.inbox, *(tensor for slot in lane.sent for tensor in (*slot.segments, *slot.buffers))]
-            )
+            poison(layout.parameters.views(lane.inbox))
+            poison(tensor for slot in lane.sent for tensor in (*slot.gradients, *slot.buffers))
         return lane
 
     def make_role(self, port: ServerPort) -> ServerRole:
