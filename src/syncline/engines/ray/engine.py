@@ -165,7 +165,7 @@ def _with_devices(spec: RunSpec, home: Node, dealt: list[int]) -> RunSpec:
     here = [rank for rank, node in enumerate(dealt) if node == 0 and devices[rank] == "cuda"]
     for index, rank in enumerate(here):
         devices[rank] = gpu_of(index, home.gpus)
-    return dataclasses.replace(spec, devices=tuple(devices))
+    return dataclasses.replace(spec, devices=tuple(devices), card=None)
 
 
 def send_task(address: tuple[str, int], secret: Secret, task: Parcel, node: str, home: str) -> None:

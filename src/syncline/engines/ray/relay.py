@@ -11,7 +11,7 @@ import os
 import select
 import sys
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -244,23 +244,21 @@ class _Relay:
     def _stripped(self, message: Any) -> Any:
         """What is this node's own stays here."""
         if isinstance(message, m.Initialise):
-            assert self._opening is not None
-            layout = self._opening.layout
-            self._first = Shelf(message.handle, layout, places=self._spec.geometry.places)
-            return m.Initialise(self._opening.table)
+            self._first = Shelf(message.handle, message.layout, places=self._spec.geometry.places)
+            return replace(message, handle=message.table)
         if isinstance(message, m.Opened):
             return self._opened(message)
         if isinstance(message, m.Rejoined):
             self._generation, desk = message.desk
             self._desk = Desk(desk)
             self._waiting.clear()
-            return m.Rejoined(self._generation, [self._opened(each) for each in message.tables])
+            return replace(message, tables=list(map(self._opened, message.tables)), desk=self._generation)
         return message
 
     def _opened(self, message: m.Opened) -> m.Opened:
         table = self._tables[message.table] = _Table(message, self._spec)
         values = [each.clone() for each in table.shelf.buffers], [each.clone() for each in table.shelf.others]
-        return m.Opened(message.table, message.layout, values, None, message.personal)
+        return replace(message, handle=values, lane=None)
 
     # -- from the shards ---------------------------------------------------------------------------------
 

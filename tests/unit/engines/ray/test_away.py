@@ -45,7 +45,7 @@ class StandIn:
         self.connection.send(Kind.WORDS, WORDS.pack(stop, generation, calls, *[0] * 5))
 
     def opened(self) -> m.Opened:
-        return m.Opened(0, self.layout, ([], []), None)
+        return m.Opened(0, self.layout, handle=([], []))
 
     def reading(self, released: int, version: int, place: int, generation: int = 0) -> None:
         words = (0, released, version, 0, 0, version, place, generation)
@@ -73,7 +73,7 @@ def test_what_new_servers_say_right_after_the_answer_to_a_rejoin_is_kept(stand_i
     port = stand_in.port
     old, new = Portion(0, 0, 0, 0, 4), Portion(0, 0, 1, 4, 8)
     stand_in.connection.send(Kind.PORTION, PORTION.pack(*old))
-    stand_in.objects.send(stand_in.connection, Kind.ANSWER, m.Rejoined(1, []))
+    stand_in.objects.send(stand_in.connection, Kind.ANSWER, m.Rejoined([], 1))
     stand_in.connection.send(Kind.PORTION, PORTION.pack(*new))
     until(lambda: port._portions.get(0, {}).get(0) == new)
     port.ask(m.Rejoin(0, 1))

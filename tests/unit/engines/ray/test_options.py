@@ -15,7 +15,7 @@ from syncline.errors import UsageError
 
 
 def train(**options: Any) -> Any:
-    data = torch.randn(16, 4), torch.zeros(16, dtype=torch.long)
+    data = torch.randn(64, 4), torch.zeros(64, dtype=torch.long)
     return sl.train(
         nn.Linear(4, 2),
         data,
@@ -88,3 +88,8 @@ def test_versions_that_differ_are_named() -> None:
     assert describe(same, mine) == ""
     other = About(("10.0.0.2", 1), mine[0], "1.0", mine[2], 1)
     assert describe(other, mine) == f"torch 1.0 (here {mine[1]})"
+
+
+def test_tables_on_a_card_are_refused() -> None:
+    with pytest.raises(UsageError, match="memory of the caller's node"):
+        train(device="cuda", table_device="cuda:0")
