@@ -101,7 +101,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"threads": 0}, UsageError, "threads must be a whole number of at least 1"),
         ({"clip_norm": -1.0}, UsageError, "clip_norm must be a number > 0, got -1.0; leave it out"),
         ({"evaluate": 3}, UsageError, "evaluate must be a data set or a function of the model, got int"),
-        ({"engine": "cloud"}, UsageError, "unknown engine 'cloud': use one of local, sim"),
+        ({"engine": "cloud"}, UsageError, "unknown engine 'cloud': use one of local, ray, sim"),
         ({"topology": "ring"}, UsageError, "unknown topology 'ring': use servers"),
         ({"topology": "servers:0"}, UsageError, "shards must be a whole number of at least 1"),
         ({"device": "abacus"}, UsageError, "device 'abacus' is none that torch knows"),

@@ -231,6 +231,23 @@ def test_tables_means_logs_puts_states_and_prints(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().out.count("learner 2 was here") == 2
 
 
+def inode_of(session: sl.Session, data: torch.Tensor) -> tuple[int, str]:
+    """The file that the data lie in, and who has forked this learner."""
+    assert session.rank >= 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, inode, *_ = line.split()
+        low, high = (int(each, 16) for each in span.split("-"))
+        if low <= data.data_ptr() < high:
+            return int(inode), line.rpartition("/")[2]
+    raise AssertionError("the data lie nowhere")
+
+
+def test_data_lie_on_each_node_once() -> None:
+    found = sl.launch(inode_of, torch.zeros(1 << 20), learners=4, engine=Nodes(2, 2)).returned
+    assert all("syncline-cargo" in name for _, name in found)
+    assert found[0] == found[1] != found[2] == found[3]
+
+
 def test_the_dial_is_changed_and_the_run_stopped_from_outside() -> None:
     run = begin(sync="hardsync", epochs=10_000, engine=Nodes(2, 2))
     Faults("change to softsync:1 at version 10; stop at version 60").play(run)

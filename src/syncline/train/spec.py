@@ -151,7 +151,7 @@ def engine_of(engine: Any) -> Engine:
     if not isinstance(engine, str) or engine not in ENGINES:
         made = f"; {engine.__name__} is a class, give {engine.__name__}()" if isinstance(engine, type) else ""
         raise UsageError(
-            f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}, or sl.Sim(cluster) for a cluster{made}"
+            f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}, or sl.Sim(cluster) for a simulated cluster{made}"
         )
     return ENGINES[engine]()
 
