@@ -75,7 +75,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._parameters, self._buffers = tensors.parameters, tensors.buffers
         self._tickets = 0
         self._steps = steps
-        self.sync = session.config.sync  # as of the last read
+        self.sync = session.plan.course.first  # as of the last read
         self._sum = Sum()
         self._slot = -1  # the last that was filled
         self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
@@ -161,7 +161,7 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _next_slot(self) -> int:
         """In turn, whatever the dial: what was published under the one before may lie in a slot until its fold."""
-        return (self._slot + 1) % (self._session.config.delay + 1)
+        return (self._slot + 1) % (self._session.plan.delay + 1)
 
     def _post(self, index: int, full: bool, loss: Any) -> int:
         """The slot is filled: tell the leading shard."""
@@ -207,7 +207,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def rest(self, loader: int, upto: int) -> int:
         """Say that there is nothing to compute; the ticket with which to read afterwards."""
         number, flags = self.ticket(), 0
-        if self._session.config.cuts:
+        if self._session.plan.saving.cuts:
             self._link.slots[0].write_states(self._session.random_states())
             flags = STATES
         note = Note(Kind.REST, self.number, number, loader=loader, upto=upto, flags=flags)
