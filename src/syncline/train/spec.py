@@ -21,7 +21,7 @@ from syncline.engines.torchrun.place import Place
 from syncline.errors import NotYetError, UsageError
 from syncline.learn.session import check_whole
 from syncline.protocols.lifecycle import Faults
-from syncline.topology.parse import Topology, parse_topology
+from syncline.topology.parse import Topology, Trees, parse_topology
 from syncline.topology.plan import Plan
 
 DEFAULT_LEARNERS = 2
@@ -73,6 +73,11 @@ def check_plan(plan: Plan, faults: Faults, *, clocks: bool) -> None:
     for _, dial in plan.course.dials:
         dial.check(plan.learners, plan.batch_size)
     plan.topology.check(plan.course, faults, clip_norm=plan.clip_norm, warm=plan.warm, clocks=clocks)
+    if isinstance(plan.topology, Trees):
+        raise NotYetError(
+            f"topology '{plan.topology}' is timed by Sim.timing, with gradients it is not built yet; working now: servers, servers:S, "
+            "allreduce, allreduce:layerwise"
+        )
 
 
 def topology_of(text: str, learners: int, course: Course) -> Topology:

@@ -44,7 +44,9 @@ class Questions:
             number = self._asked
             self._answers[number] = None
             self._thread.command(m.AskStatistics(number))
-            self._thread.changed.wait_for(lambda: self._thread.begun)  # a busy machine starts processes slowly
+            self._thread.changed.wait_for(
+                lambda: self._thread.begun
+            )  # a busy machine starts processes slowly
             self._thread.changed.wait_for(
                 lambda: self._answers[number] is not None or self._thread.done.is_set(), PATIENCE
             )
