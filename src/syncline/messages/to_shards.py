@@ -39,6 +39,12 @@ class MakeTable:
     clip_norm: float | None
     handle: Any
     account: Account = field(default_factory=Account)
+    tree: bool = False  # gradients come in sums
+
+
+@dataclass(frozen=True, slots=True)
+class NodesMoved:
+    """A node of a tree is lost: those below it have another above them."""
 
 
 @dataclass(frozen=True, slots=True)

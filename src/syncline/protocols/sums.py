@@ -8,7 +8,7 @@ for the numbers that are added, nor for when gradients become an update (`sequen
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from syncline.protocols.folding import Ticket
@@ -261,24 +261,31 @@ class Intake:
         self.taken: dict[int, int] = {}  # learner -> its last ticket that was taken
 
     def arrive(self, sum_: Sum) -> tuple[Verdict, list[Decision]]:
-        verdict = self._judge(sum_.tickets)
+        verdict = self.judge(sum_.tickets)
         if not verdict.taken:
             return verdict, []
-        self.taken |= {ticket.learner: ticket.number for ticket in sum_.tickets}
+        self.take(sum_)
         return verdict, self._sequence.take_sum(sum_.tickets)
 
-    def _judge(self, tickets: Iterable[Ticket]) -> Verdict:
+    def take(self, sum_: Sum) -> None:
+        """It counts."""
+        self.taken |= {ticket.learner: ticket.number for ticket in sum_.tickets}
+
+    def judge(self, tickets: Collection[Ticket]) -> Verdict:
         members = self._sequence.members
         bad = frozenset(
             (ticket.learner, ticket.number)
             for ticket in tickets
             if ticket.learner not in members or ticket.number <= self.taken.get(ticket.learner, -1)
         )
-        if bad or not self._sequence.sync.lockstep:
+        if not self._sequence.sync.lockstep:
             return Verdict(bad)
-        counted = self._sequence.iterations(ticket.learner for ticket in tickets)
-        twice = len(counted) < sum(1 for _ in tickets)
-        return Verdict(counted=counted) if twice or len(set(counted.values())) > 1 else Verdict()
+        counted = self._sequence.iterations(ticket.learner for ticket in tickets if ticket.learner in members)
+        if bad:
+            return Verdict(bad, counted)
+        twice = len(counted) < len(tickets)
+        wrong = any(ticket.iteration != counted[ticket.learner] for ticket in tickets)
+        return Verdict(counted=counted) if twice or wrong or len(set(counted.values())) > 1 else Verdict()
 
     def active(self, below: Mapping[int, Iterable[int]]) -> dict[int, int]:
         """Children of a node (with the learners below each) that it waits for in lockstep, and the iteration each is at."""

@@ -55,6 +55,10 @@ class Tree:
         below = self.leaf if node in self._leaves else self.parent
         return [child for child, above in below.items() if above == node]
 
+    def under(self, node: int) -> list[int]:
+        """The learners whose gradients pass it."""
+        return [learner for below in self.below(node).values() for learner in below]
+
     def below(self, node: int) -> dict[int, list[int]]:
         """Its children, and the learners whose gradients each passes on; a learner passes its own."""
         if node in self._leaves:

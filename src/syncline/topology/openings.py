@@ -17,6 +17,7 @@ from syncline.protocols.rendezvous import Rendezvous
 from syncline.protocols.sequence import Account
 from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate
+from syncline.topology.parse import Trees
 from syncline.topology.plan import Plan
 from syncline.topology.restore import Restored, TableState
 from syncline.topology.waiting_room import WaitingRoom
@@ -182,6 +183,7 @@ class Openings:
                 clip_norm=plan.clip_norm,
                 handle=table.handle,
                 account=known.account if known else Account(),
+                tree=isinstance(plan.topology, Trees),
             )
         )
 

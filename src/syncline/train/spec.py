@@ -47,6 +47,7 @@ def run_spec(
     for name, path in (("run_dir", checkpoints.run_dir), ("resume", checkpoints.resume)):
         check_path(name, path)
     check_plan(plan, faults, clocks=checkpoints.clocks)
+    check_built(plan, engine)
     place = place_of(engine)
     devices = devices_of(device, plan.learners)
     if place is not None:
@@ -73,10 +74,26 @@ def check_plan(plan: Plan, faults: Faults, *, clocks: bool) -> None:
     for _, dial in plan.course.dials:
         dial.check(plan.learners, plan.batch_size)
     plan.topology.check(plan.course, faults, clip_norm=plan.clip_norm, warm=plan.warm, clocks=clocks)
-    if isinstance(plan.topology, Trees):
+
+
+def check_built(plan: Plan, engine: Engine) -> None:
+    """Trees run on the simulator, without broadcast and local steps; the rest is timed there."""
+    if not isinstance(plan.topology, Trees):
+        return
+    local = next((dial for _, dial in plan.course.dials if dial.local), None)
+    missing = (
+        "in processes"
+        if not isinstance(engine, Sim)
+        else "with broadcast and gradients (Sim.timing has its times)"
+        if plan.topology.broadcast
+        else f"under {local}, whose learners step by themselves"
+        if local is not None
+        else None
+    )
+    if missing is not None:
         raise NotYetError(
-            f"topology '{plan.topology}' is timed by Sim.timing, with gradients it is not built yet; working now: servers, servers:S, "
-            "allreduce, allreduce:layerwise"
+            f"topology '{plan.topology}' is not built yet {missing}; working now: servers, servers:S, allreduce, "
+            "allreduce:layerwise, and tree:F with engine='sim'"
         )
 
 
