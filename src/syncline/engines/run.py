@@ -53,6 +53,7 @@ class RunSpec:
     task: Task
     plan: Plan
     devices: tuple[str, ...] = ("cpu",)  # dealt out to learners in turn
+    card: str | None = None  # the GPU that tables lie on
     threads: int | None = None
     faults: Faults = Faults()  # noqa: RUF009 - frozen
     storage: Storage = Storage()

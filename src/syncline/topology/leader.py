@@ -354,6 +354,9 @@ class Leader:
             self._work.later(self._taken, table, ticket)
 
     def _take_alone(self, table: int, ticket: Ticket, gradient: say.Gradient) -> None:
+        if table in self._buffered:  # before it is taken, which may free the draft
+            buffers = self._port.slot(table, ticket.learner, ticket.number).buffers
+            self._belongings.keep(table, ticket.learner, buffers)
         following = self._work.following
         alone = isinstance(following, Fold) and following.tickets == (ticket,)
         self._log(
@@ -370,9 +373,6 @@ class Leader:
                 ticket.weight,
             )
         )
-        if table in self._buffered:
-            buffers = self._port.slot(table, ticket.learner, ticket.number).buffers
-            self._belongings.keep(table, ticket.learner, buffers)
 
     def _taken(self, table: int, ticket: Ticket) -> None:
         _, usage = self._open[table, ticket.learner, ticket.number]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ from torch.utils.data import Dataset
 from syncline.dial import Course
 from syncline.engines.options import AUTO, Checkpoints
 from syncline.engines.run import Callback, Engine, Task
+from syncline.learn.gradients import Backprop, Loss, Objective, way_of
+from syncline.learn.regularisers import regularised
 from syncline.learn.session import check_whole
-from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
+from syncline.learn.stopping import read_stop, refuse_streams, with_norm
+from syncline.learn.training import Training, evaluation_of, run_training
 from syncline.protocols.lifecycle import PATIENCE, Faults
 from syncline.topology.plan import Plan
 from syncline.train.checks import (
@@ -41,6 +44,7 @@ def launch(
     topology: str = "servers",
     engine: str | Engine = "local",
     device: str | Sequence[str] | None = None,
+    table_device: str | None = None,
     seed: int = 0,
     threads: int | None = None,
     clip_norm: float | None = None,
@@ -87,6 +91,7 @@ def launch(
         Task(function, arguments, keywords),
         plan,
         device=device,
+        table_device=table_device,
         threads=threads,
         faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
         checkpoints=Checkpoints(
@@ -117,6 +122,7 @@ def train(
     clip_norm: float | None = None,
     warmstart: int = 0,
     device: str | Sequence[str] | None = None,
+    table_device: str | None = None,
     seed: int = 0,
     policy: str = "ledger",
     collate: Callable[[list[Any]], Any] | None = None,
@@ -131,6 +137,9 @@ def train(
     patience: float | None = PATIENCE,
     kill_hung: bool = False,
     callbacks: Callback | Sequence[Callback] = (),
+    gradient: str | Callable[[nn.Module, Any], torch.Tensor] = "backprop",
+    regulariser: Callable[[nn.Module], torch.Tensor] | None = None,
+    stop: Mapping[str, Any] | None = None,
     wait: bool = True,
 ) -> Any:
     """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
@@ -139,6 +148,11 @@ def train(
     Give `loss(output, target)` for (input, target) batches, or `objective(model, batch)` for any other. The run ends after
     `epochs`, or after `steps` updates. `global_batch_size`, of all learners together, takes the place of `batch_size`. `evaluate` is a data set like `data`, or a function of the model; it
     runs beside the learners at each epoch's end, on one version. A callback gets each epoch's record and ends the run by returning True.
+
+    `gradient` is the way to one: back-propagation, `"cd:k"` or `"pcd:k"` (contrastive divergence of energy models), or a
+    function (model, batch) -> loss that fills `.grad`; only the first has a `loss` or `objective`, a net's own losses apart.
+    `regulariser`, a function of the model, is added to every gradient. `stop` ends the run before its end: at a `loss`, after a
+    `plateau` of so many epochs without a better one, or at a `gradient_norm` of the data.
 
     The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
     number) or seconds (a text such as "30s"; "auto" is a minute, "end" or None the last one alone) and at the end; `resume` goes
@@ -155,6 +169,9 @@ def train(
     check_loop(loss, objective, epochs, steps, policy, collate)
     data, evaluate = check_data(data, each), check_evaluate(evaluate)
     whole, sent = built(model, seed)
+    way = way_of(gradient, whole, loss, objective)
+    trained, rule = regularised(way, regulariser), read_stop(stop)
+    refuse_streams(rule, data)
     made = check_optimizer(whole, optimizer, sync)
     check_schedule(schedule, made)
     if steps is None and epochs is None:
@@ -162,7 +179,8 @@ def train(
     training = Training(
         model=sent,
         data=data,
-        objective=objective or Supervised(loss),  # type: ignore[arg-type]
+        objective=trained.objective if isinstance(trained, Backprop) else None,
+        gradient=None if isinstance(trained, Backprop) else trained,
         optimizer=optimizer,
         schedule=schedule,
         batch_size=each,
@@ -189,13 +207,14 @@ def train(
         Task(run_training, (training,)),
         plan,
         device=device,
+        table_device=table_device,
         threads=threads,
         faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
         checkpoints=Checkpoints(
             run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
         ),
-        evaluate=evaluation_of(sent, evaluate, loss, objective, each, collate),
-        callbacks=check_callbacks(callbacks),
+        evaluate=with_norm(evaluation_of(sent, evaluate, way, each, collate), rule, training),
+        callbacks=(*check_callbacks(callbacks), *([rule] if rule is not None else [])),
     )
     run = Run(runner, spec, whole, made)
     return run.wait() if wait else run

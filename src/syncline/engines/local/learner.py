@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from syncline import messages as m
+from syncline.engines.local.card import Order
 from syncline.engines.local.cargo import Parcel, pack, unpack
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.codec import Record, encode
 from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Replies
 from syncline.engines.local.memory import Bell, Region, Sleeper, crash_at
-from syncline.engines.local.server import Desk, Geometry, Lane, Shelf
+from syncline.engines.local.server import EVENT, Desk, Geometry, Lane, Shelf
 from syncline.engines.local.versions import Reader
 from syncline.engines.run import Task
 from syncline.learn.session import ServerSession
@@ -64,10 +66,10 @@ class LearnerSpec:
 
 
 def _copy(into: list[Tensor], source: list[Tensor]) -> None:
-    """All of it is there afterwards."""
+    """All of it is there afterwards; from card to card, for whatever follows on the stream."""
     on_gpu = any(tensor.is_cuda for tensor in into)
     torch._foreach_copy_(into, source, non_blocking=on_gpu)
-    if on_gpu:
+    if on_gpu and not any(tensor.is_cuda for tensor in source):
         torch.cuda.current_stream().synchronize()
 
 
@@ -80,6 +82,9 @@ class LocalTable(TablePort):
         self._lane = Lane(opened.lane, opened.layout, slots=geometry.slots)
         self._replies: Replies = self._lane.replies
         self._port, self._sleeper = port, port.sleeper
+        self._order: Order | None = None
+        if geometry.card is not None:
+            self._to_card(geometry.card)
         flat = opened.layout.parameters
         self._inbox = flat.views(self._lane.inbox)
         self._reader = Reader(opened.layout, self._shelf.ring, self._shelf.versions, self._lane.inbox)
@@ -90,6 +95,31 @@ class LocalTable(TablePort):
         self._written = [-1] * geometry.slots  # which group options lie in each slot
         opened.handle.close()
         opened.lane.close()
+
+    def _to_card(self, card: str) -> None:
+        """Where the shards have their memory there."""
+        for block in (self._shelf, self._lane):
+            block.to_card(card, owner=False, wait=self._await_handle)
+        self._order = Order(card, self._lane.handles, EVENT)
+        self._shards = range(EVENT, EVENT + self.layout.shards)
+
+    def _await_handle(self) -> None:
+        self._port.check()
+        time.sleep(0.001)
+
+    def _after_shards(self) -> None:
+        """On a card: what shards did before they said so comes before what is done now."""
+        if self._order is not None:
+            self._order.after(self._shelf.handles, self._shards)
+
+    def _signal(self) -> None:
+        """On a card: what was done comes before what shards do once they hear of it."""
+        if self._order is not None:
+            self._order.signal()
+
+    @property
+    def on_card(self) -> bool:
+        return self._order is not None
 
     def memory(self) -> list[Tensor]:
         """The blocks that a GPU copies to and from."""
@@ -107,6 +137,7 @@ class LocalTable(TablePort):
                     self._sleeper.wait()
             self._sleeper.busy()
         self._published[place] = None
+        self._after_shards()
         slot = self._lane.slots[place]
         return Draft(slot.gradients, slot.buffers, place)
 
@@ -131,6 +162,7 @@ class LocalTable(TablePort):
                 slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
             if message.states:
                 slot.write_states(message.states)
+        self._signal()
         self._port.push(encode(message, place))
         self._published[place] = message.number
 
@@ -160,7 +192,9 @@ class LocalTable(TablePort):
     def read(self, reading: Reading, into: list[Tensor]) -> int | None:
         version: int | None = reading.version
         if into and reading.delivered:
+            self._after_shards()
             _copy(into, self._inbox)
+            self._signal()
         elif into:
             version = self._read(reading.version, into)
         self._replies.has_read(self._number)
@@ -173,7 +207,9 @@ class LocalTable(TablePort):
                 os.sched_yield()
                 continue
             version, places = found
+            self._after_shards()
             _copy(into, self._reader.sources(places))
+            self._signal()
             if self._reader.hold(version, places):
                 return version
         return None
@@ -276,7 +312,7 @@ class LocalLearnerPort(LearnerPort):
 
     def open(self, opened: m.Opened) -> LocalTable:
         table = self._tables[opened.table] = LocalTable(opened, self._spec.geometry, self)
-        if torch.device(self._spec.seat.device).type == "cuda":
+        if torch.device(self._spec.seat.device).type == "cuda" and not table.on_card:
             _pin(table.memory())
         return table
 

@@ -97,7 +97,7 @@ class SimNode:
             return
         lane = self._world.lanes[message.table, learner.learner]
         assert isinstance(lane, SimLane)
-        slot, table = lane.slots[lane.numbers.index(message.number)], self._table(message.table)
+        slot, table = lane.sent[lane.numbers.index(message.number)], self._table(message.table)
         segments = [segment.clone() for segment in slot.segments]
         mask = tuple(map(bool, slot.mask.tolist())) if not message.full else (True,) * len(slot.mask)
         options = [(-message.step, learner.rank, bytes(slot.options_text()))]
@@ -190,7 +190,7 @@ class SimNode:
         table = self._table(number)
         place = table.lane.numbers.index(NEVER)
         table.lane.numbers[place] = sum_.number
-        slot = table.lane.slots[place]
+        slot = table.lane.sent[place]
         torch._foreach_copy_(slot.segments, body.segments)
         slot.mask.copy_(torch.tensor(body.mask, dtype=torch.uint8))
         text = min(body.options)[2]
