@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from syncline.dial import Course
-from syncline.topology.parse import Servers, Topology
+from syncline.topology.parse import Servers, Topology, Trees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,10 @@ class Plan:
 
     @property
     def servers(self) -> Servers:
-        """Of a run that has them."""
-        assert isinstance(self.topology, Servers)
-        return self.topology
+        """Of a run that has them; of a tree those at its root."""
+        found = self.topology.root if isinstance(self.topology, Trees) else self.topology
+        assert isinstance(found, Servers)
+        return found
 
     @property
     def delay(self) -> int:

@@ -22,7 +22,7 @@ from syncline.engines.torchrun.place import Place
 from syncline.errors import UsageError
 from syncline.learn.session import check_whole
 from syncline.protocols.lifecycle import Faults
-from syncline.topology.parse import Topology, parse_topology
+from syncline.topology.parse import Topology, Trees, parse_topology
 from syncline.topology.plan import Plan
 
 DEFAULT_LEARNERS = 2
@@ -49,6 +49,7 @@ def run_spec(
     for name, path in (("run_dir", checkpoints.run_dir), ("resume", checkpoints.resume)):
         check_path(name, path)
     check_plan(plan, faults, clocks=checkpoints.clocks)
+    check_built(plan, engine)
     place = place_of(engine)
     if engine.deals_devices and table_device not in (None, "cpu"):
         raise UsageError(
@@ -81,6 +82,27 @@ def check_plan(plan: Plan, faults: Faults, *, clocks: bool) -> None:
     for _, dial in plan.course.dials:
         dial.check(plan.learners, plan.batch_size)
     plan.topology.check(plan.course, faults, clip_norm=plan.clip_norm, warm=plan.warm, clocks=clocks)
+
+
+def check_built(plan: Plan, engine: Engine) -> None:
+    """Trees run on the simulator, without broadcast and local steps; the rest is timed there."""
+    if not isinstance(plan.topology, Trees):
+        return
+    local = next((dial for _, dial in plan.course.dials if dial.local), None)
+    missing = (
+        "in processes"
+        if not isinstance(engine, Sim)
+        else "with broadcast and gradients (Sim.timing has its times)"
+        if plan.topology.broadcast
+        else f"under {local}, whose learners step by themselves"
+        if local is not None
+        else None
+    )
+    if missing is not None:
+        raise NotYetError(
+            f"topology '{plan.topology}' is not built yet {missing}; working now: servers, servers:S, allreduce, "
+            "allreduce:layerwise, and tree:F with engine='sim'"
+        )
 
 
 def topology_of(text: str, learners: int, course: Course) -> Topology:

@@ -20,14 +20,14 @@ from syncline.engines.sim.peers import PeerWorld, check_peer_script
 from syncline.engines.sim.script import Script, check_script
 from syncline.engines.sim.sized import OnUpdate, Sizes
 from syncline.engines.sim.states import Random
-from syncline.engines.sim.timing import Follow, Length, Timing, time_all_reduce, time_run
+from syncline.engines.sim.timing import Follow, Length, Timing, time_all_reduce, time_run, time_tree
 from syncline.engines.sim.workshop import Ways
 from syncline.engines.sim.world import World
 from syncline.errors import RunError, UsageError
 from syncline.learn.session import check_whole
 from syncline.learn.training import run_training
 from syncline.protocols.lifecycle import Faults
-from syncline.topology.parse import AllReduce, Servers, parse_topology
+from syncline.topology.parse import AllReduce, Servers, Trees, parse_topology
 
 LOOK = 0.05  # seconds between looks whether a run that was asked something has ended
 
@@ -255,6 +255,25 @@ class Sim(Engine):
                 batch_size=batch_size,
                 policy=policy,
                 seed=seed,
+                follow=follow,
+            )
+        if isinstance(place, Trees):
+            place.check(course, Faults(), clip_norm=None, warm=warmstart)
+            if script.faults or layers is not None:
+                what = "the script" if script.faults else "layers="
+                raise UsageError(f"timing over a tree knows nothing of {what}: leave it out")
+            return time_tree(
+                self.cluster,
+                sizes,
+                course,
+                length,
+                topology=place if place.root.fixed else dataclasses.replace(place, root=Servers(1, True)),
+                learners=learners,
+                batch_size=batch_size,
+                policy=policy,
+                warm=warmstart,
+                seed=seed,
+                on_update=on_update,
                 follow=follow,
             )
         if layers is not None:
