@@ -42,7 +42,9 @@ class RunSpec:
     fixed_shards: bool
     allreduce: AllReduce | None = None  # in place of servers
     joint_batch: int | None = None  # examples of one update, where known
-    devices: tuple[str, ...]  # one per learner
+    devices: tuple[str, ...]  # one per learner, or per seat
+    group: int = 1  # seats of a learner
+    cut: Any = None  # how its model is cut over them
     seed: int = 0
     threads: int | None = None
     batch_size: int | None = None
@@ -91,11 +93,16 @@ class RunSpec:
             seed=self.seed,
             shards=self.shards,
             fixed_shards=self.fixed_shards,
-            device=self.devices[rank % len(self.devices)],
+            device=self.devices[rank * self.group % len(self.devices)],
             limit=self.limit,
             epochs=self.epochs,
             cuts=self.cuts,
             delay=self.delay,
+            seats=self.group,
+            devices=tuple(
+                self.devices[(rank * self.group + i) % len(self.devices)] for i in range(self.group)
+            ),
+            plan=self.cut,
         )
 
     def peer(self, rank: int) -> PeerConfig:

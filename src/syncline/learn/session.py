@@ -62,6 +62,9 @@ class SessionConfig:
     cuts: bool = False  # checkpoints are written
     delay: int = 0  # of the dial of this run that goes furthest ahead of its folds
     reader: bool = True  # a thread reads ahead; it draws when it likes
+    seats: int = 1  # processes of this learner
+    devices: tuple[str, ...] = ()  # of its seats
+    plan: Any = None  # how its model is cut over them
 
 
 class ServerSession(Session):
@@ -170,17 +173,25 @@ class ServerSession(Session):
         given = [parameter for group in inner.param_groups for parameter in group["params"]]
         named = [(names.get(id(parameter), "a parameter"), parameter) for parameter in given]
         self._owned.check(named)
-        layout, tensors = lay_out(
-            model,
-            [group["params"] for group in inner.param_groups],
-            cuttable=type(inner) in ELEMENTWISE,
-            shards=shards_for(inner, self.config.shards, fixed=self.config.fixed_shards),
-        )
+        layout, tensors = self._lay_out(model, inner, wraps=held.wraps)
         table = self.insist(lambda: self._open_table(inner, layout, tensors, wraps=held.wraps))
         self._tables.append(table)
         self._owned.claim(named)
         self.watch.opened(given, table)
         return table
+
+    def _lay_out(
+        self, model: nn.Module, inner: torch.optim.Optimizer, *, wraps: bool
+    ) -> tuple[Layout, Tensors]:
+        return lay_out(
+            model,
+            [group["params"] for group in inner.param_groups],
+            cuttable=type(inner) in ELEMENTWISE,
+            shards=shards_for(inner, self.config.shards, fixed=self.config.fixed_shards),
+        )
+
+    def _template(self, inner: torch.optim.Optimizer, layout: Layout) -> OptimizerTemplate:
+        return OptimizerTemplate.of(inner)
 
     def _open_table(
         self, inner: torch.optim.Optimizer, layout: Layout, tensors: Tensors, *, wraps: bool
@@ -192,7 +203,7 @@ class ServerSession(Session):
             copy_all(values[0], [parameter.detach() for parameter in tensors.parameters])
             copy_all(values[1], tensors.buffers)
             copy_all(values[2], tensors.others)
-            answer = self._ask(m.Initialised(number, OptimizerTemplate.of(inner)))
+            answer = self._ask(m.Initialised(number, self._template(inner, layout)))
         link = self.port.attach(answer)
         copy_all(tensors.buffers, link.buffers)
         copy_all(tensors.others, link.others)
@@ -449,7 +460,7 @@ def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
     return inner
 
 
-def shards_for(optimizer: torch.optim.Optimizer, shards: int, *, fixed: bool) -> int:
+def shards_for(optimizer: torch.optim.Optimizer, shards: int, *, fixed: bool, size: int | None = None) -> int:
     """Of a table: all there are where the user named their number, else only as many as are worth it.
 
     An optimizer that is not torch's may compute something over all its parameters: one shard has them all. One that holds
@@ -461,7 +472,8 @@ def shards_for(optimizer: torch.optim.Optimizer, shards: int, *, fixed: bool) ->
         return shards
     if not is_torchs(optimizer):
         return 1
-    size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
+    if size is None:
+        size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
     return max(1, min(shards, size // SHARD_BYTES))
 
 

@@ -16,6 +16,7 @@ from syncline.errors import UsageError
 from syncline.learn.batches import to_device
 from syncline.learn.models import CPU, Model, copied, made
 from syncline.learn.surface import Session
+from syncline.parallel.module import partition
 
 Loss = Callable[[Any, Any], Tensor]
 Objective = Callable[[nn.Module, Any], Tensor]
@@ -35,6 +36,7 @@ class Training:
     epochs: int | None
     policy: str
     collate: Callable[[list[Any]], Any] | None
+    check: bool = False  # a partitioned model against the whole one
 
 
 class Supervised:
@@ -63,6 +65,8 @@ def run_training(session: Session, plan: Training) -> None:
     """One learner of `train`."""
     model = made(plan.model, session.device).to(session.device)
     model.train()
+    if session.seats > 1:
+        model = partition(model, check=plan.check)
     optimizer = session.optimizer(model, plan.optimizer)
     loader = session.loader(
         plan.data,

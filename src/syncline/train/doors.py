@@ -26,6 +26,7 @@ from syncline.train.checks import (
     check_schedule,
     check_seed,
 )
+from syncline.train.groups import check_group, cut_over
 from syncline.train.run import Run
 from syncline.train.spec import DEFAULT_LEARNERS, Dial, engine_of, learners_of, place_of, run_spec
 
@@ -53,16 +54,20 @@ def launch(
     patience: float | None = PATIENCE,
     kill_hung: bool = False,
     wait: bool = True,
+    group: int = 1,
+    plan: Any = None,
     **keywords: Any,
 ) -> Any:
     """Run `function(session, *arguments, **keywords)` in every learner; a `Result`, or a `Run` with wait=False.
 
     `batch_size` is needed only by dials whose rate depends on it. Everything else a learner needs is passed
     through: models, data and functions defined in a script or notebook travel, tensors are shared. For faults and
-    checkpoints see `train`; a function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
+    checkpoints see `train`. With `group` processes for each learner the function runs in every seat (`session.seat`), on
+    `sl.partition(model, plan, example)`. A function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
     """
     runner = engine_of(engine)
     learners = learners_of(runner, learners, topology, wait)
+    check_group(group, plan, runner, topology)
     check_call(function, arguments, keywords)
     check_seed(seed)
     check_whole("learners", learners)
@@ -83,6 +88,8 @@ def launch(
         batch_size=batch_size,
         joint_batch=batch_size * learners if batch_size else None,
         warm=warmstart,
+        group=group,
+        cut=plan,
         faults=Faults(on_error, replace, patience, kill_hung),
         checkpoints=Checkpoints(
             run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
@@ -127,6 +134,9 @@ def train(
     kill_hung: bool = False,
     callbacks: Callback | Sequence[Callback] = (),
     wait: bool = True,
+    group: int = 1,
+    plan: Any = None,
+    check: bool = False,
 ) -> Any:
     """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
 
@@ -141,11 +151,16 @@ def train(
     another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner not heard of for
     `patience` seconds is named, and ended with `kill_hung`.
 
+    `group` processes, seats, hold one model together and are one learner, with one batch; `plan` says how its layers are cut over
+    them: "auto" (the cheapest, see `sl.plan`), "data", a Plan, or by hand, {"fc*": "model"}. With `check` the first batch is
+    compared with the whole model.
+
     Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
     `.result` is what was trained. A second Ctrl-C does not wait.
     """
     runner = engine_of(engine)
     learners = learners_of(runner, learners, topology, wait)
+    check_group(group, plan, runner, topology)
     each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)
     check_loop(loss, objective, epochs, steps, policy, collate)
     data, evaluate = check_data(data, each), check_evaluate(evaluate)
@@ -154,10 +169,21 @@ def train(
     check_schedule(schedule, made)
     if steps is None and epochs is None:
         epochs = 1
-    plan = Training(
+    aim: Objective = objective or Supervised(loss)  # type: ignore[arg-type]
+    cut = cut_over(
+        group,
+        plan,
+        model=whole,
+        objective=aim,
+        data=data,
+        collate=collate,
+        batch_size=each,
+        learners=learners,
+    )
+    training = Training(
         model=sent,
         data=data,
-        objective=objective or Supervised(loss),  # type: ignore[arg-type]
+        objective=aim,
         optimizer=optimizer,
         schedule=schedule,
         batch_size=each,
@@ -165,11 +191,12 @@ def train(
         epochs=epochs,
         policy=policy,
         collate=collate,
+        check=check,
     )
     spec = run_spec(
         place=place_of(runner),
         function=run_training,
-        arguments=(plan,),
+        arguments=(training,),
         learners=learners,
         sync=sync,
         topology=topology,
@@ -181,6 +208,8 @@ def train(
         joint_batch=joint or each * learners,
         limit=steps,
         warm=warmstart,
+        group=group,
+        cut=cut,
         epochs=epochs,
         evaluate=evaluation_of(sent, evaluate, loss, objective, each, collate),
         callbacks=check_callbacks(callbacks),

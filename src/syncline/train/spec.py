@@ -72,7 +72,7 @@ def run_spec(
     servers = found if isinstance(found, Servers) else Servers(1, True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shards = servers.shards if servers.fixed else auto_shards(learners, cores, lockstep=course.first.lockstep)
-    devices = devices_of(device, learners)
+    devices = devices_of(device, learners * rest["group"])
     if place is not None:
         devices = (devices_of(device, place.local)[place.local_rank],)
         checkpoints = dataclasses.replace(checkpoints, rank=place.rank)

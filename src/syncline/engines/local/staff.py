@@ -113,7 +113,7 @@ class Staff:
         if self._spec.threads is not None:
             return self._spec.threads
         spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
-        return max(1, spare // self._spec.learners)
+        return max(1, spare // (self._spec.learners * self._spec.group))
 
     def new_ids(self) -> dict[int, int]:
         """As many learners as in the beginning: ids with their ranks."""
