@@ -21,7 +21,7 @@ from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
 from syncline.learn.feed import Loader
 from syncline.learn.optimizer import SharedOptimizer
-from syncline.learn.session import ServerSession, SessionConfig, shards_for
+from syncline.learn.session import ServerSession, shards_for
 from syncline.learn.surface import Factory
 from syncline.parallel.module import Part, Partitioned
 from syncline.parallel.seats import Targets, Windows
@@ -29,6 +29,7 @@ from syncline.ports import Kind, LearnerPort, Note, Portion, Reading, Reset, Slo
 from syncline.table.layout import Flat, Layout, Tensors
 from syncline.table.template import OptimizerTemplate
 from syncline.topology import messages as m
+from syncline.topology.plan import Seat
 
 WRITES = (Kind.GRADIENT, Kind.PUT)  # what lies in a slot
 READS = (*WRITES, Kind.FETCH, Kind.REST)  # after which what was read before may change
@@ -261,6 +262,9 @@ class SeatLink(TableLink):
         found: Reading = self._port.ask(f"wait for {number}", lambda: self.whole.wait(number))
         return found
 
+    def free(self, number: int) -> bool:
+        return bool(self._port.ask(f"see whether {number} is free", lambda: self.whole.free(number)))
+
     def wait_free(self, number: int) -> None:
         self._port.ask(f"wait until {number} is free", lambda: self.whole.wait_free(number))
 
@@ -299,7 +303,7 @@ class SeatSession(ServerSession):
 
     port: SeatPort
 
-    def __init__(self, port: SeatPort, config: SessionConfig, seat: int) -> None:
+    def __init__(self, port: SeatPort, config: Seat, seat: int) -> None:
         super().__init__(port, config)
         self.seat, self.seats = seat, config.seats
         self.left: list[Any] = []  # loops over loaders that nobody goes on with
@@ -349,7 +353,7 @@ class SeatSession(ServerSession):
         local, tensors = super()._lay_out(model, inner, wraps=wraps)
         layout = whole_layout(local, model.parts)
         size = layout.parameters.nbytes
-        shards = shards_for(inner, self.config.shards, fixed=self.config.fixed_shards, size=size)
+        shards = shards_for(inner, self.plan.servers, size)
         layout = replace(layout, shards=shards)
         self.port.windows[len(self._tables) :] = [Shares(layout, model)]
         return layout, tensors

@@ -21,7 +21,7 @@ from syncline.errors import UsageError
 from syncline.parallel import layers, recurrent  # noqa: F401  (their rules)
 from syncline.parallel.check import compare
 from syncline.parallel.functions import name_of
-from syncline.parallel.move import Group, here
+from syncline.parallel.move import Group, joined
 from syncline.parallel.program import Program
 from syncline.parallel.rules import rule_of
 from syncline.parallel.trace import skeleton, trace
@@ -305,15 +305,15 @@ def partition(
 ) -> Partitioned:
     """This process's part of a model, for training and inference; options as of `Partitioned`.
 
-    A Plan knows the shapes of its example. Without a group: that of this seat, else torch's default one if there is one.
+    A Plan knows the shapes of its example. Without a group: the one that this process has joined as a seat, else torch's default one if there is one.
     """
-    seat = here()
-    plan = seat.plan if plan is None and seat is not None else plan
+    own = joined()
+    plan = own.plan if plan is None and own is not None else plan
     example = getattr(plan, "example", None) if example is None else example
     if example is None:
         raise UsageError("partition: give an example of the model's input, or a Plan, which knows its own")
     if group is None:
-        group = seat.group if seat is not None else dist.group.WORLD if dist.is_initialized() else None
-    if seat is not None:
-        options.setdefault("seed", seat.seed)
+        group = own.group if own is not None else dist.group.WORLD if dist.is_initialized() else None
+    if own is not None:
+        options.setdefault("seed", own.seed)
     return Partitioned(model, plan, example, group, **options)

@@ -67,24 +67,24 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Where this process sits."""
+class Joined:
+    """The group that this process is in."""
 
     group: Group
     plan: Any = None  # of the run
     seed: int = 0  # of what is dropped
 
 
-_here: list[Seat] = []
+_here: list[Joined] = []
 
 
-def sit(seat: Seat) -> None:
-    """This process is a seat from here on."""
-    _here[:] = [seat]
+def join(group: Joined) -> None:
+    """This process is one of it from here on."""
+    _here[:] = [group]
 
 
-def here() -> Seat | None:
-    """The seat that this process is, if it is one."""
+def joined() -> Joined | None:
+    """The group that this process has joined, if there is one."""
     return _here[0] if _here else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,21 +40,28 @@ def check_group(group: Any, plan: Any, engine: Engine, topology: str) -> None:
         raise NotYetError(f"group={group} works with engine='local' so far, not with {type(engine).__name__}")
 
 
+class Batches(NamedTuple):
+    """What learners read."""
+
+    data: Any
+    collate: Any
+    batch_size: int
+    learners: int
+
+
 def cut_over(
     group: int,
     plan: Any,
     *,
     model: nn.Module,
     objective: Objective,
-    data: Any,
-    collate: Any,
-    batch_size: int,
-    learners: int,
+    batches: Batches,
 ) -> Plan | None:
     """How `train`'s model is cut over each group; refused here where it cannot be."""
     if group == 1:
         return None
-    example = _model_inputs(model, objective, data, collate, batch_size)
+    example = _model_inputs(model, objective, batches)
+    batch_size, learners = batches.batch_size, batches.learners
     found = plan
     if plan is None or plan == "auto":
         joint = {name: _as_shape(tensor, batch_size, learners) for name, tensor in example.items()}
@@ -78,13 +85,13 @@ class _Spy(nn.Module):
         raise _Caught(args, kwargs)
 
 
-def _model_inputs(model: nn.Module, objective: Objective, data: Any, collate: Any, batch_size: int) -> Any:
+def _model_inputs(model: nn.Module, objective: Objective, batches: Batches) -> Any:
     """Shapes of a batch as the model gets it, by name."""
-    if isinstance(data, IterableDataset):
+    if isinstance(batches.data, IterableDataset):
         raise UsageError(
             "group= with a stream: there is no first batch to look at; use launch with sl.partition"
         )
-    batch = reader(data, collate)(torch.arange(min(batch_size, 2)))
+    batch = reader(batches.data, batches.collate)(torch.arange(min(batches.batch_size, 2)))
     try:
         objective(_Spy(), batch)
     except _Caught as caught:
@@ -101,7 +108,7 @@ def _model_inputs(model: nn.Module, objective: Objective, data: Any, collate: An
         raise UsageError(
             f"group=: the model reads something else than tensors ({names}); use launch with sl.partition"
         )
-    return {name: _as_shape(value, batch_size, 1) for name, value in bound.items()}
+    return {name: _as_shape(value, batches.batch_size, 1) for name, value in bound.items()}
 
 
 def _as_shape(tensor: Tensor, batch_size: int, times: int) -> Tensor:

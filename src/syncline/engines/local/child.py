@@ -58,7 +58,7 @@ def main(control: int, out: int, err: int, life_line: int) -> int:
             keep_freed_memory()
             if isinstance(setup.spec, PeerSpec):
                 return run_peer(channel, setup.spec)
-            return (run_group if setup.spec.config.seats > 1 else run_learner)(channel, setup.spec)
+            return (run_group if setup.spec.seat.seats > 1 else run_learner)(channel, setup.spec)
     except Closed:
         return 1
     return 0

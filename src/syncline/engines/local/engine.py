@@ -19,7 +19,7 @@ class LocalHandle(Handle):
     """A run on this machine's processes."""
 
     def __init__(self, spec: RunSpec, crashes: Mapping[str, int] | None = None) -> None:
-        self._run = PeerSupervisor(spec) if spec.allreduce else Supervisor(spec, crashes)
+        self._run = PeerSupervisor(spec) if spec.plan.topology.fixed_members else Supervisor(spec, crashes)
         self._thread = threading.Thread(target=self._main, name="syncline-supervisor", daemon=True)
         live.began(self)
         self._thread.start()

@@ -27,10 +27,11 @@ import torch.distributed as dist
 from syncline.engines.collectives import LONG, gloo_devices
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.forkserver import describe
-from syncline.engines.local.learner import LearnerSpec, LocalLearnerPort, Task, returned, say
+from syncline.engines.local.learner import LearnerSpec, LocalLearnerPort, returned, say
 from syncline.engines.local.memory import crash_at
+from syncline.engines.run import Task
 from syncline.learn.seats import Line, SeatPort, SeatSession
-from syncline.parallel.move import Group, Seat, sit
+from syncline.parallel.move import Group, Joined, join
 from syncline.ports import RunStopped
 from syncline.topology import messages as m
 
@@ -149,7 +150,7 @@ class Seats:
 
     def fork(self, task: Task) -> None:
         """Before this process has done anything that a fork might break."""
-        first, seats = os.getpid(), self._spec.config.seats
+        first, seats = os.getpid(), self._spec.seat.seats
         for seat in range(1, seats):
             mine, theirs = socket.socketpair()
             channel, other = Channel.pair()
@@ -170,13 +171,13 @@ class Seats:
 
     def _sit(self, line: Line, first: int) -> SeatSession:
         """Join the group; the session of this seat."""
-        config = self._spec.config
+        config = self._spec.seat
         devices = config.devices or (config.device,)
         config = replace(config, device=devices[line.seat % len(devices)], reader=False)
         if torch.device(config.device).type == "cuda":
             torch.cuda.set_device(config.device)
         store = dist.FileStore(f"/proc/{first}/fd/{self._meeting}", config.seats)
-        sit(Seat(_joined(store, line.seat, config.seats), config.plan, config.seed + config.rank))
+        join(Joined(_joined(store, line.seat, config.seats), config.cut, config.plan.seed + config.rank))
         port = SeatPort(LocalLearnerPort(self._channel, self._spec), line)
         return SeatSession(port, config, line.seat)
 
@@ -229,14 +230,14 @@ class Seats:
     def _lost(self, mate: _Mate) -> None:
         _, status = os.waitpid(mate.pid, 0)
         how = describe(os.waitstatus_to_exitcode(status))
-        words = f"learner {self._spec.config.rank}: its seat {mate.seat} (pid {mate.pid}) ended with {how}, and its group with it"
+        words = f"learner {self._spec.seat.rank}: its seat {mate.seat} (pid {mate.pid}) ended with {how}, and its group with it"
         print(words, file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _raised(self, mate: _Mate, raised: m.Raised) -> None:
         time.sleep(GRACE)  # the first may have the same to say
         if self._reporting.acquire(blocking=False):
-            text = f"in seat {mate.seat} of learner {self._spec.config.rank}:\n{raised.traceback}"
+            text = f"in seat {mate.seat} of learner {self._spec.seat.rank}:\n{raised.traceback}"
             self._channel.try_send(m.Raised(raised.error, text))
             os._exit(1)
 
