@@ -62,7 +62,7 @@ def cut_over(
         return None
     example = _model_inputs(model, objective, batches)
     batch_size, learners = batches.batch_size, batches.learners
-    found = plan
+    found = Plan.load(plan) if isinstance(plan, str) and plan.endswith(".json") else plan
     if plan is None or plan == "auto":
         joint = {name: _as_shape(tensor, batch_size, learners) for name, tensor in example.items()}
         found = cheapest(model, joint, group=group, workers=group * learners, local_update=False)
