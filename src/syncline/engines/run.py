@@ -15,9 +15,9 @@ from torch import Tensor
 from syncline.dial import Sync
 from syncline.engines.lock import RunLock
 from syncline.engines.sim.account import Simulated
+from syncline.messages import Statistics
 from syncline.protocols.clocks import Staleness
 from syncline.protocols.lifecycle import Faults
-from syncline.topology.messages import Statistics
 from syncline.topology.plan import Plan, Seat
 from syncline.topology.restore import Restored
 

@@ -7,32 +7,30 @@ gradient is published when all have written theirs. Not responsible for processe
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from syncline.dial import Sync
+from syncline import messages as m
 from syncline.errors import LayoutError, LoopError, UsageError
 from syncline.learn.feed import Loader
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.session import ServerSession, shards_for
 from syncline.learn.surface import Factory
+from syncline.messages.to_leader import Gradient, Put, ToLeader
 from syncline.parallel.module import Part, Partitioned
 from syncline.parallel.seats import Targets, Windows
-from syncline.ports import Kind, LearnerPort, Note, Portion, Reading, Reset, Slot, TableLink
+from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, TablePort
 from syncline.table.layout import Flat, Layout, Tensors
 from syncline.table.template import OptimizerTemplate
-from syncline.topology import messages as m
 from syncline.topology.plan import Seat
 
-WRITES = (Kind.GRADIENT, Kind.PUT)  # what lies in a slot
-READS = (*WRITES, Kind.FETCH, Kind.REST)  # after which what was read before may change
+TRIES = 8  # to read one version in all seats, before one is delivered
 
 
 class Line(ABC):
@@ -50,12 +48,30 @@ class Line(ABC):
         """What the first seat tells; waits for it."""
 
     @abstractmethod
-    def done(self, mask: bytes) -> None:
-        """To the first seat: this one has written and read; which parameters have a gradient here, if not all."""
+    def done(self, word: bytes) -> None:
+        """To the first seat: this one has come here; with a word."""
 
     @abstractmethod
     def gather(self) -> list[bytes]:
         """What all others said with `done`; waits for them."""
+
+
+class SharedTable(Protocol):
+    """What a seat asks of the engine's end of a table, which several processes have."""
+
+    layout: Layout
+    buffers: Sequence[Tensor]
+    others: Sequence[Tensor]
+    narrow: Callable[[list[Tensor]], list[Tensor]]  # of a version, what this seat reads
+
+    def at(self, place: int) -> Draft: ...
+    def draft(self, *, block: bool = True) -> Draft | None: ...
+    def publish(
+        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+    ) -> None: ...
+    def wait(self, number: int, *, block: bool = True) -> Reading | None: ...
+    def copy(self, reading: Reading, into: list[Tensor]) -> int | None: ...
+    def has_read(self) -> None: ...
 
 
 class SeatPort(LearnerPort):
@@ -63,102 +79,97 @@ class SeatPort(LearnerPort):
 
     def __init__(self, port: LearnerPort, line: Line) -> None:
         self.learner, self.rank = port.learner, port.rank
-        self._port, self._line, self._leads = port, line, line.seat == 0
+        self._port, self.line, self.leads = port, line, line.seat == 0
         self.windows: list[Shares] = []  # by table
-        self._links: dict[int, SeatLink] = {}
         self._first: list[Targets] = []  # a new table's first values, until they are written
 
-    def ask(self, what: str, action: Callable[[], Any]) -> Any:
+    def told(self, what: str, action: Callable[[], Any]) -> Any:
         """The first seat's answer, or what it raised, in every seat."""
-        if not self._leads:
+        if not self.leads:
             return self._heard(what)
         try:
             answer = action()
         except BaseException as error:
-            self._line.tell(("", error))
+            self.line.tell(("", error))
             raise
-        self._line.tell((what, answer))
+        self.line.tell((what, answer))
         return answer
 
     def _heard(self, what: str) -> Any:
-        said, answer = self._line.hear()
+        said, answer = self.line.hear()
         if isinstance(answer, BaseException) and said == "":
             raise answer
         if said != what:
             raise LoopError(
-                f"seat {self._line.seat} of learner {self.rank} is at {what!r} where the first seat is at {said!r}: all seats of a "
+                f"seat {self.line.seat} of learner {self.rank} is at {what!r} where the first seat is at {said!r}: all seats of a "
                 "group run the same loop; what depends on session.seat must not call the session"
             )
         return answer
 
-    def now(self) -> float:
-        return time.monotonic()
-
-    def spend(self, examples: int) -> None:
-        if self._leads:
-            self._port.spend(examples)
-
-    def post(self, note: Note, *, ring: bool = True) -> None:
-        if note.kind in READS:
-            note = self._together(note)
-        if self._leads:
+    def first_only(self, action: Callable[[], None]) -> None:
+        """Of which the others hear only if the servers are gone."""
+        if self.leads:
             try:
-                self._port.post(note, ring=ring)
+                action()
             except Reset as reset:
-                self._line.tell(("", reset))
+                self.line.tell(("", reset))
                 raise
 
-    def _together(self, note: Note) -> Note:
-        """When all seats have written; the first one's note says which parameters have a gradient in any of them."""
-        mask = b""
-        slot = self._links[note.table].seat_slots[note.slot] if note.kind in WRITES else None
-        if slot is not None:
-            mask = slot.flush(full=bool(note.full))
-        if not self._leads:
-            self._line.done(mask)
-            return note
-        masks = [mask, *self._line.gather()]
-        if slot is None or all(not each for each in masks):
-            return note
-        return note._replace(full=int(slot.join(masks)))
+    def gather(self, own: bytes) -> list[bytes]:
+        """In the first seat what all say; nothing in the others, which do not wait."""
+        if self.leads:
+            return [own, *self.line.gather()]
+        self.line.done(own)
+        return []
 
-    def ring(self) -> None:
-        if self._leads:
-            self._port.ring()
-
-    def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
-        what = f"batch {index} of loader {loader}"
-        found: Portion | None = self.ask(what, lambda: self._port.portion(loader, index, block=block))
+    def agree(self, own: int) -> list[int]:
+        """Everybody's number, in every seat."""
+        said = [int(each) for each in self.gather(str(own).encode())]
+        found: list[int] = self.told("agree", lambda: said)
         return found
 
-    def request(self, message: Any) -> Any:
+    def spend(self, examples: int) -> None:
+        if self.leads:
+            self._port.spend(examples)
+
+    def tell(self, message: Any) -> None:
+        if self.leads:
+            self._port.tell(message)
+
+    def ask(self, message: Any) -> Any:
         if isinstance(message, m.Initialised):
-            self._write_first()
-        answer = self.ask(type(message).__name__, lambda: self._port.request(message))
+            for targets in self._first:
+                targets.flush()
+            self._first = []
+            self.gather(b"")
+        answer = self.told(type(message).__name__, lambda: self._asked(message))
+        if isinstance(answer, m.Rejoined):
+            return replace(answer, tables=[self._own(each) for each in answer.tables])
         return self._own(answer) if isinstance(answer, m.Opened) else answer
 
-    def _write_first(self) -> None:
-        for targets in self._first:
-            targets.flush()
-        self._first = []
-        if self._leads:
-            self._line.gather()
-        else:
-            self._line.done(b"")
+    def _asked(self, message: Any) -> Any:
+        answer = self._port.ask(message)
+        return replace(answer, desk=None) if isinstance(answer, m.Rejoined) else answer
 
     def _own(self, opened: m.Opened) -> m.Opened:
         """With this seat's part of the buffers that a checkpoint holds."""
         if opened.personal is None:
             return opened
-        read = self.windows[opened.table].buffers.read
-        buffers = {
-            table: read(kept) for table, kept in opened.personal.buffers.items() if table == opened.table
-        }
+        read, table = self.windows[opened.table].buffers.read, opened.table
+        buffers = {each: read(kept) for each, kept in opened.personal.buffers.items() if each == table}
         return replace(opened, personal=replace(opened.personal, buffers=buffers))
 
-    def tell(self, message: Any) -> None:
-        if self._leads:
-            self._port.tell(message)
+    def post(self, message: ToLeader, *, later: bool = False) -> None:
+        self.first_only(lambda: self._port.post(message, later=later))
+
+    def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
+        what = f"batch {index} of loader {loader}"
+        found: Portion | None = self.told(what, lambda: self._port.portion(loader, index, block=block))
+        return found
+
+    def open(self, opened: m.Opened) -> SeatTable:
+        whole: Any = self._port.open(opened)
+        return SeatTable(whole, self.windows[opened.table], self)
 
     def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         wholes, shares = self._port.first_values(handle, layout), self.windows[-1]
@@ -167,28 +178,8 @@ class SeatPort(LearnerPort):
         parameters, buffers, others = (targets.tensors for targets in self._first)
         return parameters, buffers, others
 
-    def pin(self, link: TableLink) -> None:
-        assert isinstance(link, SeatLink)
-        self._port.pin(link.whole)
-
-    def attach(self, opened: m.Opened) -> SeatLink:
-        link = SeatLink(self._port.attach(opened), self.windows[opened.table], self)
-        self._links[opened.table] = link
-        return link
-
-    def rejoin(self, tables: int, loaders: int) -> list[m.Opened]:
-        opened = self.ask("rejoin", lambda: self._port.rejoin(tables, loaders))
-        return [self._own(each) for each in opened]
-
-    def dial(self, number: int) -> Sync:
-        return self._port.dial(number)
-
     def stopping(self) -> bool:
-        return bool(self.ask("stopping", self._port.stopping))
-
-    @property
-    def leads(self) -> bool:
-        return self._leads
+        return bool(self.told("stopping", self._port.stopping))
 
 
 class Shares:
@@ -203,70 +194,90 @@ class Shares:
         self.others = windows(layout.others)
 
 
-class SeatSlot:
-    """A seat's windows of one slot; options and random states are the first seat's to say."""
+class SeatDraft:
+    """A seat's windows of one draft."""
 
-    def __init__(self, slot: Slot, shares: Shares, *, leads: bool) -> None:
-        self._slot, self._leads = slot, leads
-        self._gradients = shares.parameters.targets(slot.gradients)
-        self._buffers = shares.buffers.targets(slot.buffers)
-        self.gradients, self.buffers = self._gradients.tensors, self._buffers.tensors
-        self.mask = torch.zeros_like(slot.mask)
+    def __init__(self, draft: Draft, shares: Shares) -> None:
+        self.whole = draft
+        self._gradients = shares.parameters.targets(draft.gradients)
+        self._buffers = shares.buffers.targets(draft.buffers)
+        self.own = Draft(self._gradients.tensors, self._buffers.tensors, draft.place)
 
-    def flush(self, *, full: bool) -> bytes:
-        """All is written; the mask, if not every parameter has a gradient here."""
-        present = None if full else self.mask.tolist()
-        if present is not None:  # others may have one
-            for gradient, here in zip(self.gradients, present, strict=True):
-                if not here:
-                    gradient.zero_()
+    def flush(self, present: Sequence[bool]) -> bytes:
+        """All is written; which parameters have a gradient here, if not all."""
+        for gradient, here in zip(self.own.gradients, present, strict=False):
+            if not here:  # others may have one
+                gradient.zero_()
         self._gradients.flush()
         self._buffers.flush()
-        return b"" if present is None else bytes(present)
-
-    def join(self, masks: Sequence[bytes]) -> bool:
-        """Write which parameters have a gradient in some seat; whether all have."""
-        count = len(self.gradients)
-        found = [any(not mask or mask[index] for mask in masks) for index in range(count)]
-        self._slot.mask.copy_(torch.tensor(found, dtype=torch.uint8))
-        return all(found)
-
-    def write_options(self, options: list[dict[str, Any]]) -> None:
-        if self._leads:
-            self._slot.write_options(options)
-
-    def write_states(self, states: bytes) -> None:
-        if self._leads:
-            self._slot.write_states(states)
+        return bytes(present)
 
 
-class SeatLink(TableLink):
+def joined_masks(masks: Sequence[bytes]) -> list[bool]:
+    """Which parameters have a gradient in some seat; nothing where all have."""
+    if not all(masks):
+        return []
+    found = [any(each) for each in zip(*masks, strict=True)]
+    return [] if all(found) else found
+
+
+class SeatTable(TablePort):
     """A table, seen by one seat."""
 
-    def __init__(self, whole: TableLink, shares: Shares, port: SeatPort) -> None:
-        self.whole, self.layout = whole, whole.layout
-        self._port, self._shares = port, shares
-        self.seat_slots = [SeatSlot(slot, shares, leads=port.leads) for slot in whole.slots]
-        self.slots = self.seat_slots
+    def __init__(self, whole: SharedTable, shares: Shares, port: SeatPort) -> None:
+        self.layout = whole.layout
+        self._whole, self._port, self._shares = whole, port, shares
+        self._drafts: dict[int, SeatDraft] = {}
         self.buffers = shares.buffers.read(whole.buffers)
         self.others = shares.others.read(whole.others)
+        whole.narrow = shares.parameters.read
 
-    def weights(self, version: int, sync: Sync) -> list[Tensor]:
-        return self._shares.parameters.read(self.whole.weights(version, sync))
+    def draft(self, *, block: bool = True) -> Draft | None:
+        place = self._port.told("draft", lambda: self._place(block))
+        if place is None:
+            return None
+        if place not in self._drafts:
+            self._drafts[place] = SeatDraft(self._whole.at(place), self._shares)
+        return self._drafts[place].own
 
-    def released(self, number: int) -> Reading | None:
-        found: Reading | None = self._port.ask(f"look for {number}", lambda: self.whole.released(number))
+    def _place(self, block: bool) -> Any:
+        draft = self._whole.draft(block=block)
+        return None if draft is None else draft.place
+
+    def publish(
+        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+    ) -> None:
+        """When all seats have written."""
+        held = self._drafts[draft.place]
+        found = joined_masks(self._port.gather(held.flush(present)))
+        if isinstance(message, Gradient):
+            message = message._replace(full=not found)
+        self._port.first_only(lambda: self._whole.publish(held.whole, message, options, found))
+
+    def wait(self, number: int, *, block: bool = True) -> Reading | None:
+        found: Reading | None = self._port.told(
+            f"wait for {number}", lambda: self._whole.wait(number, block=block)
+        )
         return found
 
-    def wait(self, number: int) -> Reading:
-        found: Reading = self._port.ask(f"wait for {number}", lambda: self.whole.wait(number))
-        return found
+    def read(self, reading: Reading, into: list[Tensor]) -> int | None:
+        """One version in all seats: who has an older one than another reads again."""
+        version = self._agreed(reading, into) if into else reading.version
+        if self._port.leads:
+            self._whole.has_read()
+        return version
 
-    def free(self, number: int) -> bool:
-        return bool(self._port.ask(f"see whether {number} is free", lambda: self.whole.free(number)))
-
-    def wait_free(self, number: int) -> None:
-        self._port.ask(f"wait until {number} is free", lambda: self.whole.wait_free(number))
+    def _agreed(self, reading: Reading, into: list[Tensor]) -> int | None:
+        version = self._whole.copy(reading, into)
+        for _ in range(TRIES):
+            found = self._port.agree(-1 if version is None else version)
+            if min(found) < 0:
+                return None
+            if min(found) == max(found):
+                return version
+            if version is not None and version < max(found):
+                version = self._whole.copy(reading._replace(version=max(found)), into)
+        return None
 
 
 class Batches:

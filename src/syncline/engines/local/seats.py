@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from syncline import messages as m
 from syncline.engines.collectives import LONG, gloo_devices
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.forkserver import describe
@@ -33,7 +34,6 @@ from syncline.engines.run import Task
 from syncline.learn.seats import Line, SeatPort, SeatSession
 from syncline.parallel.move import Group, Joined, join
 from syncline.ports import RunStopped
-from syncline.topology import messages as m
 
 _PDEATHSIG = 1  # of prctl
 _HEAD = struct.Struct("q")  # bytes that follow; -1: on the channel, with descriptors
@@ -77,7 +77,7 @@ class FirstLine(Line):
     def hear(self) -> Any:
         raise AssertionError("the first seat has nobody to hear")
 
-    def done(self, mask: bytes) -> None:
+    def done(self, word: bytes) -> None:
         raise AssertionError("the first seat gathers")
 
     def gather(self) -> list[bytes]:
@@ -119,8 +119,8 @@ class OtherLine(Line):
         (size,) = _HEAD.unpack(_exactly(self._line, _HEAD.size))
         return self.channel.receive() if size < 0 else pickle.loads(_exactly(self._line, size))
 
-    def done(self, mask: bytes) -> None:
-        self._line.sendall(_HEAD.pack(len(mask)) + mask)
+    def done(self, word: bytes) -> None:
+        self._line.sendall(_HEAD.pack(len(word)) + word)
 
 
 def _exactly(end: socket.socket, size: int) -> bytes:
