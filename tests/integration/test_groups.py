@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import sys
 import threading
@@ -227,6 +229,25 @@ def test_a_group_is_replaced_whole() -> None:
         result = run.wait()
     assert [event.kind for event in result.events if event.rank == 1] == ["lost", "replaced"]
     assert result.history[-1].examples == 20 * 48
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::syncline.errors.LostWarning")
+@pytest.mark.parametrize("seed", range(12))
+def test_groups_whose_seats_die_at_any_moment_are_replaced_and_every_example_counts_once(seed: int) -> None:
+    draw = random.Random(seed)
+    sync = draw.choice(["hardsync", "softsync:1", "async", "delayed:1"])
+    with begun(sync=sync, epochs=30, replace=True, patience=None) as run:
+        for _ in range(3):
+            threading.Event().wait(draw.uniform(0.0, 0.6))  # any moment
+            pids = run._handle.pids()
+            pid = pids.get(f"learner {draw.randrange(2)}")
+            seats = [*children(pid), pid] if pid is not None else []
+            if seats:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(draw.choice(seats), signal.SIGKILL)
+        result = run.wait(100)
+    assert result.history[-1].examples == 30 * 48
 
 
 def test_all_seats_hear_of_new_shards(tmp_path: Path) -> None:
