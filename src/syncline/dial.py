@@ -493,7 +493,6 @@ PRESETS: tuple[Preset, ...] = (
 )
 
 LATER = {
-    "groups": "synchronous inside groups of M learners",
     "diloco": "H local steps between outer updates",
     "sandblaster": "batch methods by a coordinator",
 }

@@ -66,7 +66,7 @@ def check(result: sl.Result, course: Course) -> None:
 
 
 def test_the_page_covers_all_presets() -> None:
-    assert len(cells()) == 7 * 13
+    assert len(cells()) == 7 * 12
 
 
 @pytest.mark.parametrize("dial, topology, engine, says", [each for each in cells() if each[2] != "torchrun"])

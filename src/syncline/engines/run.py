@@ -54,6 +54,8 @@ class RunSpec:
     plan: Plan
     devices: tuple[str, ...] = ("cpu",)  # dealt out to learners in turn
     card: str | None = None  # the GPU that tables lie on
+    group: int = 1  # processes of a learner
+    cut: Any = None  # how its model is cut over them
     threads: int | None = None
     faults: Faults = Faults()  # noqa: RUF009 - frozen
     storage: Storage = Storage()
@@ -63,7 +65,11 @@ class RunSpec:
 
     def seat(self, rank: int) -> Seat:
         """What one learner knows."""
-        return Seat(plan=self.plan, rank=rank, device=self.devices[rank % len(self.devices)])
+        first = rank * self.group
+        devices = tuple(self.devices[(first + seat) % len(self.devices)] for seat in range(self.group))
+        return Seat(
+            plan=self.plan, rank=rank, device=devices[0], seats=self.group, devices=devices, cut=self.cut
+        )
 
 
 @dataclass(slots=True, kw_only=True)

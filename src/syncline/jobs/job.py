@@ -81,6 +81,9 @@ class Job:
     warmstart: int = 0
     device: str | tuple[str, ...] | None = None
     threads: int | None = None
+    group: int = 1
+    plan: str | dict[str, str] | None = None
+    check: bool = False
     run_dir: str | None = None
     resume: str | None = None
     checkpoint_every: int | str = AUTO

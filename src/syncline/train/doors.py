@@ -32,6 +32,7 @@ from syncline.train.checks import (
     check_schedule,
     check_seed,
 )
+from syncline.train.groups import Batches, check_group, cut_over
 from syncline.train.run import Run
 from syncline.train.spec import DEFAULT_LEARNERS, Dial, engine_of, learners_of, run_spec, topology_of
 
@@ -60,23 +61,27 @@ def launch(
     patience: float | None = PATIENCE,
     kill_hung: bool = False,
     wait: bool = True,
+    group: int = 1,
+    plan: Any = None,
     **keywords: Any,
 ) -> Any:
     """Run `function(session, *arguments, **keywords)` in every learner; a `Result`, or a `Run` with wait=False.
 
     `batch_size` is needed only by dials whose rate depends on it. Everything else a learner needs is passed
     through: models, data and functions defined in a script or notebook travel, tensors are shared. For faults and
-    checkpoints see `train`; a function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
+    checkpoints see `train`. With `group` processes for each learner the function runs in every seat (`session.seat`), on
+    `sl.partition(model, plan, example)`. A function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
     """
     runner = engine_of(engine)
     learners = learners_of(runner, learners, topology, wait)
+    check_group(group, plan, runner, topology)
     check_call(function, arguments, keywords)
     check_seed(seed)
     check_whole("learners", learners)
     if batch_size is not None:
         check_whole("batch_size", batch_size)
     course = Course.of(sync)
-    plan = Plan(
+    description = Plan(
         course=course,
         learners=learners,
         topology=topology_of(topology, learners, course),
@@ -89,7 +94,9 @@ def launch(
     spec = run_spec(
         runner,
         Task(function, arguments, keywords),
-        plan,
+        description,
+        group=group,
+        cut=plan,
         device=device,
         table_device=table_device,
         threads=threads,
@@ -141,6 +148,9 @@ def train(
     regulariser: Callable[[nn.Module], torch.Tensor] | None = None,
     stop: Mapping[str, Any] | None = None,
     wait: bool = True,
+    group: int = 1,
+    plan: Any = None,
+    check: bool = False,
 ) -> Any:
     """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
 
@@ -160,11 +170,16 @@ def train(
     another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner not heard of for
     `patience` seconds is named, and ended with `kill_hung`.
 
+    `group` processes, seats, hold one model together and are one learner, with one batch; `plan` says how its layers are cut over
+    them: "auto" (the cheapest, see `sl.plan`), "data", a Plan, or by hand, {"fc*": "model"}. With `check` the first batch is
+    compared with the whole model.
+
     Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
     `.result` is what was trained. A second Ctrl-C does not wait.
     """
     runner = engine_of(engine)
     learners = learners_of(runner, learners, topology, wait)
+    check_group(group, plan, runner, topology)
     each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)
     check_loop(loss, objective, epochs, steps, policy, collate)
     data, evaluate = check_data(data, each), check_evaluate(evaluate)
@@ -176,11 +191,14 @@ def train(
     check_schedule(schedule, made)
     if steps is None and epochs is None:
         epochs = 1
+    batches = Batches(data, collate, each, learners)
+    aim = trained.objective if isinstance(trained, Backprop) else None
+    cut = cut_over(group, plan, model=whole, objective=aim, batches=batches)
     training = Training(
         model=sent,
         data=data,
-        objective=trained.objective if isinstance(trained, Backprop) else None,
-        gradient=None if isinstance(trained, Backprop) else trained,
+        objective=aim,
+        gradient=None if aim is not None else trained,
         optimizer=optimizer,
         schedule=schedule,
         batch_size=each,
@@ -188,9 +206,10 @@ def train(
         epochs=epochs,
         policy=policy,
         collate=collate,
+        check=check,
     )
     course = Course.of(sync)
-    plan = Plan(
+    description = Plan(
         course=course,
         learners=learners,
         topology=topology_of(topology, learners, course),
@@ -205,7 +224,9 @@ def train(
     spec = run_spec(
         runner,
         Task(run_training, (training,)),
-        plan,
+        description,
+        group=group,
+        cut=cut,
         device=device,
         table_device=table_device,
         threads=threads,

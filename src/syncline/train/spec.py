@@ -19,7 +19,7 @@ from syncline.engines.run import Callback, Engine, Evaluate, RunSpec, Task
 from syncline.engines.sim.engine import Sim
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.engines.torchrun.place import Place
-from syncline.errors import UsageError
+from syncline.errors import NotYetError, UsageError
 from syncline.learn.session import check_whole
 from syncline.protocols.lifecycle import Faults
 from syncline.topology.parse import Topology, Trees, parse_topology
@@ -40,6 +40,8 @@ def run_spec(
     threads: int | None,
     faults: Faults,
     checkpoints: Checkpoints,
+    group: int = 1,
+    cut: Any = None,
     evaluate: Evaluate | None = None,
     callbacks: tuple[Callback, ...] = (),
 ) -> RunSpec:
@@ -56,7 +58,7 @@ def run_spec(
             f"table_device={table_device!r}: on a cluster tables lie in the memory of the caller's node; leave it out"
         )
     dealt = engine.deals_devices and device == "cuda"
-    devices = ("cuda",) if dealt else devices_of(device, plan.learners)
+    devices = ("cuda",) if dealt else devices_of(device, plan.learners * group)
     if place is not None:
         devices = (devices_of(device, place.local)[place.local_rank],)
         checkpoints = dataclasses.replace(checkpoints, rank=place.rank)
@@ -66,6 +68,8 @@ def run_spec(
         plan=dataclasses.replace(plan, saving=saving, snapshots=evaluate is not None),
         devices=devices,
         card=None if dealt else card_of(table_device, devices),
+        group=group,
+        cut=cut,
         threads=threads,
         faults=faults,
         storage=storage,
