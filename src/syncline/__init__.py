@@ -1,5 +1,8 @@
 """Syncline trains PyTorch models on many workers, with synchrony as a dial."""
 
+from syncline.batch.conjugate_gradient import ConjugateGradient
+from syncline.batch.gradient_descent import GradientDescent
+from syncline.batch.lbfgs import LBFGS
 from syncline.dial import Sync
 from syncline.engines.local.engine import Local
 from syncline.engines.run import EpochRecord
@@ -11,8 +14,11 @@ from syncline.learn.surface import Session
 from syncline.train import Result, Run, launch, train
 
 __all__ = [
+    "LBFGS",
     "Cluster",
+    "ConjugateGradient",
     "EpochRecord",
+    "GradientDescent",
     "LearnerError",
     "Local",
     "Result",

@@ -33,7 +33,7 @@ PURE_ROOMS = {"dial", "protocols", "batch"}
 IMPURE_MODULES = {"torch", "numpy", "time", "os", "socket", "threading"}
 ROLE_ROOMS = {"learn", "topology"}
 
-MOST_PUBLIC_NAMES = 15
+MOST_PUBLIC_NAMES = 18  # three of them are batch methods
 MOST_LINES = 600
 
 FILES = sorted(SOURCE.rglob("*.py"))

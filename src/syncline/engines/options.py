@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from syncline.engines.lock import RunLock
 from syncline.errors import SynclineError, UsageError
 from syncline.learn.session import check_whole
-from syncline.table.checkpoints import CheckpointError, Folder, find
+from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, find
 from syncline.topology.restore import Restored, restored
 
 PATIENCE = 60.0  # seconds
@@ -51,6 +52,7 @@ class Checkpoints:
     rank: int | None = (
         None  # under torchrun: the first writes, all read, and all must hear what one is refused
     )
+    read: Callable[[Checkpoint], Restored] = restored
 
     def fields(self, seed: int, *, servers: bool) -> dict[str, Any]:
         updates, seconds = self._every()
@@ -88,7 +90,7 @@ class Checkpoints:
         }
 
     def _restored(self, seed: int, servers: bool) -> Restored | None:
-        found = restored(find(self.resume)) if self.resume is not None else None
+        found = self.read(find(self.resume)) if self.resume is not None else None
         flights = sum(len(each.flights) for each in found.pipelines.values()) if found is not None else 0
         if found is not None and servers and flights:
             raise UsageError(

@@ -5,19 +5,25 @@ Not responsible for starting anything, nor for noticing a loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from syncline.errors import LostError
 from syncline.protocols.restarts import Restarts
-from syncline.table.checkpoints import CheckpointError, Folder, find
+from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, find
 from syncline.topology.restore import Restored, restored
 
 
 class Recovery:
     """The last checkpoint of a run, and how often it was gone back to."""
 
-    def __init__(self, folder: Folder | None, start: Restored | None) -> None:
-        self._folder, self._start = folder, start
+    def __init__(
+        self,
+        folder: Folder | None,
+        start: Restored | None,
+        read: Callable[[Checkpoint], Restored] = restored,
+    ) -> None:
+        self._folder, self._start, self._read = folder, start, read
         self._last: Path | None = None
         self.restarts = Restarts()
 
@@ -41,7 +47,7 @@ class Recovery:
         """The state that new shards begin with; None: the first values of the tables."""
         assert self._folder is not None
         try:
-            last = restored(find(self._last)) if self._last else self._start
+            last = self._read(find(self._last)) if self._last else self._start
         except CheckpointError as error:
             raise LostError(f"{lost}, and the last checkpoint cannot be read: {error}") from error
         self._folder.prepare()  # removes what was being written

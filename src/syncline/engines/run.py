@@ -15,6 +15,7 @@ from torch import Tensor
 from syncline.dial import Course, Sync
 from syncline.engines.lock import RunLock
 from syncline.engines.sim.account import Simulated
+from syncline.learn.evaluating import BatchPlan
 from syncline.learn.peers import PeerConfig
 from syncline.learn.session import SessionConfig
 from syncline.protocols.clocks import Staleness
@@ -41,6 +42,7 @@ class RunSpec:
     shards: int
     fixed_shards: bool
     allreduce: AllReduce | None = None  # in place of servers
+    batch: BatchPlan | None = None  # a batch method in place of folds (M18)
     joint_batch: int | None = None  # examples of one update, where known
     devices: tuple[str, ...]  # one per learner
     seed: int = 0
@@ -65,6 +67,11 @@ class RunSpec:
     evaluate: Evaluate | None = None
     callbacks: tuple[Callback, ...] = ()
     listeners: tuple[Listener, ...] = ()
+
+    @property
+    def sync(self) -> str:
+        """In words."""
+        return "sandblaster" if self.batch is not None else str(self.course)
 
     @property
     def cuts(self) -> bool:
@@ -145,9 +152,13 @@ class EpochRecord:
     loss: float
     losses: dict[int, float]
     metrics: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, float] = field(
+        default_factory=dict
+    )  # of a batch method's iteration: step, evaluations …
 
     def __getitem__(self, key: str) -> Any:
-        return self.metrics[key] if key in self.metrics else getattr(self, key)
+        known = {**self.notes, **self.metrics}
+        return known[key] if key in known else getattr(self, key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

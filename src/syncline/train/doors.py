@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from syncline.batch.commands import BatchMethod
 from syncline.engines.options import AUTO, PATIENCE, Checkpoints, Faults
 from syncline.engines.run import Callback, Engine
 from syncline.learn.session import check_whole
 from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
+from syncline.train.batch import batch_spec, check_batch_options, sample_sizes, wants_batch
 from syncline.train.checks import (
     batches_of,
     built,
@@ -98,8 +100,8 @@ def train(
     *,
     loss: Loss | None = None,
     objective: Objective | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer],
-    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | BatchMethod,
+    schedule: Callable[[Any], Any] | None = None,
     sync: Dial = "softsync:1",
     topology: str = "servers",
     engine: str | Engine = "local",
@@ -141,10 +143,53 @@ def train(
     another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner not heard of for
     `patience` seconds is named, and ended with `kill_hung`.
 
+    With `sync="sandblaster"` the optimizer is a batch method such as `sl.LBFGS()`: `steps` counts iterations, `batch_size` is a portion of
+    the batch, which is all data or, with `global_batch_size` or `schedule` (iteration -> examples), a sample. See docs/batch_methods.md.
+
     Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
     `.result` is what was trained. A second Ctrl-C does not wait.
     """
     runner = engine_of(engine)
+    if wants_batch(sync, optimizer):
+        check_batch_options(
+            steps=steps,
+            topology=topology,
+            epochs=(epochs, None, "give steps=, which counts iterations"),
+            clip_norm=(clip_norm, None, "a line search chooses the step; leave it out"),
+            warmstart=(warmstart, 0, "train another run first, and give its model"),
+            policy=(policy, "ledger", "portions go to whoever is free; leave it out"),
+            clocks=(clocks, False, "gradients are never stale; leave it out"),
+        )
+        check_whole("learners", learners)
+        check_whole("batch_size", batch_size)
+        check_loop(loss, objective, epochs, steps, policy, collate)
+        data, evaluate = check_data(data, 1), check_evaluate(evaluate)
+        whole, sent = built(model, seed)
+        spec = batch_spec(
+            runner,
+            whole=whole,
+            sent=sent,
+            data=data,
+            objective=objective or Supervised(loss),  # type: ignore[arg-type]
+            method=optimizer,
+            collate=collate,
+            sizes=sample_sizes(schedule, global_batch_size),
+            batch_size=batch_size,
+            learners=learners,
+            steps=steps,
+            topology=topology,
+            device=device,
+            seed=seed,
+            threads=threads,
+            evaluate=evaluation_of(sent, evaluate, loss, objective, batch_size, collate),
+            callbacks=check_callbacks(callbacks),
+            faults=Faults(on_error, replace, patience, kill_hung),
+            checkpoints=Checkpoints(
+                run_dir, resume, checkpoint_every, keep_checkpoints, virtual=runner.virtual
+            ),
+        )
+        run = Run(runner, spec, whole)
+        return run.wait() if wait else run
     learners = learners_of(runner, learners, topology, wait)
     each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)
     check_loop(loss, objective, epochs, steps, policy, collate)
@@ -158,7 +203,7 @@ def train(
         model=sent,
         data=data,
         objective=objective or Supervised(loss),  # type: ignore[arg-type]
-        optimizer=optimizer,
+        optimizer=optimizer,  # type: ignore[arg-type]
         schedule=schedule,
         batch_size=each,
         global_batch_size=joint,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from syncline.dial import Sync
 from syncline.engines import live
+from syncline.engines.local.batch import BatchSupervisor
 from syncline.engines.local.peers import PeerSupervisor
 from syncline.engines.local.supervisor import Supervisor
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
@@ -19,7 +20,11 @@ class LocalHandle(Handle):
     """A run on this machine's processes."""
 
     def __init__(self, spec: RunSpec, crashes: Mapping[str, int] | None = None) -> None:
-        self._run = PeerSupervisor(spec) if spec.allreduce else Supervisor(spec, crashes)
+        self._run: Supervisor | PeerSupervisor | BatchSupervisor
+        if spec.batch is not None:
+            self._run = BatchSupervisor(spec, crashes)
+        else:
+            self._run = PeerSupervisor(spec) if spec.allreduce else Supervisor(spec, crashes)
         self._thread = threading.Thread(target=self._main, name="syncline-supervisor", daemon=True)
         live.began(self)
         self._thread.start()

@@ -1,0 +1,212 @@
+"""`train` with sync="sandblaster" (M18): what is refused, and the run's specification. Not responsible for running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import Dataset, IterableDataset
+
+from syncline.batch.samples import Samples
+from syncline.engines.batch import check_memory, check_restored, read_batch
+from syncline.engines.options import Checkpoints, Faults
+from syncline.engines.run import Callback, Engine, RunSpec
+from syncline.engines.torchrun.engine import Torchrun
+from syncline.errors import LayoutError, SynclineWarning, UsageError
+from syncline.learn.evaluating import BatchPlan, batch_layout, trained
+from syncline.learn.models import Model
+from syncline.learn.session import check_whole
+from syncline.learn.training import Evaluation, Objective
+from syncline.table.checkpoints import Checkpoint
+from syncline.topology.parse import MOST_SHARDS, AllReduce, Servers, parse_topology
+from syncline.topology.restore import Restored
+from syncline.train.spec import run_spec
+
+SANDBLASTER = "sandblaster"
+SHARD_BYTES = 4 << 20  # of weights, at least, for each shard that is started unasked
+EXAMPLE = 'sync="sandblaster", optimizer=sl.LBFGS(history=10)'
+
+
+def is_batch_method(optimizer: Any) -> bool:
+    """Something with named vectors that can be called with a state."""
+    return callable(optimizer) and not isinstance(optimizer, type) and hasattr(optimizer, "vectors")
+
+
+def wants_batch(sync: Any, optimizer: Any) -> bool:
+    """Whether a batch method trains; refused where only one of the two says so."""
+    named = isinstance(sync, str) and sync.strip().partition(":")[0] == SANDBLASTER
+    own = isinstance(optimizer, type) and optimizer.__module__.startswith("syncline.batch.")
+    if named and sync.strip() != SANDBLASTER:
+        raise UsageError(f"{sync!r}: sandblaster itself has no options, they are the method's: {EXAMPLE}")
+    if named and not is_batch_method(optimizer):
+        got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+        instead = f"give an instance, sl.{optimizer.__name__}(...)" if own else f"write {EXAMPLE}"
+        raise UsageError(f"sandblaster needs a batch method as optimizer=, got {got}; {instead}")
+    if not named and (own or is_batch_method(optimizer)):
+        name = optimizer.__name__ if own else type(optimizer).__name__
+        raise UsageError(f'{name} is a batch method and folds no gradients: give sync="sandblaster" with it')
+    return named
+
+
+def check_batch_options(*, steps: int | None, topology: str, **given: tuple[Any, Any, str]) -> None:
+    """`given`: name -> (value, default, what to do instead)."""
+    for name, (value, default, instead) in given.items():
+        if value != default:
+            raise UsageError(f"sandblaster does not go with {name}={value!r}: {instead}")
+    if steps is None:
+        raise UsageError("sandblaster needs steps=, the largest number of iterations, for example steps=100")
+    if isinstance(parse_topology(topology), AllReduce):
+        raise UsageError(
+            f"sandblaster keeps its vectors on servers, got topology={topology!r}; use 'servers' or 'servers:S'"
+        )
+
+
+def check_model(model: nn.Module) -> None:
+    """A batch's objective must not depend on how it is cut, nor on chance."""
+    dropped = []
+    for name, module in model.named_modules():
+        if isinstance(module, _NormBase) and not _has_statistics(module):
+            raise UsageError(
+                f"'{name}' ({type(module).__name__}) normalises by the statistics of a portion, so the objective would depend on "
+                "how a batch is cut, and it has none of its own; use GroupNorm or LayerNorm, or a model whose statistics "
+                "are there (they stay as they are)"
+            )
+        rate = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
+        if isinstance(rate, float) and rate > 0:
+            dropped.append(f"'{name}' ({type(module).__name__})")
+    if dropped:
+        warnings.warn(
+            f"sandblaster runs the model in eval mode, since every evaluation of a point must give the same: dropout is off in "
+            f"{', '.join(dropped)}",
+            SynclineWarning,
+            stacklevel=4,
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise LayoutError(f"'{name}' is {parameter.dtype}: a batch method moves real numbers only")
+    if not trained(model):
+        raise LayoutError(f"{type(model).__name__} has no parameter that is trained (requires_grad)")
+
+
+def _has_statistics(module: _NormBase) -> bool:
+    return module.running_mean is not None and (
+        module.num_batches_tracked is None or int(module.num_batches_tracked) > 0
+    )
+
+
+def sample_sizes(schedule: Any, joint: int | None) -> Callable[[int], int] | int | None:
+    """How many examples an iteration takes; None: all."""
+    if schedule is not None and joint is not None:
+        raise UsageError(
+            "give either global_batch_size=, the examples of an iteration, or schedule=, a function of it"
+        )
+    if schedule is not None and not callable(schedule):
+        raise UsageError(
+            f"with sandblaster schedule= is a function: iteration -> examples of its sample, got {schedule!r}"
+        )
+    if joint is not None:
+        check_whole("global_batch_size", joint)
+    found: Callable[[int], int] | int | None = schedule or joint
+    return found
+
+
+def shards_of(topology: str, nbytes: int) -> int:
+    """As many as were asked for, or as the weights are worth."""
+    found = parse_topology(topology)
+    if isinstance(found, Servers) and found.fixed:
+        return found.shards
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_SHARDS, cores, nbytes // SHARD_BYTES))
+
+
+def batch_spec(
+    runner: Engine,
+    *,
+    whole: nn.Module,
+    sent: Model,
+    data: Dataset[Any],
+    objective: Objective,
+    method: Any,
+    collate: Callable[[list[Any]], Any] | None,
+    sizes: Callable[[int], int] | int | None,
+    batch_size: int,
+    learners: int,
+    steps: int | None,
+    topology: str,
+    device: str | Sequence[str] | None,
+    seed: int,
+    threads: int | None,
+    evaluate: Evaluation | None,
+    callbacks: tuple[Callback, ...],
+    faults: Faults,
+    checkpoints: Checkpoints,
+) -> RunSpec:
+    if isinstance(runner, Torchrun):
+        raise UsageError(
+            "sandblaster runs on engine='local' and 'sim', not under torchrun: start the script by itself"
+        )
+    if isinstance(data, IterableDataset):
+        raise UsageError(
+            "sandblaster reads portions of a batch by number: give a data set with a length, no iterable one"
+        )
+    check_model(whole)
+    shards = shards_of(topology, batch_layout(whole, 1).parameters.nbytes)
+    plan = BatchPlan(
+        model=sent,
+        data=data,
+        objective=objective,
+        collate=collate,
+        samples=Samples(len(data), min(batch_size, len(data)), sizes),  # type: ignore[arg-type]
+        seed=seed,
+        layout=batch_layout(whole, shards),
+        method=method,
+        deterministic=bool(getattr(method, "deterministic", False)),
+    )
+    plan.samples.at(0)
+    check_memory(plan, learners)
+
+    def read(checkpoint: Checkpoint) -> Restored:
+        found = read_batch(checkpoint)
+        check_restored(plan, found)
+        return found
+
+    spec = run_spec(
+        place=None,
+        function=evaluates_portions,
+        arguments=(plan.sent(),),
+        learners=learners,
+        sync="hardsync",
+        topology=f"servers:{shards}",
+        device=device,
+        seed=seed,
+        threads=threads,
+        clip_norm=None,
+        batch_size=plan.samples.portion,
+        joint_batch=None,
+        limit=steps,
+        warm=0,
+        evaluate=evaluate,
+        callbacks=callbacks,
+        faults=faults,
+        checkpoints=dataclasses.replace(checkpoints, read=read),
+    )
+    return dataclasses.replace(spec, batch=plan)
+
+
+def evaluates_portions(plan: BatchPlan) -> None:
+    """The name of what learners do, for records; engines do it by themselves."""
+
+
+def check_not_torch(optimizer: Any) -> None:
+    """torch's own is for one process."""
+    if optimizer is torch.optim.LBFGS or getattr(optimizer, "func", None) is torch.optim.LBFGS:
+        raise UsageError(
+            f"torch.optim.LBFGS evaluates its own closure and folds no gradients; for many learners there is {EXAMPLE}"
+        )
