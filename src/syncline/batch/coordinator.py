@@ -40,7 +40,7 @@ def slots_of(learners: int, *, deterministic: bool) -> int:
 
 
 def window_of(learners: int) -> int:
-    return 2 * learners + 2
+    return 4 * learners
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Coordinator:
         self._sums: dict[int, Held] = {}  # answered, not yet taken or discarded
         self._adding: dict[int, int] = {}  # slot -> shards that have not added it
         self._assigned: deque[p.Assign] = deque()  # without a slot as yet
-        self._number = self._evaluation = 0
+        self._number = self.evaluation = 0
         self._out: list[m.Action] = []
         self.stopping = False
         self.examples = 0  # in sums that were taken
@@ -176,9 +176,9 @@ class Coordinator:
 
     def leave(self, learner: int) -> list[m.Action]:
         """It is gone for good: nothing more is written to its slots."""
-        for task in [task for task, held in self._tasks.items() if held.learner == learner]:
-            self._release(self._tasks.pop(task).slot)
         self._assigned = deque(each for each in self._assigned if each.learner != learner)
+        for task in [task for task, held in self._tasks.items() if held.learner == learner]:
+            self._free.append(self._tasks.pop(task).slot)
         self._decide(self._portions.leave(learner))
         return self._take()
 
@@ -248,9 +248,9 @@ class Coordinator:
     def _evaluate(self, command: Command) -> None:
         assert isinstance(command, Evaluate)
         self._open = command
-        self._evaluation += 1
+        self.evaluation += 1
         self._loss, self._count = 0.0, 0
-        self._decide(self._portions.begin(self._evaluation, self._batch.portions))
+        self._decide(self._portions.begin(self.evaluation, self._batch.portions))
 
     def _evaluated(self) -> None:
         command, self._open = self._open, None
@@ -274,7 +274,7 @@ class Coordinator:
             elif isinstance(decision, p.Discard):
                 if (held := self._sums.pop(decision.task, None)) is not None:
                     self._release(held.slot)
-            elif self._open is not None and decision.evaluation == self._evaluation:
+            elif self._open is not None and decision.evaluation == self.evaluation:
                 self._evaluated()
         self._hand_out()
 

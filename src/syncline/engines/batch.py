@@ -165,6 +165,7 @@ def check_restored(plan: BatchPlan, found: Restored | None) -> None:
     assert found.batch is not None
     found.check_layout(0, plan.layout)
     found.check_optimizer(0, method_name(plan.method))
+    plan.method(found.batch["state"]).close()  # it refuses what it cannot go on from
     if found.batch["size"] != plan.samples.size:
         raise UsageError(
             f"{found.name} was made with {found.batch['size']} examples, this run has {plan.samples.size}; resume with "

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from syncline.dial import Course, Sync
+from syncline.dial import SANDBLASTER, Course, Sync
 from syncline.engines.lock import RunLock
 from syncline.engines.sim.account import Simulated
 from syncline.learn.evaluating import BatchPlan
@@ -71,7 +71,7 @@ class RunSpec:
     @property
     def sync(self) -> str:
         """In words."""
-        return "sandblaster" if self.batch is not None else str(self.course)
+        return SANDBLASTER if self.batch is not None else str(self.course)
 
     @property
     def cuts(self) -> bool:

@@ -18,6 +18,9 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
 from syncline import models
+from syncline.batch.conjugate_gradient import ConjugateGradient
+from syncline.batch.gradient_descent import GradientDescent
+from syncline.batch.lbfgs import LBFGS
 from syncline.data import DATASETS
 from syncline.dial import nearest
 from syncline.engines.local.engine import Local
@@ -35,6 +38,11 @@ LOSSES: Names = {
     "huber": F.huber_loss,
     "bce": F.binary_cross_entropy,
     "bce_with_logits": F.binary_cross_entropy_with_logits,
+}
+METHODS: Names = {
+    "lbfgs": LBFGS,
+    "conjugate_gradient": ConjugateGradient,
+    "gradient_descent": GradientDescent,
 }
 OPTIMIZERS: Names = {
     "sgd": torch.optim.SGD,
@@ -76,7 +84,7 @@ NAMES: dict[str, Role] = {
     "evaluate": Role(what="data set", names=DATASETS, given=0),
     "loss": Role(what="loss", names=LOSSES, given=2),
     "objective": Role(what="objective", names={}, given=2),
-    "optimizer": Role(what="optimizer", names=OPTIMIZERS, given=1),
+    "optimizer": Role(what="optimizer", names={**OPTIMIZERS, **METHODS}, given=1),
     "schedule": Role(what="schedule", names=SCHEDULES, given=1),
     "collate": Role(what="collate function", names={}, given=1),
     "callbacks": Role(what="callback", names={}, given=1),

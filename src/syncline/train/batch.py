@@ -5,38 +5,34 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import Dataset, IterableDataset
 
+from syncline.batch.commands import is_method
 from syncline.batch.samples import Samples
+from syncline.dial import SANDBLASTER
 from syncline.engines.batch import check_memory, check_restored, read_batch
 from syncline.engines.options import Checkpoints, Faults
-from syncline.engines.run import Callback, Engine, RunSpec
+from syncline.engines.run import Engine, RunSpec
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.errors import LayoutError, SynclineWarning, UsageError
 from syncline.learn.evaluating import BatchPlan, batch_layout, trained
 from syncline.learn.models import Model
 from syncline.learn.session import check_whole
-from syncline.learn.training import Evaluation, Objective
+from syncline.learn.training import Supervised, evaluation_of
 from syncline.table.checkpoints import Checkpoint
 from syncline.topology.parse import MOST_SHARDS, AllReduce, Servers, parse_topology
 from syncline.topology.restore import Restored
+from syncline.train.checks import built, check_callbacks, check_data, check_evaluate, check_loop
 from syncline.train.spec import run_spec
 
-SANDBLASTER = "sandblaster"
 SHARD_BYTES = 4 << 20  # of weights, at least, for each shard that is started unasked
 EXAMPLE = 'sync="sandblaster", optimizer=sl.LBFGS(history=10)'
-
-
-def is_batch_method(optimizer: Any) -> bool:
-    """Something with named vectors that can be called with a state."""
-    return callable(optimizer) and not isinstance(optimizer, type) and hasattr(optimizer, "vectors")
 
 
 def wants_batch(sync: Any, optimizer: Any) -> bool:
@@ -45,27 +41,43 @@ def wants_batch(sync: Any, optimizer: Any) -> bool:
     own = isinstance(optimizer, type) and optimizer.__module__.startswith("syncline.batch.")
     if named and sync.strip() != SANDBLASTER:
         raise UsageError(f"{sync!r}: sandblaster itself has no options, they are the method's: {EXAMPLE}")
-    if named and not is_batch_method(optimizer):
+    if named and not is_method(optimizer):
         got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
         instead = f"give an instance, sl.{optimizer.__name__}(...)" if own else f"write {EXAMPLE}"
         raise UsageError(f"sandblaster needs a batch method as optimizer=, got {got}; {instead}")
-    if not named and (own or is_batch_method(optimizer)):
+    if not named and (own or is_method(optimizer)):
         name = optimizer.__name__ if own else type(optimizer).__name__
         raise UsageError(f'{name} is a batch method and folds no gradients: give sync="sandblaster" with it')
     return named
 
 
-def check_batch_options(*, steps: int | None, topology: str, **given: tuple[Any, Any, str]) -> None:
-    """`given`: name -> (value, default, what to do instead)."""
-    for name, (value, default, instead) in given.items():
-        if value != default:
-            raise UsageError(f"sandblaster does not go with {name}={value!r}: {instead}")
-    if steps is None:
+REFUSED: dict[str, tuple[Any, str]] = {  # options of `train` by name: the default, and what to do instead
+    "epochs": (None, "give steps=, which counts iterations"),
+    "clip_norm": (None, "the method chooses its step; leave it out"),
+    "warmstart": (0, "train another run first, and give its model"),
+    "policy": ("ledger", "portions go to whoever is free; leave it out"),
+    "clocks": (False, "no gradient is stale; leave it out"),
+}
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """What means nothing for a batch method is refused, not passed over."""
+    for name, (default, instead) in REFUSED.items():
+        if given[name] != default:
+            raise UsageError(f"sandblaster does not go with {name}={given[name]!r}: {instead}")
+    if given["steps"] is None:
         raise UsageError("sandblaster needs steps=, the largest number of iterations, for example steps=100")
-    if isinstance(parse_topology(topology), AllReduce):
+    if isinstance(parse_topology(given["topology"]), AllReduce):
         raise UsageError(
-            f"sandblaster keeps its vectors on servers, got topology={topology!r}; use 'servers' or 'servers:S'"
+            f"sandblaster keeps its vectors on servers, got topology={given['topology']!r}; use 'servers' or 'servers:S'"
         )
+    if isinstance(given["data"], IterableDataset):
+        raise UsageError(
+            "sandblaster reads portions by number: give a data set with a length, no iterable one"
+        )
+    for name in ("learners", "batch_size"):
+        check_whole(name, given[name])
+    check_loop(*(given[name] for name in ("loss", "objective", "epochs", "steps", "policy", "collate")))
 
 
 def check_model(model: nn.Module) -> None:
@@ -126,87 +138,69 @@ def shards_of(topology: str, nbytes: int) -> int:
     return max(1, min(MOST_SHARDS, cores, nbytes // SHARD_BYTES))
 
 
-def batch_spec(
-    runner: Engine,
-    *,
-    whole: nn.Module,
-    sent: Model,
-    data: Dataset[Any],
-    objective: Objective,
-    method: Any,
-    collate: Callable[[list[Any]], Any] | None,
-    sizes: Callable[[int], int] | int | None,
-    batch_size: int,
-    learners: int,
-    steps: int | None,
-    topology: str,
-    device: str | Sequence[str] | None,
-    seed: int,
-    threads: int | None,
-    evaluate: Evaluation | None,
-    callbacks: tuple[Callback, ...],
-    faults: Faults,
-    checkpoints: Checkpoints,
-) -> RunSpec:
+def batch_spec(runner: Engine, **given: Any) -> tuple[RunSpec, nn.Module]:
+    """Of what `train` was given; and the model."""
     if isinstance(runner, Torchrun):
         raise UsageError(
             "sandblaster runs on engine='local' and 'sim', not under torchrun: start the script by itself"
         )
-    if isinstance(data, IterableDataset):
-        raise UsageError(
-            "sandblaster reads portions of a batch by number: give a data set with a length, no iterable one"
-        )
-    check_model(whole)
-    shards = shards_of(topology, batch_layout(whole, 1).parameters.nbytes)
-    plan = BatchPlan(
-        model=sent,
-        data=data,
-        objective=objective,
-        collate=collate,
-        samples=Samples(len(data), min(batch_size, len(data)), sizes),  # type: ignore[arg-type]
-        seed=seed,
-        layout=batch_layout(whole, shards),
-        method=method,
-        deterministic=bool(getattr(method, "deterministic", False)),
-    )
-    plan.samples.at(0)
-    check_memory(plan, learners)
+    check_options(given)
+    data, evaluate = check_data(given["data"], 1), check_evaluate(given["evaluate"])
+    whole, sent = built(given["model"], given["seed"])
+    plan = _plan(whole, sent, data, given)
+    check_memory(plan, given["learners"])
 
     def read(checkpoint: Checkpoint) -> Restored:
         found = read_batch(checkpoint)
         check_restored(plan, found)
         return found
 
+    tested = (sent, evaluate, given["loss"], given["objective"], plan.samples.portion, given["collate"])
     spec = run_spec(
         place=None,
         function=evaluates_portions,
         arguments=(plan.sent(),),
-        learners=learners,
         sync="hardsync",
-        topology=f"servers:{shards}",
-        device=device,
-        seed=seed,
-        threads=threads,
+        topology=f"servers:{plan.layout.shards}",
         clip_norm=None,
         batch_size=plan.samples.portion,
-        joint_batch=None,
-        limit=steps,
+        limit=given["steps"],
         warm=0,
-        evaluate=evaluate,
-        callbacks=callbacks,
-        faults=faults,
-        checkpoints=dataclasses.replace(checkpoints, read=read),
+        evaluate=evaluation_of(*tested),
+        callbacks=check_callbacks(given["callbacks"]),
+        faults=Faults(*(given[name] for name in ("on_error", "replace", "patience", "kill_hung"))),
+        checkpoints=Checkpoints(
+            given["run_dir"],
+            given["resume"],
+            given["checkpoint_every"],
+            given["keep_checkpoints"],
+            virtual=runner.virtual,
+            read=read,
+        ),
+        **{name: given[name] for name in ("learners", "device", "seed", "threads")},
     )
-    return dataclasses.replace(spec, batch=plan)
+    return dataclasses.replace(spec, batch=plan), whole
+
+
+def _plan(whole: nn.Module, sent: Model, data: Dataset[Any], given: Mapping[str, Any]) -> BatchPlan:
+    check_model(whole)
+    size = len(data)  # type: ignore[arg-type]
+    sizes = sample_sizes(given["schedule"], given["global_batch_size"])
+    samples = Samples(size, min(given["batch_size"], size), sizes)
+    samples.at(0)  # refused here, where it is no number
+    shards = shards_of(given["topology"], batch_layout(whole, 1).parameters.nbytes)
+    return BatchPlan(
+        model=sent,
+        data=data,
+        objective=given["objective"] or Supervised(given["loss"]),
+        collate=given["collate"],
+        samples=samples,
+        seed=given["seed"],
+        layout=batch_layout(whole, shards),
+        method=given["optimizer"],
+        deterministic=bool(getattr(given["optimizer"], "deterministic", False)),
+    )
 
 
 def evaluates_portions(plan: BatchPlan) -> None:
     """The name of what learners do, for records; engines do it by themselves."""
-
-
-def check_not_torch(optimizer: Any) -> None:
-    """torch's own is for one process."""
-    if optimizer is torch.optim.LBFGS or getattr(optimizer, "func", None) is torch.optim.LBFGS:
-        raise UsageError(
-            f"torch.optim.LBFGS evaluates its own closure and folds no gradients; for many learners there is {EXAMPLE}"
-        )

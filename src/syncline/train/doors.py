@@ -15,7 +15,7 @@ from syncline.engines.options import AUTO, PATIENCE, Checkpoints, Faults
 from syncline.engines.run import Callback, Engine
 from syncline.learn.session import check_whole
 from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
-from syncline.train.batch import batch_spec, check_batch_options, sample_sizes, wants_batch
+from syncline.train.batch import batch_spec, wants_batch
 from syncline.train.checks import (
     batches_of,
     built,
@@ -149,46 +149,11 @@ def train(
     Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
     `.result` is what was trained. A second Ctrl-C does not wait.
     """
+    given = dict(locals())
     runner = engine_of(engine)
     if wants_batch(sync, optimizer):
-        check_batch_options(
-            steps=steps,
-            topology=topology,
-            epochs=(epochs, None, "give steps=, which counts iterations"),
-            clip_norm=(clip_norm, None, "a line search chooses the step; leave it out"),
-            warmstart=(warmstart, 0, "train another run first, and give its model"),
-            policy=(policy, "ledger", "portions go to whoever is free; leave it out"),
-            clocks=(clocks, False, "gradients are never stale; leave it out"),
-        )
-        check_whole("learners", learners)
-        check_whole("batch_size", batch_size)
-        check_loop(loss, objective, epochs, steps, policy, collate)
-        data, evaluate = check_data(data, 1), check_evaluate(evaluate)
-        whole, sent = built(model, seed)
-        spec = batch_spec(
-            runner,
-            whole=whole,
-            sent=sent,
-            data=data,
-            objective=objective or Supervised(loss),  # type: ignore[arg-type]
-            method=optimizer,
-            collate=collate,
-            sizes=sample_sizes(schedule, global_batch_size),
-            batch_size=batch_size,
-            learners=learners,
-            steps=steps,
-            topology=topology,
-            device=device,
-            seed=seed,
-            threads=threads,
-            evaluate=evaluation_of(sent, evaluate, loss, objective, batch_size, collate),
-            callbacks=check_callbacks(callbacks),
-            faults=Faults(on_error, replace, patience, kill_hung),
-            checkpoints=Checkpoints(
-                run_dir, resume, checkpoint_every, keep_checkpoints, virtual=runner.virtual
-            ),
-        )
-        run = Run(runner, spec, whole)
+        batch, whole = batch_spec(runner, **given)
+        run = Run(runner, batch, whole)
         return run.wait() if wait else run
     learners = learners_of(runner, learners, topology, wait)
     each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)

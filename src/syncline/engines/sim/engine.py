@@ -13,6 +13,7 @@ import torch
 from syncline.dial import Course, Sync
 from syncline.engines import live
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
+from syncline.engines.sim.batch import BatchWorld, check_batch_script
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.debris import debris
 from syncline.engines.sim.peers import PeerWorld, check_peer_script
@@ -35,7 +36,7 @@ class SimHandle(Handle):
     """A simulated run on a thread of its own."""
 
     def __init__(self, engine: Sim, spec: RunSpec) -> None:
-        self._world: World | PeerWorld | None = None
+        self._world: World | PeerWorld | BatchWorld | None = None
         self._engine, self._spec = engine, spec
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
@@ -57,7 +58,11 @@ class SimHandle(Handle):
         torch.set_num_threads(self._spec.threads or 1)
         try:
             engine, spec = self._engine, self._spec
-            if spec.allreduce:
+            if spec.batch is not None:
+                batch = engine.batch_world(spec)
+                self._follow(batch)
+                self._outcome = batch.run()
+            elif spec.allreduce:
                 peers = engine.peer_world(spec)
                 self._follow(peers)
                 self._outcome = peers.run()
@@ -70,7 +75,7 @@ class SimHandle(Handle):
             outside.restore()
             self._begun.set()
 
-    def _follow(self, world: World | PeerWorld) -> None:
+    def _follow(self, world: World | PeerWorld | BatchWorld) -> None:
         self._world = world
         self._begun.set()
 
@@ -182,6 +187,11 @@ class Sim(Engine):
         seed = spec.seed if self.seed is None else self.seed
         return PeerWorld(spec, self.cluster, script=Script.of(self.script), seed=seed)
 
+    def batch_world(self, spec: RunSpec) -> BatchWorld:
+        """A run of a batch method that has not begun."""
+        seed = spec.seed if self.seed is None else self.seed
+        return BatchWorld(spec, self.cluster, script=Script.of(self.script), seed=seed)
+
     def run(self, spec: RunSpec, follow: Callable[[World], None] = lambda world: None) -> Outcome:
         """To its end, from checkpoint to checkpoint where these are exact; `follow` gets each world before it runs."""
         world = self.world(spec)
@@ -290,6 +300,13 @@ class Sim(Engine):
         return Ways() if self.batched or (self.batched is None and on_gpu) else None
 
     def start(self, spec: RunSpec) -> SimHandle:
+        if spec.batch is not None:
+            if self.check:
+                raise UsageError(
+                    "Sim(check=True) checks the accounts of folds, sandblaster has none: leave check out"
+                )
+            check_batch_script(Script.of(self.script))
+            return SimHandle(self, spec)
         if spec.allreduce is not None:
             if self.check:
                 raise UsageError(

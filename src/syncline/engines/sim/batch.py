@@ -1,0 +1,323 @@
+"""A simulated run of a batch method: real gradients and vectors in virtual time, with the coordinator of every engine.
+
+Not responsible for how long anything takes (`batch_play`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.batch import messages as b
+from syncline.batch.commands import Program
+from syncline.batch.coordinator import AHEAD
+from syncline.dial import Sync
+from syncline.engines.batch import BatchRecord, coordinator_of, read_batch, state_of, write_first
+from syncline.engines.files import write_part
+from syncline.engines.record import Recorder, learner_error
+from syncline.engines.recovery import Recovery
+from syncline.engines.run import Outcome, RunSpec
+from syncline.engines.script import Fault
+from syncline.engines.sim.account import LearnerTimes, Simulated
+from syncline.engines.sim.batch_play import Numbers, Play
+from syncline.engines.sim.clock import Clock
+from syncline.engines.sim.cluster import Cluster
+from syncline.engines.sim.script import Script
+from syncline.errors import LostError, NotYetError, RunError, UsageError
+from syncline.learn.evaluating import BatchPlan, PortionWorker
+from syncline.learn.randomness import seed_random
+from syncline.table.checkpoints import Folder
+from syncline.table.vector_files import read_vectors, vector_tensors
+from syncline.table.vectors import Vectors
+from syncline.topology import messages as m
+from syncline.topology.restore import Restored, table_file
+
+
+class Arithmetic(Numbers):
+    """One model for all learners, the vectors of all shards; sums exist from their task to their last shard."""
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        device: str,
+        *,
+        current: Callable[[], int],
+        fail: Callable[[int, BaseException], None],
+    ) -> None:
+        self._plan, self._flat, self.current, self._fail = plan, plan.layout.parameters, current, fail
+        self.x = self._flat.segments(torch.zeros(self._flat.nbytes, dtype=torch.uint8))
+        self._worker = PortionWorker(plan, torch.device(device), ahead=False, own=False)
+        self._at = -1
+        self._sums: dict[int, tuple[list[Tensor], set[int]]] = {}  # slot -> sum, shards that have added it
+        self.shards: list[Vectors] = []
+
+    def start(self, restored: Restored | None) -> None:
+        """Shards with the vectors of a checkpoint, or with the model's own weights."""
+        if restored is None:
+            write_first(self._plan, self.x)
+        self.shards = [
+            Vectors(self._plan.method.vectors, part.segments(self.x)) for part in self._plan.layout.parts
+        ]
+        if restored is not None and restored.batch is not None:
+            for shard, vectors in enumerate(self.shards):
+                read_vectors(Path(restored.name), restored.batch["files"], self._plan.layout, shard, vectors)
+
+    def run(self, shard: int, commands: Program) -> tuple[float, ...]:
+        return self.shards[shard].run(commands)
+
+    def add(self, shard: int, message: b.Add) -> None:
+        total, added = self._sums[message.slot]
+        self.shards[shard].add(
+            message.to, self._plan.layout.parts[shard].segments(total), first=message.first
+        )
+        added.add(shard)
+        if len(added) == len(self.shards):
+            del self._sums[message.slot]
+
+    def sum(self, task: b.Give) -> tuple[float, int]:
+        """x stays the same while anybody can want the answer; later nothing is computed."""
+        if task.evaluation != self.current():
+            return 0.0, 1
+        if self._at != task.evaluation:
+            self._worker.move(self.x)
+            self._at = task.evaluation
+        total = self._flat.segments(torch.zeros(self._flat.nbytes, dtype=torch.uint8))
+        self._worker.begin(total)
+        loss, examples = 0.0, 0
+        try:
+            for portion in range(task.start, task.stop):
+                more, count = self._worker.add(task.batch, portion)
+                loss, examples = loss + more, examples + count
+        except Exception as error:  # the user's code runs here
+            self._fail(task.learner, error)
+        self._worker.end(total)
+        self._sums[task.slot] = total, set()
+        return loss, max(1, examples)
+
+    def examples(self, task: b.Give, portion: int) -> int:
+        size = self._plan.samples.portion
+        return min((portion + 1) * size, task.batch.examples) - portion * size
+
+
+class BatchWorld:
+    """One simulated run."""
+
+    def __init__(self, spec: RunSpec, cluster: Cluster, *, script: Script, seed: int) -> None:
+        assert spec.batch is not None
+        self.spec, self._plan, self.cluster = spec, spec.batch, cluster
+        self.clock = Clock()
+        self._script = script
+        if spec.restored is not None:
+            self.clock.now = spec.restored.virtual
+            self._script = script.after(spec.restored.version, spec.restored.virtual)
+        self.recorder = Recorder(
+            now=lambda: self.clock.now,
+            evaluate=self._evaluate,
+            stop=self.ask_stop,
+            layouts=lambda: {},
+            callbacks=spec.callbacks,
+            listeners=spec.listeners,
+            restored=spec.restored,
+        )
+        self.recorder.outcome.began = self.clock.now
+        self._coordinator = coordinator_of(spec)
+        self._record = BatchRecord(spec, self.recorder, self._coordinator, lambda: self.clock.now)
+        self._folder = Folder(Path(spec.folder)) if spec.folder else None
+        self._recovery = Recovery(self._folder, spec.restored, read_batch)
+        seed_random(spec.seed)
+        self._numbers = Arithmetic(
+            self._plan,
+            spec.devices[0],
+            current=lambda: self._coordinator.evaluation,
+            fail=self._raised,
+        )
+        slices = [part.segments(self._numbers.x) for part in self._plan.layout.parts]
+        self._play = Play(
+            self.clock,
+            cluster,
+            self._coordinator,
+            self._numbers,
+            [sum(segment.nbytes for segment in part) for part in slices],
+            seed=seed,
+            learners=spec.learners,
+            done=self._done,
+        )
+        self._ids = 0
+        self._ranks = spec.learners
+        self._over: b.Over | None = None
+        self._played: list[str] = []
+        self.commands: deque[Callable[[Any], None]] = deque()  # from other threads
+
+    def fail(self, error: BaseException) -> None:
+        self.recorder.error = self.recorder.error or error
+
+    def _raised(self, learner: int, error: BaseException) -> None:
+        found = self._play.learners[learner]
+        self.fail(learner_error(found.rank, error, f"{type(error).__name__}: {error}"))
+
+    # -- iterations ----------------------------------------------------------------------------------------
+
+    def _done(self, said: b.Reached | b.Over) -> None:
+        if isinstance(said, b.Reached):
+            self._reached(said)
+        else:
+            self._finish(said)
+
+    def _reached(self, reached: b.Reached) -> None:
+        wanted = self.spec.evaluate is not None
+        self._record.iteration(reached, state_of(self._plan, self._numbers.x) if wanted else None)
+        self.recorder.sample(self.statistics())
+        if self._record.due(last=self._coordinator.done()):
+            self._save()
+        self._script.reached(reached.iteration.record.iteration, self._play_fault)
+        if self.recorder.error is None and self._over is None:
+            self._play.do(self._coordinator.proceed())
+
+    def _save(self) -> None:
+        """In no virtual time."""
+        assert self._folder is not None
+        number = self._record.cut().number
+        for shard, vectors in enumerate(self._numbers.shards):
+            tensors = vector_tensors(self._plan.layout, shard, vectors)
+            done = self._record.saved(write_part(self._folder, (number, table_file(0, shard), tensors, {})))
+            if done is not None and not done.problem:
+                self._recovery.checkpointed(Path(done.path))
+
+    def _finish(self, over: b.Over) -> None:
+        self._over = over
+        outcome = self.recorder.outcome
+        outcome.tables = {0: (self._coordinator.iteration, state_of(self._plan, self._numbers.x))}
+        outcome.statistics = self.statistics()
+        if self._coordinator.still and self._record.due(last=True):
+            self._save()
+        try:
+            self._record.ended(over)
+        except RunError as error:
+            error.outcome = outcome
+            self.fail(error)
+
+    def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
+        assert self.spec.evaluate is not None
+        self.recorder.test(epoch, state, self.spec.evaluate)
+
+    # -- what others ask -----------------------------------------------------------------------------------
+
+    def ask_stop(self) -> None:
+        self._coordinator.stop()
+
+    def ask_add(self, count: int) -> None:
+        self._coordinator.grow((1 + AHEAD) * count)
+        for _ in range(count):
+            self.recorder.event("joined", self._ranks, kind="joined")
+            self._start(self._ranks)
+            self._ranks += 1
+
+    def change(self, sync: Sync) -> None:
+        self.fail(UsageError("sandblaster has no dial to change"))
+
+    def statistics(self) -> m.Statistics:
+        everybody = [*self._play.gone, *self._play.learners.values()]
+        steps: dict[int, int] = {}
+        for learner in everybody:
+            steps[learner.rank] = steps.get(learner.rank, 0) + learner.sums
+        return self._record.statistics(0, steps, {})
+
+    def _start(self, rank: int) -> None:
+        self._ids += 1
+        self._play.join(self._ids, rank)
+
+    # -- the script ----------------------------------------------------------------------------------------
+
+    def _play_fault(self, fault: Fault) -> None:
+        self._played.append(fault.text)
+        if fault.action == "stop":
+            self.ask_stop()
+        elif fault.action == "add":
+            self.ask_add(fault.count)
+        elif fault.role == "shard":
+            self.clock.at(self.clock.now, lambda: self._kill_shard(fault))
+        else:
+            self._kill_learner(fault)
+
+    def _kill_learner(self, fault: Fault) -> None:
+        found = [each for each in self._play.learners.values() if each.rank == fault.rank]
+        if not found:
+            self.recorder.event(f"not played, nobody is there: {fault.text}", kind="missed")
+            return
+        self.recorder.event("lost: killed by the script", fault.rank, kind="lost")
+        self._play.leave(found[0].number)
+        if self.spec.replace:
+            self.recorder.event("replaced", fault.rank, kind="replaced")
+            self._start(fault.rank)
+        elif not self._play.learners:
+            self.fail(
+                LostError(f"all learners are lost, the last was rank {fault.rank}: killed by the script")
+            )
+        then = "another takes its place" if self.spec.replace else ""
+        self.recorder.lost(fault.rank, "lost: killed by the script", len(self._play.learners), then)
+
+    def _kill_shard(self, fault: Fault) -> None:
+        if fault.rank >= len(self._numbers.shards):
+            self.recorder.event(f"not played, nobody is there: {fault.text}", kind="missed")
+            return
+        lost = f"shard {fault.rank} is lost: killed by the script"
+        self.recorder.event(lost, kind="shard lost", shard=fault.rank)
+        if (refused := self._recovery.refuse(lost)) is not None:
+            self.fail(refused)
+            return
+        last = self._recovery.go_back(lost)
+        version = last.version if last else 0
+        self._play.lose_shards()
+        self._record.go_back(last)
+        self._coordinator.go_back(last.batch["state"] if last and last.batch else None, version)
+        self._numbers.start(last)
+        self.recorder.event(
+            f"recovered: all shards are back at version {version}", kind="recovered", version=version
+        )
+        self._play.do(self._coordinator.begin())
+
+    # -- the run -------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        for fault in self._script.timed:
+            self.clock.at(fault.seconds or 0.0, lambda fault=fault: self._play_fault(fault))  # type: ignore[misc]
+        self._numbers.start(self.spec.restored)
+        self._play.do(self._coordinator.begin())
+        for rank in range(self.spec.learners):
+            self._start(rank)
+        while self.recorder.error is None and self._over is None and self.clock.step():
+            while self.commands:
+                self.commands.popleft()(self)
+        if self.recorder.error is not None:
+            raise self.recorder.error
+        if self._over is None:
+            raise LostError(f"the simulated run stands still at {self.clock.now:g} s")
+        for what in self._script.missed(self._played):
+            self.recorder.event(what, kind="missed")
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
+        outcome = self.recorder.outcome
+        outcome.seconds = self.clock.now
+        times: dict[int, LearnerTimes] = {}
+        for learner in (*self._play.gone, *self._play.learners.values()):
+            times[learner.rank] = times.get(learner.rank, LearnerTimes()) + learner.times
+        network = self._play.network
+        outcome.simulated = Simulated(
+            learners=times, moved=network.moved, copied=network.copied, events=self.clock.events
+        )
+        return outcome
+
+
+def check_batch_script(script: Script) -> None:
+    for fault in script.faults:
+        if fault.action in ("pause", "change"):
+            raise NotYetError(
+                f"script, '{fault.text}': under sandblaster learners and shards can be killed, learners added and the run "
+                "stopped, no more yet"
+            )
