@@ -34,33 +34,36 @@ def vector_tensors(layout: Layout, shard: int, vectors: Vectors) -> dict[str, Te
 
 
 def read_vectors(folder: Path, files: Iterable[str], layout: Layout, shard: int, vectors: Vectors) -> None:
-    """Fill one shard's from the files of all that wrote them; only what overlaps is read."""
+    """Fill one shard's from the files of all that wrote them; only what overlaps is read.
+
+    Vectors that nobody wrote stay zero: those of a longer history are not in use yet.
+    """
     part = layout.parts[shard]
-    missing = {
-        (name, piece.entry): piece.stop - piece.start for name in vectors.names for piece in part.pieces
-    }
+    size = sum(piece.stop - piece.start for piece in part.pieces)
+    filled: dict[str, int] = {"x": 0}
     for file in files:
         try:
             with safe_open(folder / file, framework="pt") as content:
                 for key in content.keys():  # noqa: SIM118 - it is no mapping
-                    found = _PIECE.fullmatch(key)
-                    if found is None:
-                        raise CheckpointError(f"{folder / file}: {key!r} is no piece of a vector")
-                    name, entry, start = (
-                        unquote(found["name"] or "x"),
-                        int(found["entry"]),
-                        int(found["start"]),
-                    )
+                    name, entry, start = _parsed(folder / file, key)
+                    filled.setdefault(name, 0)
                     for target, low in _targets(part, vectors, name, entry):
-                        count = _fill(target, low, content.get_tensor(key).reshape(-1), start)
-                        missing[name, entry] -= count
+                        filled[name] += _fill(target, low, content.get_tensor(key).reshape(-1), start)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
-    lacking = sorted({name for (name, _), count in missing.items() if count})
+    lacking = [name for name, count in filled.items() if name in vectors.names and count != size]
     if lacking:
         raise CheckpointError(
-            f"{folder} lacks parts of the vectors {', '.join(lacking)}: it was made by another method or model"
+            f"{folder} lacks parts of the vectors {', '.join(lacking)}: it was made by another model"
         )
+
+
+def _parsed(file: Path, key: str) -> tuple[str, int, int]:
+    """The vector, the entry of the layout, and the first element of it."""
+    found = _PIECE.fullmatch(key)
+    if found is None:
+        raise CheckpointError(f"{file}: {key!r} is no piece of a vector")
+    return unquote(found["name"] or "x"), int(found["entry"]), int(found["start"])
 
 
 def _targets(part: Part, vectors: Vectors, name: str, entry: int) -> list[tuple[Tensor, int]]:
