@@ -81,6 +81,17 @@ def test_shards_go_back_to_the_last_checkpoint_with_their_history_from_any_comma
     assert kinds(result) == ["shard lost", "recovered"]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("who", ["learner 1", "shard 0"])
+def test_kills_at_every_operation_of_an_iteration_change_no_bit(
+    undisturbed: sl.Result, tmp_path: Path, who: str
+) -> None:
+    for operation in range(1, 60):
+        engine = sl.Local(crashes={who: operation})
+        result = train(engine=engine, run_dir=tmp_path / str(operation), checkpoint_every=1)
+        assert same(result, undisturbed), operation
+
+
 def test_a_lost_shard_without_a_run_folder_ends_the_run_and_says_what_to_give() -> None:
     with pytest.raises(sl.RunError, match="no checkpoint to go back to: give run_dir="):
         train(engine=sl.Local(crashes={"shard 0": 20}))

@@ -20,6 +20,7 @@ from syncline.engines import batch
 from syncline.engines.sim.batch_timing import time_batch
 from syncline.jobs import Job
 from tests.integration.batch_runs import METHOD, kinds, losses, network, points, same, train
+from tests.unit.batch.test_own_method import barzilai_borwein
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -165,6 +166,26 @@ def test_unknown_options_of_a_method_are_refused_where_it_is_made() -> None:
         sl.LBFGS(memory=3)  # type: ignore[call-arg]
     with pytest.raises(sl.UsageError, match="history is a whole number >= 1"):
         sl.LBFGS(history=0)
+
+
+def test_the_method_of_the_page_which_is_not_ours_trains() -> None:
+    model = nn.Linear(5, 2).double()
+    result = train(engine="sim", model=model, optimizer=barzilai_borwein(tolerance=1e-4), steps=200)
+    assert result.version < 200 and result.history[-1]["gradient"] <= 1e-4
+
+
+def test_a_learner_that_raises_once_is_left_out_with_on_error_continue() -> None:
+    left = [True]
+
+    def once(model: nn.Module, given: Any) -> Tensor:
+        if left:
+            left.clear()
+            raise ZeroDivisionError("once")
+        return nn.functional.cross_entropy(model(given[0]), given[1])
+
+    with pytest.warns(errors.LostWarning, match="raised ZeroDivisionError: once"):
+        result = train(engine="sim", objective=once, on_error="continue")
+    assert same(result, train(engine="sim")) and "raised" in kinds(result)
 
 
 def test_launch_has_no_batch_methods() -> None:

@@ -108,8 +108,7 @@ def state_of(plan: BatchPlan, x: list[Tensor]) -> dict[str, Tensor]:
     flat = plan.layout.parameters
     state = {entry.name: view.clone() for entry, view in zip(flat.entries, flat.views(x), strict=True)}
     state |= {alias: state[name] for alias, name in plan.layout.aliases if name in state}
-    buffers = {name: buffer.detach().cpu().clone() for name, buffer in made(plan.model).named_buffers()}
-    return buffers | state
+    return {**plan.buffers, **state}
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------

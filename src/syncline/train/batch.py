@@ -28,7 +28,7 @@ from syncline.learn.training import Supervised, evaluation_of
 from syncline.table.checkpoints import Checkpoint
 from syncline.topology.parse import MOST_SHARDS, AllReduce, Servers, parse_topology
 from syncline.topology.restore import Restored
-from syncline.train.checks import built, check_callbacks, check_data, check_evaluate, check_loop
+from syncline.train.checks import attempt, built, check_callbacks, check_data, check_evaluate, check_loop
 from syncline.train.spec import run_spec
 
 SHARD_BYTES = 4 << 20  # of weights, at least, for each shard that is started unasked
@@ -187,7 +187,7 @@ def _plan(whole: nn.Module, sent: Model, data: Dataset[Any], given: Mapping[str,
     size = len(data)  # type: ignore[arg-type]
     sizes = sample_sizes(given["schedule"], given["global_batch_size"])
     samples = Samples(size, min(given["batch_size"], size), sizes)
-    samples.at(0)  # refused here, where it is no number
+    attempt("schedule", samples.at, 0)
     shards = shards_of(given["topology"], batch_layout(whole, 1).parameters.nbytes)
     return BatchPlan(
         model=sent,
@@ -199,6 +199,7 @@ def _plan(whole: nn.Module, sent: Model, data: Dataset[Any], given: Mapping[str,
         layout=batch_layout(whole, shards),
         method=given["optimizer"],
         deterministic=bool(getattr(given["optimizer"], "deterministic", False)),
+        buffers={name: buffer.detach().cpu().clone() for name, buffer in whole.named_buffers()},
     )
 
 

@@ -195,8 +195,9 @@ class BatchSupervisor:
         self._hanging_shards.look(now, beats, set(idle), shards, self._kill)
 
     def _kill(self, process: Process, why: str) -> None:
+        rank = process.rank if process.role == "learner" else None
         self.recorder.event(
-            f"killed: {why}", process.rank, kind="killed", learner=process.number, pid=process.pid
+            f"killed: {why}", rank, kind="killed", role=process.role, number=process.number, pid=process.pid
         )
         self._processes.kill(process)
 

@@ -5,6 +5,7 @@ Not responsible for how long anything takes (`batch_play`).
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from syncline.batch.coordinator import AHEAD
 from syncline.dial import Sync
 from syncline.engines.batch import BatchRecord, coordinator_of, read_batch, state_of, write_first
 from syncline.engines.files import write_part
-from syncline.engines.record import Recorder, learner_error
+from syncline.engines.record import Recorder, last_line, learner_error
 from syncline.engines.recovery import Recovery
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.script import Fault
@@ -158,7 +159,13 @@ class BatchWorld:
 
     def _raised(self, learner: int, error: BaseException) -> None:
         found = self._play.learners[learner]
-        self.fail(learner_error(found.rank, error, f"{type(error).__name__}: {error}"))
+        told = learner_error(found.rank, error, "".join(traceback.format_exception(error)))
+        if self.spec.on_error == "raise" or len(self._play.learners) == 1:
+            self.fail(told)
+            return
+        self.recorder.event(f"raised: {told}", found.rank, kind="raised")
+        self.clock.at(self.clock.now, lambda: self._play.leave(learner))
+        self.recorder.lost(found.rank, f"raised {last_line(told)}", len(self._play.learners) - 1)
 
     # -- iterations ----------------------------------------------------------------------------------------
 
