@@ -190,10 +190,20 @@ def test_what_is_frozen_tied_or_unused_stays_and_buffers_too() -> None:
     assert losses(result) == sorted(losses(result), reverse=True)
 
 
-def test_a_sample_for_each_iteration_is_drawn_alike_everywhere() -> None:
+def test_a_sample_for_each_iteration_is_drawn_alike_everywhere(tmp_path: Path) -> None:
     options = {"schedule": lambda iteration: 30 + 20 * iteration, "optimizer": METHOD, "steps": 4}
     local, simulated = train(**options), train(engine="sim", **options)
     assert [record.examples for record in local.history] == [30, 50, 70, 90]
     assert same(local, simulated)
     fixed = train(engine="sim", global_batch_size=40)
     assert [record.examples for record in fixed.history] == [40] * 4
+    train(engine="sim", **{**options, "steps": 2}, run_dir=tmp_path / "run")
+    assert same(train(engine="sim", **options, resume=tmp_path / "run"), simulated)
+
+
+def test_a_learner_that_stands_still_holds_nobody_up(undisturbed: sl.Result) -> None:
+    run = start(steps=4, objective=unhurried, learners=2)
+    faults = Faults("pause learner 1 for 600 s at version 1").play(run)
+    result = run.wait(60)
+    faults.join()
+    assert not faults.missed and same(result, undisturbed)

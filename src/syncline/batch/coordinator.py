@@ -86,6 +86,8 @@ class Coordinator:
     def _set(self, state: State | None, iteration: int) -> None:
         self.iteration, self._state = iteration, state
         self._batch = self._samples.at(iteration)
+        if state is not None and self._batch != self._samples.at(iteration - 1):
+            state = {**state, "evaluated": False}
         self._steps = self._method(state)
         self._running: Program = ()
         self._measured: dict[int, tuple[float, ...]] = {}  # by shard

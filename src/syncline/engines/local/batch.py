@@ -388,6 +388,8 @@ class BatchSupervisor:
             for process in self.thread.processes:
                 process.state = "returned" if process.state == "running" else process.state
         self.thread.outcome.statistics = self._statistics(-1)
+        for number in self._coordinator.busy() & self._learners.keys():
+            self._processes.kill(self._learners[number])  # nobody wants what it computes
         self.thread.close()
         if self._task is not None:
             self._task.close()
