@@ -11,6 +11,8 @@ from syncline.engines.sim.engine import Sim
 from syncline.errors import LearnerError, RunError, SynclineError, UsageError
 from syncline.learn.feed import epoch_order
 from syncline.learn.surface import Session
+from syncline.parallel import layer, partition
+from syncline.plan import plan
 from syncline.train import Result, Run, launch, train
 
 __all__ = [
@@ -31,6 +33,9 @@ __all__ = [
     "UsageError",
     "epoch_order",
     "launch",
+    "layer",
+    "partition",
+    "plan",
     "train",
 ]
 __version__ = "0.1.0"

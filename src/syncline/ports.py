@@ -169,8 +169,12 @@ class TableLink(ABC):
         """Block until all shards have released this ticket; raises what the coordinator has to say meanwhile."""
 
     @abstractmethod
+    def free(self, number: int) -> bool:
+        """The slot that this ticket was published with may be used again."""
+
+    @abstractmethod
     def wait_free(self, number: int) -> None:
-        """Block until the slot that this ticket was published with may be used again."""
+        """Block until it may; raises what the coordinator has to say meanwhile."""
 
 
 class LearnerPort(ABC):

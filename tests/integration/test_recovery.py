@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD
 from torch.utils.data import Dataset
 
@@ -62,6 +63,33 @@ def test_before_the_first_checkpoint_all_begins_again(tmp_path: Path) -> None:
     assert recovered.details["version"] == 0
     calm = start(sync="hardsync").wait(timeout=60)
     assert all(torch.equal(v, calm.state_dict()[k]) for k, v in result.state_dict().items())
+
+
+def counts_itself(session: sl.Session, data: Any, calls: Path) -> None:
+    with calls.open("a") as file:
+        file.write(f"{session.rank}\n")
+    model = nn.Linear(4, 2)
+    optimizer = session.optimizer(model, partial(SGD, lr=0.1))
+    loader = session.loader(data, batch_size=8)
+    while loader.epoch < 2:
+        for batch in loader:
+            optimizer.zero_grad()
+            small_runs.unhurried(model, batch).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("every, times", [(1000, 2), (5, 1)])
+def test_only_then_learners_are_started_again_too(every: int, times: int, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    given = {"learners": 2, "topology": "servers:2", "sync": "hardsync", "threads": 1, "wait": False}
+    run = sl.launch(
+        counts_itself, points(SIZE), calls, run_dir=tmp_path / "run", checkpoint_every=every, **given
+    )
+    Faults("kill shard 1 at version 12").play(run)
+    result = run.wait(timeout=60)
+    assert kinds(result) == ["shard lost", "recovered"]
+    assert sorted(calls.read_text().split()) == ["0"] * times + ["1"] * times
+    assert result.statistics.tables[0].examples == 2 * SIZE
 
 
 class Read(Dataset[Any]):

@@ -12,9 +12,11 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.dial import Course
-from syncline.engines.run import RunSpec
+from syncline.engines.run import RunSpec, Task
 from syncline.engines.sim.cluster import Compute, Jitter, Link
 from syncline.engines.sim.sized import SizedPlan, SizedWorld, Sizes
+from syncline.topology.parse import Servers
+from syncline.topology.plan import Plan
 
 PRESETS = [
     "hardsync",
@@ -189,13 +191,8 @@ def test_billions_of_parameters() -> None:
 def test_memory_does_not_grow_with_the_run(sync: str) -> None:
     plan = SizedPlan(sizes=Sizes(parameters=1000, examples=400), batch_size=4, epochs=None)
     spec = RunSpec(
-        function=timed,
-        arguments=(plan,),
-        learners=10,
-        course=Course.of(sync),
-        shards=2,
-        fixed_shards=True,
-        devices=("cpu",),
+        task=Task(timed, (plan,)),
+        plan=Plan(course=Course.of(sync), learners=10, topology=Servers(2, True)),
     )
     world = SizedWorld(spec, sl.Cluster.named("p775"), seed=1)
     world.start()

@@ -12,7 +12,6 @@ from torch import nn
 import syncline as sl
 from syncline.engines.sim.hunt import Case, play
 from syncline.errors import LostError
-from syncline.protocols.restarts import begins_anew
 from tests.integration.small_runs import PRESETS, kinds, points, same
 
 SIZE = 60
@@ -83,26 +82,6 @@ def test_losses_without_a_checkpoint_in_between_are_bounded(tmp_path: Path) -> N
     script = "; ".join(f"kill shard 1 at {seconds} s" for seconds in range(2, 6))
     with pytest.raises(LostError, match="4 times without a checkpoint in between; given up"):
         train(script, sync="async", run_dir=tmp_path, checkpoint_every=1000)
-
-
-def test_who_begins_anew() -> None:
-    """Only the last one to go, if it never met the new shards; a loss only where somebody had returned before."""
-    usual = {
-        "unaware": True,
-        "lost": False,
-        "others": False,
-        "stopping": False,
-        "returned": False,
-        "replace": False,
-    }
-    assert begins_anew(**usual)
-    for change in ("others", "stopping"):
-        assert not begins_anew(**{**usual, change: True})
-    assert not begins_anew(**{**usual, "unaware": False})
-    assert not begins_anew(**{**usual, "lost": True}) and begins_anew(
-        **{**usual, "lost": True, "returned": True}
-    )
-    assert not begins_anew(**{**usual, "lost": True, "returned": True, "replace": True})
 
 
 # -- what the hunt has found, shortened --------------------------------------------------------------------

@@ -119,8 +119,12 @@ def test_a_step_of_each_for_every_batch_goes_on_with_processes(
 
 def goes_on_or_ends(function: Callable[..., None], *arguments: Any, **options: Any) -> str | None:
     """The words of the error, where it ends with one that says that loops differ."""
+    return ends_by_name(lambda: launch(function, *arguments, **options))
+
+
+def ends_by_name(run: Callable[[], sl.Result]) -> str | None:
     try:
-        result = launch(function, *arguments, **options)
+        result = run()
     except sl.LearnerError as failed:
         if isinstance(failed.__cause__, LoopError):
             return str(failed.__cause__)
@@ -151,10 +155,10 @@ def test_that_ends_by_name_with_processes_too(engine: str) -> None:
         launch(after, 30, learners=3, sync="hardsync", engine=engine)
 
 
-def fetching(session: sl.Session) -> None:
+def fetching(session: sl.Session, size: int = 60) -> None:
     """Fetches are overdue when the dial turns."""
     tables = two(session)
-    loader = session.loader(numbers(60), batch_size=3)
+    loader = session.loader(numbers(size), batch_size=3)
     while not session.ending and loader.epoch < 3:
         for (x,) in loader:
             for model, optimizer in tables if session.rank else reversed(tables):
@@ -167,6 +171,26 @@ def test_a_fetch_that_is_overdue_when_the_dial_turns_keeps_nobody_waiting(then: 
     sync = f"downpour:push=2,fetch=3,local_lr=0.1 until 1 then {then}"
     problem = goes_on_or_ends(fetching, learners=2, sync=sync, engine=engine)
     assert problem is not None or then != "hardsync"
+
+
+@pytest.mark.parametrize(
+    "push, fetch, size, then, transfer, script",
+    [
+        (3, 3, 26, "hardsync", 3.1, ""),  # fetches again, because it has pushed since
+        (2, 4, 37, "ssp:0", 3.1, ""),
+        (2, 4, 61, "hardsync", 0.2, ""),  # waits for a slot whose gradient needs the other's
+        (2, 4, 64, "ssp:0", 1.3, "pause learner 0 for 3.3 s at 14 s"),
+        (1, 2, 48, "hardsync", 2.2, "pause learner 0 for 2 s at 27 s"),  # was to rest, and its data was there
+        (1, 4, 57, "delayed:1", 1.3, "pause learner 1 for 1.5 s at 38 s"),  # two pushes before it knows
+    ],
+)
+def test_whoever_stands_still_when_the_dial_turns_is_counted_so(
+    push: int, fetch: int, size: int, then: str, transfer: float, script: str
+) -> None:
+    sync = f"downpour:push={push},fetch={fetch},local_lr=0.1 until 1 then {then}"
+    engine = sl.Sim(script=script, check=True, compute=1.0, transfer=transfer)
+    problem = ends_by_name(lambda: launched(fetching, size, learners=2, sync=sync, engine=engine))
+    assert problem is not None or then != "hardsync"  # there nobody can go on
 
 
 @pytest.mark.parametrize("engine", ENGINES)

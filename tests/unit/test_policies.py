@@ -20,7 +20,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("protocols", "batch", "ports"),
     ("table", "kernels"),
     ("nn", "models", "data"),
-    ("learn", "topology"),
+    ("learn", "topology", "parallel", "plan"),
     ("engines",),
     ("train", "jobs", "report"),
     ("tradeoff",),
@@ -30,10 +30,11 @@ RANK_OF = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 FREE_ROOMS = {"testing", "__init__", "__main__"}  # may import anything; nothing else may import them
 
 PURE_ROOMS = {"dial", "protocols", "batch"}
+PURE_FILES = {"parallel/windows.py", "plan/cut.py", "plan/elimination.py"}
 IMPURE_MODULES = {"torch", "numpy", "time", "os", "socket", "threading"}
 ROLE_ROOMS = {"learn", "topology"}
 
-MOST_PUBLIC_NAMES = 18  # three of them are batch methods
+MOST_PUBLIC_NAMES = 21  # three of them are batch methods
 MOST_LINES = 600
 
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -112,7 +113,7 @@ def test_rooms_of_one_rank_import_each_other_in_one_direction_only() -> None:
 
 @per_file
 def test_decisions_are_pure(file: Path) -> None:
-    if room_of(file) not in PURE_ROOMS:
+    if room_of(file) not in PURE_ROOMS and str(file.relative_to(SOURCE)) not in PURE_FILES:
         return
     impure = [
         f"line {line}: imports {name}"

@@ -16,6 +16,7 @@ from syncline.cli.display import panel
 from syncline.cli.letters import write_all_letters
 from syncline.cli.messages import told, warn_shortly
 from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where
+from syncline.cli.planning import plan
 from syncline.cli.simulate import simulate
 from syncline.cli.tradeoff import tradeoff
 from syncline.cli.training import Wish, run_job
@@ -208,3 +209,4 @@ def compare(
 
 app.command()(simulate)
 app.command()(tradeoff)
+app.command()(plan)

@@ -24,8 +24,9 @@ from syncline.engines.options import AUTO
 from syncline.errors import RunError, UsageError
 from syncline.jobs import Job, Named
 from syncline.learn.session import check_batches
+from syncline.protocols.lifecycle import Faults
 from syncline.report.lines import write_whole
-from syncline.topology.parse import AllReduce, check_all_reduce, parse_topology
+from syncline.topology.parse import parse_topology
 from syncline.tradeoff.grid import Grid, Point, Skipped
 from syncline.tradeoff.picture import page, picture
 from syncline.tradeoff.pool import Ended, Moved, News, Pool, Started
@@ -108,20 +109,11 @@ def _job(asked: Asked, points: list[Point]) -> Job:
 
 
 def _refuse_dials(job: Job, grid: Grid) -> None:
-    """What all-reduce does not have would fail in every run."""
-    place = parse_topology(job.topology)
-    if not isinstance(place, AllReduce):
-        return
+    """What does not go over the topology would fail in every run."""
+    place, faults = parse_topology(job.topology), Faults(on_error=job.on_error, replace=job.replace)
     for sync in grid.syncs:
         try:
-            check_all_reduce(
-                place,
-                Course.of(sync),
-                clip_norm=job.clip_norm,
-                warm=job.warmstart,
-                on_error=job.on_error,
-                replace=job.replace,
-            )
+            place.check(Course.of(sync), faults, clip_norm=job.clip_norm, warm=job.warmstart)
         except UsageError as error:
             raise UsageError(f"--sync {sync}: {error}") from None
 

@@ -38,15 +38,15 @@ def coordinator_of(spec: RunSpec) -> Coordinator:
     """That begins, or goes on from a checkpoint."""
     plan = spec.batch
     assert plan is not None
-    stands = spec.restored.batch if spec.restored is not None else None
-    window = window_of(spec.learners) if plan.deterministic else None
+    stands = spec.storage.restored.batch if spec.storage.restored is not None else None
+    window = window_of(spec.plan.learners) if plan.deterministic else None
     return Coordinator(
         plan.method,
         plan.samples,
         shards=plan.layout.shards,
-        slots=slots_of(spec.learners, deterministic=plan.deterministic),
+        slots=slots_of(spec.plan.learners, deterministic=plan.deterministic),
         portions=Portions(deterministic=plan.deterministic, window=window),
-        limit=spec.limit,
+        limit=spec.plan.limit,
         state=stands["state"] if stands else None,
         iteration=stands["iteration"] if stands else 0,
     )
@@ -181,8 +181,8 @@ class BatchRecord:
         assert spec.batch is not None
         self._spec, self._plan, self._recorder, self._now = spec, spec.batch, recorder, now
         self._coordinator = coordinator
-        self._folder = Folder(Path(spec.folder)) if spec.folder else None
-        before = spec.restored
+        self._folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
+        before = spec.storage.restored
         self._before = before.tables[0].account if before else Account()
         self._examples = before.counts.examples.get(0, 0) if before else 0
         self.reached: b.Reached | None = None  # the last
@@ -244,7 +244,7 @@ class BatchRecord:
         count = self.reached.iteration.record.iteration
         if last:
             return count > self._cut_at
-        every, seconds = self._spec.cut_every, self._spec.cut_seconds
+        every, seconds = self._spec.plan.saving.every, self._spec.plan.saving.seconds
         by_count = every is not None and count % every == 0
         return by_count or (seconds is not None and self._now() - self._cut_time >= seconds)
 
@@ -269,7 +269,9 @@ class BatchRecord:
             self._folder.abandon(message.number)
             done = m.Checkpointed(message.number, "", self._problem)
         else:
-            done = commit(self._folder, message.number, self._cut, list(files.values()), self._spec.keep)
+            done = commit(
+                self._folder, message.number, self._cut, list(files.values()), self._spec.storage.keep
+            )
         self._recorder.emit(done)
         return done
 
@@ -282,7 +284,7 @@ class BatchRecord:
     def _manifest(self, reached: b.Reached) -> dict[str, Any]:
         found, table = reached.iteration.record, self.table()
         return {
-            "seed": self._spec.seed,
+            "seed": self._spec.plan.seed,
             "sync": self._spec.sync,
             "layout": layout_json(self._plan.layout),
             "history": [each for each in self._recorder.history() if each["version"] <= found.iteration],

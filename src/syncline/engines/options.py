@@ -1,42 +1,23 @@
-"""Options of a run that engines carry out: what happens at faults, and checkpoints. Checked before anything starts."""
+"""Checkpoints of a run, as they are asked for and found: checked before anything starts."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from syncline.engines.lock import RunLock
+from syncline.engines.run import Storage
 from syncline.errors import SynclineError, UsageError
 from syncline.learn.session import check_whole
 from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, find
+from syncline.topology.plan import Plan, Saving
 from syncline.topology.restore import Restored, restored
 
-PATIENCE = 60.0  # seconds
 AUTO, END = "auto", "end"  # values of checkpoint_every
 MINUTE = 60.0  # seconds
 EVENTS = "events.jsonl"  # in a run folder: a run is in it
-
-
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """What happens when learners raise, die or hang."""
-
-    on_error: str
-    replace: bool
-    patience: float | None
-    kill_hung: bool
-
-    def fields(self) -> dict[str, Any]:
-        if self.on_error not in ("raise", "continue"):
-            raise UsageError(f'on_error is "raise" or "continue", got {self.on_error!r}')
-        if self.patience is not None and not self.patience > 0:
-            raise UsageError(f"patience is a number of seconds > 0, or None, got {self.patience!r}")
-        if self.kill_hung and self.patience is None:
-            raise UsageError("kill_hung=True needs patience=, the seconds after which a learner hangs")
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,52 +35,49 @@ class Checkpoints:
     )
     read: Callable[[Checkpoint], Restored] = restored
 
-    def fields(self, seed: int, *, servers: bool) -> dict[str, Any]:
+    def opened(self, plan: Plan) -> tuple[Saving, Storage]:
+        """How often, and where: the folder is there, and locked."""
         updates, seconds = self._every()
         check_whole("keep_checkpoints", self.keep)
         if not isinstance(self.clocks, bool):
             raise UsageError(f"clocks is True or False, got {self.clocks!r}")
         if self.clocks and self.run_dir is None and self.resume is None:
             raise UsageError("clocks=True needs run_dir=, the folder to write to")
-        given = {"cut_every": updates, "cut_seconds": seconds, "keep": self.keep, "clocks": self.clocks}
-        if self.rank is None:
-            return {**given, **self._found(seed, servers)}
-        elsewhere = self.rank > 0 and (self.run_dir is not None or self.resume is not None)
+        cuts = self.run_dir is not None or self.resume is not None
+        saving = Saving(cuts=cuts, every=updates, seconds=seconds, clocks=self.clocks)
         try:
-            return {**given, **self._found(seed, servers), "recorded_elsewhere": elsewhere}
+            return saving, self._found(plan)
         except SynclineError as error:
-            return {**given, "refused": error}
+            if self.rank is None:
+                raise
+            return saving, Storage(refused=error)
 
-    def _found(self, seed: int, servers: bool) -> dict[str, Any]:
+    def _found(self, plan: Plan) -> Storage:
         """The folder to write to, locked, and the state to go on from."""
         root = self._root() if not self.rank else None
         there = root is not None and (self.run_dir is not None or root.parent.is_dir())
         lock = _locked(root.parent) if root is not None and there else None
         try:
-            found = self._restored(seed, servers)
+            found = self._restored(plan)
             if root is not None:
                 Folder(root).prepare()
         except BaseException:
             if lock is not None:
                 lock.release()
             raise
-        return {
-            "folder": str(root.resolve()) if root is not None else None,
-            "lock": lock,
-            "restored": found,
-        }
+        return Storage(str(root.resolve()) if root is not None else None, self.keep, lock, found)
 
-    def _restored(self, seed: int, servers: bool) -> Restored | None:
+    def _restored(self, plan: Plan) -> Restored | None:
         found = self.read(find(self.resume)) if self.resume is not None else None
         flights = sum(len(each.flights) for each in found.pipelines.values()) if found is not None else 0
-        if found is not None and servers and flights:
+        if found is not None and flights and not plan.topology.fixed_members:
             raise UsageError(
                 f"{found.name} holds {flights} averages of an all-reduce run ({found.sync}) that are not applied yet, which "
                 "servers cannot take over; resume with topology='allreduce'"
             )
-        if found is not None and found.seed != seed:
+        if found is not None and found.seed != plan.seed:
             raise UsageError(
-                f"{found.name} was made with seed={found.seed}, this run has seed={seed}: the rest of its data would "
+                f"{found.name} was made with seed={found.seed}, this run has seed={plan.seed}: the rest of its data would "
                 f"be dealt in another order; give seed={found.seed}"
             )
         return found

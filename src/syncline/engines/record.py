@@ -31,6 +31,7 @@ from syncline.engines.run import (
 )
 from syncline.errors import LearnerError, LostWarning, RunError, SynclineError, SynclineWarning
 from syncline.learn.watching import not_finite
+from syncline.protocols import lifecycle as life
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.table.template import Options
@@ -110,6 +111,16 @@ class Recorder:
         event = Event(seconds=self._now(), what=what, rank=rank, kind=kind, details=details)
         self.outcome.events.append(event)
         self._tell(dataclasses.replace(event, details=dict(details)))  # its own: more may be added here
+
+    def say(self, decision: life.Decision) -> None:
+        """What the lifecycle wants to be known."""
+        match decision:
+            case life.Say(what, rank, kind, details):
+                self.event(what, rank, kind=kind, **details)
+            case life.WarnLost(rank, how, others, then):
+                self.lost(rank, how, others, then)
+            case life.Warn(text):
+                self.warn(text, said=True)
 
     def sample(self, statistics: m.Statistics) -> None:
         """How a simulated run stands, for listeners."""
@@ -325,11 +336,6 @@ def learner_error(rank: int, error: BaseException | None, text: str) -> LearnerE
     return told
 
 
-def last_line(error: BaseException) -> str:
-    """What it says, without where."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
-
-
 def peer_record(
     spec: RunSpec,
     *,
@@ -348,7 +354,7 @@ def peer_record(
         layouts=lambda: keeper.layouts,
         callbacks=spec.callbacks,
         listeners=spec.listeners,
-        restored=spec.restored,
+        restored=spec.storage.restored,
     )
 
     def failed(error: BaseException) -> None:
@@ -356,7 +362,7 @@ def peer_record(
         fail(error)
 
     keeper = Keeper(
-        spec.learners,
+        spec.plan.learners,
         emit=recorder.emit,
         event=recorder.event,
         reply=reply,
@@ -383,14 +389,14 @@ def keep_cut(
     virtual: float,
 ) -> m.Checkpointed:
     """The last file of a checkpoint, and its commit."""
-    assert spec.folder is not None
-    folder = Folder(Path(spec.folder))
+    assert spec.storage.folder is not None
+    folder = Folder(Path(spec.storage.folder))
     name, tensors = cut.learners()
     own = write_part(folder, (cut.number, name, tensors, {}))
     if problem := cut.problem or own.problem:
         folder.abandon(cut.number)
         return m.Checkpointed(cut.number, "", problem)
     assert own.written is not None
-    manifest = cut.manifest(seed=spec.seed, sync=str(spec.course), layouts=layouts, history=history)
+    manifest = cut.manifest(seed=spec.plan.seed, sync=str(spec.plan.course), layouts=layouts, history=history)
     manifest["virtual"] = virtual
-    return commit(folder, cut.number, manifest, [*cut.files, own.written], spec.keep)
+    return commit(folder, cut.number, manifest, [*cut.files, own.written], spec.storage.keep)

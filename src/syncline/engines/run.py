@@ -12,16 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from syncline.dial import SANDBLASTER, Course, Sync
+from syncline.dial import SANDBLASTER, Sync
 from syncline.engines.lock import RunLock
 from syncline.engines.sim.account import Simulated
 from syncline.learn.evaluating import BatchPlan
-from syncline.learn.peers import PeerConfig
-from syncline.learn.session import SessionConfig
 from syncline.protocols.clocks import Staleness
+from syncline.protocols.lifecycle import Faults
 from syncline.topology.messages import Statistics
-from syncline.topology.parse import AllReduce
-from syncline.topology.plan import Plan
+from syncline.topology.plan import Plan, Seat
 from syncline.topology.restore import Restored
 
 Evaluate = Callable[[dict[str, Tensor]], dict[str, float]]
@@ -29,41 +27,37 @@ Callback = Callable[["EpochRecord"], bool | None]
 Listener = Callable[[Any], None]  # gets Began, EpochRecord, Snapshot, Event, Logged and Clocks, as they come
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
-    """One run: what each learner executes, under which dial, on how many processes."""
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a learner runs, after its session."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     keywords: dict[str, Any] = field(default_factory=dict)
-    learners: int
-    course: Course
-    warm: int = 0
-    shards: int
-    fixed_shards: bool
-    allreduce: AllReduce | None = None  # in place of servers
-    batch: BatchPlan | None = None  # a batch method in place of folds (M18)
-    joint_batch: int | None = None  # examples of one update, where known
-    devices: tuple[str, ...]  # one per learner
-    seed: int = 0
-    threads: int | None = None
-    batch_size: int | None = None
-    limit: int | None = None
-    epochs: int | None = None
-    clip_norm: float | None = None
-    on_error: str = "raise"  # or "continue": an exception ends only its learner
-    replace: bool = False  # lost learners are replaced
-    patience: float | None = 60.0  # seconds without a word until a learner is said to hang
-    kill_hung: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where a run's checkpoints are, and the one it goes on from."""
+
     folder: str | None = None  # of checkpoints
-    lock: RunLock | None = None  # of the run folder, released with its record
-    cut_every: int | None = None  # versions between checkpoints
-    cut_seconds: float | None = None
     keep: int = 2  # checkpoints
-    clocks: bool = False  # the run folder keeps the vector clock of every update
-    recorded_elsewhere: bool = False  # another process has the run folder
-    refused: Exception | None = None  # why this process cannot begin, where others must hear it
+    lock: RunLock | None = None  # of the run folder, released with its record
     restored: Restored | None = None  # where the run goes on
+    refused: Exception | None = None  # why this process cannot begin, where others must hear it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One run, as an engine gets it."""
+
+    task: Task
+    plan: Plan
+    devices: tuple[str, ...] = ("cpu",)  # dealt out to learners in turn
+    threads: int | None = None
+    faults: Faults = Faults()  # noqa: RUF009 - frozen
+    storage: Storage = Storage()
+    batch: BatchPlan | None = None  # a batch method in place of folds (M18)
     evaluate: Evaluate | None = None
     callbacks: tuple[Callback, ...] = ()
     listeners: tuple[Listener, ...] = ()
@@ -71,74 +65,11 @@ class RunSpec:
     @property
     def sync(self) -> str:
         """In words."""
-        return SANDBLASTER if self.batch is not None else str(self.course)
+        return SANDBLASTER if self.batch is not None else str(self.plan.course)
 
-    @property
-    def cuts(self) -> bool:
-        """Checkpoints are written, be it by another process."""
-        return self.folder is not None or self.recorded_elsewhere
-
-    @property
-    def delay(self) -> int:
-        """Of the dial that runs furthest ahead."""
-        return max(sync.delay for _, sync in self.course.dials)
-
-    @property
-    def kept(self) -> int:
-        """Versions that stay readable: where the dial changes, up to `delay` updates follow at once while the slowest
-        still reads the oldest."""
-        return 2 * self.delay + 1 if self.delay else 0
-
-    def session(self, rank: int) -> SessionConfig:
-        """What the session of one learner knows."""
-        return SessionConfig(
-            rank=rank,
-            learners=self.learners,
-            sync=self.course.first,
-            seed=self.seed,
-            shards=self.shards,
-            fixed_shards=self.fixed_shards,
-            device=self.devices[rank % len(self.devices)],
-            limit=self.limit,
-            epochs=self.epochs,
-            cuts=self.cuts,
-            delay=self.delay,
-        )
-
-    def peer(self, rank: int) -> PeerConfig:
-        """What the session of one learner among equals knows."""
-        assert self.allreduce is not None
-        return PeerConfig(
-            rank=rank,
-            learners=self.learners,
-            course=self.course,
-            topology=self.allreduce,
-            seed=self.seed,
-            device=self.devices[rank % len(self.devices)],
-            limit=self.limit,
-            clip_norm=self.clip_norm,
-            joint_batch=self.joint_batch,
-            snapshots=self.evaluate is not None,
-            cuts=self.cuts,
-            every=self.cut_every,
-            seconds=self.cut_seconds,
-        )
-
-    def plan(self) -> Plan:
-        """What the coordinator knows."""
-        return Plan(
-            course=self.course,
-            learners=self.learners,
-            seed=self.seed,
-            cuts=self.cuts,
-            every=self.cut_every,
-            clocks=self.clocks,
-            warm=self.warm,
-            batch_size=self.batch_size,
-            limit=self.limit,
-            clip_norm=self.clip_norm,
-            snapshots=self.evaluate is not None,
-        )
+    def seat(self, rank: int) -> Seat:
+        """What one learner knows."""
+        return Seat(plan=self.plan, rank=rank, device=self.devices[rank % len(self.devices)])
 
 
 @dataclass(slots=True, kw_only=True)

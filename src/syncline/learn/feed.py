@@ -172,10 +172,9 @@ class Loader:
     def _batch(self, portion: Portion) -> Any:
         order = self._orders.get(portion.epoch)
         if order is None:
-            config = self._session.config
             order = epoch_order(
                 self.size,
-                seed=config.seed,
+                seed=self._session.plan.seed,
                 epoch=portion.epoch,
                 policy=self._policy,
                 parts=self._parts,
@@ -273,7 +272,7 @@ class Loader:
 
     def _read_ahead(self) -> Generator[tuple[Portion, Any]]:
         """A thread reads and collates; this one asks for portions and hands batches out."""
-        if not self._session.config.reader:
+        if not self._session.seat.reader:
             turns = _InTurn(self._read_one)
             yield from self._hand_out(turns.put, turns.get)
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from syncline.learn.session import ServerSession
 
 
+T = TypeVar("T")
 _UNSAID = object()
 
 
@@ -74,7 +75,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._parameters, self._buffers = tensors.parameters, tensors.buffers
         self._tickets = 0
         self._steps = steps
-        self.sync = session.config.sync  # as of the last read
+        self.sync = session.plan.course.first  # as of the last read
         self._sum = Sum()
         self._slot = -1  # the last that was filled
         self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
@@ -160,7 +161,7 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _next_slot(self) -> int:
         """In turn, whatever the dial: what was published under the one before may lie in a slot until its fold."""
-        return (self._slot + 1) % (self._session.config.delay + 1)
+        return (self._slot + 1) % (self._session.plan.delay + 1)
 
     def _post(self, index: int, full: bool, loss: Any) -> int:
         """The slot is filled: tell the leading shard."""
@@ -206,7 +207,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def rest(self, loader: int, upto: int) -> int:
         """Say that there is nothing to compute; the ticket with which to read afterwards."""
         number, flags = self.ticket(), 0
-        if self._session.config.cuts:
+        if self._session.plan.saving.cuts:
             self._link.slots[0].write_states(self._session.random_states())
             flags = STATES
         note = Note(Kind.REST, self.number, number, loader=loader, upto=upto, flags=flags)
@@ -268,8 +269,11 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._take_over(self._wait(number))
 
     def _wait(self, number: int) -> Reading:
+        return self._unless_refused(lambda: self._link.wait(number))
+
+    def _unless_refused(self, wait: Callable[[], T]) -> T:
         try:
-            return self._link.wait(number)
+            return wait()
         except LoopError as error:
             self._session.refused(error)
             raise
@@ -330,7 +334,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         total = self._sum
         if total.steps == 0:
             total.slot = self._slot = (self._slot + 1) % len(self._link.slots)
-            self._link.wait_free(total.tickets.get(total.slot, 0))  # what lay there is taken
+            self._await_slot(total.tickets.get(total.slot, 0))
             total.present = [False] * len(self._parameters)
         into = self._link.slots[total.slot].gradients
         fresh: list[tuple[Tensor, Tensor]] = []
@@ -345,6 +349,12 @@ class SharedOptimizer(torch.optim.Optimizer):
         if more:
             torch._foreach_add_([a for a, _ in more], [b.to(a.device) for a, b in more])
         total.steps += 1
+
+    def _await_slot(self, number: int) -> None:
+        """Until what was published with this ticket is taken."""
+        if not self._link.free(number):
+            self._session.awaits(self.number, number)
+            self._unless_refused(lambda: self._link.wait_free(number))
 
     @torch.no_grad()
     def _move(self) -> None:
@@ -380,7 +390,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._fetching = None
         if reading.dial != self._dial and any(ticket > number for ticket in self._sum.tickets.values()):
             number = self._fetch()  # pushed since: in another dial that may be folded while this reads
-            reading = self._link.wait(number)
+            self._session.awaits(self.number, number)
+            reading = self._wait(number)
         self._take_over(reading)
 
     def _fetch(self) -> int:

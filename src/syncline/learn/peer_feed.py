@@ -127,13 +127,13 @@ class PeerLoader:
     def _source(self) -> Iterator[tuple[Share, Any]]:
         order = epoch_order(
             self.size,
-            seed=self._session.config.seed,
+            seed=self._session.plan.seed,
             epoch=self.epoch,
             policy=self.policy,
             parts=len(self._batches),
         )
         shares = [self._rounds.share(number) for number in range(self._rounds.count)]
-        if self.ahead and self._session.config.reader:
+        if self.ahead and self._session.seat.reader:
             return _read_ahead(shares, lambda share: self._batch(order, share), self.ahead)
         return ((share, self._batch(order, share)) for share in shares)
 

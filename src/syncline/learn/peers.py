@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from syncline.dial import Course, Sync
+from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.buckets import Header
 from syncline.learn.feed import identity, read_ahead
@@ -49,46 +48,27 @@ from syncline.topology.keeper import PeerClosed, PeerEpoch, PeerTable
 from syncline.topology.means import brought, like, mean_of
 from syncline.topology.parse import AllReduce
 from syncline.topology.peer_cuts import Joint, PeerCut, own_losses
+from syncline.topology.plan import Seat
 from syncline.topology.restore import Restored, table_file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerConfig:
-    """What such a session knows from the start."""
-
-    rank: int
-    learners: int
-    course: Course
-    topology: AllReduce
-    seed: int = 0
-    device: str = "cpu"
-    limit: int | None = None  # updates
-    clip_norm: float | None = None
-    joint_batch: int | None = None  # examples of one update, where `reference_batch` needs them
-    snapshots: bool = False  # epochs are evaluated
-    reader: bool = True  # a thread reads ahead
-    cuts: bool = False  # checkpoints are written
-    every: int | None = None  # a checkpoint every so many versions
-    seconds: float | None = None  # or seconds
-
-    @property
-    def most_delay(self) -> int:
-        return max(dial.delay for _, dial in self.course.dials)
 
 
 class PeerSession(Session):
     """One learner's view of an all-reduce run."""
 
-    def __init__(self, port: CollectivePort, config: PeerConfig, restored: Restored | None = None) -> None:
-        self.port, self.config = port, config
-        self._restored = restored or Restored(name="the start", seed=config.seed)
-        self._cadence = JointCadence(every=config.every, seconds=config.seconds, now=port.now())
+    def __init__(self, port: CollectivePort, seat: Seat, restored: Restored | None = None) -> None:
+        self.port, self.seat, self.plan = port, seat, seat.plan
+        assert isinstance(seat.plan.topology, AllReduce)
+        self.topology = seat.plan.topology
+        self._restored = restored or Restored(name="the start", seed=self.plan.seed)
+        self._cadence = JointCadence(
+            every=self.plan.saving.every, seconds=self.plan.saving.seconds, now=port.now()
+        )
         self._last_cut: int | None = None  # its version
         self._at_agreement: dict[int, int] = {}  # table -> iterations when all agreed to stop
         self._begun = False  # a loop has asked for a batch
-        self.rank, self.learners = config.rank, config.learners
-        self.device = torch.device(config.device)
-        self.sync = config.course.first
+        self.rank, self.learners = seat.rank, self.plan.learners
+        self.device = torch.device(seat.device)
+        self.sync = self.plan.course.first
         self.consumed = 0  # examples handed out so far
         self.batches = 0  # handed out so far
         self.repeating = False  # the last batch was a repeated one, without weight
@@ -113,7 +93,7 @@ class PeerSession(Session):
 
     def seed(self) -> None:
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
-        seed_random(self.config.seed + self.rank)
+        seed_random(self.plan.seed + self.rank)
 
     def _restore_random(self) -> None:
         kept = self._restored.learners.get(self.rank)
@@ -132,7 +112,7 @@ class PeerSession(Session):
     @property
     def full(self) -> bool:
         """All updates that were asked for have been started."""
-        limit = self.config.limit
+        limit = self.plan.limit
         return limit is not None and bool(self._tables) and self._tables[0].started >= limit
 
     @property
@@ -143,7 +123,7 @@ class PeerSession(Session):
     @property
     def factor(self) -> float:
         """Of the rate, as the dial says."""
-        return self.sync.factor(1, self.config.joint_batch)
+        return self.sync.factor(1, self.plan.joint_batch)
 
     # -- tables ------------------------------------------------------------------------------------------
 
@@ -153,9 +133,9 @@ class PeerSession(Session):
             raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")
         refuse_sparse(model)
         inner = make_optimizer(model, factory)
-        if self.config.topology.apply != "end" and type(inner) not in ELEMENTWISE:
+        if self.topology.apply != "end" and type(inner) not in ELEMENTWISE:
             raise LayoutError(
-                f"{self.config.topology} applies some parameters before others, which {type(inner).__name__} may not "
+                f"{self.topology} applies some parameters before others, which {type(inner).__name__} may not "
                 f"survive; use apply=end, or one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}"
             )
         number = len(self._tables)
@@ -312,7 +292,7 @@ class PeerSession(Session):
             self.sync = self._dial(epoch)
 
     def _dial(self, epoch: int) -> Sync:
-        return self.config.course.dials[self.config.course.at(epoch)][1]
+        return self.plan.course.dials[self.plan.course.at(epoch)][1]
 
     def epoch_given(self, loader: int, epoch: int) -> None:
         """All batches of an epoch were handed out: the gradient that takes the last of them ends it."""
@@ -343,7 +323,7 @@ class PeerSession(Session):
         if header.stop > 0 and not self._agreed:
             self._agreed = True
             self._at_agreement = {each.number: each.iterations for each in self._tables}
-        if self.config.cuts and table.number == 0 and header.examples:
+        if self.plan.saving.cuts and table.number == 0 and header.examples:
             self._cadence.applied(table.version, wished=header.cut > 0)
         if iteration >= self._since:
             self.more_anywhere = header.more > 0
@@ -374,7 +354,7 @@ class PeerSession(Session):
     def epoch_applied(self, epoch: int) -> None:
         first = self._tables[0]
         loss, count = first.take_losses()
-        copies = {table.number: table.copy() for table in self._tables} if self.config.snapshots else {}
+        copies = {table.number: table.copy() for table in self._tables} if self.plan.snapshots else {}
         report = PeerEpoch(
             epoch=epoch,
             version=first.version,
@@ -402,11 +382,11 @@ class PeerSession(Session):
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def wishes_cut(self) -> bool:
-        return self.config.cuts and self.rank == 0 and self._cadence.wishes(self.port.now())
+        return self.plan.saving.cuts and self.rank == 0 and self._cadence.wishes(self.port.now())
 
     def _cut_last(self) -> None:
         """As it ends, with what is in flight: a run that goes on from there does as this one would have done."""
-        if self.config.cuts and self._tables and self._tables[0].version != self._last_cut:
+        if self.plan.saving.cuts and self._tables and self._tables[0].version != self._last_cut:
             self._cut()
 
     def _cut(self) -> None:

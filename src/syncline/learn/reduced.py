@@ -55,7 +55,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         self.number, self.version = number, 0
         self._session, self._port = session, session.port
         self._parameters, self._buffers = tensors.parameters, tensors.buffers
-        topology, sync = session.config.topology, session.sync
+        topology, sync = session.topology, session.sync
         self._order = topology.apply
         self._pipeline = Pipeline(1 if sync.auto else sync.delay)
         self._vote = Vote(limit=sync.delay, learners=session.learners) if sync.auto else None
@@ -163,7 +163,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
             current.loss = (self.last_loss * examples, examples)
         if self.number == 0:
             current.epochs = self._session.take_marks()
-        if self._session.config.most_delay:
+        if self._session.plan.delay:
             current.options = self._wishes.now()
         self._pipeline.start()
         self._flying[current.iteration] = current
@@ -189,7 +189,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
 
     def _run(self, current: Round) -> None:
         """The real optimizer, on all parameters."""
-        clip = self._session.config.clip_norm
+        clip = self._session.plan.clip_norm
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, clip)
         self.hooks.averaged(self)
@@ -204,7 +204,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         What the optimizer itself changes in its groups (counts, estimates) is state, and stays.
         """
         factor = self._session.factor
-        if factor == 1.0 and not current.options and not self._session.config.cuts:
+        if factor == 1.0 and not current.options and not self._session.plan.saving.cuts:
             yield
         else:
             with self._wishes.as_of(current.options, factor):
@@ -279,8 +279,8 @@ class ReducedOptimizer(torch.optim.Optimizer):
             self._reducer.give(current)
         elif self._order != "end":
             self._reducer.read_header(current)
-        if self._session.config.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters, self._session.config.clip_norm)
+        if self._session.plan.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._session.plan.clip_norm)
         self.hooks.averaged(self)
         parts = [self._application(current, number) for number in range(len(current.buckets))]
         yield Applications(parts)

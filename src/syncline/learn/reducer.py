@@ -64,10 +64,10 @@ class Reducer:
     ) -> None:
         self._session, self._port, self._hooks, self._pipeline = session, session.port, hooks, pipeline
         self._table, self._parameters, self._names = table, list(parameters), list(names)
-        topology = session.config.topology
+        topology = session.topology
         self._order = topology.apply
         self._limit = topology.bucket if topology.layerwise else None
-        self._slots = [self._new_buckets() for _ in range(session.config.most_delay + 1)]
+        self._slots = [self._new_buckets() for _ in range(session.plan.delay + 1)]
         self.buckets = first = self._slots[0]
         self._place = {index: (n, at) for n, b in enumerate(first) for at, index in enumerate(b.indices)}
         self.carrier = next(n for n, bucket in enumerate(first) if bucket.carries_header)

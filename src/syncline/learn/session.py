@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,37 +39,21 @@ from syncline.table.template import (
 from syncline.table.wrapping import look
 from syncline.topology import messages as m
 from syncline.topology.means import brought, like
+from syncline.topology.parse import Servers
+from syncline.topology.plan import Seat
 
 NO_LOADER = -1  # rests, and waits for no data
 NOW = -1  # and is there again already
 SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names the number of shards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionConfig:
-    """What a session knows from the start."""
-
-    rank: int
-    learners: int
-    sync: Sync
-    seed: int = 0
-    shards: int = 1
-    fixed_shards: bool = False  # the user named the number of shards
-    device: str = "cpu"
-    limit: int | None = None  # updates
-    epochs: int | None = None  # of the first loader, where `train` knows it
-    cuts: bool = False  # checkpoints are written
-    delay: int = 0  # of the dial of this run that goes furthest ahead of its folds
-    reader: bool = True  # a thread reads ahead; it draws when it likes
-
-
 class ServerSession(Session):
     """One learner's view of a run with servers."""
 
-    def __init__(self, port: LearnerPort, config: SessionConfig) -> None:
-        self.port, self.config = port, config
-        self.rank, self.learners = config.rank, config.learners
-        self.device = torch.device(config.device)
+    def __init__(self, port: LearnerPort, seat: Seat) -> None:
+        self.port, self.seat, self.plan = port, seat, seat.plan
+        self.rank, self.learners = seat.rank, seat.plan.learners
+        self.device = torch.device(seat.device)
         self._tables: list[SharedOptimizer] = []
         self._owned = Ownership()
         self._loaders: list[Loader] = []
@@ -81,7 +64,7 @@ class ServerSession(Session):
         self._rests: list[tuple[SharedOptimizer, int]] = []
         self._rest_loader = -1  # whose data it waits for, where it rests
         self._idle: tuple[int, int] | None = None  # the loader that ended, and its next portion
-        self.sync = config.sync  # as of the last read of any table
+        self.sync = self.plan.course.first  # as of the last read of any table
         self._kept_random = b""
         self._mark: Tensor | None = None
         self._refused: UsageError | None = None  # why it is not where the others are
@@ -89,11 +72,11 @@ class ServerSession(Session):
 
     def seed(self) -> None:
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
-        seed_random(self.config.seed + self.rank)
+        seed_random(self.plan.seed + self.rank)
 
     def mark_random(self) -> None:
         """A gradient is published: what torch draws from here on belongs to the next."""
-        if self.config.cuts:
+        if self.plan.saving.cuts:
             self._mark = torch.get_rng_state()
 
     def random_states(self, *, marked: bool = False) -> bytes:
@@ -138,7 +121,7 @@ class ServerSession(Session):
     @property
     def ending(self) -> bool:
         """The run is to end: loaders end, steps do not return."""
-        limit = self.config.limit
+        limit = self.plan.limit
         reached = limit is not None and bool(self._tables) and self._tables[0].version >= limit
         return reached or self.port.stopping()
 
@@ -174,7 +157,7 @@ class ServerSession(Session):
             model,
             [group["params"] for group in inner.param_groups],
             cuttable=type(inner) in ELEMENTWISE,
-            shards=shards_for(inner, self.config.shards, fixed=self.config.fixed_shards),
+            shards=shards_for(inner, self.plan.servers),
         )
         table = self.insist(lambda: self._open_table(inner, layout, tensors, wraps=held.wraps))
         self._tables.append(table)
@@ -241,7 +224,7 @@ class ServerSession(Session):
         ahead: int,
     ) -> Loader:
         number = len(self._loaders)
-        epochs = self.config.epochs if number == 0 else None
+        epochs = self.plan.epochs if number == 0 else None
         stream = isinstance(data, IterableDataset)
         if stream:
             check_whole("batch_size", batch_size)
@@ -332,15 +315,15 @@ class ServerSession(Session):
             self.rest(*self._idle)
 
     def push(self) -> None:
-        """What learners that step by themselves have not pushed yet."""
-        for table in self._tables:
+        """What learners that step by themselves have not pushed yet, unless they were refused."""
+        for table in self._tables if self._refused is None else ():
             table.push()
 
     def close(self) -> None:
         """The learner's function is over."""
         if not self.ending and self._refused is None:
             self.push()
-        if self.config.cuts and self._tables:
+        if self.plan.saving.cuts and self._tables:
             with contextlib.suppress(Reset):
                 self._tables[0].farewell()
         for table in self._tables:
@@ -449,7 +432,7 @@ def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
     return inner
 
 
-def shards_for(optimizer: torch.optim.Optimizer, shards: int, *, fixed: bool) -> int:
+def shards_for(optimizer: torch.optim.Optimizer, servers: Servers) -> int:
     """Of a table: all there are where the user named their number, else only as many as are worth it.
 
     An optimizer that is not torch's may compute something over all its parameters: one shard has them all. One that holds
@@ -457,12 +440,12 @@ def shards_for(optimizer: torch.optim.Optimizer, shards: int, *, fixed: bool) ->
     """
     if look(optimizer).wraps:
         return 1
-    if fixed:
-        return shards
+    if servers.fixed:
+        return servers.shards
     if not is_torchs(optimizer):
         return 1
     size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
-    return max(1, min(shards, size // SHARD_BYTES))
+    return max(1, min(servers.shards, size // SHARD_BYTES))
 
 
 def refuse_weighted(sync: Sync, *optimizers: torch.optim.Optimizer) -> None:

@@ -4,7 +4,7 @@ Not responsible for running on many workers; modules made here go through `syncl
 """
 
 from syncline.nn.autoencoder import Objective, TiedAutoencoder
-from syncline.nn.block_local import BlockLocal2d
+from syncline.nn.block_local import BlockLocal2d, BlockLocalDecoder2d
 from syncline.nn.contrast import LocalContrastNorm2d
 from syncline.nn.cots import cots_network
 from syncline.nn.fused import FusedStack, Step, joint_update
@@ -17,6 +17,7 @@ from syncline.nn.stimulus import best_stimulus
 
 __all__ = [
     "BlockLocal2d",
+    "BlockLocalDecoder2d",
     "FusedStack",
     "Greedy",
     "GreedyRecord",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from syncline.nn.block_local import BlockLocalDecoder2d
 from syncline.nn.stack import Stack
 
 
@@ -29,12 +30,13 @@ class TiedAutoencoder(nn.Module):
     def __init__(self, stack: Stack, *, sparsity: float = 0.1) -> None:
         super().__init__()
         self.stack, self.sparsity = stack, sparsity
+        self.decoder = BlockLocalDecoder2d(stack.filter)
         weight = stack.filter.weight
         self.gain = nn.Parameter(torch.ones((), device=weight.device, dtype=_wide(weight.dtype)))
 
     def forward(self, images: Tensor) -> Objective:
         responses = self.stack.filter(images)
-        rest = self.gain * self.stack.filter.decode(responses) - images
+        rest = self.gain * self.decoder(responses) - images
         reconstruction = rest.square().sum() / images.shape[0]
         penalty = self.stack.pool(responses).sum() / images.shape[0]
         return Objective(reconstruction + self.sparsity * penalty, reconstruction, penalty)

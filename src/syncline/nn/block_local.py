@@ -67,5 +67,16 @@ class BlockLocal2d(nn.Module):
         return f"{self.geometry}, {self.geometry.parameters:,} weights, unit_norm={self.unit_norm}"
 
 
+class BlockLocalDecoder2d(nn.Module):
+    """Wᵀ y of a filter, as a layer of its own that shares the filter's weights."""
+
+    def __init__(self, filter: BlockLocal2d) -> None:
+        super().__init__()
+        self.filter = filter
+
+    def forward(self, responses: Tensor) -> Tensor:
+        return self.filter.decode(responses)
+
+
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -104,6 +104,7 @@ class Sequence:
             int, tuple[int, int]
         ] = {}  # learner -> (rank, ticket): waits for the warm start's end
         self._fetching: set[int] = set()  # learners that compute while they wait for what they fetch
+        self._awaited: dict[int, int] = {}  # learner -> the ticket without which it does nothing more
         self._early: list[Ticket] = []  # published before all initial learners had started
         self._turning: tuple[Sync, int] | None = None  # the dial to change to, and its number
 
@@ -149,14 +150,16 @@ class Sequence:
         self._gate.arrive(learner, number, member.next_iteration - 1, self.version)
         return list(self._gate.open(self.version))
 
-    def awaits(self, learner: int) -> None:
-        """What it fetches is overdue: it computes no more meanwhile."""
+    def awaits(self, learner: int, number: int) -> None:
+        """It computes no more until what it fetched is there, or this gradient is folded."""
         self._fetching.discard(learner)
+        self._awaited[learner] = number
 
     def rest(self, learner: int, number: int) -> list[Decision]:
         """It waits for data: quorums go on without it until `resume`."""
         if learner not in self.members:
             return []
+        self._fetching.discard(learner)
         self._gate.hold(learner, number)
         self.members.rest(self.members.live[learner])
         return self._advance()
@@ -165,6 +168,7 @@ class Sequence:
         """It wanted to rest, but its data is there already: it reads what it would read after a step."""
         if learner not in self.members:
             return []
+        self._fetching.discard(learner)
         member = self.members.live[learner]
         if member.resting:  # since the end of other data
             self.members.rouse(member)
@@ -200,6 +204,7 @@ class Sequence:
         """It returned, raised or died; quorums follow."""
         self._cold.pop(learner, None)
         self._fetching.discard(learner)
+        self._awaited.pop(learner, None)
         self.members.leave(learner)
         self._gate.leave(learner)
         self._early = [ticket for ticket in self._early if ticket.learner != learner]
@@ -273,8 +278,10 @@ class Sequence:
 
     def stepping(self) -> set[int]:
         """Learners that do nothing until others publish, or start."""
-        early = {ticket.learner for ticket in self._early if not ticket.silent}
-        return (early | self._gate.blocked()) - self._fetching
+        awaited = self._awaited
+        early = {t.learner for t in self._early if not t.silent or awaited.get(t.learner) == t.number}
+        stuck = {each for each, number in awaited.items() if self._gate.holds(each, number)}
+        return (early | self._gate.blocked()) - self._fetching | stuck
 
     @property
     def at_gate(self) -> int:

@@ -64,9 +64,9 @@ class Gate:
         self._fresh = set(self._waiting)
 
     def arrive(self, learner: int, number: int, iteration: int, version: int, silent: bool = False) -> None:
-        """It has published its gradient of this iteration, taken at this version."""
+        """It has published its gradient of this iteration, taken at this version; a silent one is let go with its fold."""
         if self._lockstep:
-            needed = max(self._base, iteration + 1 - self._delay)
+            needed = max(self._base, iteration + 1 - (0 if silent else self._delay))
         else:
             needed = version + 1 if self._own_fold else 0
         self._wait(learner, number, needed, silent)
@@ -167,6 +167,11 @@ class Gate:
         dropped = learner in self._dropped
         self._dropped.discard(learner)
         return Release(learner, number, read, not silent, dropped=dropped)
+
+    def holds(self, learner: int, number: int) -> bool:
+        """This ticket, or one after it, was not let go yet; it does not rest."""
+        last, needed, _ = self._waiting.get(learner, (-1, RESTS, True))
+        return last >= number and needed != RESTS
 
     def __contains__(self, learner: int) -> bool:
         """It waits, or rests."""

@@ -5,6 +5,7 @@ What cannot be written is said once, and the run goes on. Not responsible for re
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -62,14 +63,16 @@ class Recording:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._virtual = engine.virtual
-        self._lock = spec.lock
-        self._best = weights.best_so_far(folder) if spec.restored else None
+        self._lock = spec.storage.lock
+        self._best = weights.best_so_far(folder) if spec.storage.restored else None
         self._board: Board | None = None
         self._gone: dict[int, str] = {}  # rank -> how, in a simulated run
-        self._before = spec.restored.counts.examples.get(0, 0) if spec.restored else 0  # examples
+        self._before = (
+            spec.storage.restored.counts.examples.get(0, 0) if spec.storage.restored else 0
+        )  # examples
         self._first: tuple[int, float] | None = None  # examples and seconds when the first were folded
         self._read_past()
-        self._keep_clocks(None, spec.restored.version if spec.restored else 0)
+        self._keep_clocks(None, spec.storage.restored.version if spec.storage.restored else 0)
         self._lines = LineWriter(folder / EVENTS)
         options = describe(spec, engine, model)
         started = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
@@ -88,7 +91,7 @@ class Recording:
                 self.record.feed(line)
 
     def _beginning(self, spec: RunSpec, options: Line) -> Line:
-        restored = spec.restored
+        restored = spec.storage.restored
         line: Line = {"run": options, "resumed": None, "seconds": 0.0}
         if restored is not None:
             known = {each["epoch"] for each in self.record.epochs}
@@ -324,7 +327,7 @@ class Recording:
 
 def record_run(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Recording | None:
     """A recording for a run that has a folder."""
-    return Recording(Path(spec.folder).parent, spec, engine, model) if spec.folder else None
+    return Recording(Path(spec.storage.folder).parent, spec, engine, model) if spec.storage.folder else None
 
 
 # -- records to lines ------------------------------------------------------------------------------------------
@@ -369,31 +372,28 @@ def _learners(statistics: Statistics, gone: Mapping[int, str]) -> list[Line]:
 
 def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
     """The options of a run, for run.json and the start line."""
-    plan = next((each for each in spec.arguments if isinstance(each, Training)), None)
+    plan = next((each for each in spec.task.arguments if isinstance(each, Training)), None)
     data = spec.batch.data if spec.batch is not None else plan.data if plan else None
     return {
         "sync": spec.sync,
         "engine": type(engine).__name__.lower(),
         "cluster": engine.cluster_name,
-        "learners": spec.learners,
-        "topology": str(spec.allreduce) if spec.allreduce else f"servers:{spec.shards}",
-        "shards": 0 if spec.allreduce else spec.shards,
-        "batch_size": spec.batch_size,
-        "epochs": spec.epochs,
-        "steps": spec.limit,
-        "seed": spec.seed,
+        "learners": spec.plan.learners,
+        "topology": str(spec.plan.topology),
+        "shards": spec.plan.topology.shards,
+        "batch_size": spec.plan.batch_size,
+        "epochs": spec.plan.epochs,
+        "steps": spec.plan.limit,
+        "seed": spec.plan.seed,
         "threads": spec.threads,
         "devices": sorted(set(spec.devices)),
-        "clip_norm": spec.clip_norm,
-        "warmstart": spec.warm,
-        "on_error": spec.on_error,
-        "replace": spec.replace,
-        "patience": spec.patience,
-        "kill_hung": spec.kill_hung,
-        "checkpoint_every": spec.cut_every or spec.cut_seconds,
-        "clocks": spec.clocks,
+        "clip_norm": spec.plan.clip_norm,
+        "warmstart": spec.plan.warm,
+        **dataclasses.asdict(spec.faults),
+        "checkpoint_every": spec.plan.saving.every or spec.plan.saving.seconds,
+        "clocks": spec.plan.saving.clocks,
         "policy": plan.policy if plan else None,
-        "function": getattr(spec.function, "__qualname__", str(spec.function)),
+        "function": getattr(spec.task.function, "__qualname__", str(spec.task.function)),
         "model": type(model).__name__ if model is not None else None,
         "parameters": sum(p.numel() for p in model.parameters()) if model is not None else None,
         "examples": _length(data),

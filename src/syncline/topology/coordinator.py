@@ -98,12 +98,12 @@ class Coordinator:
     def _tell_standing(self) -> None:
         self._port.tell_shards(
             m.Resume(
-                self._plan.every,
-                self._plan.cuts,
+                self._plan.saving.every,
+                self._plan.saving.cuts,
                 self._restored.counts,
                 tuple(self._openings.initial),
                 bool(self._stale),
-                self._plan.clocks,
+                self._plan.saving.clocks,
             )
         )
 
@@ -119,7 +119,7 @@ class Coordinator:
         """End soon. In lockstep first a checkpoint of a whole round: what learners that leave still fold is less than one."""
         self._room.ending = True
         lockstep = any(sync.lockstep for sync, _ in self._dials)
-        if self._plan.cuts and lockstep and self.tables and not self._stopping:
+        if self._plan.saving.cuts and lockstep and self.tables and not self._stopping:
             self._stopping = True
             self.ask_cut()
         elif not self._stopping:

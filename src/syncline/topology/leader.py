@@ -170,7 +170,7 @@ class Leader:
         elif kind == Kind.FETCH:
             self._decided(note.table, self._sequences[note.table].fetch(learner, note.number))
         elif kind == Kind.AWAIT:
-            self._sequences[note.table].awaits(learner)
+            self._sequences[note.table].awaits(learner, note.number)
             self._gathering.untangle()
         elif kind in (Kind.PUT, Kind.STATE, Kind.LOAD):
             version = self._sequences[note.table].version

@@ -148,7 +148,7 @@ class Openings:
         if message.table in self._restored.tables:
             self._restored.check_optimizer(message.table, _name(message.template))
         table.template = message.template
-        if self._plan.cuts:
+        if self._plan.saving.cuts:
             values = self._port.read_table(table.handle, table.layout)
             table.start = TableState(
                 layout=table.layout,

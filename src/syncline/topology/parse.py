@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from syncline.dial import Course
 from syncline.errors import DialError, NotYetError, UsageError
+from syncline.protocols.lifecycle import Faults
 
 MOST_SHARDS = 8  # that are started unasked
 WORKING = "servers, servers:S, allreduce, allreduce:layerwise"
@@ -17,24 +19,55 @@ Apply = Literal["end", "reverse", "arrival"]
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
+class Topology(ABC):
+    """Who keeps the weights, and how gradients come together: chosen once, before a run starts."""
+
+    shards: int  # of its tables; 0 where learners keep them themselves
+    fixed_members: ClassVar[bool]  # nobody joins, and nobody can be missed
+
+    @abstractmethod
+    def sized(self, learners: int, cores: int, *, lockstep: bool) -> Topology:
+        """The same, with what the user left open."""
+
+    @abstractmethod
+    def check(
+        self, course: Course, faults: Faults, *, clip_norm: float | None, warm: int, clocks: bool = False
+    ) -> None:
+        """Refuse what does not go over it."""
+
+
 @dataclass(frozen=True, slots=True)
-class Servers:
+class Servers(Topology):
     """A table cut over shards; `fixed`: the user named their number."""
 
     shards: int
     fixed: bool
+    fixed_members: ClassVar[bool] = False
 
     def __str__(self) -> str:
-        return f"servers:{self.shards}" if self.fixed else "servers"
+        return f"servers:{self.shards}"
+
+    def sized(self, learners: int, cores: int, *, lockstep: bool) -> Servers:
+        return self if self.fixed else Servers(auto_shards(learners, cores, lockstep=lockstep), False)
+
+    def check(
+        self, course: Course, faults: Faults, *, clip_norm: float | None, warm: int, clocks: bool = False
+    ) -> None:
+        if any(dial.auto for _, dial in course.dials):
+            raise DialError(
+                f"{course}: the delay adapts over all-reduce only; give delayed:k, or topology='allreduce'"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce:
+class AllReduce(Topology):
     """Every learner keeps the whole model; gradients are averaged by a collective of all (A1, A2)."""
 
     mode: Mode = "blocking"
     apply: Apply = "end"  # of layer-wise: all at the end, from the last bucket to the first, as they arrive
     bucket: int = 1 << 20  # bytes that are fused into one reduction
+    shards: ClassVar[int] = 0  # type: ignore[misc]
+    fixed_members: ClassVar[bool] = True
 
     @property
     def layerwise(self) -> bool:
@@ -45,8 +78,45 @@ class AllReduce:
         changed += [f"bucket={self.bucket}"] if self.bucket != AllReduce().bucket else []
         return f"allreduce:{','.join([self.mode, *changed])}"
 
+    def sized(self, learners: int, cores: int, *, lockstep: bool) -> AllReduce:
+        return self
 
-Topology = Servers | AllReduce
+    def check(
+        self, course: Course, faults: Faults, *, clip_norm: float | None, warm: int, clocks: bool = False
+    ) -> None:
+        """A collective of fixed members."""
+        for _, dial in course.dials:
+            if not dial.lockstep:
+                raise DialError(
+                    f"{dial} over {self}: a collective waits for everybody, so no gradient can come early or late; "
+                    "use hardsync, delayed:k or delayed:auto<=k, or topology='servers'"
+                )
+        if len(course.dials) > 1 and any(dial.auto for _, dial in course.dials):
+            raise DialError(f"{course}: a delay that adapts does not go into a course; give it alone")
+        if self.apply != "end" and any(dial.delay for _, dial in course.dials):
+            raise UsageError(
+                f"{self} with {course}: a delayed gradient is applied k steps later, whole; leave apply= out"
+            )
+        if clip_norm is not None and self.apply != "end":
+            raise UsageError(
+                f"{self} with clip_norm={clip_norm}: the norm is that of all gradients, which are not there when the "
+                "first are applied; use apply=end"
+            )
+        if clocks:
+            raise UsageError(
+                f"{self} with clocks=True: vector clocks are the servers', here each update takes one gradient of each "
+                "learner; leave clocks= out, or use topology='servers'"
+            )
+        wrong = (
+            (warm > 0, f"warmstart={warm}: during a warm start one learner updates alone"),
+            (faults.on_error == "continue", 'on_error="continue": the others cannot go on without a learner'),
+            (faults.replace, "replace=True: a lost learner's place cannot be taken"),
+        )
+        for refused, reason in wrong:
+            if refused:
+                raise UsageError(
+                    f"{self} has fixed membership and does not go with {reason}; use topology='servers'"
+                )
 
 
 def auto_shards(learners: int, cores: int, *, lockstep: bool) -> int:
@@ -110,51 +180,3 @@ def _bytes(text: str, given: str) -> int:
             f"topology {text!r}: bucket is a size such as 65536, 512KiB or 4MiB of at least one byte, got {given!r}"
         )
     return size
-
-
-# -- what goes with all-reduce -----------------------------------------------------------------------------
-
-
-def check_all_reduce(
-    topology: AllReduce,
-    course: Course,
-    *,
-    clip_norm: float | None,
-    warm: int,
-    on_error: str,
-    replace: bool,
-    clocks: bool = False,
-) -> None:
-    """Refuse what a collective of fixed members cannot do."""
-    for _, dial in course.dials:
-        if not dial.lockstep:
-            raise DialError(
-                f"{dial} over {topology}: a collective waits for everybody, so no gradient can come early or late; "
-                "use hardsync, delayed:k or delayed:auto<=k, or topology='servers'"
-            )
-    if len(course.dials) > 1 and any(dial.auto for _, dial in course.dials):
-        raise DialError(f"{course}: a delay that adapts does not go into a course; give it alone")
-    if topology.apply != "end" and any(dial.delay for _, dial in course.dials):
-        raise UsageError(
-            f"{topology} with {course}: a delayed gradient is applied k steps later, whole; leave apply= out"
-        )
-    if clip_norm is not None and topology.apply != "end":
-        raise UsageError(
-            f"{topology} with clip_norm={clip_norm}: the norm is that of all gradients, which are not there when the "
-            "first are applied; use apply=end"
-        )
-    if clocks:
-        raise UsageError(
-            f"{topology} with clocks=True: vector clocks are the servers', here each update takes one gradient of each "
-            "learner; leave clocks= out, or use topology='servers'"
-        )
-    wrong = (
-        (warm > 0, f"warmstart={warm}: during a warm start one learner updates alone"),
-        (on_error == "continue", 'on_error="continue": the others cannot go on without a learner'),
-        (replace, "replace=True: a lost learner's place cannot be taken"),
-    )
-    for refused, reason in wrong:
-        if refused:
-            raise UsageError(
-                f"{topology} has fixed membership and does not go with {reason}; use topology='servers'"
-            )

@@ -1,24 +1,66 @@
-"""What the coordinator must know of a run. A plain record."""
+"""What a run is to do: one description, made before it starts, that every party of it reads. Plain records.
+
+Not responsible for where it runs, for what happens at faults, nor for where its files are (`engines.run.RunSpec`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from syncline.dial import Course
+from syncline.topology.parse import Servers, Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What is kept of a run while it goes on."""
+
+    cuts: bool = False  # checkpoints are written, be it by another process
+    every: int | None = None  # versions from one to the next
+    seconds: float | None = None
+    clocks: bool = False  # the vector clock of every update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the coordinator must know of a run."""
+    """One run: over what, under which dials, for how long."""
 
     course: Course
-    learners: int
+    learners: int  # to begin with
+    topology: Topology = Servers(1, True)  # noqa: RUF009 - frozen
     seed: int = 0
     warm: int = 0  # updates that the first learner makes alone
     batch_size: int | None = None
-    limit: int | None = None
+    joint_batch: int | None = None  # examples of one update, where known
+    limit: int | None = None  # updates
+    epochs: int | None = None  # of the first loader, where `train` knows it
     clip_norm: float | None = None
     snapshots: bool = False  # the first loader's epochs end with a snapshot
-    cuts: bool = False  # checkpoints are written
-    every: int | None = None  # a checkpoint every so many versions
-    clocks: bool = False  # vector clocks of updates are kept
+    saving: Saving = Saving()
+
+    @property
+    def servers(self) -> Servers:
+        """Of a run that has them."""
+        assert isinstance(self.topology, Servers)
+        return self.topology
+
+    @property
+    def delay(self) -> int:
+        """Of the dial that runs furthest ahead."""
+        return max(sync.delay for _, sync in self.course.dials)
+
+    @property
+    def kept(self) -> int:
+        """Versions that stay readable: where the dial changes, up to `delay` updates follow at once while the slowest
+        still reads the oldest."""
+        return 2 * self.delay + 1 if self.delay else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What one learner knows from the start."""
+
+    plan: Plan
+    rank: int
+    device: str = "cpu"
+    reader: bool = True  # a thread reads ahead; it draws when it likes

@@ -19,7 +19,7 @@ from syncline.engines.sim.timing import Follow, Timing
 from syncline.errors import LearnerError, UsageError
 from syncline.jobs import Job
 from syncline.learn.training import evaluation_of
-from syncline.topology.parse import AllReduce, parse_topology
+from syncline.topology.parse import Servers, parse_topology
 from syncline.tradeoff.grid import Point
 from syncline.tradeoff.rows import Row, asked
 from syncline.train import Result, train
@@ -109,9 +109,9 @@ def time_job(job: Job, follow: Follow | None = None) -> Timing:
     parameters = [each for each in model.parameters() if each.requires_grad]
     count = sum(each.numel() for each in parameters)
     where: dict[str, Any] = {}
-    if isinstance(topology, AllReduce):
+    if topology.fixed_members:
         where = {"topology": job.topology, "layers": [each.numel() for each in parameters if each.numel()]}
-    elif topology.fixed:
+    elif isinstance(topology, Servers) and topology.fixed:
         where["shards"] = topology.shards
     return engine.timing(
         parameters=count,

@@ -15,18 +15,20 @@ from torch.utils.data import Dataset, IterableDataset
 
 from syncline.batch.commands import is_method
 from syncline.batch.samples import Samples
-from syncline.dial import SANDBLASTER
+from syncline.dial import SANDBLASTER, Course
 from syncline.engines.batch import check_memory, check_restored, read_batch
-from syncline.engines.options import Checkpoints, Faults
-from syncline.engines.run import Engine, RunSpec
+from syncline.engines.options import Checkpoints
+from syncline.engines.run import Engine, RunSpec, Task
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.errors import LayoutError, SynclineWarning, UsageError
 from syncline.learn.evaluating import BatchPlan, batch_layout, trained
 from syncline.learn.models import Model
 from syncline.learn.session import check_whole
 from syncline.learn.training import Supervised, evaluation_of
+from syncline.protocols.lifecycle import Faults
 from syncline.table.checkpoints import Checkpoint
 from syncline.topology.parse import MOST_SHARDS, AllReduce, Servers, parse_topology
+from syncline.topology.plan import Plan
 from syncline.topology.restore import Restored
 from syncline.train.checks import attempt, built, check_callbacks, check_data, check_evaluate, check_loop
 from syncline.train.spec import run_spec
@@ -147,28 +149,30 @@ def batch_spec(runner: Engine, **given: Any) -> tuple[RunSpec, nn.Module]:
     check_options(given)
     data, evaluate = check_data(given["data"], 1), check_evaluate(given["evaluate"])
     whole, sent = built(given["model"], given["seed"])
-    plan = _plan(whole, sent, data, given)
-    check_memory(plan, given["learners"])
+    batch = _plan(whole, sent, data, given)
+    check_memory(batch, given["learners"])
 
     def read(checkpoint: Checkpoint) -> Restored:
         found = read_batch(checkpoint)
-        check_restored(plan, found)
+        check_restored(batch, found)
         return found
 
-    tested = (sent, evaluate, given["loss"], given["objective"], plan.samples.portion, given["collate"])
-    spec = run_spec(
-        place=None,
-        function=evaluates_portions,
-        arguments=(plan.sent(),),
-        sync="hardsync",
-        topology=f"servers:{plan.layout.shards}",
-        clip_norm=None,
-        batch_size=plan.samples.portion,
+    tested = (sent, evaluate, given["loss"], given["objective"], batch.samples.portion, given["collate"])
+    plan = Plan(
+        course=Course.of("hardsync"),
+        learners=given["learners"],
+        topology=Servers(batch.layout.shards, True),
+        seed=given["seed"],
+        batch_size=batch.samples.portion,
         limit=given["steps"],
-        warm=0,
-        evaluate=evaluation_of(*tested),
-        callbacks=check_callbacks(given["callbacks"]),
-        faults=Faults(*(given[name] for name in ("on_error", "replace", "patience", "kill_hung"))),
+    )
+    spec = run_spec(
+        runner,
+        Task(evaluates_portions, (batch.sent(),)),
+        plan,
+        device=given["device"],
+        threads=given["threads"],
+        faults=Faults(**{name: given[name] for name in ("on_error", "replace", "patience", "kill_hung")}),
         checkpoints=Checkpoints(
             given["run_dir"],
             given["resume"],
@@ -177,9 +181,10 @@ def batch_spec(runner: Engine, **given: Any) -> tuple[RunSpec, nn.Module]:
             virtual=runner.virtual,
             read=read,
         ),
-        **{name: given[name] for name in ("learners", "device", "seed", "threads")},
+        evaluate=evaluation_of(*tested),
+        callbacks=check_callbacks(given["callbacks"]),
     )
-    return dataclasses.replace(spec, batch=plan), whole
+    return dataclasses.replace(spec, batch=batch), whole
 
 
 def _plan(whole: nn.Module, sent: Model, data: Dataset[Any], given: Mapping[str, Any]) -> BatchPlan:

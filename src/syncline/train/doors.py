@@ -11,10 +11,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from syncline.batch.commands import BatchMethod
-from syncline.engines.options import AUTO, PATIENCE, Checkpoints, Faults
-from syncline.engines.run import Callback, Engine
+from syncline.dial import Course
+from syncline.engines.options import AUTO, Checkpoints
+from syncline.engines.run import Callback, Engine, Task
 from syncline.learn.session import check_whole
 from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
+from syncline.protocols.lifecycle import PATIENCE, Faults
+from syncline.topology.plan import Plan
 from syncline.train.batch import batch_spec, wants_batch
 from syncline.train.checks import (
     batches_of,
@@ -29,7 +32,7 @@ from syncline.train.checks import (
     check_seed,
 )
 from syncline.train.run import Run
-from syncline.train.spec import DEFAULT_LEARNERS, Dial, engine_of, learners_of, place_of, run_spec
+from syncline.train.spec import DEFAULT_LEARNERS, Dial, engine_of, learners_of, run_spec, topology_of
 
 
 def launch(
@@ -70,22 +73,24 @@ def launch(
     check_whole("learners", learners)
     if batch_size is not None:
         check_whole("batch_size", batch_size)
-    spec = run_spec(
-        place=place_of(runner),
-        function=function,
-        arguments=arguments,
-        keywords=keywords,
+    course = Course.of(sync)
+    plan = Plan(
+        course=course,
         learners=learners,
-        sync=sync,
-        topology=topology,
-        device=device,
+        topology=topology_of(topology, learners, course),
         seed=seed,
-        threads=threads,
-        clip_norm=clip_norm,
+        warm=warmstart,
         batch_size=batch_size,
         joint_batch=batch_size * learners if batch_size else None,
-        warm=warmstart,
-        faults=Faults(on_error, replace, patience, kill_hung),
+        clip_norm=clip_norm,
+    )
+    spec = run_spec(
+        runner,
+        Task(function, arguments, keywords),
+        plan,
+        device=device,
+        threads=threads,
+        faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
         checkpoints=Checkpoints(
             run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
         ),
@@ -164,7 +169,7 @@ def train(
     check_schedule(schedule, made)
     if steps is None and epochs is None:
         epochs = 1
-    plan = Training(
+    training = Training(
         model=sent,
         data=data,
         objective=objective or Supervised(loss),  # type: ignore[arg-type]
@@ -176,28 +181,31 @@ def train(
         policy=policy,
         collate=collate,
     )
-    spec = run_spec(
-        place=place_of(runner),
-        function=run_training,
-        arguments=(plan,),
+    course = Course.of(sync)
+    plan = Plan(
+        course=course,
         learners=learners,
-        sync=sync,
-        topology=topology,
-        device=device,
+        topology=topology_of(topology, learners, course),
         seed=seed,
-        threads=threads,
-        clip_norm=clip_norm,
+        warm=warmstart,
         batch_size=each,
         joint_batch=joint or each * learners,
         limit=steps,
-        warm=warmstart,
         epochs=epochs,
-        evaluate=evaluation_of(sent, evaluate, loss, objective, each, collate),
-        callbacks=check_callbacks(callbacks),
-        faults=Faults(on_error, replace, patience, kill_hung),
+        clip_norm=clip_norm,
+    )
+    spec = run_spec(
+        runner,
+        Task(run_training, (training,)),
+        plan,
+        device=device,
+        threads=threads,
+        faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
         checkpoints=Checkpoints(
             run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
         ),
+        evaluate=evaluation_of(sent, evaluate, loss, objective, each, collate),
+        callbacks=check_callbacks(callbacks),
     )
     run = Run(runner, spec, whole, made)
     return run.wait() if wait else run

@@ -69,7 +69,7 @@ class Run:
         made: torch.optim.Optimizer | None = None,
     ) -> None:
         self._spec, self._model, self._made = spec, model, made
-        plan = next(iter(spec.arguments), None)
+        plan = next(iter(spec.task.arguments), None)
         self._plan = plan if isinstance(plan, Training) else None
         self._own = self._plan is not None and not isinstance(self._plan.model, nn.Module)  # not the caller's
         self._changes = 0
@@ -79,8 +79,8 @@ class Run:
                 spec = dataclasses.replace(spec, listeners=(*spec.listeners, self.recording.heard))
             self._handle: Handle = engine.start(spec)
         except BaseException:
-            if spec.lock is not None:
-                spec.lock.release()
+            if spec.storage.lock is not None:
+                spec.storage.lock.release()
             raise
         self._forgotten = weakref.finalize(self, _forget, self._handle)
         self._forgotten.atexit = False  # then all that go on are ended together
@@ -121,7 +121,7 @@ class Run:
 
     def _result(self, outcome: Outcome) -> Result:
         """With the model; if that cannot be made the weights come back with the error."""
-        before = self._spec.restored.counts.examples.get(0, 0) if self._spec.restored else 0
+        before = self._spec.storage.restored.counts.examples.get(0, 0) if self._spec.storage.restored else 0
         result = result_of(outcome, before=before)
         if self._model is None or 0 not in outcome.tables:
             return result
@@ -173,7 +173,7 @@ class Run:
         self._refuse_late("add_learners")
         if self._plan is not None and isinstance(self._plan.data, IterableDataset):
             raise UsageError(
-                f"an iterable data set is split over the {self._spec.learners} learners of the start: "
+                f"an iterable data set is split over the {self._spec.plan.learners} learners of the start: "
                 "a learner that joins would have no share of it"
             )
         self._handle.add_learners(count)
@@ -183,13 +183,13 @@ class Run:
         dial = as_sync(sync)
         self._refuse_late("change")
         self._changes += 1
-        if self._changes + len(self._spec.course.dials) > MOST_DIALS:
+        if self._changes + len(self._spec.plan.course.dials) > MOST_DIALS:
             raise DialError(f"a run may have {MOST_DIALS} dials, this one has had them; start another run")
-        dial.check(self._spec.learners, self._spec.batch_size)
-        if dial.delay > self._spec.delay:
+        dial.check(self._spec.plan.learners, self._spec.plan.batch_size)
+        if dial.delay > self._spec.plan.delay:
             raise DialError(
-                f"{dial} keeps {dial.delay + 1} versions, this run was started to keep {self._spec.delay + 1}: "
-                f"start it with a course that holds it, for example '{self._spec.course} until 100 then {dial}'"
+                f"{dial} keeps {dial.delay + 1} versions, this run was started to keep {self._spec.plan.delay + 1}: "
+                f"start it with a course that holds it, for example '{self._spec.plan.course} until 100 then {dial}'"
             )
         if self._made is not None:
             refuse_weighted(dial, self._made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,14 +13,16 @@ import torch
 
 from syncline.dial import Course, Sync
 from syncline.engines.local.engine import Local
-from syncline.engines.options import Checkpoints, Faults
-from syncline.engines.run import Engine, RunSpec
+from syncline.engines.options import Checkpoints
+from syncline.engines.run import Callback, Engine, Evaluate, RunSpec, Task
 from syncline.engines.sim.engine import Sim
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.engines.torchrun.place import Place
-from syncline.errors import DialError, NotYetError, UsageError
+from syncline.errors import NotYetError, UsageError
 from syncline.learn.session import check_whole
-from syncline.topology.parse import AllReduce, Servers, auto_shards, check_all_reduce, parse_topology
+from syncline.protocols.lifecycle import Faults
+from syncline.topology.parse import Topology, parse_topology
+from syncline.topology.plan import Plan
 
 DEFAULT_LEARNERS = 2
 ENGINES: dict[str, type[Engine]] = {"local": Local, "sim": Sim}
@@ -28,78 +30,60 @@ Dial = str | Sync | Mapping[int, str | Sync] | Course
 
 
 def run_spec(
+    engine: Engine,
+    task: Task,
+    plan: Plan,
     *,
-    place: Place | None,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    learners: int,
-    sync: Dial,
-    topology: str,
     device: str | Sequence[str] | None,
-    batch_size: int | None,
+    threads: int | None,
     faults: Faults,
     checkpoints: Checkpoints,
-    **rest: Any,
+    evaluate: Evaluate | None = None,
+    callbacks: tuple[Callback, ...] = (),
 ) -> RunSpec:
-    check_whole("learners", learners)
-    if isinstance(rest["warm"], bool) or not isinstance(rest["warm"], int) or rest["warm"] < 0:
-        raise UsageError(f"warmstart is a number of updates, at least 0, got {rest['warm']!r}")
-    if rest["threads"] is not None:
-        check_whole("threads", rest["threads"])
-    check_clip_norm(rest["clip_norm"])
-    check_patience(faults.patience)
+    """The whole, checked; with checkpoints their folder is locked."""
+    if threads is not None:
+        check_whole("threads", threads)
     for name, path in (("run_dir", checkpoints.run_dir), ("resume", checkpoints.resume)):
         check_path(name, path)
-    course = Course.of(sync)
-    for _, dial in course.dials:
-        dial.check(learners, batch_size)
-    found = parse_topology(topology)
-    allreduce = found if isinstance(found, AllReduce) else None
-    if allreduce is not None:
-        check_all_reduce(
-            allreduce,
-            course,
-            clip_norm=rest["clip_norm"],
-            warm=rest["warm"],
-            on_error=faults.on_error,
-            replace=faults.replace,
-            clocks=checkpoints.clocks,
-        )
-    elif any(dial.auto for _, dial in course.dials):
-        raise DialError(
-            f"{course}: the delay adapts over all-reduce only; give delayed:k, or topology='allreduce'"
-        )
-    servers = found if isinstance(found, Servers) else Servers(1, True)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shards = servers.shards if servers.fixed else auto_shards(learners, cores, lockstep=course.first.lockstep)
-    devices = devices_of(device, learners)
+    check_plan(plan, faults, clocks=checkpoints.clocks)
+    place = place_of(engine)
+    devices = devices_of(device, plan.learners)
     if place is not None:
         devices = (devices_of(device, place.local)[place.local_rank],)
         checkpoints = dataclasses.replace(checkpoints, rank=place.rank)
+    saving, storage = checkpoints.opened(plan)
     return RunSpec(
-        function=function,
-        arguments=arguments,
-        learners=learners,
-        course=course,
-        shards=shards,
-        fixed_shards=servers.fixed,
-        allreduce=allreduce,
+        task=task,
+        plan=dataclasses.replace(plan, saving=saving, snapshots=evaluate is not None),
         devices=devices,
-        batch_size=batch_size,
-        **rest,
-        **faults.fields(),
-        **checkpoints.fields(rest["seed"], servers=allreduce is None),
+        threads=threads,
+        faults=faults,
+        storage=storage,
+        evaluate=evaluate,
+        callbacks=callbacks,
     )
+
+
+def check_plan(plan: Plan, faults: Faults, *, clocks: bool) -> None:
+    """Dials and topology that go together, and with the rest."""
+    if isinstance(plan.warm, bool) or not isinstance(plan.warm, int) or plan.warm < 0:
+        raise UsageError(f"warmstart is a number of updates, at least 0, got {plan.warm!r}")
+    check_clip_norm(plan.clip_norm)
+    for _, dial in plan.course.dials:
+        dial.check(plan.learners, plan.batch_size)
+    plan.topology.check(plan.course, faults, clip_norm=plan.clip_norm, warm=plan.warm, clocks=clocks)
+
+
+def topology_of(text: str, learners: int, course: Course) -> Topology:
+    """With as many shards as this machine has cores for, where the user names no number."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return parse_topology(text).sized(learners, cores, lockstep=course.first.lockstep)
 
 
 def check_clip_norm(given: Any) -> None:
     if given is not None and not (_is_number(given) and given > 0):
         raise UsageError(f"clip_norm must be a number > 0, got {given!r}; leave it out not to clip")
-
-
-def check_patience(given: Any) -> None:
-    if given is not None and not (_is_number(given) and given > 0):
-        raise UsageError(f"patience is a number of seconds > 0, or None, got {given!r}")
 
 
 def check_path(name: str, given: Any) -> None:

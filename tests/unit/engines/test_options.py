@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 
+from syncline.dial import Course
 from syncline.engines.lock import LOCK, RunLock
 from syncline.engines.options import Checkpoints
+from syncline.engines.run import Storage
 from syncline.errors import UsageError
+from syncline.topology.plan import Plan, Saving
 
 
-def fields(folder: Path | None, every: Any, **options: Any) -> dict[str, Any]:
-    found = Checkpoints(folder, None, every, 2, **options).fields(0, servers=True)
-    if found.get("lock") is not None:
-        found["lock"].release()
-    return found
+def opened(folder: Path | None, every: Any, **options: Any) -> tuple[Saving, Storage]:
+    plan = Plan(course=Course.of("async"), learners=2)
+    saving, storage = Checkpoints(folder, None, every, 2, **options).opened(plan)
+    if storage.lock is not None:
+        storage.lock.release()
+    return saving, storage
 
 
 @pytest.mark.parametrize(
@@ -36,23 +40,24 @@ def fields(folder: Path | None, every: Any, **options: Any) -> dict[str, Any]:
 def test_how_often(
     every: Any, virtual: bool, updates: int | None, seconds: float | None, tmp_path: Path
 ) -> None:
-    found = fields(tmp_path, every, virtual=virtual)
-    assert (found["cut_every"], found["cut_seconds"]) == (updates, seconds)
-    assert found["folder"] == str(tmp_path / "checkpoints")
+    saving, storage = opened(tmp_path, every, virtual=virtual)
+    assert saving == Saving(cuts=True, every=updates, seconds=seconds)
+    assert storage.folder == str(tmp_path / "checkpoints")
 
 
 def test_without_a_folder_there_is_nothing_to_write_to() -> None:
-    assert fields(None, "auto")["folder"] is None
+    saving, storage = opened(None, "auto")
+    assert not saving.cuts and storage.folder is None
     with pytest.raises(UsageError, match="checkpoint_every=7 needs run_dir="):
-        fields(None, 7)
+        opened(None, 7)
 
 
 def test_the_first_rank_of_torchrun_has_the_folder_and_all_know_of_it(tmp_path: Path) -> None:
-    first, second = (fields(tmp_path, "auto", rank=rank) for rank in (0, 1))
-    assert first["folder"] is not None and not first["recorded_elsewhere"]
-    assert second["folder"] is None and second["recorded_elsewhere"]
+    first, second = (opened(tmp_path, "auto", rank=rank) for rank in (0, 1))
+    assert first[0].cuts and second[0].cuts
+    assert first[1].folder is not None and second[1].folder is None
     (tmp_path / "events.jsonl").touch()
-    assert "holds a run already" in str(fields(tmp_path, "auto", rank=0)["refused"])
+    assert "holds a run already" in str(opened(tmp_path, "auto", rank=0)[1].refused)
 
 
 def test_one_holds_the_lock_and_its_file_goes_with_it(tmp_path: Path) -> None:

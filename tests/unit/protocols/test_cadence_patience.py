@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from syncline.protocols.cadence import Cadence, JointCadence
 from syncline.protocols.patience import Patience
-from syncline.protocols.restarts import MOST, Restarts
 
 
 def cuts(cadence: Cadence, versions: range, *, written_after: int = 0) -> list[int]:
@@ -100,24 +99,6 @@ def test_who_has_left_is_forgotten() -> None:
     patience.look(0.0, {1: 0, 2: 0}, set())
     assert patience.look(5.0, {2: 1}, set()) == []
     assert patience.silence(1, 5.0) == 0.0
-
-
-# -- restarts ------------------------------------------------------------------------------------------------
-
-
-def test_shards_come_back_so_often_between_two_checkpoints() -> None:
-    restarts = Restarts()
-    assert all(restarts.shard_lost() for _ in range(MOST))
-    restarts.checkpointed()
-    assert [restarts.shard_lost() for _ in range(MOST + 1)] == [True] * MOST + [False]
-
-
-def test_a_rank_is_given_up_after_losses_in_a_row_without_a_step() -> None:
-    restarts = Restarts()
-    assert restarts.learner_lost(1, stepped=False)
-    assert restarts.learner_lost(1, stepped=True)  # it got somewhere
-    assert [restarts.learner_lost(1, stepped=False) for _ in range(MOST)] == [True] * (MOST - 1) + [False]
-    assert restarts.learner_lost(2, stepped=False)
 
 
 def test_learners_among_equals_cut_after_the_versions_that_are_due() -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from syncline.batch import messages as b
-from syncline.batch.coordinator import AHEAD, slots_of
+from syncline.batch.coordinator import slots_of
 from syncline.batch.portions import Cancel
 from syncline.dial import Sync
-from syncline.engines.batch import BatchRecord, coordinator_of, read_batch, state_of, write_first
+from syncline.engines.batch import BatchRecord, coordinator_of, state_of, write_first
+from syncline.engines.batch_supervision import BatchCrew, BatchSupervision
 from syncline.engines.local.batch_learner import BatchLearnerSpec
 from syncline.engines.local.batch_memory import slot_bytes
 from syncline.engines.local.batch_shard import BatchShardSpec, Pool
@@ -30,11 +30,9 @@ from syncline.engines.local.packing import pack_task
 from syncline.engines.local.processes import Process
 from syncline.engines.local.statistics import Questions, with_processes
 from syncline.engines.local.thread import RunThread
-from syncline.engines.record import Recorder, last_line, learner_error
-from syncline.engines.recovery import Recovery
+from syncline.engines.record import Recorder, learner_error
 from syncline.engines.run import RunSpec
 from syncline.errors import LostError, RunError, UsageError
-from syncline.table.checkpoints import Folder
 from syncline.topology import messages as m
 from syncline.topology.restore import Restored
 
@@ -42,7 +40,7 @@ LOOK = 0.25  # seconds between looks at timers
 SHARD_PATIENCE = 5.0  # seconds at least
 
 
-class BatchSupervisor:
+class BatchSupervisor(BatchCrew):
     """One run, from its first process to its last; `thread.main` runs on a thread of the caller's."""
 
     def __init__(self, spec: RunSpec, crashes: Mapping[str, int] | None = None) -> None:
@@ -57,16 +55,14 @@ class BatchSupervisor:
             layouts=lambda: {},
             callbacks=spec.callbacks,
             listeners=spec.listeners,
-            restored=spec.restored,
+            restored=spec.storage.restored,
         )
         self.thread = RunThread(
             self.recorder, self._started, begin=self._begin, loop=self._loop, end=self._end
         )
         self._coordinator = coordinator_of(spec)
         self._record = BatchRecord(spec, self.recorder, self._coordinator, self._now)
-        self._recovery = Recovery(
-            Folder(Path(spec.folder)) if spec.folder else None, spec.restored, read_batch
-        )
+        self._life = BatchSupervision(spec, self, self._coordinator, self.recorder, self._record)
         self._questions = Questions(self.thread)
         self._point = Region(self._plan.layout.parameters.nbytes)
         self._pools: list[Region] = []
@@ -74,17 +70,16 @@ class BatchSupervisor:
         self._shards: list[Process] = []
         self._ready = 0  # shards that have their vectors
         self._learners: dict[int, Process] = {}  # by id, while running
-        self._ids = 0
         self._steps: dict[int, int] = {}  # rank -> sums
         self._losses: dict[int, float] = {}
         self._evaluator: Evaluator | None = None
         self._task: Parcel | None = None
         self._over: b.Over | None = None
         self._hanging = Hanging(
-            spec, self.recorder, others="the others compute its portions", end="ends such a learner"
+            spec.faults, self.recorder, others="the others compute its portions", end="ends such a learner"
         )
         self._hanging_shards = Hanging(
-            spec,
+            spec.faults,
             self.recorder,
             others="all wait for it",
             end="goes back to the last checkpoint",
@@ -112,14 +107,13 @@ class BatchSupervisor:
         spec = self.spec
         self._task, evaluate = pack_task(spec)
         self._processes = self.thread.open(self._heard, self._ended, self._asked)
-        self._grow(slots_of(spec.learners, deterministic=self._plan.deterministic))
-        self._start_shards(spec.restored)
-        for rank in range(spec.learners):
-            self._start_learner(rank)
+        self.grow(slots_of(spec.plan.learners, deterministic=self._plan.deterministic))
+        self._start_shards(spec.storage.restored)
+        self._life.begin()
         if evaluate is not None:
             self._evaluator = Evaluator(self._processes, evaluate, self.recorder)
 
-    def _grow(self, slots: int) -> None:
+    def grow(self, slots: int) -> None:
         """More room for sums, known to all."""
         region = Region(slots * slot_bytes(self._plan.layout.parameters.nbytes))
         self._pools.append(region)
@@ -141,25 +135,32 @@ class BatchSupervisor:
                 self._point,
                 self._pools,
                 self._beat("shard", shard),
-                self.spec.folder,
+                self.spec.storage.folder,
                 source,
                 self._crashes.pop(f"shard {shard}", None),
             )
             self._shards.append(self._processes.fork("shard", shard, shard, spec, None, 1))
 
-    def _start_learner(self, rank: int) -> None:
-        self._ids += 1
+    def start_learner(self, learner: int, rank: int) -> None:
         spec = BatchLearnerSpec(
             self.spec.devices[rank % len(self.spec.devices)],
             self._point,
             self._pools,
-            self._beat("learner", self._ids),
+            self._beat("learner", learner),
             self._crashes.pop(f"learner {rank}", None),
         )
-        process = self._processes.fork("learner", self._ids, rank, spec, None, self._threads())
-        self._learners[self._ids] = process
+        process = self._processes.fork("learner", learner, rank, spec, None, self._threads())
+        self._learners[learner] = process
         assert self._task is not None
         process.channel.post(self._task)
+
+    def renew_shards(self, restored: Restored | None) -> None:
+        self._processes.kill_and_reap(self._shards)
+        self._over = None
+        self._start_shards(restored)
+
+    def fail(self, error: BaseException) -> None:
+        self.thread.fail(error)
 
     def _beat(self, role: str, number: int) -> Region:
         return self._beats.setdefault((role, number), Region(8))
@@ -168,7 +169,9 @@ class BatchSupervisor:
         """Of a learner; bits must not depend on how many there are."""
         if self.spec.threads is not None:
             return self.spec.threads
-        return 1 if self._plan.deterministic else max(1, len(os.sched_getaffinity(0)) // self.spec.learners)
+        return (
+            1 if self._plan.deterministic else max(1, len(os.sched_getaffinity(0)) // self.spec.plan.learners)
+        )
 
     def _x(self) -> list[Tensor]:
         return self._plan.layout.parameters.segments(self._point.tensor())
@@ -203,7 +206,7 @@ class BatchSupervisor:
 
     # -- what the coordinator wants ------------------------------------------------------------------------
 
-    def _do(self, actions: Iterable[b.Action]) -> None:
+    def do(self, actions: Iterable[b.Action]) -> None:
         for action in actions:
             if isinstance(action, b.Run | b.Add):
                 self._to_shards(action)
@@ -228,7 +231,7 @@ class BatchSupervisor:
         if self._record.due(last=self._coordinator.done()):
             self._to_shards(self._record.cut())
         if self.thread.error is None:
-            self._do(self._coordinator.proceed())
+            self.do(self._coordinator.proceed())
 
     def _finish(self, over: b.Over) -> None:
         self._over = over
@@ -257,42 +260,30 @@ class BatchSupervisor:
         if isinstance(message, b.Ready):
             self._ready += 1
             if self._ready == len(self._shards):
-                self._do(self._coordinator.begin())
+                self.do(self._coordinator.begin())
         elif isinstance(message, b.Ran):
-            self._do(self._coordinator.ran(message))
+            self.do(self._coordinator.ran(message))
         elif isinstance(message, b.Added):
-            self._do(self._coordinator.added(message))
+            self.do(self._coordinator.added(message))
         elif isinstance(message, m.Saved):
-            done = self._record.saved(message)
-            if done is not None and not done.problem:
-                self._recovery.checkpointed(Path(done.path))
+            self._life.checkpointed(self._record.saved(message))
         elif isinstance(message, m.ShardRaised):
             self.thread.fail(RunError(f"shard {message.shard} failed:\n{message.traceback}"))
 
     def _from_learner(self, process: Process, message: Any) -> None:
         number = process.number
         if isinstance(message, b.Ready):
-            self._do(self._coordinator.join(number))
+            self.do(self._coordinator.join(number))
         elif isinstance(message, b.Answered):
             self._steps[process.rank] = self._steps.get(process.rank, 0) + 1
             self._losses[process.rank] = message.loss / message.examples
-            self._do(self._coordinator.answered(number, message))
+            self.do(self._coordinator.answered(number, message))
         elif isinstance(message, b.Dropped):
-            self._do(self._coordinator.dropped(number, message))
+            self.do(self._coordinator.dropped(number, message))
         elif isinstance(message, m.Raised):
             process.state = "raised"
-            self._raised(process, learner_error(process.rank, message.error, message.traceback))
-
-    def _raised(self, process: Process, error: RunError) -> None:
-        if self.spec.on_error == "raise":
-            self.thread.fail(error)
-            return
-        self.recorder.event(f"raised: {error}", process.rank, kind="raised", learner=process.number)
-        self._gone(process)
-        if not self._learners:
-            self.thread.fail(error)
-        else:
-            self.recorder.lost(process.rank, f"raised {last_line(error)}", len(self._learners))
+            self._learners.pop(number, None)
+            self._life.raised(number, learner_error(process.rank, message.error, message.traceback))
 
     def _ended(self, process: Process, how: str) -> None:
         """A process ended without a word."""
@@ -305,46 +296,21 @@ class BatchSupervisor:
             self.thread.fail(LostError(f"{process.role} {process.rank} (pid {process.pid}) ended with {how}"))
 
     def _learner_lost(self, process: Process, how: str) -> None:
-        what = f"lost: its process (pid {process.pid}) ended with {how}"
-        self.recorder.event(what, process.rank, kind="lost", learner=process.number, pid=process.pid)
-        stepped = self._beats["learner", process.number].words[0] > 0
-        self._gone(process)
-        if self._over is not None:
-            return
-        if self.spec.replace and self._recovery.restarts.learner_lost(process.rank, stepped=stepped):
-            self.recorder.event("replaced", process.rank, kind="replaced")
-            self._start_learner(process.rank)
-            self.recorder.lost(process.rank, what, len(self._learners), "another takes its place")
-        elif not self._learners:
-            self.thread.fail(LostError(f"all learners are lost, the last was rank {process.rank}: {how}"))
-        else:
-            self.recorder.lost(process.rank, what, len(self._learners))
-
-    def _gone(self, process: Process) -> None:
         self._learners.pop(process.number, None)
-        self._do(self._coordinator.leave(process.number))
+        why = f"its process (pid {process.pid}) ended with {how}"
+        if self._over is not None:
+            self.recorder.event(f"lost: {why}", process.rank, kind="lost", pid=process.pid)
+            return
+        stepped = self._beats["learner", process.number].words[0] > 0
+        self._life.lost(process.number, why, stepped=stepped, pid=process.pid)
 
     def _shard_lost(self, process: Process, how: str) -> None:
         """All shards go back to the last checkpoint together, with its history vectors (S7)."""
         lost = f"shard {process.rank} (pid {process.pid}) ended with {how}"
-        self.recorder.event(lost, kind="shard lost", shard=process.rank, pid=process.pid)
         if self._over is not None and not self._record.cutting:
+            self.recorder.event(lost, kind="shard lost", shard=process.rank, pid=process.pid)
             return
-        if (refused := self._recovery.refuse(lost)) is not None:
-            self.thread.fail(refused)
-            return
-        self._processes.kill_and_reap(self._shards)
-        last = self._recovery.go_back(lost)
-        self._over = None
-        self._record.go_back(last)
-        self._coordinator.go_back(
-            *((last.batch["state"], last.version) if last and last.batch else (None, 0))
-        )
-        self._start_shards(last)
-        version = last.version if last else 0
-        self.recorder.event(
-            f"recovered: all shards are back at version {version}", kind="recovered", version=version
-        )
+        self._life.shard_lost(lost, shard=process.rank, pid=process.pid)
 
     # -- the caller's --------------------------------------------------------------------------------------
 
@@ -352,7 +318,7 @@ class BatchSupervisor:
         if isinstance(command, m.AskStatistics):
             self._questions.answer(self._statistics(command.number))
         elif isinstance(command, int):
-            self._add_learners(command)
+            self._life.add(command)
         elif command == "kill":
             self.thread.fail(KeyboardInterrupt())
         else:
@@ -360,19 +326,7 @@ class BatchSupervisor:
             self._stop()
 
     def _stop(self) -> None:
-        """After this iteration: in the middle of one x is a trial."""
-        self._coordinator.stop()
-
-    def _add_learners(self, count: int) -> None:
-        if self._over is not None or self._coordinator.stopping:
-            self.recorder.event(f"{count} learners not added: the run is ending", kind="refused")
-            return
-        self._grow((1 + AHEAD) * count)
-        self._coordinator.grow((1 + AHEAD) * count)
-        for _ in range(count):
-            rank = 1 + max(process.rank for process in self.thread.processes if process.role == "learner")
-            self.recorder.event("joined", rank, kind="joined")
-            self._start_learner(rank)
+        self._life.ask_stop()
 
     def _statistics(self, number: int) -> m.Statistics:
         busy = self._coordinator.busy()

@@ -19,8 +19,9 @@ from syncline.batch.samples import Batch
 from syncline.engines.local.batch_memory import Crash, Shelves
 from syncline.engines.local.batch_shard import Pool
 from syncline.engines.local.channel import NOTHING, Channel, Closed
-from syncline.engines.local.learner import Task, say
+from syncline.engines.local.learner import say
 from syncline.engines.local.memory import Region
+from syncline.engines.run import Task
 from syncline.learn.evaluating import BatchPlan, PortionWorker
 from syncline.learn.randomness import seed_random
 

@@ -24,7 +24,9 @@ class LocalHandle(Handle):
         if spec.batch is not None:
             self._run = BatchSupervisor(spec, crashes)
         else:
-            self._run = PeerSupervisor(spec) if spec.allreduce else Supervisor(spec, crashes)
+            self._run = (
+                PeerSupervisor(spec) if spec.plan.topology.fixed_members else Supervisor(spec, crashes)
+            )
         self._thread = threading.Thread(target=self._main, name="syncline-supervisor", daemon=True)
         live.began(self)
         self._thread.start()

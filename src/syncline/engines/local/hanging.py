@@ -1,4 +1,4 @@
-"""Learners and shards that are not heard of: named, and ended where the user wants that. When it is too long is `Patience`'s."""
+"""Learners and shards that are not heard of: looked for here. When it is too long is `Patience`'s, what then the lifecycle's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from syncline.engines.local.processes import Process
 from syncline.engines.record import Recorder
-from syncline.engines.run import RunSpec
+from syncline.protocols.lifecycle import Faults, Hangs, Kill
 from syncline.protocols.patience import Patience
 
 
@@ -14,11 +14,12 @@ class Hanging:
     """Looks at one run's learners, or shards; `others` and `end` say in its warning what it means, and what kill_hung does."""
 
     def __init__(
-        self, spec: RunSpec, recorder: Recorder, *, others: str, end: str, least: float = 0.0
+        self, faults: Faults, recorder: Recorder, *, others: str, end: str, least: float = 0.0
     ) -> None:
-        self._patience = Patience(max(spec.patience, least)) if spec.patience else None
-        self._kill, self._recorder = spec.kill_hung, recorder
-        self._others, self._end = others, end
+        seconds = max(faults.patience, least) if faults.patience else 0.0
+        self._patience = Patience(seconds) if seconds else None
+        self._hangs = Hangs(seconds, faults.kill_hung, others, end)
+        self._recorder = recorder
 
     def look(
         self,
@@ -33,18 +34,12 @@ class Hanging:
             return
         for number in self._patience.look(now, progress, idle):
             process = processes[number]
-            silence = self._patience.silence(number, now)
-            what = f"hangs: not heard of for {silence:.1f} s (pid {process.pid})"
             rank = process.rank if process.role == "learner" else None
+            silence = self._patience.silence(number, now)
             name = f"{process.role} {process.rank}"
-            self._recorder.event(
-                what if rank is not None else f"{name} {what}", rank, kind="hangs", pid=process.pid
-            )
-            if self._kill:
-                kill(process, f"patience of {self._patience.seconds:g} s is over")
-            else:
-                self._recorder.warn(
-                    f"{name} {what}; {self._others}. It is left alone: kill_hung=True {self._end}, "
-                    "patience= sets the time",
-                    said=True,
-                )
+            decided = self._hangs.decide(number, name, rank, silence, process.pid)
+            for decision in decided:
+                if isinstance(decision, Kill):
+                    kill(process, decision.why)
+                else:
+                    self._recorder.say(decision)

@@ -24,11 +24,13 @@ from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.exchange import Replies
 from syncline.engines.local.memory import Bell, Region, Sleeper, crash_at
 from syncline.engines.local.server import Desk, Geometry, Lane, Shelf
+from syncline.engines.run import Task
 from syncline.errors import UsageError
-from syncline.learn.session import ServerSession, SessionConfig
+from syncline.learn.session import ServerSession
 from syncline.ports import LearnerPort, Note, Portion, Reading, Reset, RunStopped, TableLink
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
+from syncline.topology.plan import Seat
 
 # words of the hub: the run is to end; how often the servers were started; how often learners were called
 STOP, GENERATION, CALLS = 0, 1, 2
@@ -70,17 +72,8 @@ class LearnerSpec:
     geometry: Geometry
     yields: int
     generation: int
-    config: SessionConfig
+    seat: Seat
     crash: int | None = None  # for tests
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What a learner runs."""
-
-    function: Any
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
 
 
 class LocalLink(TableLink):
@@ -128,10 +121,14 @@ class LocalLink(TableLink):
         self._sleeper.busy()
         return Reading._make(found)
 
+    def free(self, number: int) -> bool:
+        return self._replies.freed(number)
+
     def wait_free(self, number: int) -> None:
         with self._port.waiting():
             while not self._replies.freed(number):
                 self._port.check()
+                self._port.answer_call()
                 self._sleeper.wait()
         self._sleeper.busy()
 
@@ -140,7 +137,7 @@ class LocalLearnerPort(LearnerPort):
     """All that a session asks, on shared memory and one control channel."""
 
     def __init__(self, channel: Channel, spec: LearnerSpec) -> None:
-        self.learner, self.rank = spec.learner, spec.config.rank
+        self.learner, self.rank = spec.learner, spec.seat.rank
         self._channel, self._spec = channel, spec
         self.desk = Desk(spec.desk)
         self._hub = Hub(spec.hub)
@@ -254,7 +251,7 @@ def run_learner(channel: Channel, spec: LearnerSpec) -> int:
         if spec.crash is not None:
             crash_at(spec.crash)
         task: Task = channel.receive()
-        session = ServerSession(LocalLearnerPort(channel, spec), spec.config)
+        session = ServerSession(LocalLearnerPort(channel, spec), spec.seat)
         session.seed()
         try:
             value = task.function(session, *task.arguments, **task.keywords)

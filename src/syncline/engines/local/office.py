@@ -28,7 +28,7 @@ class Office(CoordinatorPort):
 
     def __init__(self, run: Supervisor) -> None:
         self._run = run
-        self.shards = run.spec.shards
+        self.shards = run.spec.plan.topology.shards
 
     # -- memory ------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Office(CoordinatorPort):
 
     def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Written]) -> bool:
         assert self._run.folder is not None
-        done = commit(self._run.folder, number, manifest, files, self._run.spec.keep)
+        done = commit(self._run.folder, number, manifest, files, self._run.spec.storage.keep)
         self.emit(done)
         if not done.problem:
             self._run.checkpointed(Path(done.path))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from syncline.engines.local.cargo import Parcel, pack
-from syncline.engines.local.learner import Task
 from syncline.engines.run import RunSpec
 from syncline.errors import UsageError
 from syncline.learn.training import Supervised
@@ -15,7 +14,7 @@ from syncline.learn.training import Supervised
 
 def pack_task(spec: RunSpec) -> tuple[Parcel, Parcel | None]:
     """What learners run, and the evaluator."""
-    task = _packed(Task(spec.function, spec.arguments, spec.keywords), list(_parts(spec)))
+    task = _packed(spec.task, list(_parts(spec)))
     if spec.evaluate is None:
         return task, None
     return task, _packed(spec.evaluate, [("evaluate", spec.evaluate)])
@@ -33,14 +32,14 @@ def _packed(whole: Any, parts: list[tuple[str, Any]]) -> Parcel:
 
 
 def _parts(spec: RunSpec) -> Iterator[tuple[str, Any]]:
-    for index, argument in enumerate(spec.arguments):
+    for index, argument in enumerate(spec.task.arguments):
         if dataclasses.is_dataclass(argument):
             for part in dataclasses.fields(argument):
                 value = getattr(argument, part.name)
                 yield ("loss" if isinstance(value, Supervised) else part.name), value
         yield f"argument {index + 1}", argument
-    yield from spec.keywords.items()
-    yield getattr(spec.function, "__name__", "the function"), spec.function
+    yield from spec.task.keywords.items()
+    yield getattr(spec.task.function, "__name__", "the function"), spec.task.function
 
 
 def _travels(part: Any) -> bool:

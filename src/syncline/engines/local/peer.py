@@ -15,13 +15,15 @@ from torch import Tensor
 
 from syncline.engines.collectives import Group
 from syncline.engines.local.channel import Channel, Closed
-from syncline.engines.local.learner import Task, returned, say
+from syncline.engines.local.learner import returned, say
 from syncline.engines.local.memory import Region
 from syncline.engines.local.writer import Writer
-from syncline.learn.peers import PeerConfig, PeerSession
+from syncline.engines.run import Task
+from syncline.learn.peers import PeerSession
 from syncline.ports import CollectivePort, PeerLost, Progress, Reduction, RunStopped
 from syncline.table.checkpoints import read
 from syncline.topology.keeper import Meet
+from syncline.topology.plan import Seat
 from syncline.topology.restore import restored
 
 SIGMAS = 64  # staleness up to here has a word of its own
@@ -74,7 +76,7 @@ class Broken:
 class PeerSpec:
     """A learner's own part of its setup."""
 
-    config: PeerConfig
+    seat: Seat
     meeting: str  # a file without a name, in the supervisor's hands: where the group finds itself
     board: Region
     stop: Region  # its first word: the run is to end
@@ -105,14 +107,13 @@ class LocalPeerPort(CollectivePort):
     """All that such a session asks, on this machine."""
 
     def __init__(self, channel: Channel, spec: PeerSpec) -> None:
-        config = spec.config
-        self.rank, self.learners = config.rank, config.learners
+        self.rank, self.learners = spec.seat.rank, spec.seat.plan.learners
         self._channel, self._board = channel, Board(spec.board)
         self._stop = spec.stop.words
-        self._writer = Writer(Path(spec.folder), self.tell) if spec.folder and config.rank == 0 else None
+        self._writer = Writer(Path(spec.folder), self.tell) if spec.folder and self.rank == 0 else None
         self._board.words[Board.WAITS] = 1
-        store = dist.FileStore(spec.meeting, config.learners)
-        self._group = Group(store, config.rank, config.learners, nccl=spec.nccl, host="127.0.0.1")
+        store = dist.FileStore(spec.meeting, self.learners)
+        self._group = Group(store, self.rank, self.learners, nccl=spec.nccl, host="127.0.0.1")
         self._board.words[Board.WAITS] = 0
 
     def now(self) -> float:
@@ -160,10 +161,10 @@ def run_peer(channel: Channel, spec: PeerSpec) -> int:
     """Call the user's function; say how it ended. Nobody leaves before the supervisor says so: others may still read."""
     try:
         task: Task = channel.receive()
-        if torch.device(spec.config.device).type == "cuda":
-            torch.cuda.set_device(spec.config.device)
+        if torch.device(spec.seat.device).type == "cuda":
+            torch.cuda.set_device(spec.seat.device)
         port = LocalPeerPort(channel, spec)
-        session = PeerSession(port, spec.config, restored(read(Path(spec.resume))) if spec.resume else None)
+        session = PeerSession(port, spec.seat, restored(read(Path(spec.resume))) if spec.resume else None)
         session.seed()
         try:
             value = task.function(session, *task.arguments, **task.keywords)

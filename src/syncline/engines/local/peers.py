@@ -21,8 +21,9 @@ from syncline.engines.local.statistics import Questions, with_processes
 from syncline.engines.local.thread import RunThread
 from syncline.engines.record import learner_error, peer_record
 from syncline.engines.run import RunSpec
-from syncline.errors import LostError, RunError, UsageError
+from syncline.errors import RunError, UsageError
 from syncline.protocols.clocks import StalenessClock
+from syncline.protocols.lifecycle import alone
 from syncline.topology import messages as m
 from syncline.topology.keeper import apart, early
 
@@ -52,12 +53,15 @@ class PeerSupervisor:
         self.learners: dict[int, Process] = {}  # by rank
         self._meeting = os.memfd_create("syncline-meeting", os.MFD_CLOEXEC)
         self._stop_word = Region(8)
-        self._boards = [Region(Board.nbytes()) for _ in range(spec.learners)]
+        self._boards = [Region(Board.nbytes()) for _ in range(spec.plan.learners)]
         self._evaluator: Evaluator | None = None
         self._deadline: float | None = None
         self._broken: tuple[float, int, str] | None = None  # (when, rank, what it said)
         self._hanging = Hanging(
-            spec, self.recorder, others="the others wait for it", end="ends such a learner, and the run"
+            spec.faults,
+            self.recorder,
+            others="the others wait for it",
+            end="ends such a learner, and the run",
         )
         self._looked = self._started
 
@@ -81,10 +85,16 @@ class PeerSupervisor:
         self._processes = self.thread.open(self._heard, self._ended, self._asked)
         meeting = f"/proc/{os.getpid()}/fd/{self._meeting}"
         nccl = wants_nccl(spec.devices)
-        resume = spec.restored.name if spec.restored is not None else None
-        for rank in range(spec.learners):
+        resume = spec.storage.restored.name if spec.storage.restored is not None else None
+        for rank in range(spec.plan.learners):
             peer = PeerSpec(
-                spec.peer(rank), meeting, self._boards[rank], self._stop_word, nccl, spec.folder, resume
+                spec.seat(rank),
+                meeting,
+                self._boards[rank],
+                self._stop_word,
+                nccl,
+                spec.storage.folder,
+                resume,
             )
             self.learners[rank] = self._processes.fork("learner", rank, rank, peer, None, self._threads())
             self.learners[rank].channel.post(task)
@@ -96,7 +106,7 @@ class PeerSupervisor:
         """Of a learner."""
         if self.spec.threads is not None:
             return self.spec.threads
-        return max(1, len(os.sched_getaffinity(0)) // self.spec.learners)
+        return max(1, len(os.sched_getaffinity(0)) // self.spec.plan.learners)
 
     def _loop(self) -> None:
         while self.thread.error is None and not self._over():
@@ -153,12 +163,7 @@ class PeerSupervisor:
         if process.role == "learner":
             what = f"lost: its process (pid {process.pid}) ended with {how}"
             self.recorder.event(what, process.rank, kind="lost", pid=process.pid)
-        self.thread.fail(
-            LostError(
-                f"{process.role} {process.rank} (pid {process.pid}) ended with {how}; under all-reduce the others "
-                "cannot go on without it"
-            )
-        )
+        self.thread.fail(alone(f"{process.role} {process.rank} (pid {process.pid}) ended with {how}"))
 
     def _check(self, now: float) -> None:
         self._check_early()

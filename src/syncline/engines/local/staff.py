@@ -25,7 +25,7 @@ core costs more than either."""
 
 def geometry_of(spec: RunSpec) -> Geometry:
     """How many slots and kept versions the dials need (M11); two slots, so that any dial may follow."""
-    return Geometry(slots=max(2, spec.delay + 1), kept=spec.kept)
+    return Geometry(slots=max(2, spec.plan.delay + 1), kept=spec.plan.kept)
 
 
 class Staff:
@@ -38,12 +38,11 @@ class Staff:
         self.learners: dict[int, Process] = {}  # by learner id, while running
         self.shards: list[Process] = []
         self.generation = 0  # how often the servers were started anew
-        self.ids = spec.learners  # given so far
         self._desks: dict[int, Region] = {}
         self._regions: dict[int, list[Region]] = defaultdict(list)  # by learner; SHARED, and SERVERS' own
         self._shared = self.region(Hub.nbytes())
-        self._shard_bells = [Bell() for _ in range(spec.shards)]
-        self._beats = self.region(8 * LINE * spec.shards)
+        self._shard_bells = [Bell() for _ in range(spec.plan.topology.shards)]
+        self._beats = self.region(8 * LINE * spec.plan.topology.shards)
         self.hub = Hub(self._shared)
 
     # -- memory ------------------------------------------------------------------------------------------
@@ -61,7 +60,7 @@ class Staff:
     # -- starting ----------------------------------------------------------------------------------------
 
     def start_shards(self) -> None:
-        count = self._spec.shards
+        count = self._spec.plan.topology.shards
         self.release(SERVERS)
         log = self.region(8 * Ring.words(LOG_ENTRIES, max(1, count - 1)), SERVERS)
         self.shards = []
@@ -74,7 +73,7 @@ class Staff:
                 self.geometry,
                 YIELDS["shard"],
                 self._beats,
-                self._spec.folder,
+                self._spec.storage.folder,
                 self._crashes.pop(f"shard {shard}", None),
             )
             self.shards.append(self._processes.fork("shard", shard, shard, spec, None, 1))
@@ -101,7 +100,7 @@ class Staff:
             self.geometry,
             YIELDS["learner"],
             self.generation,
-            self._spec.session(rank),
+            self._spec.seat(rank),
             self._crashes.pop(f"learner {rank}", None),
         )
         process = self._processes.fork("learner", learner, rank, spec, bell, self._threads())
@@ -113,13 +112,7 @@ class Staff:
         if self._spec.threads is not None:
             return self._spec.threads
         spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
-        return max(1, spare // self._spec.learners)
-
-    def new_ids(self) -> dict[int, int]:
-        """As many learners as in the beginning: ids with their ranks."""
-        first = self.ids + 1
-        self.ids += self._spec.learners
-        return {first + rank: rank for rank in range(self._spec.learners)}
+        return max(1, spare // self._spec.plan.learners)
 
     # -- telling learners --------------------------------------------------------------------------------
 

@@ -45,6 +45,9 @@ class Questions:
             self._answers[number] = None
             self._thread.command(m.AskStatistics(number))
             self._thread.changed.wait_for(
+                lambda: self._thread.begun
+            )  # a busy machine starts processes slowly
+            self._thread.changed.wait_for(
                 lambda: self._answers[number] is not None or self._thread.done.is_set(), PATIENCE
             )
             return self._answers.pop(number) or self._thread.outcome.statistics

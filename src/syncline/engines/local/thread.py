@@ -24,6 +24,7 @@ class RunThread:
     def __init__(self, recorder: Recorder, began: float, *, begin: Part, loop: Part, end: Part) -> None:
         self._recorder, self._began = recorder, began
         self._parts, self._end = (begin, loop), end
+        self.begun = False  # its processes are started
         self.done = threading.Event()
         self.children: Processes | None = None
         self._commands: list[Any] = []
@@ -48,9 +49,13 @@ class RunThread:
         self._recorder.error = self._recorder.error or error
 
     def main(self) -> None:
-        for part in self._parts:
-            if self.error is None:
-                self._guard(part)
+        begin, loop = self._parts
+        self._guard(begin)
+        with self.changed:
+            self.begun = True
+            self.changed.notify_all()
+        if self.error is None:
+            self._guard(loop)
         self._guard(self._end)
         self.outcome.seconds = time.monotonic() - self._began
         self.done.set()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from torch import Tensor
 
 from syncline.batch import messages as b
 from syncline.batch.commands import Program
-from syncline.batch.coordinator import AHEAD
 from syncline.dial import Sync
-from syncline.engines.batch import BatchRecord, coordinator_of, read_batch, state_of, write_first
+from syncline.engines.batch import BatchRecord, coordinator_of, state_of, write_first
+from syncline.engines.batch_supervision import BatchCrew, BatchSupervision
 from syncline.engines.files import write_part
-from syncline.engines.record import Recorder, last_line, learner_error
-from syncline.engines.recovery import Recovery
+from syncline.engines.record import Recorder, learner_error
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.script import Fault
 from syncline.engines.sim.account import LearnerTimes, Simulated
@@ -105,7 +104,7 @@ class Arithmetic(Numbers):
         return min((portion + 1) * size, task.batch.examples) - portion * size
 
 
-class BatchWorld:
+class BatchWorld(BatchCrew):
     """One simulated run."""
 
     def __init__(self, spec: RunSpec, cluster: Cluster, *, script: Script, seed: int) -> None:
@@ -113,9 +112,9 @@ class BatchWorld:
         self.spec, self._plan, self.cluster = spec, spec.batch, cluster
         self.clock = Clock()
         self._script = script
-        if spec.restored is not None:
-            self.clock.now = spec.restored.virtual
-            self._script = script.after(spec.restored.version, spec.restored.virtual)
+        if spec.storage.restored is not None:
+            self.clock.now = spec.storage.restored.virtual
+            self._script = script.after(spec.storage.restored.version, spec.storage.restored.virtual)
         self.recorder = Recorder(
             now=lambda: self.clock.now,
             evaluate=self._evaluate,
@@ -123,14 +122,14 @@ class BatchWorld:
             layouts=lambda: {},
             callbacks=spec.callbacks,
             listeners=spec.listeners,
-            restored=spec.restored,
+            restored=spec.storage.restored,
         )
         self.recorder.outcome.began = self.clock.now
         self._coordinator = coordinator_of(spec)
         self._record = BatchRecord(spec, self.recorder, self._coordinator, lambda: self.clock.now)
-        self._folder = Folder(Path(spec.folder)) if spec.folder else None
-        self._recovery = Recovery(self._folder, spec.restored, read_batch)
-        seed_random(spec.seed)
+        self._folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
+        self._life = BatchSupervision(spec, self, self._coordinator, self.recorder, self._record)
+        seed_random(spec.plan.seed)
         self._numbers = Arithmetic(
             self._plan,
             spec.devices[0],
@@ -145,11 +144,9 @@ class BatchWorld:
             self._numbers,
             [sum(segment.nbytes for segment in part) for part in slices],
             seed=seed,
-            learners=spec.learners,
+            learners=spec.plan.learners,
             done=self._done,
         )
-        self._ids = 0
-        self._ranks = spec.learners
         self._over: b.Over | None = None
         self._played: list[str] = []
         self.commands: deque[Callable[[Any], None]] = deque()  # from other threads
@@ -160,12 +157,24 @@ class BatchWorld:
     def _raised(self, learner: int, error: BaseException) -> None:
         found = self._play.learners[learner]
         told = learner_error(found.rank, error, "".join(traceback.format_exception(error)))
-        if self.spec.on_error == "raise" or len(self._play.learners) == 1:
-            self.fail(told)
-            return
-        self.recorder.event(f"raised: {told}", found.rank, kind="raised")
-        self.clock.at(self.clock.now, lambda: self._play.leave(learner))
-        self.recorder.lost(found.rank, f"raised {last_line(told)}", len(self._play.learners) - 1)
+        self._play.leave(learner)
+        self._life.raised(learner, told)
+
+    # -- the crew ------------------------------------------------------------------------------------------
+
+    def start_learner(self, learner: int, rank: int) -> None:
+        self._play.join(learner, rank)
+
+    def renew_shards(self, restored: Restored | None) -> None:
+        self._play.lose_shards()
+        self._numbers.start(restored)
+        self._play.do(self._coordinator.begin())
+
+    def grow(self, slots: int) -> None:
+        """Sums are made as they are needed."""
+
+    def do(self, actions: Iterable[b.Action]) -> None:
+        self._play.do(actions)
 
     # -- iterations ----------------------------------------------------------------------------------------
 
@@ -191,9 +200,8 @@ class BatchWorld:
         number = self._record.cut().number
         for shard, vectors in enumerate(self._numbers.shards):
             tensors = vector_tensors(self._plan.layout, shard, vectors)
-            done = self._record.saved(write_part(self._folder, (number, table_file(0, shard), tensors, {})))
-            if done is not None and not done.problem:
-                self._recovery.checkpointed(Path(done.path))
+            saved = write_part(self._folder, (number, table_file(0, shard), tensors, {}))
+            self._life.checkpointed(self._record.saved(saved))
 
     def _finish(self, over: b.Over) -> None:
         self._over = over
@@ -215,14 +223,10 @@ class BatchWorld:
     # -- what others ask -----------------------------------------------------------------------------------
 
     def ask_stop(self) -> None:
-        self._coordinator.stop()
+        self._life.ask_stop()
 
     def ask_add(self, count: int) -> None:
-        self._coordinator.grow((1 + AHEAD) * count)
-        for _ in range(count):
-            self.recorder.event("joined", self._ranks, kind="joined")
-            self._start(self._ranks)
-            self._ranks += 1
+        self._life.add(count)
 
     def change(self, sync: Sync) -> None:
         self.fail(UsageError("sandblaster has no dial to change"))
@@ -233,10 +237,6 @@ class BatchWorld:
         for learner in everybody:
             steps[learner.rank] = steps.get(learner.rank, 0) + learner.sums
         return self._record.statistics(0, steps, {})
-
-    def _start(self, rank: int) -> None:
-        self._ids += 1
-        self._play.join(self._ids, rank)
 
     # -- the script ----------------------------------------------------------------------------------------
 
@@ -256,47 +256,23 @@ class BatchWorld:
         if not found:
             self.recorder.event(f"not played, nobody is there: {fault.text}", kind="missed")
             return
-        self.recorder.event("lost: killed by the script", fault.rank, kind="lost")
         self._play.leave(found[0].number)
-        if self.spec.replace:
-            self.recorder.event("replaced", fault.rank, kind="replaced")
-            self._start(fault.rank)
-        elif not self._play.learners:
-            self.fail(
-                LostError(f"all learners are lost, the last was rank {fault.rank}: killed by the script")
-            )
-        then = "another takes its place" if self.spec.replace else ""
-        self.recorder.lost(fault.rank, "lost: killed by the script", len(self._play.learners), then)
+        self._life.lost(found[0].number, "killed by the script", stepped=found[0].sums > 0)
 
     def _kill_shard(self, fault: Fault) -> None:
         if fault.rank >= len(self._numbers.shards):
             self.recorder.event(f"not played, nobody is there: {fault.text}", kind="missed")
             return
-        lost = f"shard {fault.rank} is lost: killed by the script"
-        self.recorder.event(lost, kind="shard lost", shard=fault.rank)
-        if (refused := self._recovery.refuse(lost)) is not None:
-            self.fail(refused)
-            return
-        last = self._recovery.go_back(lost)
-        version = last.version if last else 0
-        self._play.lose_shards()
-        self._record.go_back(last)
-        self._coordinator.go_back(last.batch["state"] if last and last.batch else None, version)
-        self._numbers.start(last)
-        self.recorder.event(
-            f"recovered: all shards are back at version {version}", kind="recovered", version=version
-        )
-        self._play.do(self._coordinator.begin())
+        self._life.shard_lost(f"shard {fault.rank} is lost: killed by the script", shard=fault.rank)
 
     # -- the run -------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
         for fault in self._script.timed:
             self.clock.at(fault.seconds or 0.0, lambda fault=fault: self._play_fault(fault))  # type: ignore[misc]
-        self._numbers.start(self.spec.restored)
+        self._numbers.start(self.spec.storage.restored)
         self._play.do(self._coordinator.begin())
-        for rank in range(self.spec.learners):
-            self._start(rank)
+        self._life.begin()
         while self.recorder.error is None and self._over is None and self.clock.step():
             while self.commands:
                 self.commands.popleft()(self)

@@ -154,7 +154,6 @@ class Play:
         learner = self.learners.pop(number)
         learner.dead = True
         self.gone.append(learner)
-        self.do(self._coordinator.leave(number))
 
     def _given(self, learner: SimLearner, task: b.Give) -> None:
         learner.tasks.append(task)

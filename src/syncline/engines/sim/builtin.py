@@ -41,7 +41,7 @@ class Builtin(SimLearner):
     def __init__(self, world: World, learner: int, rank: int, shop: Workshop) -> None:
         self.shop = shop
         super().__init__(world, learner, rank)
-        self.config = world.spec.session(rank)
+        self.run_plan = world.spec.plan
         self.table: TableEnd | None = None
         self.feed: Feed | None = None
         self._rests: int | None = None  # the ticket with which it reads after its rest
@@ -71,7 +71,7 @@ class Builtin(SimLearner):
 
     def _make_own(self) -> Own:
         outside = Random()
-        seed_random(self.config.seed + self.rank)
+        seed_random(self.run_plan.seed + self.rank)
         own = Own(self.rank, Random(), [])
         outside.restore()
         return own
@@ -92,7 +92,7 @@ class Builtin(SimLearner):
             feed.leave()
         if not self.ending:
             table.push()
-        if self.config.cuts:
+        if self.run_plan.saving.cuts:
             table.farewell()
 
     def _epoch(self, table: TableEnd, feed: Feed) -> Steps:
@@ -159,7 +159,7 @@ class Builtin(SimLearner):
 
     @property
     def ending(self) -> bool:
-        world, limit = self._world, self.config.limit
+        world, limit = self._world, self.run_plan.limit
         if limit is not None and self.table is not None and self.table.version >= limit:
             return True
         return world.stopping or self.dead or world.recorder.error is not None
@@ -210,7 +210,7 @@ class Builtin(SimLearner):
 
     def mark_random(self) -> None:
         """A gradient is published: what torch draws from here on belongs to the next."""
-        if self.config.cuts:
+        if self.run_plan.saving.cuts:
             self._mark = self.own.random.torch_state
 
     def states(self) -> bytes:
@@ -240,7 +240,7 @@ class Feed:
 
     def open(self) -> Steps:
         learner, plan = self._learner, self._shop.plan
-        opening = m.OpenLoader(LOADER, self._shop.size, plan.batch_size, plan.policy, learner.config.epochs)
+        opening = m.OpenLoader(LOADER, self._shop.size, plan.batch_size, plan.policy, learner.run_plan.epochs)
         self.parts = yield from learner.ask(opening)
         first = yield from self._portion(OUTSIDE)
         self.epoch = first.epoch if first else self.epoch

@@ -33,7 +33,7 @@ from syncline.engines.sim.shard_work import Decisions, Folding, Work, decisions
 from syncline.engines.sim.turns import Turns, Window, Workload, deal, move_to
 from syncline.errors import UsageError
 from syncline.learn.session import check_whole, make_optimizer, shards_for
-from syncline.topology.parse import auto_shards
+from syncline.topology.parse import Servers, auto_shards
 
 __all__ = [
     "Calibration",
@@ -61,7 +61,7 @@ def cores() -> int:
 def table_shards(work: Workload, learners: int, sync: str) -> int:
     """Shards of this model's table where nobody names their number."""
     wanted = auto_shards(learners, cores(), lockstep=Course.of(sync).first.lockstep)
-    return shards_for(make_optimizer(work.model(), work.optimizer), wanted, fixed=False)
+    return shards_for(make_optimizer(work.model(), work.optimizer), Servers(wanted, False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

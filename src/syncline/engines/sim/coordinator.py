@@ -28,7 +28,7 @@ class SimCoordinator(CoordinatorPort):
     """The simulated coordinator's effects."""
 
     def __init__(self, world: World) -> None:
-        self._world, self.shards = world, world.spec.shards
+        self._world, self.shards = world, world.spec.plan.topology.shards
 
     def make_table(self, table: int, layout: Layout) -> SimTable:
         memory = self._world.tables[table] = self._world.make_table(layout)
@@ -72,10 +72,10 @@ class SimCoordinator(CoordinatorPort):
         assert world.folder is not None
         exact = world.goes_on()
         manifest["simulated"] = world.moment(exact=exact).record()
-        done = commit(world.folder, number, manifest, files, world.spec.keep)
+        done = commit(world.folder, number, manifest, files, world.spec.storage.keep)
         self.emit(done)
         if not done.problem:
-            world.recovery.checkpointed(Path(done.path))
+            world.supervision.checkpointed(Path(done.path))
             if exact:
                 world.next = restored(find(Path(done.path)))
         return not done.problem

@@ -17,17 +17,18 @@ from syncline.engines.sim.batch import BatchWorld, check_batch_script
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.debris import debris
 from syncline.engines.sim.peers import PeerWorld, check_peer_script
-from syncline.engines.sim.script import Script
+from syncline.engines.sim.script import Script, check_script
 from syncline.engines.sim.sized import OnUpdate, Sizes
 from syncline.engines.sim.states import Random
 from syncline.engines.sim.timing import Follow, Length, Timing, time_all_reduce, time_run
 from syncline.engines.sim.workshop import Ways
-from syncline.engines.sim.world import World, check_script
+from syncline.engines.sim.world import World
 from syncline.errors import RunError, UsageError
 from syncline.learn.session import check_whole
 from syncline.learn.training import run_training
+from syncline.protocols.lifecycle import Faults
 from syncline.topology import messages as m
-from syncline.topology.parse import AllReduce, Servers, check_all_reduce, parse_topology
+from syncline.topology.parse import AllReduce, Servers, parse_topology
 
 LOOK = 0.05  # seconds between looks whether a run that was asked something has ended
 
@@ -62,10 +63,6 @@ class SimHandle(Handle):
                 batch = engine.batch_world(spec)
                 self._follow(batch)
                 self._outcome = batch.run()
-            elif spec.allreduce:
-                peers = engine.peer_world(spec)
-                self._follow(peers)
-                self._outcome = peers.run()
             else:
                 self._outcome = engine.run(spec, self._follow)
         except BaseException as error:
@@ -182,29 +179,27 @@ class Sim(Engine):
         self.check, self.handlers, self.batched, self.exact = check, handlers, batched, exact
         Script.of(script)  # refused here, not when the run starts
 
-    def peer_world(self, spec: RunSpec) -> PeerWorld:
-        """An all-reduce run that has not begun."""
-        seed = spec.seed if self.seed is None else self.seed
-        return PeerWorld(spec, self.cluster, script=Script.of(self.script), seed=seed)
-
     def batch_world(self, spec: RunSpec) -> BatchWorld:
         """A run of a batch method that has not begun."""
-        seed = spec.seed if self.seed is None else self.seed
+        seed = spec.plan.seed if self.seed is None else self.seed
         return BatchWorld(spec, self.cluster, script=Script.of(self.script), seed=seed)
 
-    def run(self, spec: RunSpec, follow: Callable[[World], None] = lambda world: None) -> Outcome:
+    def run(self, spec: RunSpec, follow: Callable[[World | PeerWorld], None] = lambda world: None) -> Outcome:
         """To its end, from checkpoint to checkpoint where these are exact; `follow` gets each world before it runs."""
         world = self.world(spec)
         while True:
             follow(world)
             outcome = world.run()
-            if world.next is None:
+            if isinstance(world, PeerWorld) or world.next is None:
                 return outcome
-            world = self.world(dataclasses.replace(spec, restored=world.next), previous=world)
+            storage = dataclasses.replace(spec.storage, restored=world.next)
+            world = self.world(dataclasses.replace(spec, storage=storage), previous=world)
 
-    def world(self, spec: RunSpec, previous: World | None = None) -> World:
+    def world(self, spec: RunSpec, previous: World | None = None) -> World | PeerWorld:
         """A run that has not begun, or the part after the checkpoint of another world."""
-        seed = spec.seed if self.seed is None else self.seed
+        seed = spec.plan.seed if self.seed is None else self.seed
+        if spec.plan.topology.fixed_members:
+            return PeerWorld(spec, self.cluster, script=Script.of(self.script), seed=seed)
         return World(
             spec,
             self.cluster,
@@ -213,7 +208,7 @@ class Sim(Engine):
             check=self.check,
             handlers=self.handlers,
             ways=self._ways(spec),
-            exact=spec.function is run_training if self.exact is None else self.exact,
+            exact=spec.task.function is run_training if self.exact is None else self.exact,
             previous=previous,
         )
 
@@ -254,7 +249,7 @@ class Sim(Engine):
         if topology is not None and shards != 1:
             raise UsageError(f"timing: give shards={shards} or topology={topology!r}, not both")
         if isinstance(place, AllReduce):
-            check_all_reduce(place, course, clip_norm=None, warm=warmstart, on_error="raise", replace=False)
+            place.check(course, Faults(), clip_norm=None, warm=warmstart)
             if script.faults or on_update is not None:
                 what = "a script" if script.faults else "on_update"
                 raise UsageError(
@@ -307,7 +302,7 @@ class Sim(Engine):
                 )
             check_batch_script(Script.of(self.script))
             return SimHandle(self, spec)
-        if spec.allreduce is not None:
+        if spec.plan.topology.fixed_members:
             if self.check:
                 raise UsageError(
                     "Sim(check=True) checks the accounts of servers, over all-reduce there are none: leave check out, "

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from syncline.dial import Course
-from syncline.engines.run import RunSpec
+from syncline.engines.run import RunSpec, Task
 from syncline.engines.sim.cluster import Cluster, Compute, Cost, Jitter, Link
 from syncline.engines.sim.shard_work import Work
 from syncline.engines.sim.world import World
 from syncline.learn.session import Session
+from syncline.topology.parse import Servers
+from syncline.topology.plan import Plan
 
 LEAST = 1e-6  # seconds of latency
 STAND_IN = (
@@ -126,14 +128,13 @@ class Simulated:
 def simulate(cluster: Cluster, of: Measured, *, learners: int, loops: int = 0) -> Simulated:
     """A run of the measured model, with plain loops beside it; a small table stands for the model's."""
     spec = RunSpec(
-        function=_steps,
-        arguments=(STEPS,),
-        learners=learners,
-        course=Course.of(of.sync),
-        shards=of.shards,
-        fixed_shards=True,
-        devices=("cpu",),
-        batch_size=1,  # for dials whose rate depends on it
+        task=Task(_steps, (STEPS,)),
+        plan=Plan(
+            course=Course.of(of.sync),
+            learners=learners,
+            topology=Servers(of.shards, True),
+            batch_size=1,  # for dials whose rate depends on it
+        ),
     )
     world = World(spec, _scaled(cluster, of.nbytes))
     machine = cluster.machine_of_learner(0)

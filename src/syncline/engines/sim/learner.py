@@ -69,7 +69,7 @@ class SimLearner(LearnerPort):
     def __init__(self, world: World, learner: int, rank: int) -> None:
         self._world, self.learner, self.rank = world, learner, rank
         self.machine = world.cluster.machine_of_learner(rank)
-        self._pace = world.cluster.pace(rank, seed=world.seed, learners=world.spec.learners)
+        self._pace = world.cluster.pace(rank, seed=world.seed, learners=world.spec.plan.learners)
         self.fiber = self._make_fiber()
         self.dead = self.started = False
         self._leader = world.servers[0]  # the one that it knows
@@ -95,12 +95,12 @@ class SimLearner(LearnerPort):
     def _main(self) -> None:
         world, spec = self._world, self._world.spec
         try:
-            config = dataclasses.replace(spec.session(self.rank), reader=False)
+            config = dataclasses.replace(spec.seat(self.rank), reader=False)
             session = ServerSession(self, config)
             session.seed()
-            arguments, keywords = copy_arguments((spec.arguments, spec.keywords))
+            arguments, keywords = copy_arguments((spec.task.arguments, spec.task.keywords))
             try:
-                value = spec.function(session, *arguments, **keywords)
+                value = spec.task.function(session, *arguments, **keywords)
             except RunStopped:
                 value = None
             finally:
@@ -130,7 +130,7 @@ class SimLearner(LearnerPort):
         if not self.started or self.dead:
             return b""
         self._world.streams.enter(self.learner)
-        return pack_random(torch.device(self._world.spec.session(self.rank).device))
+        return pack_random(torch.device(self._world.spec.seat(self.rank).device))
 
     def kill(self) -> None:
         """It ends where it is; what it sent arrives (from the scheduler)."""
@@ -448,8 +448,11 @@ class SimLink(TableLink):
         assert reading is not None
         return reading
 
+    def free(self, number: int) -> bool:
+        return self._releases.free(number)
+
     def wait_free(self, number: int) -> None:
-        self._learner.until_served(lambda: self._releases.free(number), f"the slot of ticket {number}")
+        self._learner.until_released(lambda: self._releases.free(number), f"the slot of ticket {number}")
 
 
 def copy_arguments(arguments: Any) -> Any:

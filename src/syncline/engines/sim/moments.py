@@ -33,11 +33,11 @@ class Moment:
     @classmethod
     def of(cls, spec: RunSpec) -> Moment:
         """Where this run begins: at a checkpoint's moment, unless it is to have another number of learners."""
-        kept = spec.restored.simulated if spec.restored is not None else None
-        if kept is not None and kept["learners"] == spec.learners and kept["ranks"]:
+        kept = spec.storage.restored.simulated if spec.storage.restored is not None else None
+        if kept is not None and kept["learners"] == spec.plan.learners and kept["ranks"]:
             return cls(**{**kept, "losses": [(rank, count) for rank, count in kept["losses"]]})
         seconds = kept["seconds"] if kept is not None else 0.0
-        return cls(learners=spec.learners, seconds=seconds, ranks=list(range(spec.learners)))
+        return cls(learners=spec.plan.learners, seconds=seconds, ranks=list(range(spec.plan.learners)))
 
     def record(self) -> dict[str, Any]:
         """Plain values, for a manifest."""

@@ -33,6 +33,7 @@ from syncline.errors import LostError, NotYetError, UsageError
 from syncline.learn.peers import PeerSession
 from syncline.ports import CollectivePort, Progress, Reduction, RunStopped
 from syncline.protocols.clocks import StalenessClock
+from syncline.protocols.lifecycle import alone
 from syncline.table.checkpoints import Folder
 from syncline.topology import messages as m
 from syncline.topology.keeper import Meet, early
@@ -55,12 +56,12 @@ class SimPeer(CollectivePort):
     """One simulated learner: its session's port, and the thread it runs on."""
 
     def __init__(self, world: PeerWorld, rank: int) -> None:
-        self._world, self.rank, self.learners = world, rank, world.spec.learners
+        self._world, self.rank, self.learners = world, rank, world.spec.plan.learners
         self.fiber = Thread(self._main)
         self.dead = False
         self.waits_for: str | None = None
         self._answers: list[Any] = []
-        restored = world.spec.restored
+        restored = world.spec.storage.restored
         self._step = restored.pipelines[0].started if restored and restored.pipelines else 0
         self.times = LearnerTimes()
         self.progress: Progress | None = None
@@ -71,11 +72,11 @@ class SimPeer(CollectivePort):
             spec.threads or 1
         )  # each thread has its own number, and another in its first operation
         try:
-            session = PeerSession(self, replace(spec.peer(self.rank), reader=False), spec.restored)
+            session = PeerSession(self, replace(spec.seat(self.rank), reader=False), spec.storage.restored)
             session.seed()
-            arguments, keywords = copy_arguments((spec.arguments, spec.keywords))
+            arguments, keywords = copy_arguments((spec.task.arguments, spec.task.keywords))
             try:
-                value = spec.function(session, *arguments, **keywords)
+                value = spec.task.function(session, *arguments, **keywords)
             except RunStopped:
                 value = None
             session.close()
@@ -152,8 +153,8 @@ class SimPeer(CollectivePort):
         world.later(lambda: world.keeper.hear(self.rank, message))
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        assert self._world.spec.folder is not None
-        self.tell(write_part(Folder(Path(self._world.spec.folder)), (number, name, tensors, notes)))
+        assert self._world.spec.storage.folder is not None
+        self.tell(write_part(Folder(Path(self._world.spec.storage.folder)), (number, name, tensors, notes)))
 
     def note(self, progress: Progress) -> None:
         self.progress = progress._replace(histogram=dict(progress.histogram))
@@ -172,11 +173,11 @@ class PeerWorld:
     def __init__(self, spec: RunSpec, cluster: Cluster, *, script: Script, seed: int) -> None:
         self.spec, self.cluster, self.seed, self._script = spec, cluster, seed, script
         self.clock = Clock()
-        if spec.restored is not None:
-            self.clock.now = spec.restored.virtual
-            self._script = script.after(spec.restored.version, spec.restored.virtual)
+        if spec.storage.restored is not None:
+            self.clock.now = spec.storage.restored.virtual
+            self._script = script.after(spec.storage.restored.version, spec.storage.restored.virtual)
         self.streams = Streams(gpus=any(device.startswith("cuda") for device in spec.devices))
-        self.rings = Rings(self.clock, cluster, spec.learners, self._wake)
+        self.rings = Rings(self.clock, cluster, spec.plan.learners, self._wake)
         self.stopping = False
         self.recorder, self.keeper = peer_record(
             spec,
@@ -189,7 +190,7 @@ class PeerWorld:
         )
         self.recorder.outcome.began = self.clock.now
         self._played: list[str] = []
-        self.peers = [SimPeer(self, rank) for rank in range(spec.learners)]
+        self.peers = [SimPeer(self, rank) for rank in range(spec.plan.learners)]
         self._returned: set[int] = set()
         self.commands: deque[Callable[[PeerWorld], None]] = deque()  # from other threads
 
@@ -252,11 +253,7 @@ class PeerWorld:
         else:
             self.peers[fault.rank].kill()
             self.recorder.event("lost: killed by the script", fault.rank, kind="lost")
-            self.fail(
-                LostError(
-                    f"learner {fault.rank} is lost: killed by the script; under all-reduce the others cannot go on without it"
-                )
-            )
+            self.fail(alone(f"learner {fault.rank} is lost: killed by the script"))
 
     # -- the run -----------------------------------------------------------------------------------------
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from syncline.dial import as_sync
+from syncline.engines.run import RunSpec
 from syncline.engines.script import Fault, parse_script
+from syncline.errors import DialError
 
 
 class Script:
@@ -54,3 +57,16 @@ class Script:
         """What a run that is over says of the lines whose moment has not come; a stop is not missed."""
         left = [fault.text for fault in self.rest(played).faults if fault.action != "stop"]
         return [f"not played, the run was over before: {text}" for text in left]
+
+
+def check_script(script: Script, spec: RunSpec) -> None:
+    """Dials that this run could not change to are refused before it starts."""
+    for fault in script.faults:
+        if fault.action == "change":
+            dial = as_sync(fault.dial)
+            dial.check(spec.plan.learners, spec.plan.batch_size)
+            if dial.delay > spec.plan.delay:
+                raise DialError(
+                    f"script, '{fault.text}': {dial} keeps {dial.delay + 1} versions, this run was started to keep "
+                    f"{spec.plan.delay + 1}"
+                )

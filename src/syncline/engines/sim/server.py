@@ -34,7 +34,7 @@ class SimServer(ServerPort):
     """One simulated shard."""
 
     def __init__(self, world: World, shard: int) -> None:
-        self._world, self.shard, self.shards = world, shard, world.spec.shards
+        self._world, self.shard, self.shards = world, shard, world.spec.plan.topology.shards
         self.machine = world.cluster.machine_of_shard(shard)
         self.role = world.make_role(self)
         self.pause = Pause()

@@ -19,7 +19,7 @@ from torch import Tensor
 from syncline.dial import Course, Sync
 from syncline.engines.local.memory import Bell, Region
 from syncline.engines.local.server import Desk
-from syncline.engines.run import RunSpec
+from syncline.engines.run import RunSpec, Task
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.memory import part_bytes
 from syncline.engines.sim.turns import Workload
@@ -30,6 +30,8 @@ from syncline.table.layout import Layout, lay_out
 from syncline.table.shard import Shard
 from syncline.table.slot import private_slot
 from syncline.table.template import ELEMENTWISE, OptimizerTemplate
+from syncline.topology.parse import Servers
+from syncline.topology.plan import Plan
 from syncline.topology.servers import ServerRole
 
 SECONDS = 0.03  # of each measurement
@@ -56,7 +58,7 @@ class Draft:
         inner = make_optimizer(self.model, work.optimizer)
         groups = [group["params"] for group in inner.param_groups]
         cuttable = type(inner) in ELEMENTWISE
-        shards = shards_for(inner, shards, fixed=True)
+        shards = shards_for(inner, Servers(shards, True))
         self.layout, tensors = lay_out(self.model, groups, cuttable=cuttable, shards=shards)
         self.parameters: list[Tensor] = list(tensors.parameters)
         self.template = OptimizerTemplate.of(inner)
@@ -153,14 +155,8 @@ def decisions(work: Workload, sync: str, *, learners: int, steps: int, warm: boo
     `warm`: nobody computes on the shard's core meanwhile, and notes come together, as they do where a shard is busy.
     """
     spec = RunSpec(
-        function=_steps,
-        arguments=(work, steps, warm),
-        learners=learners,
-        course=Course.of(sync),
-        shards=1,
-        fixed_shards=True,
-        devices=("cpu",),
-        batch_size=work.batch_size,
+        task=Task(_steps, (work, steps, warm)),
+        plan=Plan(course=Course.of(sync), learners=learners, batch_size=work.batch_size),
     )
     with one_thread():
         world = World(spec, Cluster.equal())

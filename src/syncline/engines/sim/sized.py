@@ -194,13 +194,13 @@ class SizedWorld(World):
     on_update: OnUpdate | None = None
 
     def make_workshop(self, ways: Any) -> tuple[Any, str | None]:
-        return SizedShop(self.spec.arguments[0], self.spec.shards), None
+        return SizedShop(self.spec.task.arguments[0], self.spec.plan.topology.shards), None
 
     def make_table(self, layout: Layout) -> Any:
         return SizedTable(layout)
 
     def make_lane(self, layout: Layout) -> Any:
-        return SizedLane(max(2, self.spec.delay + 1))
+        return SizedLane(max(2, self.spec.plan.delay + 1))
 
     def make_role(self, port: ServerPort) -> ServerRole:
         return ServerRole(port, SizedReplay(port))

@@ -43,7 +43,7 @@ class TableEnd:
 
     def __init__(self, learner: Builtin) -> None:
         self._learner, self._shop = learner, learner.shop
-        self._turn(learner.config.sync)  # as of the last read
+        self._turn(learner.run_plan.course.first)  # as of the last read
         self.version = -1
         self._tickets = self._steps = self._locals = 0
         self._dial = -1
@@ -141,7 +141,7 @@ class TableEnd:
     def rest(self, upto: int) -> int:
         """Say that there is nothing to compute; the ticket with which to read afterwards."""
         number, flags = self._ticket(), 0
-        if self._learner.config.cuts:
+        if self._learner.run_plan.saving.cuts:
             self._lane.slots[0].write_states(self._learner.random_states())
             flags = STATES
         note = Note(Kind.REST, TABLE, number, loader=0, upto=upto, flags=flags)

@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from syncline.dial import Course
-from syncline.engines.run import EpochRecord, Event, Outcome, RunSpec
+from syncline.engines.run import EpochRecord, Event, Outcome, RunSpec, Task
 from syncline.engines.sim.account import LearnerTimes
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.collector import YOUNG, calm_collector
-from syncline.engines.sim.script import Script
+from syncline.engines.sim.script import Script, check_script
 from syncline.engines.sim.sized import OnUpdate, SizedPlan, SizedWorld, Sizes
 from syncline.engines.sim.timed_rings import Buckets, TimedRings, even_layers, run_rings
-from syncline.engines.sim.world import check_script
 from syncline.errors import UsageError
 from syncline.learn.session import check_batches, check_policy, check_whole
 from syncline.protocols.clocks import Staleness
-from syncline.topology.parse import AllReduce
+from syncline.topology.parse import AllReduce, Servers
+from syncline.topology.plan import Plan
 
 OBJECTS = 200  # that a learner has, at most
 
@@ -120,27 +120,26 @@ def time_run(
     check_policy(policy)
     for _, dial in course.dials:
         dial.check(learners, batch_size)
-    plan = SizedPlan(sizes=sizes, batch_size=batch_size, epochs=length.epochs, policy=policy)
+    sized = SizedPlan(sizes=sizes, batch_size=batch_size, epochs=length.epochs, policy=policy)
     spec = RunSpec(
-        function=time_run,
-        arguments=(plan,),
-        learners=learners,
-        course=course,
-        warm=warm,
-        shards=shards,
-        fixed_shards=True,
-        devices=("cpu",),
-        seed=seed,
-        batch_size=batch_size,
-        limit=length.steps,
-        epochs=length.epochs,
+        task=Task(time_run, (sized,)),
+        plan=Plan(
+            course=course,
+            learners=learners,
+            topology=Servers(shards, True),
+            seed=seed,
+            warm=warm,
+            batch_size=batch_size,
+            limit=length.steps,
+            epochs=length.epochs,
+        ),
     )
     _check_script(script or Script(()), spec)
     with calm_collector(max(YOUNG, OBJECTS * learners)):  # no tensors: what waits for it is small
         world = SizedWorld(spec, cluster, script=script, seed=seed)
         world.on_update = on_update
         if length.seconds is not None:
-            world.clock.at(length.seconds, world.coordinator.stop)
+            world.clock.at(length.seconds, world.ask_stop)
 
         def look() -> SoFar:
             epochs = world.servers[0].role.examples(0) / sizes.examples

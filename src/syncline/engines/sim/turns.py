@@ -24,11 +24,14 @@ from torch import Tensor, nn
 
 from syncline.dial import Course
 from syncline.engines.local.engine import Local
-from syncline.engines.run import Event, Handle, RunSpec
+from syncline.engines.run import Event, Handle, RunSpec, Task
 from syncline.errors import LostError, RunError, UsageError
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.session import Session
 from syncline.ports import Reading
+from syncline.protocols.lifecycle import Faults
+from syncline.topology.parse import Servers
+from syncline.topology.plan import Plan
 
 SETTLE = 0.02  # seconds until burners are at it
 LOOK = 0.25  # seconds between looks at whether the run has failed
@@ -113,16 +116,15 @@ class Stage:
         self._lost: list[str] = []
         self._run: Handle = Local().start(
             RunSpec(
-                function=_obey,
-                arguments=(player, str(folder)),
-                learners=processes,
-                course=Course.of(sync or "async"),
-                shards=shards if sync is not None else 1,
-                fixed_shards=fixed_shards,
-                devices=("cpu",) * processes,
+                task=Task(_obey, (player, str(folder))),
+                plan=Plan(
+                    course=Course.of(sync or "async"),
+                    learners=processes,
+                    topology=Servers(shards if sync is not None else 1, fixed_shards),
+                    batch_size=batch_size,
+                ),
                 threads=1,
-                batch_size=batch_size,
-                patience=None,
+                faults=Faults(patience=None),
                 listeners=(self._hear,),
             )
         )

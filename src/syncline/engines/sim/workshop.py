@@ -44,9 +44,9 @@ class Ways:
 
 def can_handle(spec: RunSpec) -> bool:
     """`train`'s own loop, over data that a ledger hands out, on one device."""
-    if spec.function is not run_training:
+    if spec.task.function is not run_training:
         return False
-    plan: Training = spec.arguments[0]
+    plan: Training = spec.task.arguments[0]
     return not isinstance(plan.data, IterableDataset) and len(set(spec.devices)) == 1
 
 
@@ -54,7 +54,7 @@ class Workshop:
     """One run's model and data, used by one learner at a time."""
 
     def __init__(self, spec: RunSpec) -> None:
-        (self.plan,), _ = copy_arguments((spec.arguments, {}))  # type: tuple[Training], Any
+        (self.plan,), _ = copy_arguments((spec.task.arguments, {}))  # type: tuple[Training], Any
         self.spec = spec
         self.computer: Computer = EachAlone(self)
         self.device = torch.device("cpu")  # of the table and its versions
@@ -75,7 +75,7 @@ class Workshop:
         if tried.reason is None:
             self.computer = Together(
                 task,
-                learners=self.spec.learners,
+                learners=self.spec.plan.learners,
                 draws=tried.draws,
                 convolutions=convolutions,
                 graphs=ways.graphs,
@@ -104,7 +104,7 @@ class Workshop:
             self.model,
             [group["params"] for group in inner.param_groups],
             cuttable=type(inner) in ELEMENTWISE,
-            shards=shards_for(inner, self.spec.shards, fixed=self.spec.fixed_shards),
+            shards=shards_for(inner, self.spec.plan.servers),
         )
 
     @property
@@ -148,7 +148,7 @@ class Workshop:
         order = self._orders.get(epoch)
         if order is None:
             order = self._orders[epoch] = epoch_order(
-                self.size, seed=self.spec.seed, epoch=epoch, policy=self.plan.policy, parts=parts
+                self.size, seed=self.spec.plan.seed, epoch=epoch, policy=self.plan.policy, parts=parts
             )
             while len(self._orders) > ORDERS_KEPT:
                 del self._orders[min(self._orders)]

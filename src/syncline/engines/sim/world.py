@@ -6,7 +6,7 @@ Everything that a process would do happens here in virtual time; sessions, roles
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync, as_sync
-from syncline.engines.record import Recorder, last_line
-from syncline.engines.recovery import Recovery
+from syncline.engines.record import Recorder
 from syncline.engines.run import Evaluate, Outcome, RunSpec
 from syncline.engines.script import Fault
 from syncline.engines.sim.account import LearnerTimes, Simulated
@@ -35,10 +34,11 @@ from syncline.engines.sim.script import Script
 from syncline.engines.sim.server import SimServer
 from syncline.engines.sim.states import OUTSIDE, Streams
 from syncline.engines.sim.workshop import Ways, Workshop, make_workshop
-from syncline.errors import DialError, LostError, RunError
+from syncline.engines.supervision import Crew, Supervision
+from syncline.errors import LostError, RunError
 from syncline.learn.training import Evaluation
 from syncline.ports import ServerPort
-from syncline.protocols.restarts import begins_anew
+from syncline.protocols.lifecycle import Hangs, Kill, Lifecycle
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.topology import messages as m
@@ -49,7 +49,7 @@ from syncline.topology.servers import ServerRole
 SAMPLES = 100  # statistics while the version doubles from here on; every version before
 
 
-class World:
+class World(Crew):
     """One simulated run."""
 
     def __init__(
@@ -86,24 +86,43 @@ class World:
         self.dials: dict[int, Sync] = {}
         self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._forgotten: Counter[int] = Counter()  # learner -> shards that have forgotten it
-        ids = {index + 1: rank for index, rank in enumerate(moment.ranks)}
-        self.folder = Folder(Path(spec.folder)) if spec.folder else None
-        self.coordinator = Coordinator(SimCoordinator(self), spec.plan(), ids, spec.restored)
-        self.servers = [SimServer(self, shard) for shard in range(spec.shards)]
+        lifecycle = Lifecycle(
+            spec.faults,
+            spec.plan.learners,
+            recovers=spec.storage.folder is not None,
+            saved=spec.storage.restored is not None,
+            rejoins=self.workshop is None,  # handlers have nothing to keep
+            ranks=moment.ranks,
+            last_rank=moment.last_rank,
+            returned=moment.returned,
+            losses=dict(moment.losses),
+        )
+        ids = dict(lifecycle.live)
+        self.folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
+        self.coordinator = Coordinator(SimCoordinator(self), spec.plan, ids, spec.storage.restored)
+        self.servers = [SimServer(self, shard) for shard in range(spec.plan.topology.shards)]
         self.recorder = Recorder(
             now=lambda: self.clock.now,
             evaluate=self._evaluate,
-            stop=self.coordinator.stop,
+            stop=self.ask_stop,
             layouts=lambda: {table: self.coordinator.layout(table) for table in self.coordinator.tables},
             callbacks=spec.callbacks,
             listeners=spec.listeners,
-            restored=spec.restored,
+            restored=spec.storage.restored,
         )
         if alone is not None:
             self.recorder.event(f"gradients are computed one at a time: {alone}", kind="alone")
         self.learners = {learner: self.make_learner(learner, rank) for learner, rank in ids.items()}
         self.live = dict(self.learners)
-        self.recovery = Recovery(self.folder, spec.restored)
+        self.supervision = Supervision(
+            lifecycle,
+            self,
+            self.coordinator,
+            self.recorder,
+            now=lambda: self.clock.now,
+            folder=self.folder,
+            start=spec.storage.restored,
+        )
         self._cut_asked = moment.cut_asked
         self._dying: dict[int, str] = {}  # learner -> why, of those whose loss is not noticed yet
         self._played = list(moment.played)
@@ -118,13 +137,12 @@ class World:
         outcome = self.recorder.outcome
         outcome.returned.update(dict.fromkeys(moment.returned))
         outcome.began = moment.seconds
-        self.recovery.restarts.learners.update(dict(moment.losses))
         if previous is not None:
             before = previous.recorder.outcome
             outcome.events, outcome.logs, outcome.began = before.events, before.logs, before.began
             outcome.returned = before.returned
             self.recorder.causes = previous.recorder.causes
-            self.commands, self.recovery = previous.commands, previous.recovery
+            self.commands = previous.commands
             self._before = previous.simulated()
             if self.watch is not None and previous.watch is not None:
                 self.watch.events, self.watch.most = previous.watch.events, previous.watch.most
@@ -139,10 +157,10 @@ class World:
     def make_table(self, layout: Layout) -> SimTable:
         shop = self.workshop
         device = shop.device if shop is not None else torch.device("cpu")
-        return SimTable(layout, self.spec.kept, device)
+        return SimTable(layout, self.spec.plan.kept, device)
 
     def make_lane(self, layout: Layout) -> SimLane | PromisedLane:
-        shop, slots = self.workshop, max(2, self.spec.delay + 1)
+        shop, slots = self.workshop, max(2, self.spec.plan.delay + 1)
         return SimLane(layout, slots) if shop is None else PromisedLane(shop.computer, slots)
 
     def make_role(self, port: ServerPort) -> ServerRole:
@@ -192,33 +210,57 @@ class World:
             for table in self.tables:
                 self.lanes.pop((table, learner), None)
 
-    # -- learners come and go ----------------------------------------------------------------------------
+    # -- the crew ----------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         self.recorder.error = self.recorder.error or error
 
+    def start_learner(self, learner: int, rank: int) -> None:
+        self.learners[learner] = self.live[learner] = self.make_learner(learner, rank)
+        self.soon(self.learners[learner].start)
+
+    def end_learner(self, learner: int) -> None:
+        self.live[learner].kill()
+
+    def forget_learner(self, learner: int) -> None:
+        del self.live[learner]
+
+    def kill_learner(self, learner: int, why: str) -> None:
+        self.kill(self.live[learner], why)
+
+    def tell_stop(self) -> None:
+        self.stopping = True
+        if self.watch is not None:
+            self.watch.stopped()
+        for learner in self.learners.values():
+            self.soon(learner.wake)
+
+    def finish(self) -> None:
+        """A message later, if nobody has taken the place of the last one."""
+        self.soon(lambda: self.coordinator.finish() if not self.live and not self._shards_dead() else None)
+
+    def renew_shards(self) -> None:
+        for server in self.servers:
+            server.dead = True
+        self._norms.clear()
+        if self.watch is not None:
+            self.watch.went_back()
+        if self.workshop is not None:
+            self.workshop, _ = self.make_workshop(self._ways)
+        self.servers = [SimServer(self, index) for index in range(self.spec.plan.topology.shards)]
+
+    # -- what happens to them ----------------------------------------------------------------------------
+
     def stop(self) -> None:
-        if not self.stopping:
-            self.stopping = True
-            if self.watch is not None:
-                self.watch.stopped()
-            for learner in self.learners.values():
-                self.soon(learner.wake)
+        """The coordinator wants learners to stop."""
+        self.supervision.stop()
 
     def returned(self, learner: SimLearner, value: Any) -> None:
         self.recorder.outcome.returned[learner.rank] = value
-        self._gone(learner, lost=False)
+        self.supervision.returned(learner.learner)
 
     def raised(self, learner: SimLearner, error: RunError) -> None:
-        if self.spec.on_error == "raise":
-            self.fail(error)
-            return
-        self.recorder.event(f"raised: {error}", learner.rank, kind="raised", learner=learner.learner)
-        self._gone(learner, lost=True)
-        if not self.live and not self.recorder.outcome.returned and not self.stopping:
-            self.fail(error)
-        else:
-            self.recorder.lost(learner.rank, f"raised {last_line(error)}", len(self.live))
+        self.supervision.raised(learner.learner, error)
 
     def kill(self, learner: SimLearner, why: str) -> None:
         """It ends now; the others hear of it after all that it sent."""
@@ -228,133 +270,37 @@ class World:
         self.clock.at(latest, lambda: self._lost(learner))
 
     def _lost(self, learner: SimLearner) -> None:
-        rank, why = learner.rank, self._dying.pop(learner.learner, None)
-        if why is None:
-            return
-        what = f"lost: {why}"
-        self.recorder.event(what, rank, kind="lost", learner=learner.learner)
-        self._gone(learner, lost=True)
-        if self.spec.replace and not self.stopping:
-            if self.recovery.restarts.learner_lost(rank, stepped=learner.stepped):
-                self.recorder.event("replaced", rank, kind="replaced")
-                self._begin(rank)
-                self.recorder.lost(rank, what, len(self.live), "another takes its place")
-                return
-            failures = self.recovery.restarts.learners[rank]
-            what = f"given up: {failures} in a row were lost before their first step"
-            self.recorder.event(what, rank, kind="given up")
-        if not self.live and not self.recorder.outcome.returned and not self.stopping:
-            self.fail(LostError(f"all learners are lost, the last was rank {rank}: {why}"))
-        else:
-            self.recorder.lost(rank, what, len(self.live))
+        why = self._dying.pop(learner.learner, None)
+        if why is not None:
+            self.supervision.lost(learner.learner, why, stepped=learner.stepped)
 
-    def _gone(self, learner: SimLearner, *, lost: bool) -> None:
-        self.live.pop(learner.learner, None)
-        unaware = self.coordinator.stale(learner.learner)
-        self.coordinator.leave(learner.learner, lost=lost)
-        if begins_anew(
-            unaware=unaware,
-            lost=lost,
-            others=bool(self.live),
-            stopping=self.stopping,
-            returned=bool(self.recorder.outcome.returned),
-            replace=self.spec.replace,
-        ):
-            self.recorder.event(
-                "learners begin anew: nobody was left to repeat what was lost", kind="begun anew"
-            )
-            anew = self._anew(range(self.spec.learners))
-            self.coordinator.begin_anew(anew)
-            self._start(anew)
-        if not self.live:
-            self.soon(self._finish)
-
-    def _finish(self) -> None:
-        if not self.live and not self._shards_dead():  # nobody has taken the place of the last one
-            self.coordinator.finish()
-
-    def add_learner(self) -> None:
-        """One more joins, now."""
-        if self.stopping or not self.live:
-            self.recorder.event("a learner not added: the run is ending", kind="refused")
-            return
-        rank = 1 + self._last_rank()
-        self.recorder.event("joined", rank, kind="joined")
-        self._begin(rank)
+    def _notice(self) -> None:
+        """Losses that nobody has noticed yet are noticed now."""
+        for learner in list(self._dying):
+            self._lost(self.learners[learner])
 
     def ask_stop(self) -> None:
-        self.coordinator.stop()
+        self.supervision.ask_stop()
 
     def ask_add(self, count: int) -> None:
-        for _ in range(count):
-            self.add_learner()
+        """They join now."""
+        self.supervision.add(count)
 
     def statistics(self) -> m.Statistics:
         return self.servers[0].role.statistics()
-
-    def _last_rank(self) -> int:
-        return max(self._began.last_rank, *(each.rank for each in self.learners.values()))
-
-    def _begin(self, rank: int) -> None:
-        (learner,) = anew = self._anew([rank])
-        self.coordinator.join(learner, rank)
-        self._start(anew)
-
-    def _anew(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Ids that were never used, for these ranks."""
-        first = 1 + max(self.learners)
-        return {first + index: rank for index, rank in enumerate(ranks)}
-
-    def _start(self, learners: Mapping[int, int]) -> None:
-        for learner, rank in learners.items():
-            self.learners[learner] = self.live[learner] = self.make_learner(learner, rank)
-            self.soon(self.learners[learner].start)
-
-    # -- lost shards -------------------------------------------------------------------------------------
 
     def _shards_dead(self) -> list[int]:
         return [server.shard for server in self.servers if server.dead]
 
     def lose_shard(self, shard: int) -> None:
-        """It does nothing from now on; that is noticed a message later."""
+        """It does nothing from now on; that is noticed a message later, after the losses before it."""
         if not self._shards_dead():
             self.soon(lambda: self._shard_lost(shard))
         self.servers[shard].dead = True
 
     def _shard_lost(self, shard: int) -> None:
-        """All shards go back to the last checkpoint together (S7); learners wait and go on."""
-        lost = f"shard {shard} was killed by the script"
-        self.recorder.event(lost, kind="shard lost", shard=shard)
-        if (refused := self.recovery.refuse(lost)) is not None:
-            raise refused
-        last = self.recovery.go_back(lost)
-        anew = self._replaced()
-        for server in self.servers:
-            server.dead = True
-        self._norms.clear()
-        if self.watch is not None:
-            self.watch.went_back()
-        self.servers = [SimServer(self, index) for index in range(self.spec.shards)]
-        self.recorder.go_back(last)
-        self.coordinator.recover(last, anew)
-        self._start(anew)
-        version = last.version if last else 0
-        what = f"recovered: all shards are back at version {version}"
-        self.recorder.event(what, kind="recovered", version=version)
-
-    def _replaced(self) -> dict[int, int]:
-        """Who begins anew with new shards: all where nobody is left, and handlers, which have nothing to keep."""
-        if not self.live:
-            return self._anew(range(self.spec.learners))
-        if self.workshop is None:
-            return {}
-        self.workshop, _ = self.make_workshop(self._ways)
-        running = [learner for learner in self.live.values() if not learner.dead]
-        for learner in running:
-            learner.kill()
-            del self.live[learner.learner]
-            self.coordinator.leave(learner.learner, lost=False)
-        return self._anew(learner.rank for learner in running)
+        self._notice()
+        self.supervision.shard_lost(f"shard {shard} was killed by the script", shard=shard)
 
     # -- exact checkpoints -------------------------------------------------------------------------------
 
@@ -362,19 +308,18 @@ class World:
         """The run goes on from the checkpoint that is being written, as a resumed one would."""
         if not self.exact or self.stopping or self.recorder.error is not None or self._shards_dead():
             return False
-        for learner in list(self._dying):  # whose loss belongs to this side of the checkpoint
-            self._lost(self.learners[learner])
+        self._notice()  # they belong to this side of the checkpoint
         return bool(self.live) and self.recorder.error is None
 
     def moment(self, *, exact: bool) -> Moment:
         """Where the run stands; not `exact`: all learners are to begin again."""
         return Moment(
-            learners=self.spec.learners,
+            learners=self.spec.plan.learners,
             seconds=self.clock.now,
             ranks=sorted(learner.rank for learner in self.live.values()) if exact else [],
-            last_rank=self._last_rank(),
+            last_rank=self.supervision.lifecycle.last_rank,
             returned=sorted(self.recorder.outcome.returned),
-            losses=sorted(self.recovery.restarts.learners.items()),
+            losses=sorted(self.supervision.lifecycle.losses.items()),
             cut_asked=self._cut_asked,
             played=list(self._played),
         )
@@ -390,12 +335,11 @@ class World:
         """One line of the script, now."""
         self._played.append(fault.text)
         if fault.action == "add":
-            for _ in range(fault.count):
-                self.add_learner()
+            self.ask_add(fault.count)
         elif fault.action == "change":
             self.change(as_sync(fault.dial))
         elif fault.action == "stop":
-            self.coordinator.stop()
+            self.ask_stop()
         elif fault.role == "shard":
             self._to_shard(fault)
         else:
@@ -430,16 +374,20 @@ class World:
 
     def _pause(self, learner: SimLearner, seconds: float) -> None:
         learner.pause.begin(self.clock.now, seconds)
-        patience = self.spec.patience
+        patience = self.spec.faults.patience
         if patience is not None and seconds > patience:
             self.clock.after(patience, lambda: self._hangs(learner, patience))
 
     def _hangs(self, learner: SimLearner, patience: float) -> None:
         if learner.dead or learner.fiber.done:
             return
-        self.recorder.event(f"hangs: not heard of for {patience:.1f} s", learner.rank, kind="hangs")
-        if self.spec.kill_hung:
-            self.kill(learner, f"patience of {patience:g} s is over")
+        hung = Hangs(patience, self.spec.faults.kill_hung)
+        decided = hung.decide(learner.learner, f"learner {learner.rank}", learner.rank, patience)
+        for decision in decided:
+            if isinstance(decision, Kill):
+                self.kill(learner, decision.why)
+            else:
+                self.recorder.say(decision)
 
     # -- the run -----------------------------------------------------------------------------------------
 
@@ -512,7 +460,7 @@ class World:
             self.recorder,
             self.clock.step,
             self.commands,
-            self.spec.cut_seconds,
+            self.spec.plan.saving.seconds,
         )
         while recorder.error is None and self.next is None and (self.live or not self._over()) and step():
             if self.watch is not None:
@@ -542,16 +490,3 @@ class World:
     def _over(self) -> bool:
         """All is done; a script's later lines, or the end of a pause, do not matter any more."""
         return not self.live and self.recorder.complete() and not self.coordinator.cutting
-
-
-def check_script(script: Script, spec: RunSpec) -> None:
-    """Dials that this run could not change to are refused before it starts."""
-    for fault in script.faults:
-        if fault.action == "change":
-            dial = as_sync(fault.dial)
-            dial.check(spec.learners, spec.batch_size)
-            if dial.delay > spec.delay:
-                raise DialError(
-                    f"script, '{fault.text}': {dial} keeps {dial.delay + 1} versions, this run was started to keep "
-                    f"{spec.delay + 1}"
-                )

@@ -21,7 +21,8 @@ from torch import Tensor
 from syncline.engines.record import learner_error, peer_record, said
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.torchrun.wire import TOKEN, Wire
-from syncline.errors import LostError, RunError
+from syncline.errors import RunError
+from syncline.protocols.lifecycle import alone
 from syncline.topology import messages as m
 from syncline.topology.keeper import Meet
 
@@ -195,12 +196,7 @@ class Clerk:
 
     def _lost(self, rank: int) -> None:
         self.recorder.event("lost: its connection ended", rank, kind="lost")
-        self._fail(
-            LostError(
-                f"learner {rank} is lost: its process ended without a word; under all-reduce the others cannot go on "
-                "without it"
-            )
-        )
+        self._fail(alone(f"learner {rank} is lost: its process ended without a word"))
 
     def _send(self, rank: int, message: Any) -> None:
         try:
@@ -242,7 +238,7 @@ class Clerk:
         if self.recorder.error is not None:
             return True
         complete = self.recorder.complete() and not self.keeper.cutting
-        return len(self._left) == self.spec.learners and complete
+        return len(self._left) == self.spec.plan.learners and complete
 
     def _end(self) -> None:
         """Tell everybody."""

@@ -309,9 +309,13 @@ class TorchrunHandle(Handle):
     def _arrive(self, line: Line) -> list[Arrival]:
         """All come with what they have; what one is refused, all are."""
         spec = self._spec
-        device = spec.peer(self._place.rank).device
-        kept = (spec.restored.version, spec.restored.seal) if spec.restored is not None else None
-        refused = str(spec.refused) if spec.refused is not None else ""
+        device = spec.seat(self._place.rank).device
+        kept = (
+            (spec.storage.restored.version, spec.storage.restored.seal)
+            if spec.storage.restored is not None
+            else None
+        )
+        refused = str(spec.storage.refused) if spec.storage.refused is not None else ""
         mine = Arrival(socket.gethostname(), device, refused, kept)
         arrived: list[Arrival] = line.ask(Meet("the start", mine))
         if problem := difference(arrived):
@@ -319,16 +323,16 @@ class TorchrunHandle(Handle):
         return arrived
 
     def _call(self, group: Group, line: Line) -> Outcome:
-        spec, config = self._spec, self._spec.peer(self._place.rank)
+        spec, config = self._spec, self._spec.seat(self._place.rank)
         if torch.device(config.device).type == "cuda":
             torch.cuda.set_device(config.device)
-        self._port = TorchrunPort(self._place, group, line, spec.folder)
+        self._port = TorchrunPort(self._place, group, line, spec.storage.folder)
         self._port.asked = lambda: self._stop
-        session = PeerSession(self._port, config, spec.restored)
+        session = PeerSession(self._port, config, spec.storage.restored)
         session.seed()
         value = None
         with contextlib.suppress(RunStopped):
-            value = spec.function(session, *map(_own, spec.arguments), **spec.keywords)
+            value = spec.task.function(session, *map(_own, spec.task.arguments), **spec.task.keywords)
         session.close()
         line.send(Left(value, line.calls, session.steps, self._signal if session.stopped else 0))
         outcome = line.end()

@@ -19,15 +19,19 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from syncline.dial import Course
-from syncline.engines.run import Outcome, RunSpec
+from syncline.engines.run import Outcome, RunSpec, Storage, Task
 from syncline.engines.script import parse_script
 from syncline.engines.sim.engine import Sim
 from syncline.engines.sim.hunt.case import Case
 from syncline.engines.sim.hunt.scratch import scratch
+from syncline.engines.sim.peers import PeerWorld
 from syncline.engines.sim.world import World
 from syncline.errors import InvariantError, LostError
 from syncline.learn.surface import Session
 from syncline.learn.training import Supervised, Training, run_training
+from syncline.protocols.lifecycle import Faults
+from syncline.topology.parse import Servers
+from syncline.topology.plan import Plan, Saving
 
 MOST_EVENTS = 60_000  # a run of the hunt has a few thousand
 WIDTH = 70  # parameters of a layer: two shards' worth of the smallest cut
@@ -96,8 +100,8 @@ def run(case: Case, *, check: bool = True) -> Outcome:
         return engine.run(_spec(case, folder), _bounded)
 
 
-def _bounded(world: World) -> None:
-    if world.watch is not None:
+def _bounded(world: World | PeerWorld) -> None:
+    if isinstance(world, World) and world.watch is not None:
         world.watch.most = MOST_EVENTS
 
 
@@ -113,24 +117,24 @@ def digest(outcome: Outcome) -> str:
 
 def _spec(case: Case, folder: str | None) -> RunSpec:
     return RunSpec(
-        function=run_training if case.loop == "train" else OWN_LOOPS[case.loop],
-        arguments=(_training(case) if case.loop == "train" else case,),
-        learners=case.learners,
-        course=Course.of(case.sync),
-        warm=case.warmstart,
-        shards=case.shards,
-        fixed_shards=True,
-        devices=("cpu",),
-        seed=case.seed,
+        task=Task(run_training, (_training(case),))
+        if case.loop == "train"
+        else Task(OWN_LOOPS[case.loop], (case,)),
+        plan=Plan(
+            course=Course.of(case.sync),
+            learners=case.learners,
+            topology=Servers(case.shards, True),
+            seed=case.seed,
+            warm=case.warmstart,
+            batch_size=case.batch_size,
+            limit=case.steps,
+            epochs=case.epochs if case.loop in ("train", "own") and case.steps is None else None,
+            clip_norm=0.5 if case.clip else None,
+            saving=Saving(cuts=folder is not None, every=case.checkpoint_every),
+        ),
         threads=1,
-        batch_size=case.batch_size,
-        limit=case.steps,
-        epochs=case.epochs if case.loop in ("train", "own") and case.steps is None else None,
-        clip_norm=0.5 if case.clip else None,
-        replace=case.replace,
-        patience=None,
-        folder=folder,
-        cut_every=case.checkpoint_every,
+        faults=Faults(replace=case.replace, patience=None),
+        storage=Storage(folder),
     )
 
 

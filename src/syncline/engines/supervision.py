@@ -1,0 +1,171 @@
+"""Carries out what a run's lifecycle decides, the same for every engine with a coordinator: on its crew, its record, its checkpoints.
+
+Not responsible for deciding (`protocols.lifecycle`), nor for how learners and shards are started and ended (the engine's `Crew`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from syncline.engines.record import Recorder
+from syncline.errors import LostError
+from syncline.protocols import lifecycle as life
+from syncline.table.checkpoints import CheckpointError, Folder, find
+from syncline.topology.coordinator import Coordinator
+from syncline.topology.restore import Restored, restored
+
+
+class Crew(ABC):
+    """The learners and shards of a run, real or simulated."""
+
+    @abstractmethod
+    def start_learner(self, learner: int, rank: int) -> None: ...
+
+    @abstractmethod
+    def end_learner(self, learner: int) -> None:
+        """At once, and nobody is to notice."""
+
+    @abstractmethod
+    def forget_learner(self, learner: int) -> None:
+        """It is gone: nothing of it is needed any more."""
+
+    @abstractmethod
+    def kill_learner(self, learner: int, why: str) -> None:
+        """Its loss will be noticed."""
+
+    @abstractmethod
+    def tell_stop(self) -> None:
+        """Learners leave after their step."""
+
+    @abstractmethod
+    def renew_shards(self) -> None:
+        """The old ones end, and new ones know nothing."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """All learners have left: the coordinator finishes, soon."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None: ...
+
+
+class Supervision:
+    """One run's lifecycle and those that it decides about."""
+
+    def __init__(
+        self,
+        lifecycle: life.Lifecycle,
+        crew: Crew,
+        coordinator: Coordinator,
+        recorder: Recorder,
+        *,
+        now: Callable[[], float],
+        folder: Folder | None,
+        start: Restored | None,
+    ) -> None:
+        self.lifecycle, self._crew = lifecycle, crew
+        self._coordinator, self._recorder, self._now = coordinator, recorder, now
+        self._folder, self._start = folder, start
+        self._last: Path | None = None  # checkpoint
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def returned(self, learner: int) -> None:
+        self._carry_out(self.lifecycle.returned(learner, unaware=self._coordinator.stale(learner)))
+
+    def raised(self, learner: int, error: BaseException) -> None:
+        self._carry_out(self.lifecycle.raised(learner, error, unaware=self._coordinator.stale(learner)))
+
+    def lost(self, learner: int, why: str, *, stepped: bool, **details: Any) -> None:
+        unaware = self._coordinator.stale(learner)
+        self._carry_out(self.lifecycle.lost(learner, why, stepped=stepped, unaware=unaware, details=details))
+
+    def shard_lost(self, lost: str, **details: Any) -> None:
+        self._carry_out(self.lifecycle.shard_lost(lost, self._now(), details))
+
+    def checkpointed(self, path: Path) -> None:
+        self._last = path
+        self.lifecycle.checkpointed()
+
+    def add(self, count: int) -> None:
+        self._carry_out(self.lifecycle.add(count))
+
+    def ask_stop(self) -> None:
+        self._carry_out(self.lifecycle.ask_stop(self._now()))
+
+    def stop(self) -> None:
+        """The coordinator wants learners to stop."""
+        self._carry_out(self.lifecycle.stop(self._now()))
+
+    def tick(self) -> None:
+        self._carry_out(self.lifecycle.tick(self._now()))
+
+    # -- decisions ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, decisions: Iterable[life.Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case life.StartLearner(learner, rank):
+                    self._coordinator.join(learner, rank)
+                    self._crew.start_learner(learner, rank)
+                case life.BeginAnew(learners):
+                    self._coordinator.begin_anew(learners)
+                    self._start_all(learners)
+                case life.Leave(learner, lost):
+                    self._coordinator.leave(learner, lost=lost)
+                    self._crew.forget_learner(learner)
+                case life.GoBack():
+                    self._go_back(decision)
+                case life.PrepareStop():
+                    self._coordinator.stop()
+                case life.StopLearners():
+                    self._crew.tell_stop()
+                case life.Kill(learner, why):
+                    self._crew.kill_learner(learner, why)
+                case life.Finish():
+                    self._crew.finish()
+                case life.Fail(error):
+                    self._crew.fail(error)
+                case _:
+                    self._recorder.say(decision)
+
+    def _start_all(self, learners: Mapping[int, int]) -> None:
+        for learner, rank in learners.items():
+            self._crew.start_learner(learner, rank)
+
+    def _go_back(self, decision: life.GoBack) -> None:
+        began = self._now()
+        for learner in decision.ended:
+            self._crew.end_learner(learner)
+            self._coordinator.leave(learner, lost=False)
+            self._crew.forget_learner(learner)
+        self._crew.renew_shards()
+        try:
+            last = self._last_good(decision.lost)
+        except LostError as error:
+            self._carry_out(self.lifecycle.fail(error))
+            return
+        self._recorder.go_back(last)
+        self._coordinator.recover(last, decision.learners)
+        self._start_all(decision.learners)
+        version = last.version if last else 0
+        anew = ", and all learners begin anew" if decision.start else ""
+        self._recorder.event(
+            f"recovered: all shards are back at version {version}{anew}",
+            kind="recovered",
+            version=version,
+            seconds_taken=self._now() - began,
+        )
+
+    def _last_good(self, lost: str) -> Restored | None:
+        """The state that new shards begin with; None: that of the start."""
+        assert self._folder is not None
+        try:
+            last = restored(find(self._last)) if self._last else self._start
+        except CheckpointError as error:
+            raise LostError(f"{lost}, and the last checkpoint cannot be read: {error}") from error
+        self._folder.prepare()  # removes what was being written
+        return last

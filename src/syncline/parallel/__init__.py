@@ -1,0 +1,8 @@
+"""Models cut over the processes of a group: windows of arrays, moves between them, layers by type (C4, D1, S4)."""
+
+from syncline.parallel.module import Part, Partitioned, partition
+from syncline.parallel.move import Group, Move
+from syncline.parallel.rules import Want, layer
+from syncline.parallel.windows import Box
+
+__all__ = ["Box", "Group", "Move", "Part", "Partitioned", "Want", "layer", "partition"]

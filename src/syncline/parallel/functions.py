@@ -1,0 +1,267 @@
+"""Functions and methods between layers: which of them keep what dimensions, so that none is wrong on a slice.
+
+What is not in these lists is computed whole by every process, from everything: right, if slow. What draws random
+numbers is refused by name. Not responsible for layers: `layers` is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from syncline.parallel.aligned import Aligned, Along, Reshape, broadcast, keeping, share_of_mean
+from syncline.parallel.rules import Call, Local, Rule, Spread, Want, along, whole
+from syncline.parallel.windows import Box
+
+
+def _words(text: str) -> set[str]:
+    return set(text.split())
+
+
+ELEMENTWISE = _words(
+    "add sub rsub mul div truediv true_divide floordiv floor_divide mod remainder fmod pow neg pos abs exp expm1 log log2 log10 "
+    "log1p sqrt rsqrt square reciprocal sigmoid tanh sin cos tan asin acos atan atan2 sinh cosh erf erfc erfinv relu relu6 "
+    "leaky_relu elu selu celu gelu silu mish hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink softplus softsign "
+    "logsigmoid threshold clamp clamp_min clamp_max clip sign floor ceil round trunc frac maximum minimum where eq ne lt le gt ge "
+    "logical_and logical_or logical_not logical_xor and_ or_ xor invert isnan isinf isfinite nan_to_num lerp addcmul addcdiv "
+    "masked_fill to float double half bfloat16 int long bool type type_as cpu cuda detach clone contiguous zeros_like ones_like "
+    "full_like empty_like identity requires_grad_"
+)
+PER_EXAMPLE = _words(
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
+    "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d lp_pool1d lp_pool2d interpolate pad "
+    "embedding group_norm instance_norm local_response_norm unfold fold pixel_shuffle pixel_unshuffle one_hot "
+    "scaled_dot_product_attention grid_sample affine_grid"
+)
+RANDOM = _words(
+    "rand_like randn_like randint_like bernoulli multinomial normal poisson rrelu gumbel_softmax alpha_dropout "
+    "feature_alpha_dropout dropout1d dropout2d dropout3d normal_ uniform_ random_ bernoulli_ exponential_"
+)
+RESHAPES = _words("reshape view flatten unflatten unsqueeze squeeze")
+VIEWS = RESHAPES | _words("transpose permute t getitem chunk split unbind narrow select expand detach")
+IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ipow"}
+
+
+def name_of(target: Any) -> str | None:
+    """What a function is called, if it is torch's or Python's own, or a tensor's method."""
+    if isinstance(target, str):
+        return target
+    name = getattr(target, "__name__", "")
+    homes = (operator, torch, F, torch.special, torch._C._nn, torch.Tensor, torch.linalg)
+    return name if any(getattr(home, name, None) is target for home in homes if name) else None
+
+
+def _dims(position: int, name: str = "dim", default: Any = None) -> Callable[[Call], Sequence[int]]:
+    """The dimensions a function works on; None means all of them."""
+
+    def found(call: Call) -> Sequence[int]:
+        dim = call.argument(position, name, default)
+        if dim is None or isinstance(dim, bool):
+            return tuple(range(len(call.inputs[0].shape)))
+        return (dim,) if isinstance(dim, int) else tuple(dim)
+
+    return found
+
+
+def _several(call: Call) -> Sequence[int]:
+    """Dimensions one after the other, or in a tuple."""
+    dims = call.args[1:] if len(call.args) > 1 else (call.kwargs["dims"],)
+    found: Sequence[int] = dims[0] if isinstance(dims[0], tuple | list) else dims
+    return found
+
+
+def _permuted(call: Call) -> list[Along]:
+    order = _several(call)
+    return [tuple(dim % len(order) for dim in order)]
+
+
+def _transposed(call: Call) -> list[Along]:
+    rank = len(call.inputs[0].shape)
+    order = list(range(rank))
+    if rank > 1:
+        one, two = (call.argument(1, "dim0", 0) % rank, call.argument(2, "dim1", 1) % rank)
+        order[one], order[two] = two, one
+    return [tuple(order)]
+
+
+def _stacked(call: Call) -> list[Along]:
+    rank = len(call.outputs[0].shape)
+    dim = call.argument(1, "dim", 0) % rank
+    return [tuple(None if at == dim else at - (at > dim) for at in range(rank))] * len(call.inputs)
+
+
+def _indexed(call: Call) -> list[Along]:
+    """x[index], where no tensor is in the index."""
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    used = sum(item is not None and item is not Ellipsis for item in index)
+    rank, dims, at = len(call.inputs[0].shape), list[int | None](), 0
+    for item in (*index, *(() if Ellipsis in index else (Ellipsis,))):
+        if item is None:
+            dims.append(None)
+        elif item is Ellipsis:
+            dims += range(at, at + rank - used)
+            at += rank - used
+        else:
+            dims += [at if item == slice(None) else None] if isinstance(item, slice) else []
+            at += 1
+    return [tuple(dims)]
+
+
+def _multiplied(call: Call) -> list[Along]:
+    """a @ b: rows of a, columns of b, and what stands before them."""
+    rank, result = len(call.outputs[0].shape), []
+    ranks = [len(array.shape) for array in call.inputs]
+    for number, own in enumerate(ranks[:2]):
+        dims: list[int | None] = [at - rank + own if at >= rank - own else None for at in range(rank)]
+        if min(ranks[:2]) > 1:
+            dims[-1 - (number == 1)] = None  # the columns of a, the rows of b: summed
+        else:
+            dims = [at if number == 0 and own > 1 and at < own - 1 else None for at in range(rank)]
+        result.append(tuple(dims))
+    return result
+
+
+def _linear(call: Call) -> list[Along]:
+    rank = len(call.outputs[0].shape)
+    own: list[Along] = [(*range(rank - 1), None)]
+    return own + [(None,) * rank] * (len(call.inputs) - 1)
+
+
+def _einsum(call: Call) -> list[Along]:
+    text = str(call.args[0]).replace(" ", "")
+    reads, arrow, writes = text.partition("->")
+    if not arrow or "." in text or len(reads.split(",")) != len(call.inputs):
+        return [(None,) * len(call.outputs[0].shape)] * len(call.inputs)
+    return [tuple(term.index(c) if term.count(c) == 1 else None for c in writes) for term in reads.split(",")]
+
+
+def _examples(call: Call) -> list[Along]:
+    """Nothing but the examples is known to go along, and those only where they are expected."""
+    out, rank = call.outputs[0].batch, len(call.outputs[0].shape)
+    first = call.inputs[0]
+    last = len(first.shape) - 2 if name_of(call.target) == "scaled_dot_product_attention" else 1
+    fine = name_of(call.target) in ("embedding", "one_hot", "pad") or (first.batch or 0) < last
+    return [tuple(array.batch if at == out and fine else None for at in range(rank)) for array in call.inputs]
+
+
+class Cat(Aligned):
+    """Where the joined dimension is cut, a window of the result is made of a window of each input."""
+
+    def place(self, call: Call) -> list[Spread]:
+        leader, dim = call.leader(), self._dim(call)
+        if leader is not None and call.way in (None, call.spreads[leader].way):
+            spread, size = call.spreads[leader], call.inputs[leader].shape[dim]
+            if call.spreads[leader].way == "model" and any(
+                box.spans[dim] != (0, size) for box in spread.boxes
+            ):
+                return [along(call, call.outputs[0], dim)]
+        return super().place(call)
+
+    def wants(self, call: Call, outs: Sequence[Spread], rank: int) -> list[Want]:
+        window, dim, start, found = outs[0].boxes[rank], self._dim(call), 0, []
+        for array in call.inputs:
+            size = array.shape[dim]
+            low, high = (min(max(place - start, 0), size) for place in window.spans[dim])
+            found.append(Want(window.replaced(dim, (low, high))))
+            start += size
+        return found
+
+    def _dim(self, call: Call) -> int:
+        dim: int = call.argument(1, "dim", 0)
+        return dim % len(call.outputs[0].shape)
+
+
+class Whole(Rule):
+    """Not known: everybody computes all of it from everything."""
+
+    def place(self, call: Call) -> list[Spread]:
+        if call.way is not None:
+            raise call.refuse(f"cannot be cut as {call.way!r}: it is not known what it does")
+        return [whole(array, call.parts) for array in call.outputs]
+
+
+def dropped(
+    kind: Any, local: Local, x: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any
+) -> torch.Tensor:
+    """Dropout with random numbers of this window's own."""
+    return drop(local, x, p, local.window) if training else x
+
+
+def drop(
+    local: Local, x: torch.Tensor, p: float, window: Box, shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    if p == 0:
+        return x
+    if p >= 1:
+        return x * 0.0
+    noise = torch.rand(shape or x.shape, generator=local.generator(x.device, window), device=x.device)
+    return x * (noise >= p).to(x.dtype).div_(1 - p)
+
+
+def _reduction(**more: Any) -> Aligned:
+    return Aligned(keeping(_dims(1)), **more)
+
+
+_OTHERS: dict[str, Rule] = {
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logsumexp"), Aligned(keeping(_dims(1)))
+    ),
+    **dict.fromkeys(
+        ("amax", "amin", "prod", "std", "var", "any", "all", "argmax", "argmin", "max", "min", "median"),
+        _reduction(),
+    ),
+    **dict.fromkeys(("sort", "argsort"), Aligned(keeping(_dims(1, default=-1)))),
+    **dict.fromkeys(("chunk", "split", "tensor_split"), Aligned(keeping(_dims(2, default=0)))),
+    **dict.fromkeys(("unbind", "narrow", "select"), Aligned(keeping(_dims(1, default=0)))),
+    **dict.fromkeys(("cat", "concat", "concatenate"), Cat(keeping(_dims(1, default=0)))),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t"), Aligned(_transposed)),
+    **dict.fromkeys(("matmul", "bmm", "mm", "mv"), Aligned(_multiplied)),
+    "sum": _reduction(sums=True),
+    "mean": _reduction(sums=True, compute=share_of_mean),
+    "norm": Aligned(keeping(_dims(2))),
+    "topk": Aligned(keeping(_dims(2, default=-1))),
+    "normalize": Aligned(keeping(_dims(2, default=1))),
+    "flip": Aligned(keeping(_several)),
+    "layer_norm": Aligned(
+        keeping(lambda call: [-1 - at for at in range(len(call.argument(1, "normalized_shape")))])
+    ),
+    "permute": Aligned(_permuted),
+    "stack": Aligned(_stacked),
+    "linear": Aligned(_linear),
+    "einsum": Aligned(_einsum),
+    "dropout": Aligned(broadcast, dropped),
+}
+
+
+def function_rule(call: Call) -> Rule:
+    """For a function or method; the first input is a tensor."""
+    name = name_of(call.target)
+    if name in RANDOM or call.kwargs.get("dropout_p"):
+        raise call.refuse(
+            f"draws random numbers ({name}), others in every process: use nn.Dropout or a layer of your own"
+        )
+    if name == "batch_norm":
+        raise call.refuse(
+            "normalises by the examples at hand, and changes buffers: use nn.BatchNorm1d, 2d or 3d"
+        )
+    if name == "getitem":
+        plain = all(
+            item is None or item is Ellipsis or type(item) in (int, slice) for item in _flat(call.args[1])
+        )
+        return Aligned(_indexed) if plain else Whole()
+    known = {name, (name or "").removesuffix("_")} & (ELEMENTWISE | IN_PLACE)
+    if known or (name in ("max", "min") and len(call.inputs) == 2):
+        return Aligned(broadcast)
+    if name in RESHAPES and not isinstance(call.argument(1, "dtype"), torch.dtype):
+        return Reshape()
+    if name in PER_EXAMPLE:
+        return Aligned(_examples)
+    return _OTHERS.get(name or "", Whole())
+
+
+def _flat(index: Any) -> Sequence[Any]:
+    return index if isinstance(index, tuple) else (index,)

@@ -1,0 +1,310 @@
+"""The partitioned model: an nn.Module with the names of the whole one, its slices of the parameters, and its program.
+
+Every process of a group makes one from the same model and plan, and calls it with the same whole batch. Results are
+whole in every process, so that any loss is that of the whole batch. Not responsible for updating parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from syncline.errors import UsageError
+from syncline.parallel import layers, recurrent  # noqa: F401  (their rules)
+from syncline.parallel.check import compare
+from syncline.parallel.functions import name_of
+from syncline.parallel.move import Group
+from syncline.parallel.program import Program
+from syncline.parallel.rules import rule_of
+from syncline.parallel.trace import skeleton, trace
+from syncline.parallel.windows import Box, Shape
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which boxes of a whole model's tensor each rank holds, one after the other."""
+
+    shape: Shape
+    boxes: tuple[tuple[Box, ...], ...]
+
+    @property
+    def replicated(self) -> bool:
+        """Every rank holds all of it; gradients are then parts of a sum."""
+        return all(boxes == (Box.whole(self.shape),) for boxes in self.boxes)
+
+    def take(self, rank: int, tensor: Tensor) -> Tensor:
+        """A rank's part of the whole tensor, as a copy."""
+        base = Box.whole(self.shape)
+        parts = [tensor[box.inside(base)] for box in self.boxes[rank]]
+        return torch.cat(parts, self._dim(rank)) if len(parts) > 1 else parts[0].clone()
+
+    def put(self, rank: int, tensor: Tensor, local: Tensor) -> None:
+        """Write a rank's part into the whole tensor."""
+        base, boxes = Box.whole(self.shape), self.boxes[rank]
+        dim = self._dim(rank)
+        sizes = [box.shape[dim] for box in boxes] if len(boxes) > 1 else []
+        for box, part in zip(boxes, local.split(sizes, dim) if sizes else (local,), strict=True):
+            tensor[box.inside(base)] = part
+
+    def local_shape(self, rank: int) -> Shape:
+        boxes, dim = self.boxes[rank], self._dim(rank)
+        return (
+            boxes[0].replaced(dim, (0, sum(box.shape[dim] for box in boxes))).shape
+            if len(boxes) > 1
+            else boxes[0].shape
+        )
+
+    def _dim(self, rank: int) -> int:
+        """Where boxes lie one after the other: the dimension in which they differ."""
+        boxes = self.boxes[rank]
+        spans = [{box.spans[dim] for box in boxes} for dim in range(len(self.shape))]
+        return next((dim for dim, found in enumerate(spans) if len(found) > 1), 0)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether the tracer looks inside no further."""
+    torchs = type(module).__module__.startswith("torch.nn") and not isinstance(module, CONTAINERS)
+    return rule_of(module) is not None or torchs
+
+
+class Partitioned(nn.Module):
+    """This process's part of a model.
+
+    `plan` maps layers, or patterns of their names, to "data", "model", "spatial" or "rows"; layers without parameters
+    go on as what they read was cut, others are data-parallel. `example` is an input, or a tuple of several; only shapes
+    matter, and other batch sizes may follow. `grid` are rows and columns of processes for "spatial". With `check` the
+    first call compares results and gradients with the whole model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Any,
+        example: Any,
+        group: Any = None,
+        *,
+        grid: tuple[int, int] | None = None,
+        batch_dim: int = 0,
+        seed: int = 0,
+        check: bool = False,
+    ) -> None:
+        super().__init__()
+        self.group = group if isinstance(group, Group) else Group(group)
+        self.choices = choices_of(plan, model, self.group.size)
+        self._grid, self._batch_dim, self._seed, self._step = grid, batch_dim, seed, 0
+        self._skeleton = (skeleton(model),)  # in a tuple, so that it is no part of this module
+        self._whole = (model,) if check else None
+        self._signature = inspect.signature(model.forward)
+        self._programs: dict[Any, Program] = {}
+        self.training = model.training
+        program = self._program(*arguments_of(example))
+        program.check_examples()
+        self.parts = self._parts_of(model, program)
+        self._take_over(model)
+
+    # -- parameters ----------------------------------------------------------------------------------------
+
+    def _parts_of(self, model: nn.Module, program: Program) -> dict[str, Part]:
+        """By the whole model's names, parameters and buffers."""
+        by_rank = [program.slices(rank) for rank in range(self.group.size)]
+        found: dict[str, Part] = {}
+        holders: dict[int, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for name, tensor in (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ):
+                full = f"{path}.{name}" if path else name
+                boxes = tuple(_slices_for(slices, full) or (Box.whole(tensor.shape),) for slices in by_rank)
+                found[full] = Part(tuple(tensor.shape), boxes)
+                other = holders.setdefault(id(tensor), full)
+                if found[other] != found[full]:
+                    used = {full: _used(program, full), other: _used(program, other)}
+                    if all(used.values()):
+                        raise UsageError(
+                            f"{full!r} and {other!r} are one tensor, but cut in different ways: give their layers one way"
+                        )
+                    found[full] = found[other] = found[full] if used[full] else found[other]
+        return found
+
+    def _take_over(self, model: nn.Module) -> None:
+        """The model's structure with this process's slices; tensors that were shared stay shared."""
+        memo: dict[int, Any] = {}
+        named = [*model.named_parameters(), *model.named_buffers()]
+        for name, tensor in named:
+            part = self.parts[name]
+            if tensor.is_meta:
+                local = torch.empty(part.local_shape(self.group.rank), dtype=tensor.dtype)
+            else:
+                local = part.take(self.group.rank, tensor.detach())
+            memo[id(tensor)] = (
+                nn.Parameter(local, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
+            )
+        mine = copy.deepcopy(model, memo)
+        for held in ("_modules", "_parameters", "_buffers"):
+            for name, value in getattr(mine, held).items():
+                if hasattr(self, name):
+                    raise UsageError(
+                        f"the model has a {name!r}, as a partitioned model has: give it another name"
+                    )
+                getattr(self, held)[name] = value
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take this process's slices of a whole model's state."""
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        if missing := sorted(own.keys() - state.keys()):
+            raise UsageError(
+                f"the state lacks {missing[0]!r}{' and others' if len(missing) > 1 else ''}: it is of another model"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(self.parts[name].take(self.group.rank, state[name]))
+
+    def gather(self, *, gradients: bool = False) -> dict[str, Tensor]:
+        """The whole model's tensors by name, or their (reduced) gradients, in every process; all of the group call it."""
+        found, rank = {}, self.group.rank
+        buffers = () if gradients else self.named_buffers()
+        for name, tensor in (*self.named_parameters(), *buffers):
+            part, local = self.parts[name], tensor.grad if gradients else tensor.detach()
+            result = torch.zeros(part.shape, dtype=tensor.dtype, device=tensor.device)
+            if local is not None and part.boxes.index(part.boxes[rank]) == rank:  # of copies, the first
+                part.put(rank, result, local)
+            found[name] = self.group.add(result)
+        return found
+
+    def reduce_gradients(self) -> None:
+        """Add up the gradients of what every process holds; those of slices are whole already."""
+        shared = [p for name, p in self.named_parameters() if self.parts[name].replicated and p.requires_grad]
+        for dtype in {p.dtype for p in shared}:
+            some = [p for p in shared if p.dtype == dtype]
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in some])
+            for p, piece in zip(some, self.group.add(flat).split([p.numel() for p in some]), strict=True):
+                p.grad = piece.view_as(p).clone()
+
+    # -- computing -----------------------------------------------------------------------------------------
+
+    def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
+        (whole,) = self._skeleton
+        modes = {name: module.training for name, module in self.named_modules()} if self._programs else {}
+        for name, module in whole.named_modules():
+            module.training = modes.get(name, module.training)
+        shapes = pytree.tree_map_only(
+            Tensor, lambda t: (tuple(t.shape), t.dtype, t.device), (tuple(args), dict(kwargs))
+        )
+        key = (str(shapes), tuple(module.training for module in whole.modules()))
+        if key not in self._programs:
+            traced = trace(whole, args, kwargs, leaf=is_layer, batch_dim=self._batch_dim)
+            program = Program(traced, whole, self.choices, self.group, self._grid)
+            if self._programs:
+                self._check_slices(program)
+            self._programs[key] = program
+        return self._programs[key]
+
+    def _check_slices(self, program: Program) -> None:
+        for path, slices in program.slices(self.group.rank).items():
+            for name, boxes in slices.items():
+                part = self.parts.get(f"{path}.{name}")
+                if part is not None and part.boxes[self.group.rank] != boxes:
+                    raise UsageError(
+                        f"layer {path!r} needs other slices of {name!r} than it was made with: partition the model in the mode, and "
+                        "for the sizes, in which it is used"
+                    )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._whole is not None:
+            (model,), self._whole = self._whole, None
+            compare(self, model, args, kwargs)
+        self._step += self.training
+        return self.run(args, kwargs)
+
+    def drops(self, args: Any, kwargs: Any) -> bool:
+        """Whether a function of forward's drops something, in this mode."""
+        return any(name_of(step.call.target) == "dropout" for step in self._program(args, kwargs).steps)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """`forward` without a check, as part of the same step."""
+        program = self._program(args, kwargs)
+        bound = self._signature.bind(*args, **kwargs).arguments
+        inputs: dict[str, Any] = {f"placeholder {name}": value for name, value in bound.items()}
+        for name, _ in program.inputs:
+            kind, _, target = name.partition(" ")
+            if kind == "get_attr":
+                inputs[name] = _found(self, self._skeleton[0], target)
+        return program.run(self, inputs, seed=self._seed, step=self._step)
+
+
+def _slices_for(by_layer: Mapping[str, Mapping[str, tuple[Box, ...]]], name: str) -> tuple[Box, ...] | None:
+    """A tensor's boxes, named by its own layer or by one above it."""
+    parts = name.split(".")
+    for cut in range(len(parts)):
+        boxes = by_layer.get(".".join(parts[:cut]), {}).get(".".join(parts[cut:]))
+        if boxes is not None:
+            return boxes
+    return None
+
+
+def _used(program: Program, name: str) -> bool:
+    return any(step.path is not None and name.startswith(f"{step.path}.") for step in program.steps)
+
+
+def _found(module: nn.Module, other: nn.Module, path: str) -> Any:
+    """A parameter or buffer of this process, or a constant of the trace."""
+    for root in (module, other):
+        value: Any = root
+        for part in path.split("."):
+            value = getattr(value, part, None)
+        if isinstance(value, Tensor) and not value.is_meta:
+            return value
+    raise UsageError(f"{path!r} has no value in this process")
+
+
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An input, several in a tuple, or named ones in a mapping."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+def choices_of(plan: Any, model: nn.Module, size: int) -> dict[str, str]:
+    """Of a Plan, which has to be for this model and group, of a mapping, or of the word "data"."""
+    choices = getattr(plan, "choices", plan)
+    if getattr(plan, "group", size) != size:
+        raise UsageError(f"the plan is for a group of {plan.group}, this one has {size}")
+    modules = dict(model.named_modules())
+    for name, count in getattr(plan, "layers", {}).items():
+        module = modules.get(name.partition("#")[0])
+        held = sum(p.numel() for p in module.parameters()) if module is not None else 0
+        if count != held:
+            raise UsageError(
+                f"the plan is for another model: its layer {name!r} has {count:,} parameters, here it has {held:,}"
+            )
+    if choices in (None, "data"):
+        return {}
+    if not isinstance(choices, Mapping):
+        raise UsageError(f"a plan maps layers to ways, as {{'fc*': 'model'}}, or is 'data'; got {plan!r}")
+    return dict(choices)
+
+
+def partition(
+    model: nn.Module, plan: Any, example: Any = None, group: Any = None, **options: Any
+) -> Partitioned:
+    """This process's part of a model, for training and inference; options as of `Partitioned`.
+
+    A Plan knows the shapes of its example. Without a group: torch's default one if there is one.
+    """
+    example = getattr(plan, "example", None) if example is None else example
+    if example is None:
+        raise UsageError("partition: give an example of the model's input, or a Plan, which knows its own")
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    return Partitioned(model, plan, example, group, **options)

@@ -1,0 +1,232 @@
+"""The layers of a model as a planner sees them: what they hold and make, how each can be cut, what passes between them.
+
+Layers and functions that only go on as what they read was cut belong to the ways between; what joins several arrays is
+a unit of its own. Not responsible for prices: `costs` is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from syncline.errors import UsageError
+from syncline.nn.block_local import BlockLocal2d
+from syncline.parallel.aligned import Aligned, Reshape
+from syncline.parallel.module import arguments_of, is_layer
+from syncline.parallel.move import Group
+from syncline.parallel.program import Program, Slot, Step
+from syncline.parallel.rules import Call, Spread, holds, whole
+from syncline.parallel.trace import Array, skeleton, trace
+from syncline.parallel.windows import Box, Route, route
+
+
+@dataclass(slots=True, kw_only=True)
+class Unit:
+    """One layer, or a function that joins arrays. A layer with parameters that is called several times is one unit."""
+
+    name: str
+    parameters: int
+    steps: list[Step] = field(default_factory=list)
+    features: int = 0  # numbers of its results, for one example
+    work: float = 0.0  # multiplications for the whole batch, or numbers made, whichever is more
+    beside: int = 0  # bytes of what follows it, for the whole batch
+    ways: dict[str, list[list[Spread]]] = field(
+        default_factory=dict
+    )  # how its results lie, by call and result
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """From a call's result over functions that follow to a call's input; unit -1 is the model's result."""
+
+    source: tuple[int, int, int]  # unit, call, result
+    made: Array
+    chain: tuple[Step, ...]
+    read: Array
+    target: tuple[int, int, int]  # unit, call, input
+
+
+class LayerGraph:
+    """Of a model for a batch like the example, over so many processes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        group: int,
+        *,
+        grid: tuple[int, int] | None = None,
+        batch_dim: int = 0,
+    ) -> None:
+        shapes, (args, kwargs) = skeleton(model), arguments_of(example)
+        traced = trace(shapes, args, kwargs, leaf=is_layer, batch_dim=batch_dim)
+        self.group, self.batch = group, traced.batch
+        planned = Group()
+        planned.size = group
+        program = Program(traced, shapes, {}, planned, grid)
+        self._makers = {id(slot): (step, at) for step in program.steps for at, slot in enumerate(step.outs)}
+        self.units: list[Unit] = []
+        self._calls: dict[int, tuple[int, int]] = {}  # by id of a step: unit, call
+        self.links: list[Link] = []
+        for step in program.steps:
+            if _follows(step):
+                self._count(step)
+            else:
+                self._add(step)
+        results = {id(slot): slot for slot in pytree.tree_leaves(program.result) if isinstance(slot, Slot)}
+        for slot in results.values():
+            self._connect(slot, (-1, 0, 0))
+
+    def _add(self, step: Step) -> None:
+        count = sum(p.numel() for p in step.call.module.parameters()) if step.call.module is not None else 0
+        name = step.path if step.path is not None and count else step.call.name
+        index = next((i for i, unit in enumerate(self.units) if unit.name == name), len(self.units))
+        if index == len(self.units):
+            self.units.append(Unit(name=name, parameters=count))
+        unit = self.units[index]
+        for at, (slot, _) in enumerate(step.reads):
+            self._connect(slot, (index, len(unit.steps), at))
+        self._calls[id(step)] = (index, len(unit.steps))
+        unit.steps.append(step)
+        unit.features += sum(math.prod(array.shape) for array in step.call.outputs) // self.batch
+        unit.work += _work(step.call, count)
+
+    def _count(self, step: Step) -> None:
+        source, _, _ = self._back(_main(step))
+        if source is not None:
+            self.units[source[0]].beside += sum(_bytes(slot.array, slot.array.shape) for slot in step.outs)
+
+    def _connect(self, slot: Slot, target: tuple[int, int, int]) -> None:
+        source, made, chain = self._back(slot)
+        if source is not None:
+            self.links.append(Link(source, made, chain, slot.array, target))
+
+    def _back(self, slot: Slot) -> tuple[tuple[int, int, int] | None, Array, tuple[Step, ...]]:
+        """Where an array comes from, over what follows; None for inputs and parameters."""
+        chain: list[Step] = []
+        while id(slot) in self._makers:
+            step, at = self._makers[id(slot)]
+            if id(step) in self._calls:
+                return (*self._calls[id(step)], at), slot.array, tuple(reversed(chain))
+            chain.append(step)
+            slot = _main(step)
+        return None, slot.array, ()
+
+    def find_ways(self, ways: Sequence[str]) -> None:
+        """How each unit can be cut."""
+        for unit in self.units:
+            for way in ways:
+                try:
+                    found = [step.rule.place(replace(step.call, way=way)) for step in unit.steps]
+                except UsageError:
+                    continue
+                if way == "data" or any(spread.way != "data" for each in found for spread in each):
+                    unit.ways[way] = found
+            if self.batch < self.group and len(unit.ways) > 1:
+                del unit.ways["data"]
+            elif self.batch < self.group and unit.parameters:
+                raise UsageError(
+                    f"layer {unit.name!r} is cut by examples alone: {self.batch} of them are less than a group of {self.group}"
+                )
+
+    # -- what moves ----------------------------------------------------------------------------------------
+
+    def routes(self, link: Link, way: str, other: str) -> list[tuple[Route, int]]:
+        """The moves of a link and its bytes a number, its ends being cut in these ways."""
+        unit, call, result = link.source
+        spread, array, found = self.units[unit].ways[way][call][result], link.made, []
+        for step in link.chain:
+            at = next(i for i, (slot, _) in enumerate(step.reads) if slot is _main(step))
+            spreads = [spread if i == at else whole(a, self.group) for i, a in enumerate(step.call.inputs)]
+            now = replace(step.call, spreads=spreads)
+            outs = step.rule.place(now)
+            wants = [step.rule.wants(now, outs, rank)[at].box for rank in range(self.group)]
+            found.append(_route(array, spread, wants))
+            spread, array = outs[0], step.outs[0].array
+        unit, call, at = link.target
+        wants = [Box.whole(link.read.shape)] * self.group
+        if unit >= 0:
+            step, outs = self.units[unit].steps[call], self.units[unit].ways[other][call]
+            wants = [step.rule.wants(step.call, outs, rank)[at].box for rank in range(self.group)]
+        return [*found, _route(array, spread, wants)]
+
+    # -- what is held --------------------------------------------------------------------------------------
+
+    def held(self, unit: Unit, way: str) -> tuple[int, int, bool]:
+        """Bytes of parameters and of activations in the fullest process; whether all of them hold all parameters."""
+        parameters, activations = [0] * self.group, unit.beside // self.group
+        for number, (step, outs) in enumerate(zip(unit.steps, unit.ways[way], strict=True)):
+            kept = [0] * self.group
+            for rank in range(self.group):
+                kept[rank] += sum(
+                    _bytes(slot.array, s.boxes[rank].shape) for slot, s in zip(step.outs, outs, strict=True)
+                )
+                if way != "data":  # what is cut by examples is read where it lies
+                    wants = step.rule.wants(step.call, outs, rank)
+                    kept[rank] += sum(
+                        _bytes(a, w.box.shape) for a, w in zip(step.call.inputs, wants, strict=True)
+                    )
+                if number == 0 and step.call.module is not None:
+                    slices = step.rule.slices(step.call, outs, rank)
+                    for name, p in step.call.module.named_parameters():
+                        count = sum(box.size for box in slices[name]) if name in slices else p.numel()
+                        parameters[rank] += count * p.element_size()
+            activations += max(kept)
+        module = unit.steps[0].call.module
+        whole_size = (
+            sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0
+        )
+        return max(parameters), activations, min(parameters) == whole_size
+
+    def memory(self, unit: Unit, way: str, states: int) -> float:
+        """Bytes in the fullest process: weights, gradients, the optimizer's states, and what backward needs."""
+        parameters, activations, _ = self.held(unit, way)
+        return float((2 + states) * parameters + activations)
+
+    def share(self, unit: Unit, way: str) -> float:
+        """Of a unit's work, what the busiest process does."""
+        first = unit.ways[way][0][0]
+        largest = max(box.size for box in first.boxes)
+        return (
+            1 / self.group if first.sums else largest / max(1, math.prod(unit.steps[0].outs[0].array.shape))
+        )
+
+
+def _follows(step: Step) -> bool:
+    """It is cut as what it reads was, and holds nothing."""
+    module = step.call.module
+    if module is None:
+        return sum(slot.array.batch is not None for slot, _ in step.reads) <= 1
+    return isinstance(step.rule, Aligned | Reshape) and not holds(module) and not list(module.buffers())
+
+
+def _main(step: Step) -> Slot:
+    """The input that a following step follows."""
+    slots = [slot for slot, _ in step.reads]
+    return next((slot for slot in slots if slot.array.batch is not None), slots[0])
+
+
+def _route(array: Array, spread: Spread, wants: Sequence[Box]) -> tuple[Route, int]:
+    found = route(array.shape, [[box] for box in spread.boxes], [[box] for box in wants], sums=spread.sums)
+    return found, array.dtype.itemsize
+
+
+def _bytes(array: Array, shape: Sequence[int]) -> int:
+    return math.prod(shape) * array.dtype.itemsize
+
+
+def _work(call: Call, parameters: int) -> float:
+    """Every weight is used once for each place of a result; those of blocks once for each example."""
+    made = sum(math.prod(array.shape) for array in call.outputs)
+    if not parameters or call.module is None or isinstance(call.module, nn.Embedding):
+        return float(made)
+    if isinstance(call.module, BlockLocal2d):
+        return float(parameters * call.batch)
+    first = call.outputs[0].shape
+    weights = sum(p.numel() for p in call.module.parameters() if p.dim() > 1)
+    return float(max(made, weights * math.prod(first) // max(1, first[1] if len(first) == 4 else first[-1])))

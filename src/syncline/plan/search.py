@@ -1,0 +1,275 @@
+"""`plan(model, example, cluster, group)`: the cheapest way to cut every layer, as a record to print, save and edit.
+
+Not responsible for cutting: `parallel` takes `plan.choices`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from syncline.errors import UsageError
+from syncline.parallel.module import arguments_of
+from syncline.parallel.program import chosen
+from syncline.plan.costs import Measured, Price, Singa
+from syncline.plan.elimination import cheapest
+from syncline.plan.graph import LayerGraph
+
+HEADS = ("layer", "choice", "parameters", "bytes", "seconds", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A layer in the way it is cut: bytes that move for it in one step, all processes; seconds; bytes held by each."""
+
+    layer: str
+    choice: str
+    parameters: int
+    features: int
+    bytes: float
+    seconds: float
+    memory: float
+
+
+@dataclass(slots=True)
+class Plan:
+    """How each layer is cut over a group. `choices` may be edited."""
+
+    choices: dict[str, str]
+    rows: tuple[Row, ...]
+    group: int
+    workers: int
+    batch: int  # of a group
+    costs: str
+    inputs: tuple[
+        tuple[str, tuple[int, ...], str], ...
+    ] = ()  # of the model: name ("" by place), shape, dtype
+
+    @property
+    def example(self) -> Any:
+        """What the model reads, as shapes; None where that is more than tensors."""
+        made = [
+            (name, torch.empty(shape, dtype=getattr(torch, kind), device="meta"))
+            for name, shape, kind in self.inputs
+        ]
+        return dict(made) if made and made[0][0] else tuple(tensor for _, tensor in made) if made else None
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """Parameters by layer: what the model has to have."""
+        return {row.layer: row.parameters for row in self.rows}
+
+    @property
+    def bytes(self) -> float:
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        return sum(row.seconds for row in self.rows)
+
+    @property
+    def memory(self) -> float:
+        return sum(row.memory for row in self.rows)
+
+    def __str__(self) -> str:
+        count = sum(row.parameters for row in self.rows)
+        rows = [*self.rows, Row("all", "", count, 0, self.bytes, self.seconds, self.memory)]
+        lines = [HEADS, *(_cells(row, self.choices.get(row.layer, row.choice)) for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        groups = f"{self.workers // self.group} groups" if self.workers > self.group else "a group"
+        head = f"{groups} of {self.group}, {self.batch} examples each, costs {self.costs}"
+        return "\n".join([head, *(_aligned(line, widths) for line in lines)])
+
+    def save(self, file: Path | str) -> None:
+        Path(file).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, file: Path | str) -> Plan:
+        try:
+            record = json.loads(Path(file).read_text(encoding="utf-8"))
+            rows = tuple(Row(**row) for row in record["rows"])
+            inputs = tuple((name, tuple(shape), kind) for name, shape, kind in record.get("inputs", ()))
+            return cls(**{**record, "rows": rows, "inputs": inputs})
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{file} is no plan: {error}") from error
+
+
+def _cells(row: Row, choice: str) -> tuple[str, ...]:
+    numbers = (f"{row.parameters:,}", f"{row.bytes:,.0f}", f"{row.seconds:.6f}", f"{row.memory:,.0f}")
+    return (row.layer, choice, *numbers)
+
+
+def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
+    texts, numbers = list(zip(cells, widths, strict=True))[:2], list(zip(cells, widths, strict=True))[2:]
+    return "  ".join(
+        [text.ljust(width) for text, width in texts] + [text.rjust(width) for text, width in numbers]
+    )
+
+
+def plan(
+    model: nn.Module,
+    example: Any,
+    cluster: Any = None,
+    group: int | None = None,
+    *,
+    workers: int | None = None,
+    costs: str | None = None,
+    compute: Mapping[str, float] | None = None,
+    memory: float = math.inf,
+    given: Mapping[str, str] | None = None,
+    local_update: bool = True,
+    states: int = 1,
+    grid: tuple[int, int] | None = None,
+    batch_dim: int = 0,
+) -> Plan:
+    """The cheapest plan for a group of processes, exactly.
+
+    `example` is a mini-batch of all `workers` (of one group if that is not given); without `group` every size that
+    divides the workers is tried. `costs="singa"` counts floats (S4); "measured" are seconds on the `cluster`, with
+    `compute` seconds of each layer for the group's batch (see `measure`), else the cluster's own by the layers' work.
+    `memory` limits each process, with so many `states` of the optimizer. `given` choices, names or patterns, stay.
+    """
+    if isinstance(cluster, str):
+        raise UsageError(f"plan: the cluster is a record: Cluster.parse({cluster!r})")
+    everybody = workers or group or _cores(cluster)
+    if everybody is None:
+        raise UsageError(
+            "plan: say group= (processes that hold one model) or workers= (all, and the best group is found)"
+        )
+    costs = costs or ("singa" if cluster is None else "measured")
+    if costs not in ("singa", "measured") or (costs == "measured" and cluster is None):
+        raise UsageError(
+            f"plan: costs are 'singa', or 'measured' with a cluster; got {costs!r} and cluster {cluster!r}"
+        )
+    sizes = [size for size in range(1, everybody + 1) if everybody % size == 0 and group in (None, size)]
+    if not sizes:
+        raise UsageError(f"plan: group is a whole number that divides the {everybody} workers, got {group!r}")
+    found, errors = [], []
+    for size in sizes:
+        try:
+            dealt = _dealt(example, size, everybody, batch_dim)
+            graph = LayerGraph(model, dealt, size, grid=grid, batch_dim=batch_dim)
+            prices: Any = Singa(graph, everybody, local_update)
+            if costs == "measured":
+                prices = Measured(graph, everybody, local_update, cluster, compute)
+            graph.find_ways(prices.ways)
+            _keep(graph, given or {})
+            cost, best = _cheapest(graph, prices, memory, states, everybody, costs)
+            found.append((cost, replace(best, inputs=_inputs(dealt))))
+        except UsageError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def _cores(cluster: Any) -> int | None:
+    """Of a cluster that is one machine."""
+    alone = cluster is not None and cluster.learners_per_machine is None
+    return cluster.cores if alone else None
+
+
+def _inputs(example: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Shapes by name or place, where the model reads tensors only."""
+    args, kwargs = arguments_of(example)
+    pairs = [*(("", value) for value in args), *kwargs.items()]
+    if not all(isinstance(value, Tensor) for _, value in pairs):
+        return ()
+    return tuple((name, tuple(value.shape), str(value.dtype).split(".")[1]) for name, value in pairs)
+
+
+def _dealt(example: Any, group: int, workers: int, dim: int) -> Any:
+    """A group's part of the mini-batch, as shapes."""
+    if group == workers:
+        return example
+    batch = next(leaf.shape[dim] for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
+    if batch * group % workers:
+        raise UsageError(f"plan: a mini-batch of {batch} cannot be dealt to {workers // group} groups")
+
+    def part(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        if len(shape) > dim and shape[dim] == batch:
+            shape[dim] = batch * group // workers
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    return pytree.tree_map_only(Tensor, part, example)
+
+
+def _keep(graph: LayerGraph, given: Mapping[str, str]) -> None:
+    """Leave given choices as the only ones."""
+    names = [unit.name for unit in graph.units]
+    for name, way in chosen(given, names, names).items():
+        unit = graph.units[names.index(name)]
+        if way not in unit.ways:
+            for step in unit.steps:
+                step.rule.place(replace(step.call, way=way))  # says why it cannot
+            raise UsageError(
+                f"plan: {name!r} cannot be cut as {way!r} with these costs, but as {', '.join(unit.ways)}"
+            )
+        unit.ways = {way: unit.ways[way]}
+
+
+def _cheapest(
+    graph: LayerGraph, prices: Any, limit: float, states: int, workers: int, costs: str
+) -> tuple[float, Plan]:
+    """Cost and plan. Moves are counted with the layer that reads, those of the result with the layer that makes it."""
+    ways = [list(unit.ways) for unit in graph.units]
+    own = [[prices.unit(unit, way) for way in unit.ways] for unit in graph.units]
+    memory = [[graph.memory(unit, way, states) for way in unit.ways] for unit in graph.units]
+    rows = [[price.cost for price in each] for each in own]
+    pairs: dict[tuple[int, int], list[list[float]]] = {}
+    tables: list[list[list[Price]]] = []
+    for link in graph.links:
+        others = ways[link.target[0]] if link.target[0] >= 0 else [""]
+        tables.append([[prices.link(link, way, other) for other in others] for way in ways[link.source[0]]])
+        _add(
+            link.source[0], link.target[0], [[price.cost for price in row] for row in tables[-1]], rows, pairs
+        )
+    best = cheapest(rows, pairs, memory, limit)
+    if best is None:
+        raise UsageError(
+            f"plan: a process needs at least {sum(map(min, memory)):,.0f} bytes with {graph.group} in the group, the limit is "
+            f"{limit:,.0f}: take a larger group, a smaller batch, or an optimizer with fewer states"
+        )
+    shown = [[own[i][choice]] for i, choice in enumerate(best)]
+    for link, table in zip(graph.links, tables, strict=True):
+        a, b = link.source[0], link.target[0]
+        shown[b if b >= 0 else a].append(table[best[a]][best[b] if b >= 0 else 0])
+    made = []
+    for i, unit in enumerate(graph.units):
+        moved, seconds = sum(price.bytes for price in shown[i]), sum(price.seconds for price in shown[i])
+        made.append(
+            Row(
+                unit.name,
+                ways[i][best[i]],
+                unit.parameters,
+                unit.features,
+                moved,
+                seconds,
+                memory[i][best[i]],
+            )
+        )
+    cost = sum(price.cost for each in shown for price in each)
+    choices = {row.layer: row.choice for row in made}
+    return cost, Plan(choices, tuple(made), graph.group, workers, graph.batch, costs)
+
+
+def _add(
+    a: int, b: int, table: list[list[float]], rows: Any, pairs: dict[tuple[int, int], list[list[float]]]
+) -> None:
+    """To the pair's table; a link of a unit with itself, or to the result, is the unit's own cost."""
+    if b < 0 or a == b:
+        rows[a] = [cost + table[i][0 if b < 0 else i] for i, cost in enumerate(rows[a])]
+        return
+    if (b, a) in pairs:
+        a, b, table = b, a, [list(column) for column in zip(*table, strict=True)]
+    held = pairs.get((a, b), [[0.0] * len(row) for row in table])
+    pairs[a, b] = [[x + y for x, y in zip(*each, strict=True)] for each in zip(held, table, strict=True)]
