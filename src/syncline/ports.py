@@ -1,6 +1,6 @@
 """The seam: all that sessions and roles may ask of an engine.
 
-Small notes go one way in order, bulk data lies in slots and weights, waiting is for monotone counters.
+Small messages go one way in order; bulk is published and read. Each piece of memory has one owner.
 An engine implements these classes (`local`: processes and shared memory; `sim`: virtual time); nothing above opens a socket,
 maps memory or reads a clock by itself.
 """
@@ -9,15 +9,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import IntEnum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncline.table.layout import Layout
+from syncline.table.memory import WRITTEN as WRITTEN
+from syncline.table.memory import VersionMemory as VersionMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from syncline.dial import Sync
+    from syncline.messages.log import Entry, Fold, Take
+    from syncline.messages.to_leader import Gradient, Put, ToLeader
+    from syncline.messages.to_learners import Opened
 
-Layout = Any  # table.layout.Layout and table.slot.Slot: the table stands above the ports
 Slot = Any
 
 
@@ -31,97 +36,6 @@ class PeerLost(BaseException):
 
 class Reset(BaseException):
     """The servers were started anew: whatever was asked of the old ones is void, the learner rejoins."""
-
-
-class Kind(IntEnum):
-    """What a note or a log entry says."""
-
-    # a learner to the leading shard
-    GRADIENT = 1  # one gradient lies in a slot
-    ASK = 2  # one more batch of this epoch
-    USED = 3  # batches up to here belong to the next gradient
-    CLOSE = 4  # left a loader's epoch early
-    REST = 5  # waits for data: lockstep quorums need not wait for it
-    PUT = 6  # parameters lie in a slot, to become global
-    STATE = 7  # wants the optimizer's state
-    LOAD = 8  # a new optimizer state lies ready at the coordinator
-    FETCH = 9  # wants the newest weights without publishing
-    FAREWELL = 10  # its function is over: its random states lie in a slot
-    BLOCKED = 11  # does nothing until its portion of this number is there
-    MEET = 12  # waits in a meeting, and does nothing until it is over
-    AWAIT = 13  # does nothing until what it fetches is there
-    ENDED = 14  # its stream's epoch ends after so many batches
-    # the leading shard to the others
-    TAKE = 20
-    FOLD = 21
-    RELEASE = 22
-    SNAPSHOT = 23
-    FINISH = 24
-    LEAVE = 25
-    CHANGE = 26  # another dial
-    CUT = 27  # a checkpoint of the table as it is now
-
-
-SILENT = 1  # the learner goes on without a reading
-STATES = 2  # its random states lie in the slot
-KEEP = 1  # in a reading: a checkpoint follows, the next gradient brings the learner's random states
-DROPPED = 2  # in a reading: its last gradient is in no update, the slot is free already
-
-
-GRADIENT = int(Kind.GRADIENT)  # an enum's member takes longer to look up, and this is on every step's path
-
-
-class Note(NamedTuple):
-    """What a learner tells the leading shard; fixed size, in order."""
-
-    kind: int
-    table: int = 0
-    number: int = 0  # ticket: counts what this learner sent to this table
-    stamp: int = 0
-    step: int = 0
-    examples: int = 0
-    slot: int = 0
-    serial: int = 0  # of the group options in the slot
-    full: int = 1  # every parameter has a gradient
-    loader: int = -1
-    upto: int = 0  # batches of that loader used so far; for ASK the epoch
-    flags: int = 0  # SILENT, STATES
-    loss: float = float("nan")  # or something that `float` reads later, where no ring of words carries it
-
-
-def gradient_note(
-    table: int,
-    number: int,
-    stamp: int,
-    step: int,
-    usage: tuple[int, int, int],
-    slot: tuple[int, int, bool],
-    flags: int,
-    loss: Any,
-) -> Note:
-    """Of a gradient that lies in a slot; `usage` is (examples, loader, upto), `slot` (its index, serial, full)."""
-    (examples, loader, upto), (index, serial, full) = usage, slot
-    return Note(
-        GRADIENT, table, number, stamp, step, examples, index, serial, full, loader, upto, flags, loss
-    )
-
-
-class Entry(NamedTuple):
-    """One decision of the leading shard, as the others replay it."""
-
-    kind: int
-    table: int = 0
-    learner: int = 0
-    number: int = 0
-    slot: int = 0
-    serial: int = 0
-    full: int = 1  # of a release: 0 without a reading, 2 with the version that the learner has
-    examples: int = 0
-    rank: int = 0
-    iteration: int = 0
-    version: int = 0
-    alone: int = 0
-    factor: float = 1.0  # of a fold's rate; of a taken gradient in the mean
 
 
 class Portion(NamedTuple):
@@ -145,36 +59,46 @@ class Reading(NamedTuple):
 
     version: int
     dial: int = 0  # the number of the dial in force
-    flags: int = 0  # KEEP, DROPPED
+    keep: bool = False  # a checkpoint follows: the next gradient brings the learner's random states
+    delivered: bool = False  # that version was sent to the learner, which was overtaken
 
 
-class TableLink(ABC):
+@dataclass(slots=True, eq=False)
+class Draft:
+    """Where a learner puts what it publishes: one tensor per parameter, one per buffer."""
+
+    gradients: list[Tensor]
+    buffers: list[Tensor]
+    place: Any  # the engine's own
+
+
+class TablePort(ABC):
     """A learner's end of one table."""
 
     layout: Layout
-    slots: Sequence[Slot]
     buffers: Sequence[Tensor]  # first values of the model's buffers, and of its other tensors
     others: Sequence[Tensor]
 
     @abstractmethod
-    def weights(self, version: int, sync: Sync) -> list[Tensor]:
-        """One view per parameter of the version that was released; stable until the next publish."""
+    def draft(self, *, block: bool = True) -> Draft | None:
+        """The learner's from here on until it is published; None if none is free, unless it waits for one."""
 
     @abstractmethod
-    def released(self, number: int) -> Reading | None:
-        """What to read, once all shards have released this ticket."""
+    def publish(
+        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+    ) -> None:
+        """With the group options as text and, where the gradient is not full, which parameters have one."""
 
     @abstractmethod
-    def wait(self, number: int) -> Reading:
-        """Block until all shards have released this ticket; raises what the coordinator has to say meanwhile."""
+    def wait(self, number: int, *, block: bool = True) -> Reading | None:
+        """What to read, once all shards have released this ticket; raises what the coordinator has to say meanwhile."""
 
     @abstractmethod
-    def free(self, number: int) -> bool:
-        """The slot that this ticket was published with may be used again."""
+    def read(self, reading: Reading, into: list[Tensor]) -> int | None:
+        """Copy the version that was released, or where that is gone a newer one, into the parameters; which one it is.
 
-    @abstractmethod
-    def wait_free(self, number: int) -> None:
-        """Block until it may; raises what the coordinator has to say meanwhile."""
+        None: it was overtaken again and again, and wants one delivered. Without parameters it only says that it has read.
+        """
 
 
 class LearnerPort(ABC):
@@ -184,51 +108,32 @@ class LearnerPort(ABC):
     rank: int
 
     @abstractmethod
-    def now(self) -> float: ...
-
-    @abstractmethod
     def spend(self, examples: int) -> None:
         """The computation of one gradient is done; only a simulated clock cares."""
-
-    @abstractmethod
-    def post(self, note: Note, *, ring: bool = True) -> None:
-        """Tell the leading shard, in order; without `ring` it may read it with the next note."""
-
-    @abstractmethod
-    def ring(self) -> None:
-        """Make the leading shard read what was posted."""
-
-    @abstractmethod
-    def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
-        """The portion of that number, if it is there; waits for it with `block`."""
-
-    @abstractmethod
-    def request(self, message: Any) -> Any:
-        """Ask the coordinator and wait for its answer."""
 
     @abstractmethod
     def tell(self, message: Any) -> None:
         """Tell the coordinator."""
 
     @abstractmethod
+    def ask(self, message: Any) -> Any:
+        """Ask the coordinator and wait for its answer; raises what is refused."""
+
+    @abstractmethod
+    def post(self, message: ToLeader, *, later: bool = False) -> None:
+        """Tell the leading shard, in order; `later`: it may be read with the next."""
+
+    @abstractmethod
+    def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
+        """The portion of that number, if it is there; waits for it with `block`."""
+
+    @abstractmethod
+    def open(self, opened: Opened) -> TablePort:
+        """The learner's end of the table that the coordinator's answer describes."""
+
+    @abstractmethod
     def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Where to write a new table's first parameters, buffers and other tensors."""
-
-    @abstractmethod
-    def pin(self, link: TableLink) -> None:
-        """Lock the link's memory for copies to and from a GPU."""
-
-    @abstractmethod
-    def attach(self, opened: Any) -> TableLink:
-        """The table that the coordinator's answer describes."""
-
-    @abstractmethod
-    def rejoin(self, tables: int, loaders: int) -> list[Any]:
-        """After a `Reset`: the tables that are open, as `attach` takes them."""
-
-    @abstractmethod
-    def dial(self, number: int) -> Sync:
-        """The dial of that number."""
 
     @abstractmethod
     def stopping(self) -> bool:
@@ -246,19 +151,16 @@ class ServerPort(ABC):
         """The leading shard's decision, for the others to replay."""
 
     @abstractmethod
-    def weights(self, table: int) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Segments of the whole table: the newest version, and the older ones that are kept."""
+    def memory(self, table: int) -> VersionMemory:
+        """For this shard's part; the first place has the values to begin with."""
 
     @abstractmethod
-    def slot(self, table: int, learner: int, index: int) -> Slot: ...
-
-    @abstractmethod
-    def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
-        """Where this learner's copy of a version goes; None where there is nothing to copy."""
+    def slot(self, table: int, learner: int, number: int) -> Slot:
+        """Where the draft of this ticket lies."""
 
     @abstractmethod
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
-        """Let it go on and read; without a reading only its slot is free."""
+        """Let it go on and read what the memory of this table offers; without a reading: the draft of this ticket is free."""
 
     @abstractmethod
     def grant(self, learner: int, portion: Portion) -> None: ...
@@ -268,7 +170,7 @@ class ServerPort(ABC):
         """Tell the other shards; when all have, each gets a `Norms` event."""
 
     @abstractmethod
-    def spend(self, kind: int, table: int, times: int = 1) -> None:
+    def spend(self, kind: type[Take | Fold], table: int, times: int = 1) -> None:
         """Work on this shard's part of a table: gradients taken into a mean, or a fold; only a simulated clock cares."""
 
     @abstractmethod
@@ -311,10 +213,6 @@ class CoordinatorPort(ABC):
     @abstractmethod
     def tell_shards(self, message: Any) -> None:
         """All shards, the leading one last: what it decides upon, the others know already."""
-
-    @abstractmethod
-    def add_dial(self, number: int, sync: Sync) -> None:
-        """Make a dial known to learners, before anybody can name it."""
 
     @abstractmethod
     def reset_learners(self) -> None:

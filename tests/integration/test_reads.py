@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 import syncline as sl
-from syncline.table.shard import Shard
+from syncline.engines.sim.server import SimServer
 from tests.integration.small_runs import launched
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -56,16 +56,45 @@ def test_a_learner_copies_a_version_once(engine: str) -> None:
     assert result.returned[0] == [(0, False), (1, True), (1, False), (2, True), (2, False), (3, True)]
 
 
-def test_shards_copy_a_version_once_to_each_learner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same code in processes; here it can be looked at."""
-    read, copied = Shard.read, list[tuple[int, int]]()
+def test_shards_send_a_version_once_to_each_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one machine learners copy for themselves; where they are not, it is sent."""
+    send, sent = SimServer._sent, list[tuple[int, int]]()
 
-    def spy(self: Shard, version: int, into: Any) -> None:
-        copied.append((version, into[0].data_ptr()))
-        read(self, version, into)
+    def spy(self: SimServer, table: int, lane: Any, version: int) -> Any:
+        sent.append((version, id(lane)))
+        return send(self, table, lane, version)
 
-    monkeypatch.setattr(Shard, "read", spy)
+    monkeypatch.setattr(SimServer, "_sent", spy)
     result = launched(copies_of, learners=2, sync="softsync:1", engine="sim")
     assert result.version == STEPS // 2 and len(result.returned[0]) == STEPS
-    assert len(copied) == len(set(copied)), copied
-    assert {version for version, _ in copied} == {0, 1, 2, 3}
+    assert len(sent) == len(set(sent)), sent
+    assert {version for version, _ in sent} == {0, 1, 2, 3}
+
+
+def overtaken(session: sl.Session) -> tuple[int, list[torch.Tensor]]:
+    """Every second read finds no version that is whole, and one is delivered."""
+    from syncline.engines.local import learner
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(50, 40), nn.Linear(40, 1))
+    optimizer = session.optimizer(model, partial(SGD, lr=0.01, momentum=0.9))
+    found = 0
+    for number in range(2 * STEPS):
+        before, learner.TRIES = learner.TRIES, number % 2
+        optimizer.zero_grad()
+        model(torch.full((2, 50), 0.1 * (1 + session.rank))).square().sum().backward()
+        optimizer.step()
+        learner.TRIES = before
+        found += optimizer._tickets - number - 2 - found  # a delivery is asked for with a ticket of its own
+    return found, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async", "backup:1", "delayed:1"])
+def test_who_is_overtaken_gets_a_version_delivered(sync: str) -> None:
+    result = launched(overtaken, learners=3, sync=sync, topology="servers:2", engine="local")
+    assert all(found for found, _ in result.returned)  # how many depends on who is how fast
+    assert result.gradients + result.dropped == 3 * 2 * STEPS
+    if sync == "hardsync":
+        undisturbed = launched(overtaken, learners=3, sync=sync, topology="servers:2", engine="sim")
+        for (_, mine), (_, theirs) in zip(result.returned, undisturbed.returned, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -17,8 +17,9 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / PACKAGE
 # Imports go down only. A room may import rooms of lower ranks, and rooms of its own rank in one direction.
 RANKS: tuple[tuple[str, ...], ...] = (
     ("errors", "dial"),
-    ("protocols", "batch", "ports"),
+    ("protocols", "batch"),
     ("table", "kernels"),
+    ("messages", "ports"),
     ("nn", "models", "data"),
     ("learn", "topology", "parallel", "plan"),
     ("engines",),

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.batch import messages as b
 from syncline.batch.coordinator import Coordinator, slots_of, window_of
 from syncline.batch.portions import Portions
@@ -24,7 +25,6 @@ from syncline.protocols.clocks import StalenessClock
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
 from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, Written, layout_json, layout_of
-from syncline.topology import messages as m
 from syncline.topology.restore import LoaderState, Restored, TableState, table_file
 
 MEMINFO = Path("/proc/meminfo")

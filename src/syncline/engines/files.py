@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from syncline.messages import Checkpointed, Saved
 from syncline.table.checkpoints import NOTES, CheckpointError, Folder, Written, write_tensors
-from syncline.topology.messages import Checkpointed, Saved
 
 Job = tuple[int, str, dict[str, Tensor], dict[str, Any]]
 

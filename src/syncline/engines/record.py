@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.engines.files import commit, write_part
 from syncline.engines.run import (
     Began,
@@ -35,7 +36,6 @@ from syncline.protocols import lifecycle as life
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.table.template import Options
-from syncline.topology import messages as m
 from syncline.topology.keeper import Keeper
 from syncline.topology.peer_cuts import GatheredCut
 from syncline.topology.restore import Restored

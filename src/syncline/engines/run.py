@@ -16,9 +16,9 @@ from syncline.dial import SANDBLASTER, Sync
 from syncline.engines.lock import RunLock
 from syncline.engines.sim.account import Simulated
 from syncline.learn.evaluating import BatchPlan
+from syncline.messages import Statistics
 from syncline.protocols.clocks import Staleness
 from syncline.protocols.lifecycle import Faults
-from syncline.topology.messages import Statistics
 from syncline.topology.plan import Plan, Seat
 from syncline.topology.restore import Restored
 

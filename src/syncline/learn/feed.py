@@ -20,7 +20,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 from syncline.errors import UsageError
 from syncline.learn.batches import to_device
-from syncline.ports import OUTSIDE, Kind, Note, Portion
+from syncline.messages.to_leader import AskBatch, Blocked, CloseLoader
+from syncline.ports import OUTSIDE, Portion
 
 if TYPE_CHECKING:
     from syncline.learn.session import ServerSession
@@ -187,8 +188,7 @@ class Loader:
 
     def _ask(self) -> None:
         while self._asked < self._wanted():
-            note = Note(Kind.ASK, loader=self.number, upto=self.epoch)
-            self._session.port.post(note, ring=False)
+            self._session.port.post(AskBatch(self.number, self.epoch), later=True)
             self._asked += 1
 
     def _wanted(self) -> int:
@@ -227,7 +227,7 @@ class Loader:
         return self._seen(self._rest_until())
 
     def _rest_until(self) -> Portion | None:
-        self._session.port.post(Note(Kind.BLOCKED, loader=self.number, upto=self._index))
+        self._session.port.post(Blocked(self.number, self._index))
         portion = self._session.port.portion(self.number, self._index, block=True)
         if portion is not None:
             self._session.rested()
@@ -256,7 +256,7 @@ class Loader:
 
     def _break(self) -> None:
         used = self._session.used(self.number)
-        self._session.port.post(Note(Kind.CLOSE, loader=self.number, upto=used))
+        self._session.port.post(CloseLoader(self.number, used))
         self._skip()
 
     def _skip(self) -> None:

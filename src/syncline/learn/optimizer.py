@@ -13,26 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
 from syncline.learn.surface import UNSAID
 from syncline.learn.watching import Untouched
-from syncline.ports import (
-    DROPPED,
-    KEEP,
-    SILENT,
-    STATES,
-    Kind,
-    Note,
-    Reading,
-    Reset,
-    RunStopped,
-    TableLink,
-    gradient_note,
-)
+from syncline.messages import to_leader as say
+from syncline.ports import Draft, Reading, Reset, RunStopped, TablePort
 from syncline.table.layout import Tensors
+from syncline.table.slot import options_text
 from syncline.table.template import Options, group_options, merge, split
-from syncline.topology import messages as m
 
 if TYPE_CHECKING:
     from syncline.learn.session import ServerSession
@@ -44,13 +34,12 @@ _UNSAID = object()
 
 @dataclass(slots=True)
 class Sum:
-    """Gradients since the last push, in a slot."""
+    """Gradients since the last push, in a draft."""
 
-    slot: int = 0
     steps: int = 0
     present: list[bool] = field(default_factory=list)
     loss: Any = None
-    tickets: dict[int, int] = field(default_factory=dict)  # slot -> the ticket it was last published with
+    ticket: int = -1  # of the last push
 
 
 class SharedOptimizer(torch.optim.Optimizer):
@@ -61,7 +50,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         session: ServerSession,
         number: int,
         inner: torch.optim.Optimizer,
-        link: TableLink,
+        table: TablePort,
         tensors: Tensors,
         steps: int = 0,
         *,
@@ -71,38 +60,34 @@ class SharedOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, dict(inner.defaults))
         self.number, self.version = number, -1
         self._stamp: int | None = None  # of the gradient that is being made, where it is not the version
-        self._session, self._link = session, link
+        self._session, self._table = session, table
         self._parameters, self._buffers = tensors.parameters, tensors.buffers
         self._tickets = 0
         self._steps = steps
         self.sync = session.plan.course.first  # as of the last read
         self._sum = Sum()
-        self._slot = -1  # the last that was filled
+        self._draft: Draft | None = None  # that is being filled
         self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
         self._serial = 0
         self._loaded: list[dict[str, tuple[Any, Any]]] = [{} for _ in self.param_groups]
         self._options = self._said()
+        self._options_text = options_text(self._options)
         self._seen: list[tuple[Any, ...]] = []
         self._tensor_options = False
-        self._written = [-1] * len(link.slots)  # serial of the options in each slot
         self._on_gpu = any(parameter.is_cuda for parameter in self._parameters)
-        if self._on_gpu:
-            session.port.pin(link)
         self._dial = -1
         self._keep = False
         self._locals = 0  # local steps
         self._moved = False  # since the last read, by itself
-        names = [entry.name for entry in link.layout.parameters.entries]
+        names = [entry.name for entry in table.layout.parameters.entries]
         self._untouched = Untouched(self._parameters, names)
         self.read(self.ticket())
 
     def __repr__(self) -> str:
-        return (
-            f"SharedOptimizer(table {self.number}, {self.kind.__name__} on {self._link.layout.shards} shards)"
-        )
+        return f"SharedOptimizer(table {self.number}, {self.kind.__name__} on {self._table.layout.shards} shards)"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if "_link" in self.__dict__:
+        if "_table" in self.__dict__:
             raise UsageError(
                 "parameter groups cannot be added to a table that is open; give them to the optimizer's factory"
             )
@@ -154,31 +139,50 @@ class SharedOptimizer(torch.optim.Optimizer):
             self.read(self._publish(loss))
 
     def _publish(self, loss: Any) -> int:
-        index = self._slot = self._next_slot()
-        slot = self._link.slots[index]
-        full = self._fill(slot.gradients, slot.mask)
-        return self._post(index, full, loss)
+        draft = self._drafted()
+        present = self._fill(draft.gradients)
+        return self._post(draft, present, loss)
 
-    def _next_slot(self) -> int:
-        """In turn, whatever the dial: what was published under the one before may lie in a slot until its fold."""
-        return (self._slot + 1) % (self._session.plan.delay + 1)
+    def _drafted(self) -> Draft:
+        """Kept until it is published: what cannot be published is filled again."""
+        if self._draft is None:
+            self._draft = self._table.draft(block=False) or self._await_draft()
+        return self._draft
 
-    def _post(self, index: int, full: bool, loss: Any) -> int:
-        """The slot is filled: tell the leading shard."""
+    def _await_draft(self) -> Draft:
+        self._session.awaits(self.number, self._tickets - 1)
+        draft = self._unless_refused(self._table.draft)
+        assert draft is not None
+        return draft
+
+    def _post(self, draft: Draft, present: list[bool], loss: Any) -> int:
+        """The draft is filled: publish it."""
         session = self._session
         if self._buffers:
-            torch._foreach_copy_(self._link.slots[index].buffers, self._buffers)
-        self._write_options(index)
+            torch._foreach_copy_(draft.buffers, self._buffers)
+        self._look_at_options()
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
         number = self.ticket()
-        usage, slot = session.take_usage(), (index, self._serial, full)
+        usage = session.take_usage()
         value = self._loss(loss)
-        flags = self._flags(index)
+        states = self._states()
         stamp, self._stamp = self.version if self._stamp is None else self._stamp, None
-        note = gradient_note(self.number, number, stamp, self._steps, usage, slot, flags, value)
+        gradient = say.Gradient(
+            self.number,
+            number,
+            stamp,
+            self._steps,
+            *usage,
+            self._serial,
+            not present,
+            self.sync.local,
+            states,
+            value,
+        )
         self._steps += 1
-        session.port.post(note)
+        self._draft = None
+        self._table.publish(draft, gradient, self._options_text, present)
         return number
 
     def _loss(self, loss: Any) -> float:
@@ -190,42 +194,46 @@ class SharedOptimizer(torch.optim.Optimizer):
             session.watch.loss(value, self._steps, session.epoch)
         return value
 
-    def _flags(self, index: int) -> int:
-        flags = SILENT if self.sync.local else 0
+    def _states(self) -> bytes:
+        """Of the random generators, where a checkpoint follows."""
         self._session.mark_random()
-        if self._keep:  # a checkpoint follows
-            self._keep = False
-            self._link.slots[index].write_states(self._session.random_states())
-            flags |= STATES
-        return flags
+        if not self._keep:
+            return b""
+        self._keep = False
+        return self._session.random_states()
 
     def farewell(self) -> None:
         """Nothing more will be published: leave the random states as of the last gradient."""
-        self._link.slots[0].write_states(self._session.random_states(marked=True))
-        self._session.port.post(Note(Kind.FAREWELL, self.number, flags=STATES))
+        states = self._session.random_states(marked=True)
+        self._session.port.post(say.Farewell(self.number, states))
 
-    def rest(self, loader: int, upto: int) -> int:
+    def rest(self, loader: int, index: int, *, later: bool) -> int:
         """Say that there is nothing to compute; the ticket with which to read afterwards."""
-        number, flags = self.ticket(), 0
-        if self._session.plan.saving.cuts:
-            self._link.slots[0].write_states(self._session.random_states())
-            flags = STATES
-        note = Note(Kind.REST, self.number, number, loader=loader, upto=upto, flags=flags)
-        self._session.port.post(note, ring=False)
+        number = self.ticket()
+        rest = say.Rest(self.number, number, loader, index, self._states_at_rest())
+        self._session.port.post(rest, later=later)
         return number
 
-    def _fill(self, into: list[Tensor], mask: Tensor) -> bool:
-        """Copy the gradients into a slot; True if every parameter has one."""
+    def reread(self, *, later: bool) -> int:
+        """Say that it is there again; the ticket with which to read."""
+        number = self.ticket()
+        self._session.port.post(say.Reread(self.number, number, self._states_at_rest()), later=later)
+        return number
+
+    def _states_at_rest(self) -> bytes:
+        return self._session.random_states() if self._session.plan.saving.cuts else b""
+
+    def _fill(self, into: list[Tensor]) -> list[bool]:
+        """Copy the gradients into a draft; which parameters have one, nothing where all have."""
         gradients: list[Any] = [parameter.grad for parameter in self._parameters]
         if all(gradient is not None for gradient in gradients):
             self._copy(into, gradients)
-            return True
+            return []
         present = [(a, b) for a, b in zip(into, gradients, strict=True) if b is not None]
         if present:
             targets, sources = zip(*present, strict=True)
             self._copy(list(targets), list(sources))
-        mask.copy_(torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8))
-        return False
+        return [gradient is not None for gradient in gradients]
 
     def _copy(self, into: list[Tensor], gradients: list[Tensor]) -> None:
         refuse_sparse_gradients(gradients)
@@ -233,13 +241,10 @@ class SharedOptimizer(torch.optim.Optimizer):
             gradients = [gradient.detach() for gradient in gradients]
         torch._foreach_copy_(into, gradients, non_blocking=self._on_gpu)
 
-    def _write_options(self, index: int) -> None:
+    def _look_at_options(self) -> None:
         seen = [tuple(group.values()) for group in self.param_groups]
         if seen != self._seen or self._tensor_options:
             self._notice_options(seen)
-        if self._written[index] != self._serial:
-            self._link.slots[index].write_options(self._options)
-            self._written[index] = self._serial
 
     def _notice_options(self, seen: list[tuple[Any, ...]]) -> None:
         """Comparing values is cheap; tensors among them may have changed in place, and are read out."""
@@ -247,7 +252,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._seen = [] if self._tensor_options else seen
         options = self._said()
         if options != self._options:
-            self._options = options
+            self._options_text, self._options = options_text(options), options
             self._serial += 1
 
     def _said(self) -> Options:
@@ -269,7 +274,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._take_over(self._wait(number))
 
     def _wait(self, number: int) -> Reading:
-        return self._unless_refused(lambda: self._link.wait(number))
+        reading = self._unless_refused(lambda: self._table.wait(number))
+        assert reading is not None
+        return reading
 
     def _unless_refused(self, wait: Callable[[], T]) -> T:
         try:
@@ -290,21 +297,26 @@ class SharedOptimizer(torch.optim.Optimizer):
                 self._stamp = before  # batches of the next gradient were computed on it
 
     def _take_over(self, reading: Reading) -> None:
-        version = reading.version
-        self._keep = bool(reading.flags & KEEP)
-        if reading.flags & DROPPED:
-            self._slot -= 1  # the others of the ring are not free yet
+        self._keep = reading.keep
         if reading.dial != self._dial:
+            self._turn(self._session.dial(reading.dial))
             self._dial = reading.dial
-            self._turn(self._session.port.dial(reading.dial))
-        if version != self.version or self._moved:  # R4: no weights move when they are here already
-            weights = self._link.weights(version, self.sync)
-            targets = [parameter.data for parameter in self._parameters]
-            torch._foreach_copy_(targets, weights, non_blocking=self._on_gpu)
-            if self._on_gpu:
-                torch.cuda.current_stream().synchronize()
+        if reading.version <= self.version and not self._moved:  # R4: no weights move that are here already
+            self._table.read(reading, [])
+        else:
+            version = self._table.read(reading, [parameter.data for parameter in self._parameters])
+            if version is None:
+                self._overtaken(reading)
+                return
             self.version, self._moved = version, False
         self._untouched.note(self._steps)
+
+    def _overtaken(self, reading: Reading) -> None:
+        """Newer versions came faster than it could read: one is delivered."""
+        number = self.ticket()
+        self._session.port.post(say.Fetch(self.number, number, deliver=True))
+        delivered = self._wait(number)
+        self._take_over(delivered._replace(keep=delivered.keep or reading.keep))
 
     def _turn(self, sync: Sync) -> None:
         """The dial has changed."""
@@ -330,13 +342,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._fetched()
 
     def _add(self) -> None:
-        """Add the gradient to the sum, which lies in a slot."""
-        total = self._sum
+        """Add the gradient to the sum, which lies in a draft."""
+        total, into = self._sum, self._drafted().gradients
         if total.steps == 0:
-            total.slot = self._slot = (self._slot + 1) % len(self._link.slots)
-            self._await_slot(total.tickets.get(total.slot, 0))
             total.present = [False] * len(self._parameters)
-        into = self._link.slots[total.slot].gradients
         fresh: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
         for index, parameter in enumerate(self._parameters):
@@ -349,12 +358,6 @@ class SharedOptimizer(torch.optim.Optimizer):
         if more:
             torch._foreach_add_([a for a, _ in more], [b.to(a.device) for a, b in more])
         total.steps += 1
-
-    def _await_slot(self, number: int) -> None:
-        """Until what was published with this ticket is taken."""
-        if not self._link.free(number):
-            self._session.awaits(self.number, number)
-            self._unless_refused(lambda: self._link.wait_free(number))
 
     @torch.no_grad()
     def _move(self) -> None:
@@ -369,42 +372,39 @@ class SharedOptimizer(torch.optim.Optimizer):
         total = self._sum
         if total.steps == 0:
             return self._tickets - 1
-        full = all(total.present)
-        if not full:
-            self._link.slots[total.slot].mask.copy_(torch.tensor(total.present, dtype=torch.uint8))
-        total.tickets[total.slot] = self._post(total.slot, full, total.loss)
+        present = [] if all(total.present) else total.present
+        total.ticket = self._post(self._drafted(), present, total.loss)
         total.steps, total.loss = 0, None
-        return total.tickets[total.slot]
+        return total.ticket
 
     def _fetched(self) -> None:
         """Take over what was fetched, if it is here or overdue; own movement since is lost (M9)."""
         if self._fetching is None:
             return
         number, due = self._fetching
-        reading = self._link.released(number)
+        reading = self._table.wait(number, block=False)
         if reading is None and self._locals >= due:
             self._session.awaits(self.number, number)
             reading = self._wait(number)
         if reading is None:
             return
         self._fetching = None
-        if reading.dial != self._dial and any(ticket > number for ticket in self._sum.tickets.values()):
-            number = self._fetch()  # pushed since: in another dial that may be folded while this reads
+        if reading.dial != self._dial and self._sum.ticket > number:
+            number = self._fetch()  # pushed since: it may be folded while this reads
             self._session.awaits(self.number, number)
             reading = self._wait(number)
         self._take_over(reading)
 
     def _fetch(self) -> int:
         number = self.ticket()
-        self._session.port.post(Note(Kind.FETCH, self.number, number))
+        self._session.port.post(say.Fetch(self.number, number))
         return number
 
-    def rejoin(self, link: TableLink) -> None:
+    def rejoin(self, table: TablePort) -> None:
         """The same table on new servers: what was asked of the old ones is void."""
-        self._link = link
+        self._table = table
         self._tickets = 0
-        self._written = [-1] * len(link.slots)
-        self._sum, self._slot, self._fetching = Sum(), -1, None
+        self._sum, self._draft, self._fetching = Sum(), None, None
         self.version, self._stamp = -1, None
         self.read(self.ticket())
 
@@ -421,11 +421,12 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._untouched.note(self._steps)
 
     def _put(self, values: list[Tensor]) -> None:
-        index = self._next_slot()
-        torch._foreach_copy_(self._link.slots[index].gradients, values)
+        draft = self._table.draft()
+        assert draft is not None
+        torch._foreach_copy_(draft.gradients, values)
         number = self.ticket()
-        self._session.port.post(Note(Kind.PUT, self.number, number, slot=index))
-        self._link.wait(number)
+        self._table.publish(draft, say.Put(self.number, number))
+        self._table.wait(number)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state as plain PyTorch gives it, of the newest version."""
@@ -435,7 +436,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             return whole
         options = [dict(option) for option in parts[0].options]
         self._add_unsent(options)
-        return merge(self._link.layout, options, [part.state for part in parts])
+        return merge(self._table.layout, options, [part.state for part in parts])
 
     def _add_unsent(self, options: Options) -> None:
         """What the loop has changed since the last gradient."""
@@ -444,8 +445,8 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _state_parts(self) -> list[m.StatePart]:
         number = self.ticket()
-        self._session.port.post(Note(Kind.STATE, self.number, number))
-        return self._session.port.request(m.AwaitState(self.number, number))
+        self._session.port.post(say.AskState(self.number, number))
+        return self._session.port.ask(m.AwaitState(self.number, number))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of plain PyTorch's or of another run; every learner may call it."""
@@ -453,7 +454,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             self._take_options(state_dict.get("param_groups", ()))
             self._session.insist(lambda: self._load([], {}, state_dict))
             return
-        options, state = split(self._link.layout, state_dict)
+        options, state = split(self._table.layout, state_dict)
         self._take_options(options)
         self._session.insist(lambda: self._load(options, state))
 
@@ -469,13 +470,13 @@ class SharedOptimizer(torch.optim.Optimizer):
         self, options: Options, state: dict[int, dict[str, Any]], whole: dict[str, Any] | None = None
     ) -> None:
         number = self.ticket()
-        self._session.port.request(m.LoadState(self.number, number, options, state, whole))
-        self._session.port.post(Note(Kind.LOAD, self.number, number))
-        self._link.wait(number)
+        self._session.port.ask(m.LoadState(self.number, number, options, state, whole))
+        self._session.port.post(say.Load(self.number, number))
+        self._table.wait(number)
 
     def release_hooks(self) -> None:
         """Nothing is held after the learner's function."""
-        self._link = None  # type: ignore[assignment]
+        self._table = None  # type: ignore[assignment]
 
 
 def refuse_sparse_gradients(gradients: Iterable[Tensor]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.buckets import Header
@@ -42,7 +43,6 @@ from syncline.table.checkpoints import CheckpointError
 from syncline.table.layout import Layout, lay_out
 from syncline.table.template import ELEMENTWISE
 from syncline.table.wrapping import look
-from syncline.topology import messages as m
 from syncline.topology.flights import FLIGHTS, PipelineState, flight_tensors
 from syncline.topology.keeper import PeerClosed, PeerEpoch, PeerTable
 from syncline.topology.means import brought, like, mean_of

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
 from syncline.learn.feed import POLICIES, Loader, identity, read_ahead
@@ -27,7 +28,9 @@ from syncline.learn.randomness import pack_random, seed_random, unpack_random
 from syncline.learn.streams import StreamLoader
 from syncline.learn.surface import Factory, Session
 from syncline.learn.watching import Watch
-from syncline.ports import Kind, LearnerPort, Note, Reset
+from syncline.messages import to_leader as say
+from syncline.messages.to_leader import NO_LOADER
+from syncline.ports import LearnerPort, Reset
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.template import (
     ELEMENTWISE,
@@ -37,13 +40,10 @@ from syncline.table.template import (
     refuse_unsupported,
 )
 from syncline.table.wrapping import look
-from syncline.topology import messages as m
 from syncline.topology.means import brought, like
 from syncline.topology.parse import Servers
 from syncline.topology.plan import Seat
 
-NO_LOADER = -1  # rests, and waits for no data
-NOW = -1  # and is there again already
 SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names the number of shards
 
 
@@ -65,6 +65,7 @@ class ServerSession(Session):
         self._rest_loader = -1  # whose data it waits for, where it rests
         self._idle: tuple[int, int] | None = None  # the loader that ended, and its next portion
         self.sync = self.plan.course.first  # as of the last read of any table
+        self._dials = {0: self.sync}  # that it knows, by number
         self._kept_random = b""
         self._mark: Tensor | None = None
         self._refused: UsageError | None = None  # why it is not where the others are
@@ -101,12 +102,12 @@ class ServerSession(Session):
         """The servers are new ones: read their weights; what was not folded is lost, its batches come again."""
         while True:
             try:
-                opened = self.port.rejoin(len(self._tables), len(self._loaders))
+                back: m.Rejoined = self.port.ask(m.Rejoin(len(self._tables), len(self._loaders)))
                 self._rests, self._fresh, self._used = [], [], {}
                 self._idle = (self._idle[0], 0) if self._idle is not None else None
                 self._count = 0
-                for table, answer in zip(self._tables, opened, strict=True):
-                    table.rejoin(self.port.attach(answer))
+                for table, answer in zip(self._tables, back.tables, strict=True):
+                    table.rejoin(self.port.open(answer))
                 for loader in self._loaders:
                     loader.rejoin()
                 return
@@ -124,6 +125,11 @@ class ServerSession(Session):
         limit = self.plan.limit
         reached = limit is not None and bool(self._tables) and self._tables[0].version >= limit
         return reached or self.port.stopping()
+
+    def dial(self, number: int) -> Sync:
+        if number not in self._dials:
+            self._dials[number] = self.port.ask(m.AskDial(number))
+        return self._dials[number]
 
     # -- tables ------------------------------------------------------------------------------------------
 
@@ -176,15 +182,15 @@ class ServerSession(Session):
             copy_all(values[1], tensors.buffers)
             copy_all(values[2], tensors.others)
             answer = self._ask(m.Initialised(number, OptimizerTemplate.of(inner)))
-        link = self.port.attach(answer)
-        copy_all(tensors.buffers, link.buffers)
-        copy_all(tensors.others, link.others)
+        end = self.port.open(answer)
+        copy_all(tensors.buffers, end.buffers)
+        copy_all(tensors.others, end.others)
         personal: m.Personal | None = answer.personal
         if personal is not None:
             copy_all(tensors.buffers, personal.buffers.get(number, tensors.buffers))
             self._kept_random = personal.random
         steps = personal.steps if personal is not None else 0
-        return SharedOptimizer(self, number, inner, link, tensors, steps, wraps=wraps)
+        return SharedOptimizer(self, number, inner, end, tensors, steps, wraps=wraps)
 
     def put(self, model: nn.Module) -> None:
         """Make this learner's present values of the model global, with the next update (M6)."""
@@ -259,8 +265,8 @@ class ServerSession(Session):
             self.rest(NO_LOADER, 0)
         answer = self._ask(message)
         if self._fresh and self._rests and self.sync.lockstep:  # the others may have gone on
-            self._rests = []
-            self.rest(NO_LOADER, NOW)
+            self._rests = [(table, table.reread(later=later)) for table, later in self._in_turn()]
+            self._rest_loader = NO_LOADER
             self.rested()
         return answer
 
@@ -268,7 +274,7 @@ class ServerSession(Session):
         """Who is refused something that the others get cannot go on with them."""
         self._in_step()
         try:
-            return self.port.request(message)
+            return self.port.ask(message)
         except UsageError as error:
             self._refused = error
             raise
@@ -302,8 +308,8 @@ class ServerSession(Session):
     def _meet(self, message: Any) -> Any:
         """It rests until the meeting is over: nobody need wait for its gradient, wherever in its loop it is."""
         self.rest(NO_LOADER, 0)
-        self.port.post(Note(Kind.MEET))
-        return self.port.request(message)
+        self.port.post(say.Meet())
+        return self.port.ask(message)
 
     def _met(self) -> None:
         """All of the meeting count again: read what was folded meanwhile."""
@@ -366,7 +372,7 @@ class ServerSession(Session):
             self._loaders[loader].look_ahead()
         *further, last = self._fresh
         for loader in further:
-            self.port.post(Note(Kind.USED, loader=loader, upto=self._used[loader]), ring=False)
+            self.port.post(say.Used(loader, self._used[loader]), later=True)
         self._fresh = []
         return count or 1, last, self._used[last]
 
@@ -381,17 +387,20 @@ class ServerSession(Session):
                 self.rest(loader, index)
 
     def awaits(self, table: int, number: int) -> None:
-        """It does nothing until this ticket is released, though it had gone on: steps of other tables may wait for it."""
+        """It does nothing until this ticket is let go, though it had gone on: steps of other tables may wait for it."""
         if len(self._tables) > 1:
-            self.port.post(Note(Kind.AWAIT, table, number))
+            self.port.post(say.Await(table, number))
 
     def rest(self, loader: int, index: int) -> None:
         """Nothing to compute: nobody need wait for this learner, be it under a dial that it does not know yet."""
         if not self._rests or self._rest_loader != loader:
             self._rests, self._rest_loader = [], loader
-            for table in self._tables:
-                self._rests.append((table, table.rest(loader, index)))
-        self.port.ring()
+            for table, later in self._in_turn():
+                self._rests.append((table, table.rest(loader, index, later=later)))
+
+    def _in_turn(self) -> list[tuple[SharedOptimizer, bool]]:
+        """All tables, and whether there is one after it."""
+        return [(table, table is not self._tables[-1]) for table in self._tables]
 
     @property
     def resting(self) -> bool:

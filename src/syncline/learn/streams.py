@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, default_collate
 
+from syncline import messages as m
 from syncline.errors import UsageError
 from syncline.learn.batches import to_device
 from syncline.learn.feed import Loader
-from syncline.ports import Kind, Note, Portion
+from syncline.messages.to_leader import StreamEnded
+from syncline.ports import Portion
 from syncline.protocols.streams import NEVER
-from syncline.topology import messages as m
 
 if TYPE_CHECKING:
     from syncline.learn.session import ServerSession
@@ -96,7 +97,7 @@ class StreamLoader(Loader):
     def _tell_end(self) -> None:
         if not self._told:
             self._told = True
-            self._session.port.post(Note(Kind.ENDED, loader=self.number, upto=self._given))
+            self._session.port.post(StreamEnded(self.number, self._given))
 
     # -- as `Loader` -------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from syncline.topology import messages as m
+from syncline import messages as m
 
 _NORMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)  # of the learner that runs here

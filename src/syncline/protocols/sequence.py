@@ -106,7 +106,6 @@ class Sequence:
         self._fetching: set[int] = set()  # learners that compute while they wait for what they fetch
         self._awaited: dict[int, int] = {}  # learner -> the ticket without which it does nothing more
         self._early: list[Ticket] = []  # published before all initial learners had started
-        self._turning: tuple[Sync, int] | None = None  # the dial to change to, and its number
 
     def _turn(self, sync: Sync) -> None:
         self.sync, self._lockstep = sync, sync.lockstep
@@ -226,28 +225,13 @@ class Sequence:
         return decisions
 
     def change(self, sync: Sync, dial: int) -> list[Decision]:
-        """Another dial from the next version on; what was taken is folded first, an incomplete quorum too.
-
-        Lockstep without a delay is read where the table lies: there the change waits until nobody can be reading, which
-        is when all have published, or rest.
-        """
-        if self._lockstep and not self.sync.delay and self._readers():
-            self._turning = (sync, dial)
-            return []
-        return [*self._change(sync, dial), *self._gate.open(self.version)]
-
-    def _readers(self) -> bool:
-        """Somebody has been let go and not been heard of since."""
-        return any(learner not in self._gate for learner in self.members.live)
-
-    def _change(self, sync: Sync, dial: int) -> list[Decision]:
-        self._turning = None
+        """Another dial from the next version on; what was taken is folded first, an incomplete quorum too."""
         decisions = self.finish()
         self._turn(sync)
         self._folding = Folding(sync)
         self._gate.change(sync, self.version)
         self.members.restart(self.version)
-        return [*decisions, Change(dial)]
+        return [*decisions, Change(dial), *self._gate.open(self.version)]
 
     def finish(self) -> list[Decision]:
         """The end of the run: what was taken is folded, an incomplete quorum as one last smaller update."""
@@ -337,8 +321,6 @@ class Sequence:
         limit, folding, members = self._limit, self._folding, self.members
         while (limit is None or self.version < limit) and (tickets := folding.ready(self.version, members)):
             decisions += self._fold(tickets)
-        if self._turning is not None and not self._readers():
-            decisions += self._change(*self._turning)
         decisions += self._gate.open(self.version)
         return decisions
 

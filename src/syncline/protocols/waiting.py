@@ -28,7 +28,6 @@ class Release:
     version: int
     read: bool = True
     same: bool = False
-    dropped: bool = False  # the ticket was of a gradient that is in no update: its slot is free
 
 
 class Gate:
@@ -45,7 +44,6 @@ class Gate:
         self._for_clock: dict[int, list[int]] = {}  # own clock -> learners that may be too far ahead
         self._last: dict[int, int] = {}  # learner -> the version it read last
         self._rested: set[int] = set()  # resumed, and not let go yet
-        self._dropped: set[int] = set()  # whose last gradient was dropped
         self.change(sync, 0)
 
     def change(self, sync: Sync, version: int) -> None:
@@ -54,7 +52,6 @@ class Gate:
         self._own_fold, self._waits = sync.lead == 0, sync.waits
         self._base = version  # versions before it are not kept
         self._rested.clear()
-        self._dropped.clear()
         self._last.clear()
         self._waiting = {
             learner: (number, version if needed != RESTS else RESTS, silent)
@@ -73,8 +70,6 @@ class Gate:
 
     def let_go(self, learner: int, number: int, iteration: int, silent: bool) -> None:
         """Its gradient was dropped: it reads what it would have read after the one before."""
-        if self._delay:
-            self._dropped.add(learner)
         self._wait(learner, number, max(self._base, iteration - self._delay) if self._lockstep else 0, silent)
 
     def hold(self, learner: int, number: int) -> None:
@@ -117,7 +112,6 @@ class Gate:
         self._order.pop(learner, None)
         self._last.pop(learner, None)
         self._rested.discard(learner)
-        self._dropped.discard(learner)
 
     def open(self, version: int) -> list[Release]:
         """Everybody whose version is there and who is not too far ahead, in the order of arrival."""
@@ -164,9 +158,7 @@ class Gate:
         read = needed if self._lockstep else version
         if not silent:
             self._last[learner] = read
-        dropped = learner in self._dropped
-        self._dropped.discard(learner)
-        return Release(learner, number, read, not silent, dropped=dropped)
+        return Release(learner, number, read, not silent)
 
     def holds(self, learner: int, number: int) -> bool:
         """This ticket, or one after it, was not let go yet; it does not rest."""

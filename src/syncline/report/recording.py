@@ -36,6 +36,7 @@ from syncline.engines.run import (
 )
 from syncline.errors import LearnerError, RunError, SynclineWarning
 from syncline.learn.training import Training
+from syncline.messages import Clocks, Statistics
 from syncline.report import weights
 from syncline.report.clocks import CLOCKS, append_clocks, cut_clocks
 from syncline.report.lines import EVENTS, LineWriter, plain, read_lines, write_whole
@@ -43,7 +44,6 @@ from syncline.report.page import page
 from syncline.report.record import Line, RunRecord, better, judged
 from syncline.report.tensorboard import Board, installed
 from syncline.table.checkpoints import CheckpointError
-from syncline.topology.messages import Clocks, Statistics
 
 OFTEN, SELDOM = 0.25, 1.0  # seconds between two statistics
 SOON = 20.0  # seconds of a run with OFTEN

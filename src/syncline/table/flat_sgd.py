@@ -77,6 +77,12 @@ class FlatSGD:
             torch._C._set_grad_enabled(before)
         return True
 
+    def rebind(self, weights: Sequence[Tensor]) -> None:
+        """The same values lie there from now on; what was captured with a plan was so for the place before."""
+        self.weights = list(weights)
+        self._plans.clear()
+        self._last = None
+
     def changed(self) -> None:
         """The optimizer's options are others."""
         self._last = None

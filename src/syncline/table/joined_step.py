@@ -96,6 +96,11 @@ class JoinedStep:
         self._step()
         return True
 
+    def rebind(self, weights: Sequence[Tensor]) -> None:
+        """The same values lie there from now on."""
+        for run in self._runs:
+            run.flat.data = weights[run.segment][run.start : run.stop]
+
     def give_back(self, *, whole: bool = False) -> None:
         """Let the optimizer's own state be as if it had stepped itself; `whole`: and take it over again next time."""
         if not self._holds:

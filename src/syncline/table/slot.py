@@ -50,8 +50,8 @@ class Slot:
     def part(self, part: Part) -> SlotPart:
         return SlotPart(self, part, self._layout)
 
-    def write_options(self, options: list[dict[str, Any]]) -> None:
-        _put(self._options, options_text(options))
+    def write_options(self, text: bytes) -> None:
+        _put(self._options, text)
 
     def read_options(self) -> list[dict[str, Any]]:
         return json.loads(_get(self._options))

@@ -14,7 +14,7 @@ import time
 
 from syncline.engines.script import Fault, parse_script
 from syncline.errors import UsageError
-from syncline.topology.messages import ProcessStatistics, Statistics
+from syncline.messages import ProcessStatistics, Statistics
 from syncline.train import Run
 
 POLL = 0.002  # seconds between looks

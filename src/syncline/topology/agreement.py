@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from syncline import messages as m
 from syncline.ports import ServerPort
 from syncline.protocols.folding import Ticket
-from syncline.topology import messages as m
 from syncline.topology.replay import Replay
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import UsageError
 from syncline.ports import CoordinatorPort
 from syncline.table.layout import Layout
-from syncline.topology import messages as m
 from syncline.topology.cuts import Cuts
 from syncline.topology.openings import Openings
 from syncline.topology.optimizer_states import OptimizerStates
@@ -92,7 +92,6 @@ class Coordinator:
     def _add_dial(self, sync: Sync, epoch: int | None) -> None:
         number = len(self._dials)
         self._dials.append((sync, epoch))
-        self._port.add_dial(number, sync)
         self._port.tell_shards(m.Dial(number, sync, epoch))
 
     def _tell_standing(self) -> None:
@@ -144,7 +143,7 @@ class Coordinator:
         self._openings.expect(learners, self._restored)
 
     def from_learner(self, learner: int, message: Any) -> None:
-        """A learner's request, in words of `topology.messages`."""
+        """A learner's request, in words of `messages`."""
         if isinstance(message, m.Log):
             self._port.emit((self.live.get(learner), message))
             return
@@ -155,6 +154,9 @@ class Coordinator:
             return
         if isinstance(message, m.Closed):
             self._closed.add(learner)
+            return
+        if isinstance(message, m.AskDial):
+            self._port.reply(learner, self._dials[message.number][0])
             return
         self._room.enter(learner, message)
         if learner in self._stale and not isinstance(message, m.Rejoin):

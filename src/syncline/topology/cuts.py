@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from syncline import messages as m
 from syncline.table.checkpoints import Written
-from syncline.topology import messages as m
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from syncline import messages as m
+from syncline.messages.to_leader import AskBatch, Blocked, CloseLoader, StreamEnded
 from syncline.ports import OUTSIDE, Portion, ServerPort
 from syncline.protocols.ledger import Ledger
 from syncline.protocols.meetings import EPOCH, Place
 from syncline.protocols.spans import Decision, Standing
 from syncline.protocols.streams import Streams
-from syncline.topology import messages as m
 
 
 class Feeding:
@@ -89,20 +90,20 @@ class Feeding:
 
     # -- what they say -----------------------------------------------------------------------------------
 
-    def ask(self, loader: int, learner: int, upto: int) -> None:
-        self._decided(loader, self._ledgers[loader].ask(learner, upto))
+    def ask(self, learner: int, ask: AskBatch) -> None:
+        self._decided(ask.loader, self._ledgers[ask.loader].ask(learner, ask.epoch))
 
-    def block(self, loader: int, learner: int, upto: int) -> None:
-        self._decided(loader, self._ledgers[loader].block(learner, upto))
+    def block(self, learner: int, blocked: Blocked) -> None:
+        self._decided(blocked.loader, self._ledgers[blocked.loader].block(learner, blocked.index))
 
-    def close(self, loader: int, learner: int, upto: int) -> None:
-        decisions = self._ledgers[loader].close(learner, upto)
+    def close(self, learner: int, close: CloseLoader) -> None:
+        loader = close.loader
+        decisions = self._ledgers[loader].close(learner, close.upto)
         self._port.grant(learner, Portion(loader, OUTSIDE, 0, self._granted[loader, learner], 0, 1))
         self._decided(loader, decisions)
 
-    def ended(self, loader: int, learner: int, upto: int) -> None:
-        """Its stream's epoch ends after so many batches."""
-        self._decided(loader, self._ledgers[loader].close(learner, upto))
+    def ended(self, learner: int, ended: StreamEnded) -> None:
+        self._decided(ended.loader, self._ledgers[ended.loader].close(learner, ended.upto))
 
     def rest(self, loader: int, learner: int, upto: int) -> bool:
         """Nothing to do until a portion comes; False where one is on its way already."""

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from syncline import messages as m
 from syncline.ports import OUTSIDE, ServerPort
 from syncline.protocols.meetings import Decision, Meetings, Met, Place, Unmet
-from syncline.topology import messages as m
 from syncline.topology.feeding import Feeding
 
 PATIENCE = 10  # steps; equal loops of unequally many batches make one

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.errors import RunError
 from syncline.protocols.clocks import Staleness
 from syncline.table.layout import Layout
-from syncline.topology import messages as m
 from syncline.topology.belongings import joint_buffers
 from syncline.topology.peer_cuts import GatheredCut, PeerCut, PeerCuts
 

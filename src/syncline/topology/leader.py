@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, SupportsFloat, cast
+from typing import Any
 
-from syncline.ports import DROPPED, KEEP, SILENT, STATES, Entry, Kind, Note, Portion, ServerPort
+from syncline import messages as m
+from syncline.messages import log
+from syncline.messages import to_leader as say
+from syncline.ports import Portion, ServerPort
 from syncline.protocols.cadence import Cadence
 from syncline.protocols.folding import Ticket
 from syncline.protocols.meetings import STEP, Met, Place, Uncross, Unmet
@@ -18,7 +21,6 @@ from syncline.protocols.sequence import Change, Decision, Drop, Fold, Full, Sequ
 from syncline.protocols.spans import Decision as LedgerDecision
 from syncline.protocols.spans import End, EpochDone, Grant, Standing
 from syncline.protocols.waiting import Release
-from syncline.topology import messages as m
 from syncline.topology.agreement import Agreement
 from syncline.topology.belongings import Belongings
 from syncline.topology.feeding import Feeding
@@ -31,9 +33,6 @@ from syncline.topology.worklist import Worklist
 
 Usage = list[tuple[int, int]]  # (loader, upto)
 NOTHING: Usage = []
-GRADIENT, ASK, TAKE, FOLD, RELEASE, LEAVE = map(
-    int, (Kind.GRADIENT, Kind.ASK, Kind.TAKE, Kind.FOLD, Kind.RELEASE, Kind.LEAVE)
-)
 
 
 class Leader:
@@ -50,7 +49,7 @@ class Leader:
         self._agreement = Agreement(port, replay)
         self._tally, self._belongings = Tally(), Belongings()
         self._usage: dict[int, Usage] = defaultdict(list)
-        self._open: dict[tuple[int, int, int], tuple[Note, Usage]] = {}  # by table, learner, number
+        self._open: dict[tuple[int, int, int], tuple[say.Gradient, Usage]] = {}  # by table, learner, number
         self._shards_of: dict[int, int] = {}
         self._spread: set[int] = set()  # tables on several shards: the others need not wake for the rest
         self._buffered: set[int] = set()  # tables with buffers
@@ -64,6 +63,23 @@ class Leader:
             None  # told of every decision before it is carried out
         )
         replay.buffers = self._belongings.joint
+        self._handlers: dict[type, Callable[[int, Any], None]] = {
+            say.Gradient: self._gradient,
+            say.AskBatch: self._feeding.ask,
+            say.Used: lambda learner, used: self._usage[learner].append((used.loader, used.upto)),
+            say.CloseLoader: self._feeding.close,
+            say.StreamEnded: self._feeding.ended,
+            say.Blocked: self._blocked,
+            say.Rest: self._rest,
+            say.Reread: self._reread,
+            say.Meet: self._meet,
+            say.Farewell: lambda learner, farewell: self._keep_states(learner, farewell.states),
+            say.Fetch: self._fetch,
+            say.Await: self._await,
+            say.Put: self._put,
+            say.AskState: lambda learner, ask: self._log(log.GiveState(ask.table, learner, ask.number)),
+            say.Load: self._load,
+        }
 
     # -- the coordinator's events ------------------------------------------------------------------------
 
@@ -132,7 +148,9 @@ class Leader:
             self._gathering.closed(learner, self._ranks)
         self._gathering.leave(learner)
         self._gathering.untangle()
-        self._log(Entry(Kind.LEAVE, learner=learner))
+        leaves = log.Leave(learner)
+        self._port.append(leaves)
+        self._replay.replay(leaves)
 
     def finish(self, *, cut: bool) -> None:
         self._finished = True
@@ -141,58 +159,79 @@ class Leader:
         if cut and self._cadence is not None and self._sequences and self._cadence.begin():
             self._cut()
         for table, sequence in self._sequences.items():
-            self._log(Entry(Kind.FINISH, table, version=sequence.version))
+            self._log(log.Finish(table, sequence.version))
 
-    # -- the learners' notes -----------------------------------------------------------------------------
+    # -- what learners say -------------------------------------------------------------------------------
 
-    def note(self, learner: int, note: Note) -> None:
-        kind = note.kind
-        if kind == GRADIENT:
-            self._gradient(learner, note)
-        elif kind == ASK:
-            self._feeding.ask(note.loader, learner, note.upto)
-        elif kind == Kind.USED:
-            self._usage[learner].append((note.loader, note.upto))
-        elif kind == Kind.CLOSE:
-            self._feeding.close(note.loader, learner, note.upto)
-        elif kind == Kind.ENDED:
-            self._feeding.ended(note.loader, learner, note.upto)
-        elif kind == Kind.REST:
-            self._rest(learner, note)
-        elif kind == Kind.BLOCKED:
-            self._feeding.block(note.loader, learner, note.upto)
-            self._gathering.untangle()
-        elif kind == Kind.MEET:
-            self._gathering.come(learner)
-            self._gathering.untangle()
-        elif kind == Kind.FAREWELL:
-            self._keep_states(learner, note)
-        elif kind == Kind.FETCH:
-            self._decided(note.table, self._sequences[note.table].fetch(learner, note.number))
-        elif kind == Kind.AWAIT:
-            self._sequences[note.table].awaits(learner, note.number)
-            self._gathering.untangle()
-        elif kind in (Kind.PUT, Kind.STATE, Kind.LOAD):
-            version = self._sequences[note.table].version
-            rank = self._ranks[learner]
-            self._log(Entry(kind, note.table, learner, note.number, note.slot, rank=rank, version=version))
+    def note(self, learner: int, message: say.ToLeader) -> None:
+        self._handlers[type(message)](learner, message)
 
-    def _gradient(self, learner: int, note: Note) -> None:
-        if note.loader >= 0:
-            self._usage[learner].append((note.loader, note.upto))
-        self._open[note.table, learner, note.number] = (note, self._usage.pop(learner, NOTHING))
+    def _gradient(self, learner: int, gradient: say.Gradient) -> None:
+        if gradient.loader >= 0:
+            self._usage[learner].append((gradient.loader, gradient.upto))
+        table, number = gradient.table, gradient.number
+        self._open[table, learner, number] = (gradient, self._usage.pop(learner, NOTHING))
         rank = self._ranks[learner]
         self._tally.steps[rank] += 1
-        ticket = Ticket(learner, rank, note.number, note.stamp, note.step, note.examples)
-        if note.flags:
-            ticket.silent = bool(note.flags & SILENT)
-            self._keep_states(learner, note)
-        sequence = self._sequences[note.table]
+        ticket = Ticket(learner, rank, number, gradient.stamp, gradient.step, gradient.examples)
+        ticket.silent = gradient.silent
+        if gradient.states:
+            self._keep_states(learner, gradient.states)
+        sequence = self._sequences[table]
         if self._gathering.meeting:
             self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
-        self._decided(note.table, sequence.gradient(ticket))
+        self._decided(table, sequence.gradient(ticket))
         if self._gathering.tangled:
             self._gathering.untangle()
+
+    def _blocked(self, learner: int, blocked: say.Blocked) -> None:
+        self._feeding.block(learner, blocked)
+        self._gathering.untangle()
+
+    def _rest(self, learner: int, rest: say.Rest) -> None:
+        self._keep_states(learner, rest.states)
+        sequence = self._sequences[rest.table]
+        if self._feeding.rest(rest.loader, learner, rest.index):
+            self._decided(rest.table, sequence.rest(learner, rest.number))
+        else:  # the portion was on its way already
+            self._decided(rest.table, sequence.reread(learner, rest.number))
+
+    def _reread(self, learner: int, reread: say.Reread) -> None:
+        self._keep_states(learner, reread.states)
+        self._feeding.met([learner])
+        self._decided(reread.table, self._sequences[reread.table].reread(learner, reread.number))
+
+    def _meet(self, learner: int, _: say.Meet) -> None:
+        self._gathering.come(learner)
+        self._gathering.untangle()
+
+    def _fetch(self, learner: int, fetch: say.Fetch) -> None:
+        sequence = self._sequences[fetch.table]
+        if not fetch.deliver:
+            self._decided(fetch.table, sequence.fetch(learner, fetch.number))
+        elif learner in sequence.members:
+            deliver = log.Release(fetch.table, learner, fetch.number, sequence.version, self._keeps(), True)
+            self._log(deliver)
+
+    def _keeps(self) -> bool:
+        """A checkpoint follows."""
+        return self._cadence is not None and self._cadence.armed
+
+    def _await(self, learner: int, waits: say.Await) -> None:
+        self._sequences[waits.table].awaits(learner, waits.number)
+        self._gathering.untangle()
+
+    def _put(self, learner: int, put: say.Put) -> None:
+        version = self._sequences[put.table].version
+        self._log(log.PutValues(put.table, learner, put.number, self._ranks[learner], version))
+
+    def _load(self, learner: int, load: say.Load) -> None:
+        version = self._sequences[load.table].version
+        self._log(log.LoadState(load.table, learner, load.number, version))
+
+    def _keep_states(self, learner: int, states: bytes) -> None:
+        if states:
+            self._belongings.random[self._ranks[learner]] = states
 
     def stepping(self) -> dict[int, Place]:
         """Who waits for others' gradients, and of which table."""
@@ -209,23 +248,10 @@ class Leader:
         waiting = [sequence.at_gate for sequence in self._sequences.values()]
         return sum(waiting) >= members and sum(map(bool, waiting)) > 1
 
-    def _keep_states(self, learner: int, note: Note) -> None:
-        if note.flags & STATES:
-            states = self._port.slot(note.table, learner, note.slot).read_states()
-            self._belongings.random[self._ranks[learner]] = states
-
-    def _rest(self, learner: int, note: Note) -> None:
-        self._keep_states(learner, note)
-        sequence = self._sequences[note.table]
-        if self._feeding.rest(note.loader, learner, note.upto):
-            self._decided(note.table, sequence.rest(learner, note.number))
-        else:  # the portion was on its way already
-            self._decided(note.table, sequence.reread(learner, note.number))
-
     # -- decisions to effects ----------------------------------------------------------------------------
 
-    def _log(self, entry: Entry) -> None:
-        if entry.table in self._spread or entry.kind == LEAVE:
+    def _log(self, entry: log.OfTable) -> None:
+        if entry.table in self._spread:
             self._port.append(entry)
         self._replay.replay(entry)
 
@@ -244,6 +270,7 @@ class Leader:
             portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
             self._grant(portion, decision.learner)
         elif isinstance(decision, Drop):
+            self._log(log.Free(place, decision.ticket.learner, decision.ticket.number))
             self._work.later(self._drop, place, decision.ticket)
         elif isinstance(decision, Full):
             self._port.report(m.Reached(decision.version))
@@ -263,46 +290,31 @@ class Leader:
             for join in self._late.pop(release.learner, ()):
                 self.join_table(join)
             self._feeding.welcome_late(release.learner)
-        self._log(
-            Entry(
-                RELEASE,
-                table,
-                release.learner,
-                release.number,
-                full=2 if release.same else release.read,
-                version=release.version,
-                alone=self._flags(release),
-            )
-        )
-
-    def _flags(self, release: Release) -> int:
-        armed = self._cadence is not None and self._cadence.armed
-        return (KEEP if armed else 0) | (DROPPED if release.dropped else 0)
+        learner, number = release.learner, release.number
+        if release.read:
+            self._log(log.Release(table, learner, number, release.version, self._keeps(), False))
 
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket
-        note, usage = self._open[table, ticket.learner, ticket.number]
+        gradient, usage = self._open[table, ticket.learner, ticket.number]
         following = self._work.following
         alone = isinstance(following, Fold) and following.tickets == (ticket,)
         self._log(
-            Entry(
-                TAKE,
+            log.Take(
                 table,
                 ticket.learner,
                 ticket.number,
-                note.slot,
-                note.serial,
-                note.full,
+                gradient.options,
+                gradient.full,
                 ticket.count,
                 ticket.rank,
                 ticket.iteration,
-                0,
                 alone,
                 ticket.weight,
             )
         )
         if table in self._buffered:
-            buffers = self._port.slot(table, ticket.learner, note.slot).buffers
+            buffers = self._port.slot(table, ticket.learner, ticket.number).buffers
             self._belongings.keep(table, ticket.learner, buffers)
         if usage:
             self._work.later(self._taken, table, ticket)
@@ -319,17 +331,7 @@ class Leader:
             if self._replay.options_changed:
                 self._replay.options_changed = False
                 self._agreement.check(table, tickets, lockstep=self._sequences[table].sync.lockstep)
-        self._log(
-            Entry(
-                FOLD,
-                table,
-                first.learner,
-                first.number,
-                iteration=first.iteration,
-                version=fold.version,
-                factor=fold.factor,
-            )
-        )
+        self._log(log.Fold(table, first.learner, first.number, first.iteration, fold.version, fold.factor))
         if self._stamps is not None and table == 0:
             self._stamps.fold(fold.version, tickets)
         for ticket in tickets:
@@ -339,9 +341,9 @@ class Leader:
 
     def _account(self, table: int, ticket: Ticket) -> None:
         """A folded gradient: examples and loss are counted, its batches are done."""
-        note, usage = self._open[table, ticket.learner, ticket.number]
+        gradient, usage = self._open[table, ticket.learner, ticket.number]
         epochs = self._feeding.epochs(ticket.learner, usage)
-        self._tally.folded(table, ticket.rank, ticket.count, cast(SupportsFloat, note.loss), epochs)
+        self._tally.folded(table, ticket.rank, ticket.count, gradient.loss, epochs)
         self._settle(table, ticket)
 
     def _settle(self, table: int, ticket: Ticket) -> None:
@@ -368,8 +370,8 @@ class Leader:
         primary = self._sequences.get(0)
         tables = 0
         if loader in self._feeding.evaluated:
-            for table, sequence in self._sequences.items():
-                self._log(Entry(Kind.SNAPSHOT, table, iteration=epoch, version=sequence.version))
+            for table in self._sequences:
+                self._log(log.Snapshot(table, epoch))
                 tables += 1
         self._port.report(
             m.EpochEnd(
@@ -396,7 +398,7 @@ class Leader:
             self._decided(table, sequence.change(sync, number))
 
     def _turn(self, table: int, number: int) -> None:
-        self._log(Entry(Kind.CHANGE, table, iteration=number))
+        self._log(log.Change(table, number))
         if table == 0:
             self._feeding.change(lockstep=self._replay.dials[number].lockstep)
 
@@ -434,8 +436,8 @@ class Leader:
             self._stamps.tell()
         number = self._sequences[0].version
         files = []
-        for table, sequence in self._sequences.items():
-            self._log(Entry(Kind.CUT, table, number=number, version=sequence.version))
+        for table in self._sequences:
+            self._log(log.Cut(table, number))
             files += [table_file(table, shard) for shard in range(self._shards_of[table])]
         self._port.save(number, LEARNERS, self._belongings.tensors(self._ranks), {})
         self._port.report(

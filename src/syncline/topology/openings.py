@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from syncline import messages as m
 from syncline.errors import LayoutError, UsageError
 from syncline.ports import CoordinatorPort
 from syncline.protocols.rendezvous import Rendezvous
 from syncline.protocols.sequence import Account
 from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate
-from syncline.topology import messages as m
 from syncline.topology.plan import Plan
 from syncline.topology.restore import Restored, TableState
 from syncline.topology.waiting_room import WaitingRoom

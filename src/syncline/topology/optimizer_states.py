@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from syncline import messages as m
 from syncline.ports import CoordinatorPort
-from syncline.topology import messages as m
 from syncline.topology.waiting_room import WaitingRoom
 
 Key = tuple[int, int, int]  # table, number, learner

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
 from syncline.table.checkpoints import Written
-from syncline.topology import messages as m
 from syncline.topology.flights import PipelineState, pipelines_json
 from syncline.topology.restore import LEARNERS, learner_tensors, manifest
 

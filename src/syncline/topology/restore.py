@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.protocols.sequence import Account
@@ -30,7 +31,6 @@ from syncline.table.checkpoints import (
 from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate
 from syncline.table.wrapping import Kept
-from syncline.topology import messages as m
 from syncline.topology.flights import FLIGHTS, PipelineState, pipelines_of
 
 LEARNERS = "learners.safetensors"

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from syncline.ports import Entry, Note, ServerPort
+from syncline import messages as m
+from syncline.messages.log import Entry
+from syncline.messages.to_leader import ToLeader
+from syncline.ports import ServerPort
 from syncline.protocols.spans import Standing
 from syncline.table.shard import Shard
 from syncline.table.template import Options
-from syncline.topology import messages as m
 from syncline.topology.leader import Leader
 from syncline.topology.replay import Replay
 
@@ -40,10 +42,10 @@ class ServerRole:
         """The group options that came with a gradient."""
         return self._replay.options(table, learner, number)
 
-    def note(self, learner: int, note: Note) -> None:
-        """A learner's note (leading shard only)."""
+    def note(self, learner: int, message: ToLeader) -> None:
+        """What a learner says (leading shard only)."""
         assert self._leader is not None
-        self._leader.note(learner, note)
+        self._leader.note(learner, message)
 
     def entry(self, entry: Entry) -> None:
         """A decision of the leading shard."""

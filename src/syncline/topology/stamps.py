@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from syncline import messages as m
 from syncline.protocols.folding import Ticket
-from syncline.topology import messages as m
 
 ROWS = 4096  # of one report
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import SupportsFloat
 
-from syncline.topology import messages as m
+from syncline import messages as m
 
 Losses = dict[int, list[float]]  # rank -> [sum, count]
 

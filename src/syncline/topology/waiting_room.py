@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.errors import LoopError, UsageError
 from syncline.ports import CoordinatorPort
 from syncline.protocols.meetings import EPOCH, LOADER, STEP, TABLE, Place
-from syncline.topology import messages as m
 from syncline.topology.means import mean_of
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from syncline.messages import WeightsPart
 from syncline.table.layout import Layout
-from syncline.topology.messages import WeightsPart
 
 
 class Assembly:

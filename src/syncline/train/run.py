@@ -19,9 +19,9 @@ from syncline.errors import DialError, RunError, UsageError
 from syncline.learn.models import copied
 from syncline.learn.session import check_whole, refuse_weighted
 from syncline.learn.training import Training
+from syncline.messages import Statistics
 from syncline.protocols.clocks import Staleness
 from syncline.report.recording import record_run
-from syncline.topology.messages import Statistics
 from syncline.train.interrupts import Interrupts
 
 MOST_DIALS = 64  # in one run

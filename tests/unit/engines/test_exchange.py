@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from greenlet import getcurrent, greenlet
 
-from syncline.engines.local.exchange import LINE, RECORD, Replies, Ring, Shares
+from syncline.engines.local.exchange import LINE, RECORD, Drafts, Replies, Ring, Shares
 from syncline.engines.local.memory import Cells, Region
 
 FORM = struct.Struct("=2q")
@@ -288,31 +288,28 @@ def replies_case(kind: type[Replies]) -> tuple[Case, int]:
     return case, 3 * LINE
 
 
-def slots_case(kind: type[Replies]) -> tuple[Case, int]:
-    """A learner uses one slot again when both shards have taken what lay there; some tickets are also released."""
+def drafts_case(kind: type[Drafts]) -> tuple[Case, int]:
+    """A learner uses one slot again when both shards need no more what lay there."""
     slot, published, taken = 2 * LINE, 2 * LINE + 1, [2 * LINE + 2, 2 * LINE + 3]
     rounds = 3
 
     def case(memory: Memory) -> tuple[list[Process], Callable[[], None]]:
-        replies = kind(memory, 0, shards=2)
+        drafts = kind(memory, 0, shards=2, slots=2)
 
         def shard(index: int) -> None:
             for number in range(rounds):
                 memory.until(lambda number=number: memory.load(published) > number)
                 assert memory.load(slot) == 10 + number
                 memory.store(taken[index], number + 1)
-                if number % 2:
-                    replies.release(index, number, number)
-                else:
-                    replies.free(index, number)
+                drafts.free(index, 1, number)
 
         def learn() -> None:
             for number in range(rounds):
                 memory.store(slot, 10 + number)
                 memory.store(published, number + 1)
-                memory.until(lambda number=number: replies.freed(number))
+                memory.until(lambda number=number: drafts.freed(1, number))
                 assert all(memory.load(cell) == number + 1 for cell in taken)
-                assert (replies.released(number) is None) == (number % 2 == 0)
+                assert not drafts.freed(0, number)
 
         return [learn, lambda: shard(0), lambda: shard(1)], lambda: None
 
@@ -345,7 +342,7 @@ def test_a_version_is_read_whole_and_only_when_every_shard_has_released_it() -> 
 
 
 def test_a_slot_is_used_again_only_when_every_shard_has_freed_it() -> None:
-    case, words = slots_case(Replies)
+    case, words = drafts_case(Drafts)
     assert explore(case, words).runs > 100
 
 
@@ -396,15 +393,15 @@ class FirstReaderOnly(Ring):
 
 
 class NumberFirst(Replies):
-    def release(self, shard: int, number: int, version: int, dial: int = 0, keep: int = 0) -> None:
+    def release(self, shard: int, number: int, version: int, dial: int = 0, flags: int = 0) -> None:
         self._cells.store(self._places[shard], number + 1)
-        for word, value in enumerate((version, dial, keep), 1):
+        for word, value in enumerate((version, dial, flags), 1):
             self._cells.store(self._places[shard] + word, value)
 
 
 class DialLast(Replies):
-    def release(self, shard: int, number: int, version: int, dial: int = 0, keep: int = 0) -> None:
-        super().release(shard, number, version, 0, keep)
+    def release(self, shard: int, number: int, version: int, dial: int = 0, flags: int = 0) -> None:
+        super().release(shard, number, version, 0, flags)
         self._cells.store(self._places[shard] + 2, dial)
 
 
@@ -417,11 +414,11 @@ class OneShardIsEnough(Replies):
             self._places = places
 
 
-class FreeAtOnce(Replies):
-    def freed(self, number: int) -> bool:
+class FreeAtOnce(Drafts):
+    def freed(self, slot: int, number: int) -> bool:
         places, self._places = self._places, self._places[:1]
         try:
-            return super().freed(number)
+            return super().freed(slot, number)
         finally:
             self._places = places
 
@@ -440,7 +437,7 @@ BROKEN = {
     "number before the version": replies_case(NumberFirst),
     "one shard is enough": replies_case(OneShardIsEnough),
     "the dial after the number": replies_case(DialLast),
-    "a slot that one shard still reads": slots_case(FreeAtOnce),
+    "a slot that one shard still reads": drafts_case(FreeAtOnce),
     "one round only": shares_case(OneRound),
 }
 

@@ -6,7 +6,7 @@ from syncline.engines.local.channel import Channel
 from syncline.engines.local.exchange import LINE, Ring
 from syncline.engines.local.memory import Bell, Cells, Region
 from syncline.engines.local.server import ENTRY, LOG_ENTRIES, Geometry, LocalServerPort, ServerSpec
-from syncline.ports import Entry, Kind
+from syncline.messages.log import GiveState
 
 
 def test_what_the_log_has_no_room_for_follows_in_order() -> None:
@@ -17,7 +17,7 @@ def test_what_the_log_has_no_room_for_follows_in_order() -> None:
     followers = Ring(Cells(log), 0, capacity=LOG_ENTRIES, form=ENTRY, readers=2)
     count = LOG_ENTRIES + 300
     for number in range(count):
-        port.append(Entry(int(Kind.RELEASE), number=number))
+        port.append(GiveState(0, 0, number))
     assert not port.keeps_up()
     seen: list[list[int]] = [[], []]
     for reader, every in ((0, 1), (1, 2)):  # one reads all there is, the other lags

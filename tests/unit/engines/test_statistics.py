@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from syncline import messages as m
 from syncline.engines.local import statistics
 from syncline.engines.local.statistics import Questions
 from syncline.engines.local.thread import RunThread
-from syncline.topology import messages as m
 
 
 def test_whoever_asks_while_processes_start_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,6 @@ class PlainGate:
         self._waiting: dict[int, tuple[int, int, bool]] = {}
         self._last: dict[int, int] = {}  # learner -> the version it read last
         self._rested: set[int] = set()  # resumed, and not let go yet
-        self._dropped: set[int] = set()  # whose last gradient was dropped
         self.change(sync, 0)
 
     def change(self, sync: Sync, version: int) -> None:
@@ -58,7 +57,6 @@ class PlainGate:
         self._own_fold, self._waits = sync.lead == 0, sync.waits
         self._base = version  # versions before it are not kept
         self._rested.clear()
-        self._dropped.clear()
         self._last.clear()
         self._waiting = {
             learner: (number, version if needed != RESTS else RESTS, silent)
@@ -75,8 +73,6 @@ class PlainGate:
 
     def let_go(self, learner: int, number: int, iteration: int, silent: bool) -> None:
         """Its gradient was dropped: it reads what it would have read after the one before."""
-        if self._delay:
-            self._dropped.add(learner)
         self._wait(learner, number, max(self._base, iteration - self._delay) if self._lockstep else 0, silent)
 
     def hold(self, learner: int, number: int) -> None:
@@ -113,7 +109,6 @@ class PlainGate:
         self._waiting.pop(learner, None)
         self._last.pop(learner, None)
         self._rested.discard(learner)
-        self._dropped.discard(learner)
 
     def open(self, version: int) -> list[Release]:
         """Everybody whose version is there and who is not too far ahead, in the order of arrival."""
@@ -131,8 +126,7 @@ class PlainGate:
                 releases.append(Release(learner, number, self._last[learner], same=True))
                 continue
             read = needed if self._lockstep else version
-            releases.append(Release(learner, number, read, not silent, dropped=learner in self._dropped))
-            self._dropped.discard(learner)
+            releases.append(Release(learner, number, read, not silent))
             if not silent:
                 self._last[learner] = read
         return releases

@@ -12,6 +12,7 @@ from syncline.table.flat_sgd import FlatSGD
 from syncline.table.layout import Layout, lay_out
 from syncline.table.promised import Made, Maker, PromisedPart
 from syncline.table.shard import Shard
+from syncline.table.store import OwnMemory
 from syncline.table.template import OptimizerTemplate
 
 
@@ -76,11 +77,10 @@ class _Slot:
 
 
 def shard_of(layout: Layout, template: OptimizerTemplate, values: list[Tensor]) -> Shard:
-    flat = layout.parameters
-    segments = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
-    for view, value in zip(flat.views(segments), values, strict=True):
+    memory = OwnMemory(layout, 0, 1)
+    for view, value in zip(layout.parameters.views(memory.places[0]), values, strict=True):
         view.copy_(value)
-    return Shard(layout, 0, template, segments, sync=as_sync("async"))
+    return Shard(layout, 0, template, memory, sync=as_sync("async"))
 
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {

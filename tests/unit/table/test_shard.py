@@ -1,7 +1,9 @@
 """A shard (M3–M6): the weighted mean with its gaps, puts, kept versions, clipping over all shards."""
 
+import random
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,33 @@ from torch import Tensor, nn
 
 from syncline.dial import Sync
 from syncline.errors import UsageError
+from syncline.ports import WRITTEN
 from syncline.table.layout import Layout, lay_out
 from syncline.table.shard import Shard, total_norm
-from syncline.table.slot import Slot, SlotPart, private_slot
+from syncline.table.slot import Slot, SlotPart, options_text, private_slot
+from syncline.table.store import OwnMemory, copy_segments
 from syncline.table.template import OptimizerTemplate, merge, split
 
 SHAPES = ((5, 7), (), (3, 50), (0,), (130,), (64,))
 SGD = partial(torch.optim.SGD, lr=1.0)
+
+
+class Memory(OwnMemory):
+    """Readers may be at work, if the test says so; what is being written is no number to them."""
+
+    def __init__(self, layout: Layout, shard: int, places: int, first: Sequence[Tensor]) -> None:
+        super().__init__(layout, shard, places)
+        copy_segments(self.places[0], layout.parts[shard].segments(first))
+        self.offered: dict[int, int] = {}
+        self.readers = False
+
+    def offer(self, place: int, version: int) -> None:
+        self.offered = {each: where for each, where in self.offered.items() if where != place}
+        if version != WRITTEN:
+            self.offered[version] = place
+
+    def being_read(self) -> bool:
+        return self.readers
 
 
 class Table:
@@ -44,18 +66,16 @@ class Table:
             self.model, [self.model.parameters()], cuttable=template.cuttable, shards=shards
         )
         flat = self.layout.parameters
-        self.weights, *history = (
-            flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8)) for _ in range(1 + kept)
-        )
-        self.fill_views(self.weights, list(self.model.parameters()))
+        first = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
+        self.fill_views(first, list(self.model.parameters()))
+        self.memories = [Memory(self.layout, index, 1 + kept, first) for index in range(shards)]
         self.slots: dict[tuple[int, int], tuple[Slot, list[SlotPart]]] = {}
         self.shards = [
             Shard(
                 self.layout,
                 index,
                 template,
-                self.weights,
-                history=history,
+                self.memories[index],
                 sync=Sync(one_from_each=True, lead=max(0, kept - 1)) if lockstep else Sync(splits=1),
                 clip_norm=clip_norm,
             )
@@ -111,13 +131,15 @@ class Table:
             shard.apply(self.options, factor)
 
     def values(self) -> list[Tensor]:
-        return [view.clone() for view in self.layout.parameters.views(self.weights)]
+        """Of the newest version."""
+        return self.read(self.shards[0].version)
 
     def read(self, version: int) -> list[Tensor]:
-        into = [torch.zeros_like(segment) for segment in self.weights]
+        flat = self.layout.parameters
+        into = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
         for shard in self.shards:
             shard.read(version, into)
-        return self.layout.parameters.views(into)
+        return flat.views(into)
 
 
 def drawn(seed: int, without: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
@@ -378,6 +400,46 @@ def test_delayed_learners_find_the_versions_they_read(delay: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(table.read(version), versions[version], strict=True))
 
 
+class Holding(torch.optim.SGD):
+    """Somebody's own, which holds the weights beside its parameters."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = self.__dict__.setdefault(
+            "held", [p.data for group in self.param_groups for p in group["params"]]
+        )
+        for group in self.param_groups:
+            for parameter, weights in zip(group["params"], held, strict=True):
+                if parameter.grad is not None:
+                    weights.sub_(parameter.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("factory", [SGD, partial(torch.optim.AdamW, lr=0.1), partial(Holding, lr=1.0)])
+def test_a_step_is_made_in_place_unless_somebody_may_read_and_has_the_same_bits(
+    factory: partial[torch.optim.Optimizer],
+) -> None:
+    alone, read = Table(2, factory=factory, kept=2), Table(2, factory=factory, kept=2)
+    draw = random.Random(3)
+    for fold in range(12):
+        before, held = read.values(), [dict(memory.offered) for memory in read.memories]
+        reading = draw.random() < 0.7
+        for memory in read.memories:
+            memory.readers = reading
+        for table in (alone, read):
+            table.take(drawn(fold), alone=True)
+            table.fold()
+        assert all(torch.equal(a, b) for a, b in zip(alone.values(), read.values(), strict=True))
+        assert all(set(memory.offered) == {fold + 1} for memory in alone.memories)
+        for memory, offered in zip(read.memories, held, strict=True):
+            assert (fold in memory.offered) == reading
+            if reading and factory.func is not Holding:
+                assert memory.offered[fold] == offered[fold]  # it lies where its readers look
+        if reading:
+            assert all(torch.equal(a, b) for a, b in zip(read.read(fold), before, strict=True))
+
+
 def test_without_kept_versions_the_newest_is_read_and_a_snapshot_is_a_copy() -> None:
     table = Table(2)
     snapshots = [shard.snapshot() for shard in table.shards]
@@ -402,7 +464,10 @@ def test_a_loaded_state_goes_on() -> None:
     options, state = split(three.layout, merged)
     for shard in three.shards:
         shard.load(options, state)
-    three.fill_views(three.weights, one.values())
+    slot = three.slot(one.values())
+    for shard in three.shards:
+        shard.put(0, slot.part(shard.part).segments)
+        shard.settle()
     for table in (one, three):
         table.take(drawn(2), alone=True)
         table.fold()
@@ -462,9 +527,10 @@ def test_a_shard_that_owns_nothing_takes_part() -> None:
     model = nn.Linear(2, 1, bias=False)
     template = OptimizerTemplate.of(SGD(model.parameters()))
     layout, _ = lay_out(model, [model.parameters()], cuttable=True, shards=3)
-    weights = layout.parameters.segments(torch.zeros(layout.parameters.nbytes, dtype=torch.uint8))
+    memories = [OwnMemory(layout, index, 1) for index in range(3)]
     shards = [
-        Shard(layout, i, template, weights, sync=Sync.parse("hardsync"), clip_norm=1.0) for i in range(3)
+        Shard(layout, index, template, memory, sync=Sync.parse("hardsync"), clip_norm=1.0)
+        for index, memory in enumerate(memories)
     ]
     assert sorted(len(shard.part.pieces) for shard in shards) == [0, 0, 1]
     slot = private_slot(layout)
@@ -477,7 +543,10 @@ def test_a_shard_that_owns_nothing_takes_part() -> None:
         shard.clip(total)
         shard.apply(template.options, 1.0)
     expected = torch.full((1, 2), -(0.5**0.5))
-    torch.testing.assert_close(layout.parameters.views(weights)[0], expected)
+    into = layout.parameters.segments(torch.zeros(layout.parameters.nbytes, dtype=torch.uint8))
+    for shard in shards:
+        shard.read(1, into)
+    torch.testing.assert_close(layout.parameters.views(into)[0], expected)
 
 
 # -- slots (M1) --------------------------------------------------------------------------------------------
@@ -488,7 +557,7 @@ def test_a_slot_holds_gradients_buffers_mask_and_options_apart() -> None:
     layout, tensors = lay_out(model, [model.parameters()], cuttable=True, shards=2)
     slot = private_slot(layout)
     options = [{"lr": 0.5, "betas": [0.1, 0.2], "maximize": False, "foreach": None}]
-    slot.write_options([{**options[0], "lr": torch.tensor(0.5)}])
+    slot.write_options(options_text([{**options[0], "lr": torch.tensor(0.5)}]))
     slot.mask.copy_(torch.tensor([1, 0, 1, 1]))
     for number, tensor in enumerate([*slot.gradients, *slot.buffers]):
         tensor.fill_(number + 1)
@@ -504,8 +573,7 @@ def test_a_slot_holds_gradients_buffers_mask_and_options_apart() -> None:
 
 
 def test_options_that_cannot_travel_are_refused() -> None:
-    slot = private_slot(Table(1).layout)
     with pytest.raises(UsageError, match="more than the 16376"):
-        slot.write_options([{"note": "x" * 20000}])
+        options_text([{"note": "x" * 20000}])
     with pytest.raises(UsageError, match="type object cannot travel"):
-        slot.write_options([{"odd": object()}])
+        options_text([{"odd": object()}])

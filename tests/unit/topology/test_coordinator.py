@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from unittest.mock import MagicMock
 
+from syncline import messages as m
 from syncline.dial import Course
 from syncline.ports import CoordinatorPort
 from syncline.protocols.spans import Standing
-from syncline.topology import messages as m
 from syncline.topology.coordinator import Coordinator
 from syncline.topology.plan import Plan
 from syncline.topology.restore import LoaderState, Restored

@@ -6,6 +6,7 @@ The leading shard as it is, over queues whose messages take any time.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +16,12 @@ from unittest.mock import MagicMock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from syncline import messages as m
 from syncline.dial import as_sync
-from syncline.ports import Entry, Kind, Note, ServerPort
+from syncline.messages.log import Entry, Release
+from syncline.messages.to_leader import NO_LOADER, Gradient, Meet, Rest, ToLeader
+from syncline.ports import ServerPort
 from syncline.protocols.meetings import STEP, Place
-from syncline.topology import messages as m
 from syncline.topology.leader import Leader
 from syncline.topology.replay import Replay
 from syncline.topology.waiting_room import differing
@@ -93,8 +96,8 @@ class Crew:
 
     # -- what learners do --------------------------------------------------------------------------------
 
-    def _post(self, learner: int, note: Note) -> None:
-        self._queues[f"notes {learner}"].append(partial(self._leader.note, learner, note))
+    def _post(self, learner: int, message: ToLeader) -> None:
+        self._queues[f"notes {learner}"].append(partial(self._leader.note, learner, message))
 
     def _go_on(self, learner: int) -> None:
         self._waits.pop(learner, None)
@@ -105,15 +108,16 @@ class Crew:
         self._loops[learner] = loop[1:]
         if loop[0] == "m":
             for table in TABLES.values():
-                self._post(learner, Note(Kind.REST, table, self._ticket(learner, table), loader=-1))
+                self._post(learner, Rest(table, self._ticket(learner, table), NO_LOADER, 0))
             self._waits[learner] = "m"
-            self._post(learner, Note(Kind.MEET))
+            self._post(learner, Meet())
         else:
             table = TABLES[loop[0]]
             number = self._ticket(learner, table)
             self._waits[learner] = (table, number)
+            stamp = self._read[learner, table]
             self._post(
-                learner, Note(Kind.GRADIENT, table, number, stamp=self._read[learner, table], examples=1)
+                learner, Gradient(table, number, stamp, 0, 1, NO_LOADER, 0, 0, True, False, b"", math.nan)
             )
 
     def _ticket(self, learner: int, table: int) -> int:
@@ -130,7 +134,7 @@ class Crew:
     # -- what they hear ----------------------------------------------------------------------------------
 
     def _entry(self, entry: Entry) -> None:
-        if entry.kind == Kind.RELEASE:
+        if isinstance(entry, Release):
             hear = partial(self._released, entry.learner, (entry.table, entry.number), entry.version)
             self._queues[f"to {entry.learner}"].append(hear)
 

@@ -15,10 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from syncline import messages as m
 from syncline.dial import Course
-from syncline.ports import CoordinatorPort, Kind, Note, ServerPort
+from syncline.messages.to_leader import Meet
+from syncline.ports import CoordinatorPort, ServerPort
 from syncline.protocols.meetings import EPOCH, LOADER, TABLE, Place
-from syncline.topology import messages as m
 from syncline.topology.coordinator import Coordinator
 from syncline.topology.plan import Plan
 from syncline.topology.servers import ServerRole
@@ -78,7 +79,7 @@ class Crew:
         place = self._loops[learner].pop(0)
         request: Any = m.MeanOf(torch.tensor(float(learner)))
         if place == "mean":
-            self._send(f"notes {learner}", partial(self._role.note, learner, Note(Kind.MEET)))
+            self._send(f"notes {learner}", partial(self._role.note, learner, Meet()))
         else:
             request = m.OpenLoader(self._opened[learner], 8, 2, "ledger", None)
             self._opened[learner] += 1

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.batch import messages as b
 from syncline.batch.coordinator import slots_of
 from syncline.batch.portions import Cancel
@@ -33,7 +34,6 @@ from syncline.engines.local.thread import RunThread
 from syncline.engines.record import Recorder, learner_error
 from syncline.engines.run import RunSpec
 from syncline.errors import LostError, RunError, UsageError
-from syncline.topology import messages as m
 from syncline.topology.restore import Restored
 
 LOOK = 0.25  # seconds between looks at timers

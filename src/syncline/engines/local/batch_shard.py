@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from syncline import messages as m
 from syncline.batch import messages as b
 from syncline.engines.files import Job, write_part
 from syncline.engines.local.batch_memory import Crash, Shelves
@@ -19,7 +20,6 @@ from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.table.vector_files import read_vectors, vector_tensors
 from syncline.table.vectors import Vectors
-from syncline.topology import messages as m
 from syncline.topology.restore import table_file
 
 

@@ -13,7 +13,7 @@ from syncline.engines.local.peers import PeerSupervisor
 from syncline.engines.local.supervisor import Supervisor
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.errors import UsageError
-from syncline.topology.messages import Statistics
+from syncline.messages import Statistics
 
 
 class LocalHandle(Handle):

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.engines.local.cargo import Parcel
 from syncline.engines.local.processes import Processes
 from syncline.engines.record import Recorder, said
 from syncline.errors import RunError, raised_in
-from syncline.topology import messages as m
 
 
 class Evaluator:

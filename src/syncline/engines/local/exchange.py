@@ -13,6 +13,7 @@ from typing import Protocol
 
 LINE = 8  # words in a cache line: words of different writers do not share one
 RECORD = 16  # words
+KEEP, DELIVERED = 1, 2  # in the last word of a reply
 
 
 class CellsLike(Protocol):
@@ -67,34 +68,34 @@ class Ring:
 
 
 class Replies:
-    """For each shard: the last ticket of one learner that it released, and what to read."""
+    """For each shard: the last ticket of one learner that it released, and what to read; and the last that was read."""
 
     def __init__(self, cells: CellsLike, base: int, *, shards: int) -> None:
         self._cells = cells
         self._places = [base + LINE * shard for shard in range(shards)]
+        self._read = base + LINE * shards
 
     @staticmethod
     def words(shards: int) -> int:
-        return LINE * shards
+        return LINE * (shards + 1)
 
-    def release(self, shard: int, number: int, version: int, dial: int = 0, keep: int = 0) -> None:
+    def has_read(self, number: int) -> None:
+        """The learner has copied what it was released to with this ticket, or needs nothing of it."""
+        self._cells.store(self._read, number + 1)
+
+    def reads(self, number: int) -> bool:
+        """It may still be copying."""
+        return self._cells.load(self._read) <= number
+
+    def release(self, shard: int, number: int, version: int, dial: int = 0, flags: int = 0) -> None:
         place = self._places[shard]
         self._cells.store(place + 1, version)
         self._cells.store(place + 2, dial)
-        self._cells.store(place + 3, keep)
+        self._cells.store(place + 3, flags)
         self._cells.store(place, number + 1)  # the commit word: 0 is nothing yet
 
-    def free(self, shard: int, number: int) -> None:
-        """The ticket's slot may be used again; there is nothing to read."""
-        self._cells.store(self._places[shard] + 4, number + 1)
-
-    def freed(self, number: int) -> bool:
-        """Every shard has freed or released this ticket."""
-        load = self._cells.load
-        return all(load(place + 4) > number or load(place) > number for place in self._places)
-
     def released(self, number: int) -> tuple[int, int, int] | None:
-        """Version, dial and keep, once every shard has released this ticket; the leading shard's words count."""
+        """Version, dial and flags, once every shard has released this ticket; the leading shard's words count."""
         load = self._cells.load
         for place in self._places:
             if load(place) <= number:
@@ -106,6 +107,30 @@ class Replies:
                 versions = [load(each + 1) for each in self._places]
                 raise AssertionError(f"shards released ticket {number} with versions {versions}")
         return version, load(first + 2), load(first + 3)
+
+
+class Drafts:
+    """For each shard and slot: the last ticket whose draft in that slot it needs no more."""
+
+    def __init__(self, cells: CellsLike, base: int, *, shards: int, slots: int) -> None:
+        self._cells = cells
+        self._places = [base + shard * self._room(slots) for shard in range(shards)]
+
+    @staticmethod
+    def _room(slots: int) -> int:
+        return -(-slots // LINE) * LINE
+
+    @classmethod
+    def words(cls, shards: int, slots: int) -> int:
+        return shards * cls._room(slots)
+
+    def free(self, shard: int, slot: int, number: int) -> None:
+        self._cells.store(self._places[shard] + slot, number + 1)
+
+    def freed(self, slot: int, number: int) -> bool:
+        """No shard needs this ticket's draft."""
+        load = self._cells.load
+        return all(load(place + slot) > number for place in self._places)
 
 
 class Shares:

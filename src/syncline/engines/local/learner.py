@@ -6,58 +6,45 @@ Also the evaluator's process, which tests snapshots beside the learners (R6).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
-import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from syncline.dial import Sync
+from syncline import messages as m
 from syncline.engines.local.cargo import Parcel, pack, unpack
 from syncline.engines.local.channel import Channel, Closed
-from syncline.engines.local.exchange import Replies
+from syncline.engines.local.codec import Record, encode
+from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Replies
 from syncline.engines.local.memory import Bell, Region, Sleeper, crash_at
 from syncline.engines.local.server import Desk, Geometry, Lane, Shelf
+from syncline.engines.local.versions import Reader
 from syncline.engines.run import Task
-from syncline.errors import UsageError
 from syncline.learn.session import ServerSession
-from syncline.ports import LearnerPort, Note, Portion, Reading, Reset, RunStopped, TableLink
+from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
+from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, RunStopped, TablePort
 from syncline.table.layout import Layout
-from syncline.topology import messages as m
 from syncline.topology.plan import Seat
 
 # words of the hub: the run is to end; how often the servers were started; how often learners were called
 STOP, GENERATION, CALLS = 0, 1, 2
-DIALS, DIAL_ROOM = 64, 1024  # dials that a run may have, and bytes for each
+TRIES = 4  # to read a version before it is asked for
 
 
 class Hub:
-    """What the supervisor tells all learners: that the run ends, and the dials by number."""
+    """What the supervisor tells all learners, in words."""
 
     def __init__(self, region: Region) -> None:
-        self.words, self._bytes = region.words, region.bytes
+        self.words = region.words
 
     @staticmethod
     def nbytes() -> int:
-        return DIAL_ROOM * (1 + DIALS)
-
-    def add_dial(self, number: int, sync: Sync) -> None:
-        """Written before anybody can name it."""
-        if number >= DIALS:
-            raise UsageError(f"the dial was changed {number} times in one run; {DIALS - 1} is the most")
-        text = json.dumps(sync.record()).encode()
-        start = DIAL_ROOM * (1 + number)
-        self._bytes[start : start + DIAL_ROOM] = text.ljust(DIAL_ROOM)
-
-    def dial(self, number: int) -> Sync:
-        start = DIAL_ROOM * (1 + number)
-        return Sync(**json.loads(bytes(self._bytes[start : start + DIAL_ROOM])))
+        return 8 * LINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,39 +63,85 @@ class LearnerSpec:
     crash: int | None = None  # for tests
 
 
-class LocalLink(TableLink):
+def _copy(into: list[Tensor], source: list[Tensor]) -> None:
+    """All of it is there afterwards."""
+    on_gpu = any(tensor.is_cuda for tensor in into)
+    torch._foreach_copy_(into, source, non_blocking=on_gpu)
+    if on_gpu:
+        torch.cuda.current_stream().synchronize()
+
+
+class LocalTable(TablePort):
     """One table, seen from its learner."""
 
     def __init__(self, opened: m.Opened, geometry: Geometry, port: LocalLearnerPort) -> None:
         self.layout = opened.layout
-        self._shelf = Shelf(opened.handle, opened.layout, kept=geometry.kept)
+        self._shelf = Shelf(opened.handle, opened.layout, places=geometry.places)
         self._lane = Lane(opened.lane, opened.layout, slots=geometry.slots)
-        self.slots = self._lane.slots
         self._replies: Replies = self._lane.replies
         self._port, self._sleeper = port, port.sleeper
         flat = opened.layout.parameters
         self._inbox = flat.views(self._lane.inbox)
-        self._newest = flat.views(self._shelf.weights)
-        self._history = [flat.views(segments) for segments in self._shelf.history]
+        self._reader = Reader(opened.layout, self._shelf.ring, self._shelf.versions, self._lane.inbox)
+        self._number = 0  # of the last ticket that was released
         self.buffers, self.others = self._shelf.buffers, self._shelf.others
+        self._places = range(geometry.slots)
+        self._published: list[int | None] = [-1] * geometry.slots  # tickets by slot; None: being filled
+        self._written = [-1] * geometry.slots  # which group options lie in each slot
         opened.handle.close()
         opened.lane.close()
-
-    def weights(self, version: int, sync: Sync) -> list[Tensor]:
-        if not sync.lockstep:
-            return self._inbox
-        return self._history[version % len(self._history)] if sync.delay else self._newest
 
     def memory(self) -> list[Tensor]:
         """The blocks that a GPU copies to and from."""
         return [self._lane.memory, self._shelf.memory]
 
-    def released(self, number: int) -> Reading | None:
-        found = self._replies.released(number)
-        return None if found is None else Reading._make(found)
+    def draft(self, *, block: bool = True) -> Draft | None:
+        place = self._free()
+        if place is None:
+            if not block:
+                return None
+            with self._port.waiting():
+                while (place := self._free()) is None:
+                    self._port.check()
+                    self._port.answer_call()
+                    self._sleeper.wait()
+            self._sleeper.busy()
+        self._published[place] = None
+        slot = self._lane.slots[place]
+        return Draft(slot.gradients, slot.buffers, place)
 
-    def wait(self, number: int) -> Reading:
+    def _free(self) -> int | None:
+        """The first: what the dial in force does not need is never touched."""
+        for place in self._places:
+            number = self._published[place]
+            if number is not None and (number < 0 or self._lane.drafts.freed(place, number)):
+                return place
+        return None
+
+    def publish(
+        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+    ) -> None:
+        place = draft.place
+        if isinstance(message, Gradient):
+            slot = self._lane.slots[place]
+            if self._written[place] != message.options:
+                slot.write_options(options)
+                self._written[place] = message.options
+            if not message.full:
+                slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
+            if message.states:
+                slot.write_states(message.states)
+        self._port.push(encode(message, place))
+        self._published[place] = message.number
+
+    def write_states(self, states: bytes) -> None:
+        """Of a message without a draft."""
+        self._lane.slots[0].write_states(states)
+
+    def wait(self, number: int, *, block: bool = True) -> Reading | None:
         if (found := self._replies.released(number)) is None:
+            if not block:
+                return None
             desk = self._port.desk  # not `waiting()`: this is on every step's path
             desk.wait(True)
             try:
@@ -118,19 +151,32 @@ class LocalLink(TableLink):
                     self._sleeper.wait()
             finally:
                 desk.wait(False)
-        self._sleeper.busy()
-        return Reading._make(found)
+        if block:
+            self._sleeper.busy()
+        self._number = number
+        version, dial, flags = found
+        return Reading(version, dial, bool(flags & KEEP), bool(flags & DELIVERED))
 
-    def free(self, number: int) -> bool:
-        return self._replies.freed(number)
+    def read(self, reading: Reading, into: list[Tensor]) -> int | None:
+        version: int | None = reading.version
+        if into and reading.delivered:
+            _copy(into, self._inbox)
+        elif into:
+            version = self._read(reading.version, into)
+        self._replies.has_read(self._number)
+        return version
 
-    def wait_free(self, number: int) -> None:
-        with self._port.waiting():
-            while not self._replies.freed(number):
-                self._port.check()
-                self._port.answer_call()
-                self._sleeper.wait()
-        self._sleeper.busy()
+    def _read(self, released: int, into: list[Tensor]) -> int | None:
+        for _ in range(TRIES):
+            found = self._reader.choose(released)
+            if found is None:  # shards are between two versions
+                os.sched_yield()
+                continue
+            version, places = found
+            _copy(into, self._reader.sources(places))
+            if self._reader.hold(version, places):
+                return version
+        return None
 
 
 class LocalLearnerPort(LearnerPort):
@@ -144,6 +190,7 @@ class LocalLearnerPort(LearnerPort):
         self.sleeper = Sleeper(spec.bell, yields=spec.yields)
         self._generation, self._calls = spec.generation, self._hub.words[CALLS]
         self._portions: dict[int, dict[int, Portion]] = {}
+        self._tables: dict[int, LocalTable] = {}
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -164,24 +211,23 @@ class LocalLearnerPort(LearnerPort):
         """Ask, where it was called while it waits in a step; raises what it is refused with."""
         if self._hub.words[CALLS] != self._calls:
             self._calls = self._hub.words[CALLS]
-            self.request(m.Called())
-
-    def now(self) -> float:
-        return time.monotonic()
+            self.ask(m.Called())
 
     def spend(self, examples: int) -> None:
         pass
 
-    def post(self, note: Note, *, ring: bool = True) -> None:
-        while not self.desk.notes.push(note):
+    def post(self, message: ToLeader, *, later: bool = False) -> None:
+        if isinstance(message, Rest | Reread | Farewell) and message.states:
+            self._tables[message.table].write_states(message.states)
+        self.push(encode(message), later=later)
+
+    def push(self, record: Record, *, later: bool = False) -> None:
+        while not self.desk.notes.push(record):
             self.check()
             self._spec.shard_bell.ring()
             self.sleeper.wait(0.01)
-        if ring:
+        if not later:
             self._spec.shard_bell.ring()
-
-    def ring(self) -> None:
-        self._spec.shard_bell.ring()
 
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
         if not block:
@@ -202,47 +248,49 @@ class LocalLearnerPort(LearnerPort):
             self.check()
             self.sleeper.wait()
 
-    def request(self, message: Any) -> Any:
+    def ask(self, message: Any) -> Any:
         self._channel.send(message)
         answer = self._channel.receive()
         if isinstance(answer, m.Refused):
             raise answer.error
         if isinstance(answer, m.Stale):
             raise Reset
+        if isinstance(answer, m.Rejoined):
+            self._meet_again(answer)
         return answer
 
-    def rejoin(self, tables: int, loaders: int) -> list[m.Opened]:
-        answer: m.Rejoined = self.request(m.Rejoin(tables, loaders))
+    def _meet_again(self, answer: m.Rejoined) -> None:
+        """New servers read what is said from here on elsewhere."""
         self._generation, desk = answer.desk
         self.desk = Desk(desk)
         desk.close()
         self._portions.clear()
-        return answer.tables
 
     def tell(self, message: Any) -> None:
         self._channel.send(message)
 
     def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        shelf = Shelf(handle, layout, kept=self._spec.geometry.kept)
+        shelf = Shelf(handle, layout, places=self._spec.geometry.places)
         handle.close()
         return layout.parameters.views(shelf.weights), shelf.buffers, shelf.others
 
-    def pin(self, link: TableLink) -> None:
-        assert isinstance(link, LocalLink)
-        for block in link.memory():
-            if block.numel():
-                error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)
-                if int(error) != 0:
-                    return  # unpinned memory works too, only slower
-
-    def attach(self, opened: m.Opened) -> LocalLink:
-        return LocalLink(opened, self._spec.geometry, self)
-
-    def dial(self, number: int) -> Sync:
-        return self._hub.dial(number)
+    def open(self, opened: m.Opened) -> LocalTable:
+        table = self._tables[opened.table] = LocalTable(opened, self._spec.geometry, self)
+        if torch.device(self._spec.seat.device).type == "cuda":
+            _pin(table.memory())
+        return table
 
     def stopping(self) -> bool:
         return self._hub.words[STOP] != 0
+
+
+def _pin(blocks: Sequence[Tensor]) -> None:
+    """Lock memory for copies to and from a GPU."""
+    for block in blocks:
+        if block.numel():
+            error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)
+            if int(error) != 0:
+                return  # unpinned memory works too, only slower
 
 
 def run_learner(channel: Channel, spec: LearnerSpec) -> int:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from syncline.dial import Sync
 from syncline.engines.files import commit
 from syncline.engines.local.cargo import pack
 from syncline.engines.local.memory import Region
@@ -33,7 +32,7 @@ class Office(CoordinatorPort):
     # -- memory ------------------------------------------------------------------------------------------
 
     def make_table(self, table: int, layout: Layout) -> Region:
-        return self._run.staff.region(Shelf.nbytes(layout, kept=self._run.staff.geometry.kept))
+        return self._run.staff.region(Shelf.nbytes(layout, places=self._run.staff.geometry.places))
 
     def fill_table(self, handle: Region, layout: Layout, values: Sequence[Tensor]) -> None:
         shelf = self._shelf(handle, layout)
@@ -48,7 +47,7 @@ class Office(CoordinatorPort):
     def _shelf(self, handle: Region, layout: Layout) -> Shelf:
         """A mapping of its own: the run's could not be closed while tensors look at it."""
         region = Region(handle.nbytes, os.dup(handle.fd))
-        return Shelf(region, layout, kept=self._run.staff.geometry.kept)
+        return Shelf(region, layout, places=self._run.staff.geometry.places)
 
     def make_lane(self, table: int, learner: int, layout: Layout) -> Region:
         return self._run.staff.region(Lane.nbytes(layout, slots=self._run.staff.geometry.slots), learner)
@@ -65,9 +64,6 @@ class Office(CoordinatorPort):
         for process in reversed(self._run.staff.shards):
             process.channel.post(parcel)
         parcel.close()
-
-    def add_dial(self, number: int, sync: Sync) -> None:
-        self._run.staff.hub.add_dial(number, sync)
 
     def reset_learners(self) -> None:
         self._run.staff.next_generation()

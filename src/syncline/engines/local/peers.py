@@ -9,6 +9,7 @@ import os
 import time
 from typing import Any
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.collectives import wants_nccl
 from syncline.engines.local.evaluator import Evaluator
@@ -24,7 +25,6 @@ from syncline.engines.run import RunSpec
 from syncline.errors import RunError, UsageError
 from syncline.protocols.clocks import StalenessClock
 from syncline.protocols.lifecycle import alone
-from syncline.topology import messages as m
 from syncline.topology.keeper import apart, early
 
 GRACE = 10.0  # seconds that learners get to finish their step after a stop

@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.engines.local.channel import Channel, Closed
-from syncline.engines.local.exchange import LINE, Replies, Ring, Shares
+from syncline.engines.local.codec import (
+    ENTRY,
+    NO_SLOT,
+    NOTE,
+    Record,
+    decode,
+    decode_entry,
+    encode_entry,
+    speaks_of,
+)
+from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Drafts, Replies, Ring, Shares
 from syncline.engines.local.memory import Bell, Cells, Region, Sleeper, crash_at
+from syncline.engines.local.versions import Part, Words
 from syncline.engines.local.writer import Writer
-from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort
+from syncline.messages import log
+from syncline.messages.to_leader import NO_LOADER, Gradient, Put, ToLeader
+from syncline.ports import Portion, Reading, ServerPort, VersionMemory
 from syncline.table.layout import Layout
 from syncline.table.slot import Slot, slot_bytes
-from syncline.topology import messages as m
 from syncline.topology.servers import ServerRole
 
-NOTE = struct.Struct("=12qd")
-ENTRY = struct.Struct("=12qd")
 PORTION = struct.Struct("=6q")
+DRAFTED = (log.Take, log.PutValues, log.Free)  # entries that speak of a draft
 DESK_NOTES, DESK_PORTIONS, LOG_ENTRIES = 64, 256, 1024
 WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)  # a word of a desk
 LISTEN_EVERY = 0.002  # seconds of work between looks at the supervisor's channel
@@ -75,53 +87,62 @@ class Lane:
 
     def __init__(self, region: Region, layout: Layout, *, slots: int) -> None:
         memory = region.tensor()
-        self.replies = Replies(Cells(region), 0, shards=layout.shards)
-        start = self._head(layout)
+        cells, shards = Cells(region), layout.shards
+        self.replies = Replies(cells, 0, shards=shards)
+        self.drafts = Drafts(cells, Replies.words(shards), shards=shards, slots=slots)
+        start = self._head(layout, slots)
         size = slot_bytes(layout)
         self.slots = [
             Slot(layout, memory[start + index * size : start + (index + 1) * size]) for index in range(slots)
         ]
+        self.numbers = [-1] * slots  # a shard's own: tickets whose drafts lie in the slots
         start += slots * size
         self.inbox = layout.parameters.segments(memory[start:])
         self.memory = memory
 
     @staticmethod
-    def _head(layout: Layout) -> int:
-        return -(-Replies.words(layout.shards) * 8 // 4096) * 4096
+    def _head(layout: Layout, slots: int) -> int:
+        words = Replies.words(layout.shards) + Drafts.words(layout.shards, slots)
+        return -(-words * 8 // 4096) * 4096
 
     @classmethod
     def nbytes(cls, layout: Layout, *, slots: int) -> int:
-        return cls._head(layout) + slots * slot_bytes(layout) + layout.parameters.nbytes
+        return cls._head(layout, slots) + slots * slot_bytes(layout) + layout.parameters.nbytes
 
 
 class Shelf:
-    """One table's weights: the newest version, older ones that are kept, first values of all else, norms."""
+    """One table's weights: a ring of places for versions, first values of all else, norms."""
 
-    def __init__(self, region: Region, layout: Layout, *, kept: int) -> None:
+    def __init__(self, region: Region, layout: Layout, *, places: int) -> None:
         memory, size = region.tensor(), layout.parameters.nbytes
         self.memory = memory
-        self.weights = layout.parameters.segments(memory)
-        self.history = [layout.parameters.segments(memory[(1 + i) * size :]) for i in range(kept)]
-        position = (1 + kept) * size
+        self.ring = [layout.parameters.segments(memory[place * size :]) for place in range(places)]
+        position = places * size
         self.buffers = layout.buffers.views(layout.buffers.segments(memory[position:]))
         position += layout.buffers.nbytes
         self.others = layout.others.views(layout.others.segments(memory[position:]))
         position += layout.others.nbytes
-        sizes = [len(part.pieces) for part in layout.parts]
-        self.norms = Shares(Cells(region, position // 8), 0, sizes=sizes)
+        cells, sizes = Cells(region, position // 8), [len(part.pieces) for part in layout.parts]
+        self.norms = Shares(cells, 0, sizes=sizes)
+        self.versions = Words(cells, Shares.words(sizes), shards=layout.shards, places=places)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Where the first values lie."""
+        return self.ring[0]
 
     @staticmethod
-    def nbytes(layout: Layout, *, kept: int) -> int:
-        norms = 8 * Shares.words([len(part.pieces) for part in layout.parts])
-        return (1 + kept) * layout.parameters.nbytes + layout.buffers.nbytes + layout.others.nbytes + norms
+    def nbytes(layout: Layout, *, places: int) -> int:
+        words = Shares.words([len(part.pieces) for part in layout.parts]) + Words.words(layout.shards, places)
+        return places * layout.parameters.nbytes + layout.buffers.nbytes + layout.others.nbytes + 8 * words
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What follows from the dials: how many slots and kept versions there are."""
+    """What follows from the dials: how many slots there are, and places for versions."""
 
     slots: int
-    kept: int
+    places: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +185,10 @@ class LocalServerPort(ServerPort):
         self.shelves: dict[int, Shelf] = {}
         self._layouts: dict[int, Layout] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
+        self._memories: dict[int, Part] = {}
+        self._reading: dict[int, dict[int, int]] = defaultdict(dict)  # table -> learner -> its last release
         self.readers: set[tuple[int, int]] = set()  # (loader, learner)
-        self._beyond: deque[Entry] = deque()  # what the log has no room for: followers are slow, or stopped
+        self._beyond: deque[Record] = deque()  # what the log has no room for: followers are slow, or stopped
         self.to_wake: set[int] = set()
         self.wake_shards = False
         self.norms_wanted: tuple[int, int] | None = None
@@ -181,7 +204,7 @@ class LocalServerPort(ServerPort):
 
     def make_table(self, make: m.MakeTable) -> None:
         self._layouts[make.table] = make.layout
-        self.shelves[make.table] = Shelf(make.handle, make.layout, kept=self._spec.geometry.kept)
+        self.shelves[make.table] = Shelf(make.handle, make.layout, places=self._spec.geometry.places)
         make.handle.close()
 
     def join_table(self, join: m.JoinTable) -> None:
@@ -190,29 +213,46 @@ class LocalServerPort(ServerPort):
         self._lanes[join.table, join.learner] = Lane(join.lane, layout, slots=geometry.slots)
         join.lane.close()
 
-    def knows(self, entry: Entry) -> bool:
+    def knows(self, entry: log.Entry) -> bool:
         """Everything that the entry needs has arrived from the supervisor."""
-        if entry.kind == Kind.LEAVE:
+        if isinstance(entry, log.Leave):
             return True
-        if entry.kind in (Kind.FOLD, Kind.SNAPSHOT, Kind.FINISH, Kind.CHANGE, Kind.CUT):
+        if isinstance(entry, log.Fold | log.Snapshot | log.Finish | log.Change | log.Cut):
             return entry.table in self.shelves
         return (entry.table, entry.learner) in self._lanes
 
-    def expects(self, learner: int, note: Note) -> bool:
-        """The supervisor has introduced the table and the loader that the note speaks of."""
-        if note.loader >= 0 and (note.loader, learner) not in self.readers:
+    def expects(self, learner: int, record: Record) -> bool:
+        """The supervisor has introduced the table and the loader that the record speaks of."""
+        table, loader = speaks_of(record)
+        if loader != NO_LOADER and (loader, learner) not in self.readers:
             return False
-        without = (Kind.ASK, Kind.USED, Kind.CLOSE, Kind.BLOCKED, Kind.MEET, Kind.ENDED)  # a table
-        return note.kind in without or (note.table, learner) in self._lanes
+        return table is None or (table, learner) in self._lanes
+
+    def take(self, learner: int, record: Record) -> ToLeader:
+        """What a learner's record says; the place of its draft is kept here."""
+        message, slot = decode(
+            record, lambda table, slot: self._lanes[table, learner].slots[slot].read_states()
+        )
+        if isinstance(message, Gradient | Put):
+            self._lanes[message.table, learner].numbers[slot] = message.number
+        return message
+
+    def lies_in(self, entry: log.Take | log.PutValues | log.Free, slot: int) -> None:
+        """Where the draft is that an entry speaks of, as the leading shard says."""
+        self._lanes[entry.table, entry.learner].numbers[slot] = entry.number
 
     # -- effects -----------------------------------------------------------------------------------------
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: log.Entry) -> None:
         if self.log is None:
             return
-        if self._beyond or not self.log.push(entry):
-            self._beyond.append(entry)
-        elif entry.kind == Kind.FOLD:  # the heavy one: all shards at the same time
+        slot = NO_SLOT
+        if isinstance(entry, DRAFTED):
+            slot = self._lanes[entry.table, entry.learner].numbers.index(entry.number)
+        record = encode_entry(entry, slot)
+        if self._beyond or not self.log.push(record):
+            self._beyond.append(record)
+        elif isinstance(entry, log.Fold):  # the heavy one: all shards at the same time
             self._wake_replicas()
         else:
             self.wake_shards = True
@@ -222,26 +262,47 @@ class LocalServerPort(ServerPort):
         while self._beyond and self.log is not None and self.log.push(self._beyond[0]):
             self._beyond.popleft()
             self.wake_shards = True
-        return not self._beyond
+        return not self._beyond and not self._far_ahead()
 
-    def weights(self, table: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+    def _far_ahead(self) -> bool:
+        """Of the slowest shard, by nearly a ring: readers would find no version that all have (M13)."""
+        return any(
+            memory.ahead() > len(memory.places) - 2
+            for table, memory in self._memories.items()
+            if self._layouts[table].shards > 1
+        )
+
+    def memory(self, table: int) -> VersionMemory:
         shelf = self.shelves[table]
-        return shelf.weights, shelf.history
+        memory = self._memories[table] = Part(
+            self._layouts[table], self.shard, shelf.ring, shelf.versions, lambda: self._being_read(table)
+        )
+        return memory
 
-    def slot(self, table: int, learner: int, index: int) -> Slot:
-        return self._lanes[table, learner].slots[index]
+    def _being_read(self, table: int) -> bool:
+        reading = self._reading[table]
+        for learner, number in list(reading.items()):
+            lane = self._lanes.get((table, learner))
+            if lane is not None and lane.replies.reads(number):
+                return True
+            del reading[learner]
+        return False
 
-    def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
-        lane = self._lanes.get((table, learner))
-        return lane.inbox if lane else None
+    def slot(self, table: int, learner: int, number: int) -> Slot:
+        lane = self._lanes[table, learner]
+        return lane.slots[lane.numbers.index(number)]
 
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
         lane = self._lanes.get((table, learner))
         if lane is not None:
             if reading is None:
-                lane.replies.free(self.shard, number)
+                lane.drafts.free(self.shard, lane.numbers.index(number), number)
             else:
-                lane.replies.release(self.shard, number, *reading)
+                self._reading[table][learner] = number
+                if reading.delivered:
+                    self._memories[table].deliver(lane.inbox)
+                flags = KEEP * reading.keep | DELIVERED * reading.delivered
+                lane.replies.release(self.shard, number, reading.version, reading.dial, flags)
             self.to_wake.add(learner)
 
     def grant(self, learner: int, portion: Portion) -> None:
@@ -259,7 +320,7 @@ class LocalServerPort(ServerPort):
             if shard != self.shard:
                 bell.ring()
 
-    def spend(self, kind: int, table: int, times: int = 1) -> None:
+    def spend(self, kind: type[log.Take | log.Fold], table: int, times: int = 1) -> None:
         pass
 
     def forget(self, learner: int) -> None:
@@ -335,7 +396,7 @@ class _Loop:
         worked = False
         for learner, desk in list(self._port.desks.items()):
             while (record := desk.notes.pop()) is not None:
-                self._hand_over(learner, Note._make(record))  # type: ignore[arg-type]
+                self._hand_over(learner, record)
                 worked = True
                 if not self._port.keeps_up():
                     return True
@@ -343,19 +404,21 @@ class _Loop:
                 self._port.flush()
         return worked
 
-    def _hand_over(self, learner: int, note: Note) -> None:
+    def _hand_over(self, learner: int, record: Record) -> None:
         """To the role, after what the supervisor had said before the learner could say this."""
-        while not self._port.expects(learner, note):
+        while not self._port.expects(learner, record):
             self._control()
-        self._role.note(learner, note)
+        self._role.note(learner, self._port.take(learner, record))
 
     def _read_log(self) -> bool:
         assert self._port.log is not None
         worked = False
         while (record := self._port.log.pop(self._reader)) is not None:
-            entry = Entry._make(record)  # type: ignore[arg-type]
+            entry, slot = decode_entry(record)
             while not self._port.knows(entry):
                 self._control()  # it was sent before the leader knew: it is on its way
+            if isinstance(entry, DRAFTED):
+                self._port.lies_in(entry, slot)
             self._role.entry(entry)
             worked = True
         return worked
@@ -391,7 +454,7 @@ class _Loop:
         """What it committed before it left comes before its leaving."""
         desk = self._port.desks.get(learner)
         while desk is not None and (record := desk.notes.pop()) is not None:
-            self._hand_over(learner, Note._make(record))  # type: ignore[arg-type]
+            self._hand_over(learner, record)
 
 
 def run_server(channel: Channel, spec: ServerSpec) -> None:

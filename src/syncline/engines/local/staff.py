@@ -16,6 +16,7 @@ from syncline.engines.local.memory import Bell, Region
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometry, ServerSpec
 from syncline.engines.run import RunSpec
+from syncline.table.store import places_for
 
 SHARED, SERVERS = 0, -1  # owners of memory that are no learners
 YIELDS = {"learner": 1000, "shard": 200}
@@ -24,8 +25,8 @@ core costs more than either."""
 
 
 def geometry_of(spec: RunSpec) -> Geometry:
-    """How many slots and kept versions the dials need (M11); two slots, so that any dial may follow."""
-    return Geometry(slots=max(2, spec.plan.delay + 1), kept=spec.plan.kept)
+    """How many slots and places for versions the dials need (M11, M13); two slots, so that any dial may follow."""
+    return Geometry(slots=max(2, spec.plan.delay + 1), places=places_for(spec.plan.delay))
 
 
 class Staff:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from syncline import messages as m
 from syncline.engines.local.processes import Process
 from syncline.engines.local.thread import RunThread
-from syncline.topology import messages as m
 
 PATIENCE = 10.0  # seconds that a caller waits for an answer
 SILENCE = 2.0  # seconds that the leading shard gets for one

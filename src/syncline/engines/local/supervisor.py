@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.local.cargo import Parcel
 from syncline.engines.local.evaluator import Evaluator
@@ -27,7 +28,6 @@ from syncline.engines.supervision import Crew, Supervision
 from syncline.errors import LostError, RunError
 from syncline.protocols.lifecycle import Grace, Lifecycle
 from syncline.table.checkpoints import Folder
-from syncline.topology import messages as m
 from syncline.topology.coordinator import Coordinator
 
 GRACE = 5.0  # seconds that learners get to finish their step after a stop

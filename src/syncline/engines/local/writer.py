@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from syncline.engines.files import Job, write_part
+from syncline.messages import Saved
 from syncline.table.checkpoints import Folder
-from syncline.topology.messages import Saved
 
 
 class Writer:

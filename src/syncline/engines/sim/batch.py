@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.batch import messages as b
 from syncline.batch.commands import Program
 from syncline.dial import Sync
@@ -34,7 +35,6 @@ from syncline.learn.randomness import seed_random
 from syncline.table.checkpoints import Folder
 from syncline.table.vector_files import read_vectors, vector_tensors
 from syncline.table.vectors import Vectors
-from syncline.topology import messages as m
 from syncline.topology.restore import Restored, table_file
 
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from syncline import messages as m
 from syncline.engines.record import learner_error
+from syncline.engines.sim.clock import Clock
 from syncline.engines.sim.fibers import Handler
 from syncline.engines.sim.learner import WAITING, SimLearner
 from syncline.engines.sim.promises import Own, Promise
@@ -22,8 +24,8 @@ from syncline.engines.sim.stepping import TableEnd
 from syncline.errors import InvariantError
 from syncline.learn.feed import AHEAD
 from syncline.learn.randomness import pack_random, seed_random, unpack_random
-from syncline.ports import OUTSIDE, Kind, Note, Portion, RunStopped
-from syncline.topology import messages as m
+from syncline.messages.to_leader import AskBatch, Blocked
+from syncline.ports import OUTSIDE, Portion, RunStopped
 
 if TYPE_CHECKING:
     from syncline.engines.sim.workshop import Workshop
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
 Steps = Generator[None, None, None]
 LOADER = 0
-ASK = int(Kind.ASK)
 CPU = torch.device("cpu")
 
 
@@ -135,7 +136,15 @@ class Builtin(SimLearner):
         else:
             self.fiber.resume()  # it draws only where a gradient is made, from its own states
 
-    def ask(self, message: Any) -> Generator[None, None, Any]:
+    def wake_at(self, times: list[float]) -> None:
+        for time in times:
+            self._world.clock.at(time, self.wake)
+
+    @property
+    def clock(self) -> Clock:
+        return self._world.clock
+
+    def inquire(self, message: Any) -> Generator[None, None, Any]:
         """Ask the coordinator; its answer."""
         self.tell(message)
         yield from self.give_way(lambda: bool(self._answers), f"an answer to {type(message).__name__}")
@@ -234,14 +243,14 @@ class Feed:
         self.parts = 1
         self.waiting: list[Portion] = []  # handed out ahead of their use
         self._index = self._asked = 0
-        self._asking = Note(ASK, loader=LOADER)
+        self._asking = AskBatch(LOADER, 0)
         self._started = self._ended = False
         self._more = True
 
     def open(self) -> Steps:
         learner, plan = self._learner, self._shop.plan
         opening = m.OpenLoader(LOADER, self._shop.size, plan.batch_size, plan.policy, learner.run_plan.epochs)
-        self.parts = yield from learner.ask(opening)
+        self.parts = yield from learner.inquire(opening)
         first = yield from self._portion(OUTSIDE)
         self.epoch = first.epoch if first else self.epoch
 
@@ -280,10 +289,10 @@ class Feed:
 
     def _ask(self) -> None:
         wanted = self._index + AHEAD + self._shop.ahead
-        if self._asked < wanted and self._asking.upto != self.epoch:
-            self._asking = Note(ASK, loader=LOADER, upto=self.epoch)
+        if self._asked < wanted and self._asking.epoch != self.epoch:
+            self._asking = AskBatch(LOADER, self.epoch)
         while self._asked < wanted:
-            self._learner.post(self._asking, ring=False)
+            self._learner.post(self._asking, later=True)
             self._asked += 1
 
     def _next(self, *, block: bool) -> Generator[None, None, Portion | None]:
@@ -315,7 +324,7 @@ class Feed:
         return None if portion is None else self._seen(portion)
 
     def _rest_until(self) -> Generator[None, None, Portion | None]:
-        self._learner.post(Note(Kind.BLOCKED, loader=LOADER, upto=self._index))
+        self._learner.post(Blocked(LOADER, self._index))
         portion = yield from self._portion(self._index)
         if portion is not None:
             yield from self._learner.rested()

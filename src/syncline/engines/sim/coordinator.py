@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from syncline.dial import Sync
+from syncline import messages as m
 from syncline.engines.files import commit
 from syncline.engines.sim.memory import SimTable, Traffic
 from syncline.engines.sim.states import OUTSIDE
 from syncline.ports import CoordinatorPort
 from syncline.table.checkpoints import Written, find
 from syncline.table.layout import Layout
-from syncline.topology import messages as m
 from syncline.topology.restore import restored
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ class SimCoordinator(CoordinatorPort):
     def tell_shards(self, message: Any) -> None:
         if isinstance(message, m.MakeTable) and message.table == 0:
             self._world.version = message.account.version
+        elif isinstance(message, m.Dial):
+            self._world.dials[message.number] = message.sync
         for server in reversed(self._world.servers):
             self._world.soon(lambda server=server: server.handle(message))  # type: ignore[misc]
 
@@ -86,9 +87,6 @@ class SimCoordinator(CoordinatorPort):
 
     def history(self) -> list[dict[str, Any]]:
         return self._world.recorder.history()
-
-    def add_dial(self, number: int, sync: Sync) -> None:
-        self._world.dials[number] = sync
 
     def stop_learners(self) -> None:
         self._world.stop()

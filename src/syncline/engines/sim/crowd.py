@@ -26,6 +26,7 @@ from syncline.learn.session import Session
 from syncline.table.layout import LINE
 from syncline.table.shard import Shard
 from syncline.table.slot import Slot, slot_bytes
+from syncline.table.store import OnePlace
 
 YIELDS, NAP = 500, 0.00005  # how a process waits for its turn
 PATIENCE = 60.0  # seconds
@@ -219,7 +220,13 @@ class _Folder:
 
     def __init__(self, plan: Plan, board: _Board, shard: int) -> None:
         self._board, self._index, self._sync = board, shard, plan.sync
-        self._shard = Shard(board.layout, shard, board.template, board.weights, sync=plan.sync)
+        self._shard = Shard(
+            board.layout,
+            shard,
+            board.template,
+            OnePlace(board.layout, shard, board.weights),
+            sync=plan.sync,
+        )
         self._parts = [slot.part(self._shard.part) for slot in board.slots]
         self._counts = [0] * plan.learners
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from syncline import messages as m
 from syncline.dial import Course, Sync
 from syncline.engines import live
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
@@ -27,7 +28,6 @@ from syncline.errors import RunError, UsageError
 from syncline.learn.session import check_whole
 from syncline.learn.training import run_training
 from syncline.protocols.lifecycle import Faults
-from syncline.topology import messages as m
 from syncline.topology.parse import AllReduce, Servers, parse_topology
 
 LOOK = 0.05  # seconds between looks whether a run that was asked something has ended

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,24 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from syncline.dial import Sync
+from syncline import messages as m
 from syncline.engines.record import learner_error
 from syncline.engines.sim.account import LearnerTimes
 from syncline.engines.sim.clock import Action, Pause
 from syncline.engines.sim.fibers import Fiber, Killed, make_fiber
-from syncline.engines.sim.memory import Releases, SimTable
+from syncline.engines.sim.memory import DRAFT, Drafts, Releases, SimTable
 from syncline.errors import InvariantError, UsageError
 from syncline.learn.models import without_graph
 from syncline.learn.randomness import pack_random
 from syncline.learn.session import ServerSession
-from syncline.ports import OUTSIDE, Kind, LearnerPort, Note, Portion, Reading, Reset, RunStopped, TableLink
+from syncline.messages.to_leader import Gradient, Put, ToLeader
+from syncline.ports import OUTSIDE, Draft, LearnerPort, Portion, Reading, Reset, RunStopped, TablePort
 from syncline.table.layout import Layout
-from syncline.topology import messages as m
 
 if TYPE_CHECKING:
     from syncline.engines.sim.world import World
 
-BULK = (int(Kind.GRADIENT), int(Kind.PUT))
+BULK = (Gradient, Put)
 COMPUTING, WAITING, TICKET = "computing", "waiting", "ticket"  # what a learner does while it gives way
 
 
@@ -183,7 +183,7 @@ class SimLearner(LearnerPort):
             self.until_served(lambda: ready() or self._called, what, TICKET)
             if not ready():
                 self._called = False
-                self.request(m.Called())
+                self.ask(m.Called())
 
     def call(self) -> None:
         self._called = True
@@ -231,16 +231,16 @@ class SimLearner(LearnerPort):
             self._arrival = arrival
         clock.at(self._arrival, action)
 
-    def _send_bulk(self, note: Note, parts: list[int], action: Action) -> None:
-        """Each shard's part goes to its machine; the note is there with the leading shard's."""
+    def _send_bulk(self, message: Gradient | Put, parts: list[int], action: Action) -> None:
+        """Each shard's part goes to its machine; the message is there with the leading shard's."""
         world = self._world
-        lane = world.lanes.get((note.table, self.learner)) if len(parts) > 1 else None
+        lane = world.lanes.get((message.table, self.learner)) if len(parts) > 1 else None
         for shard in range(1, len(parts)):
             if lane is not None:
                 arrival = world.network.send(
                     world.clock.now, self.machine, world.cluster.machine_of_shard(shard), parts[shard]
                 )
-                lane.under_way[shard, note.number] = arrival
+                lane.under_way[shard, message.number] = arrival
         self._send(action, world.first_machine, parts[0])
 
     def _copied(self) -> None:
@@ -309,20 +309,20 @@ class SimLearner(LearnerPort):
         if not self.dead:
             self.wake()
 
-    def post(self, note: Note, *, ring: bool = True) -> None:
+    def post(self, message: ToLeader, *, later: bool = False) -> None:
         if self.dead:
             return
         self.stepped = True
         world = self._world
         if world.watch is not None and not self.stale:
-            world.watch.posted(self.learner, note)
+            world.watch.posted(self.learner, message)
         server = self._leader
-        arrive = partial(server.note, self, note)
-        if note.kind not in BULK:
+        arrive = partial(server.note, self, message)
+        if not isinstance(message, BULK):
             self.send(arrive, server.machine)
             return
-        parts = world.tables[note.table].part_bytes
-        leave = partial(self._send_bulk, note, parts, arrive)
+        parts = world.tables[message.table].part_bytes
+        leave = partial(self._send_bulk, message, parts, arrive)
         seconds = world.cluster.copy.seconds(sum(parts))
         if self._copying:
             self._outbox.append(partial(self._copy_first, seconds, leave))
@@ -339,9 +339,6 @@ class SimLearner(LearnerPort):
     def _leave(self, leave: Action) -> None:
         leave()
         self._copied()
-
-    def ring(self) -> None:
-        pass
 
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
         key = (loader, index)
@@ -362,7 +359,9 @@ class SimLearner(LearnerPort):
         self.portions[portion.loader, portion.number] = portion
         self.wake()
 
-    def request(self, message: Any) -> Any:
+    def ask(self, message: Any) -> Any:
+        if isinstance(message, m.Rejoin):
+            self.portions.clear()  # before the new servers' come in
         self.send(lambda: self._world.coordinator.from_learner(self.learner, message))
         self.until(lambda: bool(self._answers), f"an answer to {type(message).__name__}")
         answer = self._answers.pop()
@@ -370,6 +369,8 @@ class SimLearner(LearnerPort):
             raise answer.error
         if isinstance(answer, m.Stale):
             raise Reset
+        if isinstance(answer, m.Rejoined):
+            self._leader = answer.desk
         return answer
 
     def answer(self, message: Any) -> None:
@@ -393,22 +394,10 @@ class SimLearner(LearnerPort):
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         return layout.parameters.views(handle.weights), handle.buffers, handle.others
 
-    def pin(self, link: TableLink) -> None:
-        pass
-
-    def attach(self, opened: m.Opened) -> SimLink:
+    def open(self, opened: m.Opened) -> TwinTable:
         if opened.personal is not None:
             self.step = max(self.step, opened.personal.steps)
-        return SimLink(self, opened)
-
-    def rejoin(self, tables: int, loaders: int) -> list[Any]:
-        self.portions.clear()  # before the new servers' come in
-        answer: m.Rejoined = self.request(m.Rejoin(tables, loaders))
-        self._leader = answer.desk
-        return answer.tables
-
-    def dial(self, number: int) -> Sync:
-        return self._world.dials[number]
+        return TwinTable(self, opened, self._world)
 
     def stopping(self) -> bool:
         world = self._world
@@ -417,42 +406,53 @@ class SimLearner(LearnerPort):
         )  # unwinding asks for nothing more
 
 
-class SimLink(TableLink):
+class TwinTable(TablePort):
     """A simulated learner's end of one table."""
 
-    def __init__(self, learner: SimLearner, opened: m.Opened) -> None:
-        self._learner, self._lane = learner, opened.lane
-        self.layout, self.slots = opened.layout, opened.lane.slots
+    def __init__(self, learner: SimLearner, opened: m.Opened, world: World) -> None:
+        self._learner, self._lane, self._world = learner, opened.lane, world
+        self.layout = opened.layout
         self.buffers, self.others = opened.handle.buffers, opened.handle.others
-        flat, memory = opened.layout.parameters, opened.handle
-        self._views = flat.views(opened.lane.inbox)
-        self._newest = flat.views(memory.weights)
-        self._history = [flat.views(segments) for segments in memory.history]
+        self._views = opened.layout.parameters.views(opened.lane.inbox)
         self._table = opened.table
         self._releases = Releases(opened.lane, opened.layout.shards)
+        self._drafts = Drafts(opened.lane, opened.layout.shards, world.clock)
 
-    def weights(self, version: int, sync: Sync) -> list[Tensor]:
-        found = self._views
-        if sync.lockstep:
-            found = self._history[version % len(self._history)] if sync.delay else self._newest
-        self._learner.reads(self._table, version, found)
-        return found
+    def draft(self, *, block: bool = True) -> Draft | None:
+        if (place := self._drafts.find()) is None:
+            if not block:
+                return None
+            for time in self._drafts.known():
+                self._world.clock.at(time, self._learner.wake)
+            self._learner.until_released(lambda: self._drafts.find() is not None, DRAFT)
+            place = self._drafts.find()
+            assert place is not None
+        self._drafts.hold(place)
+        slot = self._lane.slots[place]
+        return Draft(slot.gradients, slot.buffers, place)
 
-    def released(self, number: int) -> Reading | None:
+    def publish(
+        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+    ) -> None:
+        slot = self._lane.slots[draft.place]
+        self._lane.numbers[draft.place] = message.number
+        if isinstance(message, Gradient):
+            slot.write_options(options)
+            if not message.full:
+                slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
+        self._learner.post(message)
+
+    def wait(self, number: int, *, block: bool = True) -> Reading | None:
+        if block:
+            what = f"ticket {number} of table {self._table}"
+            self._learner.until_released(lambda: self._releases.reading(number) is not None, what)
         return self._releases.reading(number)
 
-    def wait(self, number: int) -> Reading:
-        what = f"ticket {number} of table {self._table}"
-        self._learner.until_released(lambda: self._releases.reading(number) is not None, what)
-        reading = self._releases.reading(number)
-        assert reading is not None
-        return reading
-
-    def free(self, number: int) -> bool:
-        return self._releases.free(number)
-
-    def wait_free(self, number: int) -> None:
-        self._learner.until_released(lambda: self._releases.free(number), f"the slot of ticket {number}")
+    def read(self, reading: Reading, into: list[Tensor]) -> int:
+        if into:
+            self._learner.reads(self._table, reading.version, self._views)
+            torch._foreach_copy_(into, self._views)
+        return reading.version
 
 
 def copy_arguments(arguments: Any) -> Any:

@@ -2,47 +2,96 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from syncline.engines.sim.clock import Clock
 from syncline.ports import Reading
 from syncline.table.layout import Layout
 from syncline.table.slot import private_slot
+from syncline.table.store import OwnMemory, copy_segments
+
+DRAFT = "a draft that is free"  # what a learner waits for
+NEVER, HELD = -1, -2  # in place of a ticket: nothing was published there, or it is being filled
 
 
 class SimTable:
-    """One table's memory."""
+    """What a table begins with."""
 
-    def __init__(self, layout: Layout, kept: int, device: torch.device) -> None:
-        self.layout, self._device = layout, device
-        self.weights = self._segments()
-        self.history = [self._segments() for _ in range(kept)]
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        self.weights = layout.parameters.segments(
+            torch.zeros(layout.parameters.nbytes, dtype=torch.uint8, device=device)
+        )
         flats = (layout.buffers, layout.others)
         self.buffers, self.others = (
             flat.views(flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))) for flat in flats
         )
         self.part_bytes = part_bytes(layout)
 
-    def _segments(self) -> list[Tensor]:
-        flat = self.layout.parameters
-        return flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8, device=self._device))
+
+class ShardMemory(OwnMemory):
+    """A shard's versions; what others read of them is sent."""
+
+    def __init__(self, table: SimTable, shard: int, places: int) -> None:
+        super().__init__(table.layout, shard, places, table.device)
+        self.part = table.layout.parts[shard]
+        copy_segments(self.places[0], self.part.segments(table.weights))
+        self._offered: dict[int, int] = {}  # place -> version
+
+    def offer(self, place: int, version: int) -> None:
+        self._offered[place] = version
+
+    def of(self, version: int) -> list[Tensor]:
+        return next(self.places[place] for place, held in self._offered.items() if held == version)
 
 
 class Traffic:
     """What goes to and fro between one learner and the shards of one table."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int) -> None:
+        self.numbers = [NEVER] * slots  # tickets whose drafts lie in the slots
         self.released: dict[int, tuple[int, Reading]] = {}  # by shard, with its ticket
-        self.freed: dict[int, int] = {}  # by shard
+        self.freed: dict[tuple[int, int], float] = {}  # (shard, ticket) -> when the learner knows of it
         self.served: dict[int, int] = {}  # by shard: the version that was sent last
         self.under_way: dict[tuple[int, int], float] = {}  # (shard, ticket) -> when its part is there
+
+
+class Drafts:
+    """Which slots of a learner's lane it may fill."""
+
+    def __init__(self, lane: Traffic, shards: int, clock: Clock) -> None:
+        self._lane, self._shards, self._clock = lane, range(shards), clock
+
+    def find(self) -> int | None:
+        """The first that is free."""
+        for place, number in enumerate(self._lane.numbers):
+            if number == NEVER or (number >= 0 and self._free(number)):
+                return place
+        return None
+
+    def _free(self, number: int) -> bool:
+        freed, now = self._lane.freed, self._clock.now
+        return all(freed.get((shard, number), math.inf) <= now for shard in self._shards)
+
+    def known(self) -> list[float]:
+        """When it will know of what has been freed."""
+        return [time for time in self._lane.freed.values() if time > self._clock.now]
+
+    def hold(self, place: int) -> None:
+        """It is being filled."""
+        for shard in self._shards:
+            self._lane.freed.pop((shard, self._lane.numbers[place]), None)
+        self._lane.numbers[place] = HELD
 
 
 class SimLane(Traffic):
     """One learner's slots and inbox of one table."""
 
     def __init__(self, layout: Layout, slots: int) -> None:
-        super().__init__()
+        super().__init__(slots)
         self.slots = [private_slot(layout) for _ in range(slots)]
         flat = layout.parameters
         self.inbox = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
@@ -73,15 +122,6 @@ class Releases:
         if len(versions) != 1:
             raise AssertionError(f"shards released ticket {number} with versions {sorted(versions)}")
         return readings[0][1]
-
-    def free(self, number: int) -> bool:
-        """The slot that this ticket was published with may be used again."""
-        return all(self._last(shard) >= number for shard in self._shards)
-
-    def _last(self, shard: int) -> int:
-        lane = self._lane
-        last = lane.released[shard][0] if shard in lane.released else -1
-        return max(last, lane.freed.get(shard, -1))
 
 
 def part_bytes(layout: Layout) -> list[int]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.files import write_part
 from syncline.engines.record import learner_error, peer_record
@@ -35,7 +36,6 @@ from syncline.ports import CollectivePort, Progress, Reduction, RunStopped
 from syncline.protocols.clocks import StalenessClock
 from syncline.protocols.lifecycle import alone
 from syncline.table.checkpoints import Folder
-from syncline.topology import messages as m
 from syncline.topology.keeper import Meet, early
 
 

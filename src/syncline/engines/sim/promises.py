@@ -23,9 +23,9 @@ from syncline.engines.sim.memory import Traffic
 from syncline.engines.sim.states import Random
 from syncline.learn.optimizer import refuse_sparse_gradients
 from syncline.learn.training import check_loss
+from syncline.table.accumulator import Mean
 from syncline.table.layout import Layout, Part
 from syncline.table.promised import Made, Maker, PromisedPart, Taken
-from syncline.table.shard import Mean
 
 if TYPE_CHECKING:
     from syncline.engines.sim.workshop import Workshop
@@ -95,14 +95,6 @@ class Versions:
         """Only if somebody holds it."""
         found = self._kept.get(number)
         return None if found is None else found()
-
-    def whole(self, number: int, source: Sequence[Tensor]) -> Version:
-        """Of a table that holds still meanwhile."""
-        version = self.get(number)
-        if len(version.filled) < self._layout.shards:  # some shards' parts may be there under a free dial
-            version.fill(source)
-            version.filled.update(range(self._layout.shards))
-        return version
 
     def own(self, source: Sequence[Tensor]) -> Version:
         """A copy that is nobody else's."""
@@ -235,7 +227,7 @@ class PromisedLane(Traffic):
     """Between one built-in learner and the shards of one table: promises there, shared versions back."""
 
     def __init__(self, computer: Computer, slots: int) -> None:
-        super().__init__()
+        super().__init__(slots)
         self._computer = computer
         self.slots = [PromisedSlot(computer) for _ in range(slots)]
         self.arriving: dict[int, Version] = {}  # by number

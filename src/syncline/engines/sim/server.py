@@ -15,19 +15,21 @@ from torch import Tensor
 from syncline.engines.files import write_part
 from syncline.engines.sim.clock import Action, Pause
 from syncline.engines.sim.cluster import Cost
-from syncline.engines.sim.memory import Traffic
+from syncline.engines.sim.memory import DRAFT, ShardMemory, SimLane, Traffic
 from syncline.engines.sim.moments import with_states
 from syncline.engines.sim.promises import PromisedLane, PromisedSlot
-from syncline.ports import Entry, Kind, Note, Portion, Reading, ServerPort
+from syncline.messages.log import Entry, Fold, PutValues, Take
+from syncline.messages.to_leader import ToLeader
+from syncline.ports import Portion, Reading, ServerPort, VersionMemory
 from syncline.table.slot import Slot
+from syncline.table.store import copy_segments, places_for
 from syncline.topology.restore import LEARNERS
 
 if TYPE_CHECKING:
     from syncline.engines.sim.learner import SimLearner
     from syncline.engines.sim.world import World
 
-FOLD = int(Kind.FOLD)
-PARTS = (Kind.TAKE, Kind.PUT)  # entries that need the shard's part of a slot
+Kind = type[Take | Fold]
 
 
 class SimServer(ServerPort):
@@ -45,15 +47,16 @@ class SimServer(ServerPort):
         cluster = world.cluster
         self._clock, self._message, self._reply = world.clock, cluster.message, cluster.reply
         self._shared = world.machines.shared
-        self._costs: dict[int, Cost] = {int(Kind.TAKE): cluster.take, FOLD: cluster.fold}
-        self._known_costs: dict[tuple[int, int], float] = {}  # by kind and table
+        self._costs: dict[Kind, Cost] = {Take: cluster.take, Fold: cluster.fold}
+        self._memories: dict[int, ShardMemory] = {}
+        self._known_costs: dict[tuple[Kind, int], float] = {}  # by kind and table
 
     # -- what comes in -----------------------------------------------------------------------------------
 
-    def note(self, learner: SimLearner, note: Note) -> None:
-        """A learner's note has arrived (leading shard only)."""
+    def note(self, learner: SimLearner, message: ToLeader) -> None:
+        """What a learner says has arrived (leading shard only)."""
         if not self.dead:
-            self._inputs.append((None, learner, note))
+            self._inputs.append((None, learner, message))
             if not self._busy:
                 self._next()
 
@@ -94,15 +97,15 @@ class SimServer(ServerPort):
 
     def _there(self, entry: Entry) -> float:
         """When this shard's part of what the entry speaks of has arrived."""
-        if entry.kind not in PARTS:
+        if not isinstance(entry, Take | PutValues):
             return 0.0
         lane = self._world.lanes.get((entry.table, entry.learner))
         return lane.under_way.get((self.shard, entry.number), 0.0) if lane is not None else 0.0
 
     # -- work --------------------------------------------------------------------------------------------
 
-    def spend(self, kind: int, table: int, times: int = 1) -> None:
-        if kind == FOLD and table == 0 and self.shard == 0:
+    def spend(self, kind: Kind, table: int, times: int = 1) -> None:
+        if kind is Fold and table == 0 and self.shard == 0:
             self._effect(self._world.folded)
         seconds = self._known_costs.get((kind, table))
         if seconds is None:
@@ -156,19 +159,15 @@ class SimServer(ServerPort):
                 partial(self._world.send, self.machine, server.machine, partial(server.entry, entry))
             )
 
-    def weights(self, table: int) -> tuple[list[Tensor], list[list[Tensor]]]:
-        memory = self._world.tables[table]
-        return memory.weights, memory.history
+    def memory(self, table: int) -> VersionMemory:
+        delay = self._world.spec.plan.delay
+        places = places_for(delay) if delay else 1  # what others read is sent: nobody is reading here
+        memory = self._memories[table] = ShardMemory(self._world.tables[table], self.shard, places)
+        return memory
 
-    def slot(self, table: int, learner: int, index: int) -> Slot | PromisedSlot:
-        return self._world.lanes[table, learner].slots[index]
-
-    def inbox(self, table: int, learner: int, version: int) -> list[Tensor] | None:
-        lane = self._world.lanes.get((table, learner))
-        if isinstance(lane, PromisedLane):
-            assert self._world.workshop is not None
-            return lane.inbox(self._world.workshop.versions.get(version), self.shard)
-        return lane.inbox if lane else None
+    def slot(self, table: int, learner: int, number: int) -> Slot | PromisedSlot:
+        lane = self._world.lanes[table, learner]
+        return lane.slots[lane.numbers.index(number)]
 
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
         world = self._world
@@ -176,36 +175,58 @@ class SimServer(ServerPort):
         if lane is None:
             return
         target = world.learners[learner]
-        if self.shard:
-            lane.under_way.pop((self.shard, number), None)
-        nbytes = 0
-        if reading is not None:
-            nbytes = self._to_move(table, lane, target, reading)
-            if self.shard == 0:
-                target.decided = self._clock.now
-                self._add_work(self._reply)
-        arrive = partial(self._arrive, lane, target, number, reading)
+        if reading is None:
+            if self.shard:
+                lane.under_way.pop((self.shard, number), None)
+            self._effect(partial(self._free, lane, target, number))
+            return
+        nbytes, bulk = 0, None
+        if lane.served.get(self.shard, -1) != reading.version:  # R4: not what it has
+            lane.served[self.shard] = reading.version
+            nbytes, bulk = self._to_move(table, target), self._sent(table, lane, reading.version)
+        if self.shard == 0:
+            target.decided = self._clock.now
+            self._add_work(self._reply)
+        arrive = partial(self._arrive, lane, target, number, reading, bulk)
         self._effect(partial(world.send_weights, self, target, nbytes, arrive))
 
-    def _arrive(self, lane: Traffic, target: SimLearner, number: int, reading: Reading | None) -> None:
-        if self.dead:
-            return
-        if reading is None:
-            lane.freed[self.shard] = number
-        else:
-            lane.released[self.shard] = (number, reading)
-        target.wake()
+    def _free(self, lane: Traffic, target: SimLearner, number: int) -> None:
+        """No event of its own, where nobody waits for it: it goes with what is sent next."""
+        link = self._world.cluster.memory if self.machine == target.machine else self._world.cluster.card
+        arrival = lane.freed[self.shard, number] = self._clock.now + link.latency
+        if target.waits_for == DRAFT:
+            self._clock.at(arrival, target.wake)
 
-    def _to_move(self, table: int, lane: Traffic, target: SimLearner, reading: Reading) -> int:
-        """Bytes of weights that go to a learner: none that it has (R4)."""
-        if lane.served.get(self.shard, -1) == reading.version:
-            return 0
-        lane.served[self.shard] = reading.version
-        world = self._world
-        nbytes = world.tables[table].part_bytes[self.shard]
-        if self.machine != target.machine or not world.dials[reading.dial].lockstep:
-            self._add_work(world.cluster.serve.seconds(nbytes))  # else it reads the table where it lies
+    def _arrive(
+        self, lane: Traffic, target: SimLearner, number: int, reading: Reading, bulk: Action | None
+    ) -> None:
+        if not self.dead:
+            if bulk is not None:
+                bulk()
+            lane.released[self.shard] = (number, reading)
+            target.wake()
+
+    def _to_move(self, table: int, target: SimLearner) -> int:
+        """Bytes of weights that go to a learner."""
+        nbytes = self._world.tables[table].part_bytes[self.shard]
+        if self.machine != target.machine:  # else it copies for itself
+            self._add_work(self._world.cluster.serve.seconds(nbytes))
         return nbytes
+
+    def _sent(self, table: int, lane: Traffic, version: int) -> Action | None:
+        """This shard's part of a version, as it is now; what is to happen where it arrives."""
+        if isinstance(lane, PromisedLane):
+            shop = self._world.workshop
+            assert shop is not None
+            if (into := lane.inbox(shop.versions.get(version), self.shard)) is not None:
+                shop.computer.settle()
+                memory = self._memories[table]
+                copy_segments(memory.part.segments(into), memory.of(version))
+        elif isinstance(lane, SimLane):
+            memory = self._memories[table]
+            values = [segment.clone() for segment in memory.of(version)]
+            return partial(copy_segments, memory.part.segments(lane.inbox), values)
+        return None
 
     def grant(self, learner: int, portion: Portion) -> None:
         target = self._world.learners[learner]

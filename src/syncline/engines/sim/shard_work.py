@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Course, Sync
+from syncline.engines.local.codec import decode, encode
 from syncline.engines.local.memory import Bell, Region
 from syncline.engines.local.server import Desk
 from syncline.engines.run import RunSpec, Task
@@ -25,10 +26,11 @@ from syncline.engines.sim.memory import part_bytes
 from syncline.engines.sim.turns import Workload
 from syncline.engines.sim.world import World
 from syncline.learn.session import Session, make_optimizer, shards_for
-from syncline.ports import Kind, Note
+from syncline.messages.to_leader import Gradient, ToLeader
 from syncline.table.layout import Layout, lay_out
 from syncline.table.shard import Shard
 from syncline.table.slot import private_slot
+from syncline.table.store import OnePlace
 from syncline.table.template import ELEMENTWISE, OptimizerTemplate
 from syncline.topology.parse import Servers
 from syncline.topology.plan import Plan
@@ -77,7 +79,9 @@ class Folding:
         self._inbox, weights = _memory(layout), _memory(layout)
         values = [parameter.detach() for parameter in self._parameters]
         torch._foreach_copy_(layout.parameters.views(weights), values)
-        self._shard = Shard(layout, 0, self._template, weights, sync=Sync.parse("hardsync"))
+        self._shard = Shard(
+            layout, 0, self._template, OnePlace(layout, 0, weights), sync=Sync.parse("hardsync")
+        )
 
     def _take(self, count: int) -> None:
         shard = self._shard
@@ -99,7 +103,7 @@ class Folding:
                 compute.append(seconds_of(self._compute))
                 copy.append(seconds_of(self._copy))
                 fold.append(seconds_of(lambda: self._update(1)))
-                serve.append(seconds_of(lambda: self._shard.read(0, self._inbox)))
+                serve.append(seconds_of(lambda: self._shard.read(self._shard.version, self._inbox)))
                 self._compute()
                 two.append(seconds_of(lambda: self._update(2)))
         return Work(
@@ -173,11 +177,11 @@ def decisions(work: Workload, sync: str, *, learners: int, steps: int, warm: boo
 def mail() -> tuple[float, float]:
     """Seconds in which a process reads a note, and rings somebody's bell."""
     desk, bell = Desk(Region(Desk.nbytes())), Bell()
-    note = Note(Kind.GRADIENT)
+    note = encode(Gradient(0, 0, 0, 0, 1, -1, 0, 0, True, False, b"", 0.0))
     reads, rings = [], []
     for _ in range(LOOKS):
         desk.notes.push(note)
-        reads.append(seconds_of(lambda: Note._make(desk.notes.pop())))  # type: ignore[arg-type]
+        reads.append(seconds_of(lambda: decode(desk.notes.pop(), lambda table, slot: b"")))  # type: ignore[arg-type]
         rings.append(seconds_of(bell.ring))
         bell.quiet()
     bell.close()
@@ -201,17 +205,17 @@ class Watch:
         kinds = [seen[first:] for seen in (self.folding, self.others) if len(seen) > first]
         return sum(len(seen) * median(seen) for seen in kinds) / sum(map(len, kinds))
 
-    def _note(self, learner: int, note: Note) -> None:
-        if note.kind != Kind.GRADIENT:
-            self._handle(learner, note)
+    def _note(self, learner: int, message: ToLeader) -> None:
+        if not isinstance(message, Gradient):
+            self._handle(learner, message)
             return
         if not self._watched:
             self._watched = True
-            shard: Any = self._role.shard(note.table)
+            shard: Any = self._role.shard(message.table)
             for name in ("take", "gather", "apply", "read"):
                 setattr(shard, name, self._timed(name, getattr(shard, name)))
         self._worked, self._folds = 0.0, False
-        taken = seconds_of(lambda: self._handle(learner, note)) - self._worked
+        taken = seconds_of(lambda: self._handle(learner, message)) - self._worked
         (self.folding if self._folds else self.others).append(taken)
 
     def _timed(self, name: str, action: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,19 +12,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
+from syncline import messages as m
 from syncline.engines.sim.builtin import Builtin
 from syncline.engines.sim.memory import Traffic
 from syncline.engines.sim.promises import Own, Promise, Version
 from syncline.engines.sim.stepping import TableEnd
 from syncline.engines.sim.world import World
 from syncline.errors import UsageError
-from syncline.ports import Entry, Kind, Portion, Reading, ServerPort
+from syncline.messages import log
+from syncline.ports import Portion, Reading, ServerPort
 from syncline.table.layout import LINE, Flat, Layout, Part
-from syncline.topology import messages as m
 from syncline.topology.replay import Replay
 from syncline.topology.servers import ServerRole
-
-TAKE, FOLD, RELEASE, CHANGE, LEAVE = map(int, (Kind.TAKE, Kind.FOLD, Kind.RELEASE, Kind.CHANGE, Kind.LEAVE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,7 @@ class SizedLane(Traffic):
     """Slots without memory."""
 
     def __init__(self, slots: int) -> None:
-        super().__init__()
+        super().__init__(slots)
         self.slots = range(slots)
 
 
@@ -113,7 +112,7 @@ class SizedEnd(TableEnd):
     def _begin(self, opened: m.Opened) -> None:
         pass
 
-    def _fill(self, index: int, promise: Promise) -> bool:
+    def _fill(self, place: int, promise: Promise) -> bool:
         return True
 
     def _whole(self, number: int) -> Version:
@@ -151,41 +150,43 @@ class SizedReplay(Replay):
     def make_table(self, make: m.MakeTable) -> None:
         if self._port.shard < make.layout.shards:
             self._shards_of[make.table] = make.layout.shards
-            self._change(make.table, make.dial)
+            self._turn(make.table, make.dial)
 
-    def _change(self, table: int, dial: int) -> None:
+    def _turn(self, table: int, dial: int) -> None:
         self._dial[table] = dial
         self._lockstep = self.dials[dial].lockstep
 
-    def replay(self, entry: Entry) -> None:
-        kind, table = entry.kind, entry.table
-        if kind == LEAVE:
+    def replay(self, entry: log.Entry) -> None:
+        if isinstance(entry, log.Leave):
             self._port.forget(entry.learner)
-        elif table not in self._shards_of:
+        elif entry.table not in self._shards_of:
             return
-        elif kind == TAKE:
+        elif isinstance(entry, log.Take):
             self._take_sized(entry)
-        elif kind == FOLD:
+        elif isinstance(entry, log.Fold):
             self._fold_sized(entry)
-        elif kind == RELEASE:
-            reading = Reading(entry.version, self._dial[table], entry.alone) if entry.full else None
-            self._port.release(table, entry.learner, entry.number, reading)
-        elif kind == CHANGE:
-            self._change(table, entry.iteration)
-        elif kind == Kind.FINISH:
-            self._port.report(m.WeightsPart("final", table, self._port.shard, entry.version, []))
+        elif isinstance(entry, log.Release):
+            reading = Reading(entry.version, self._dial[entry.table], entry.keep)
+            self._port.release(entry.table, entry.learner, entry.number, reading)
+        elif isinstance(entry, log.Free):
+            self._port.release(entry.table, entry.learner, entry.number, None)
+        elif isinstance(entry, log.Change):
+            self._turn(entry.table, entry.dial)
+        elif isinstance(entry, log.Finish):
+            self._port.report(m.WeightsPart("final", entry.table, self._port.shard, entry.version, []))
 
-    def _take_sized(self, entry: Entry) -> None:
+    def _take_sized(self, entry: log.Take) -> None:
         if self._lockstep:
             self._rounds[entry.iteration] += 1
-        elif not (entry.alone and entry.factor == 1.0):
-            self._port.spend(TAKE, entry.table)
+        elif not (entry.alone and entry.weight == 1.0):
+            self._port.spend(log.Take, entry.table)
+        self._free(entry)
 
-    def _fold_sized(self, entry: Entry) -> None:
+    def _fold_sized(self, entry: log.Fold) -> None:
         added = self._rounds.pop(entry.iteration, 0) if self._lockstep else 0
         if added > 1:
-            self._port.spend(TAKE, entry.table, added)
-        self._port.spend(FOLD, entry.table)
+            self._port.spend(log.Take, entry.table, added)
+        self._port.spend(log.Fold, entry.table)
 
 
 class SizedWorld(World):

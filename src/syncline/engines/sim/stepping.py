@@ -6,19 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, SupportsFloat
 
 import torch
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.sim.learner import TICKET
-from syncline.engines.sim.memory import Releases
+from syncline.engines.sim.memory import DRAFT, Drafts, Releases
 from syncline.engines.sim.promises import Promise, PromisedLane, Version
 from syncline.learn.session import copy_all
-from syncline.ports import KEEP, SILENT, STATES, Kind, Note, Reading, RunStopped, gradient_note
-from syncline.topology import messages as m
+from syncline.messages import to_leader as say
+from syncline.ports import Reading, RunStopped
 
 if TYPE_CHECKING:
     from syncline.engines.sim.builtin import Builtin
@@ -32,10 +33,9 @@ class Sum:
     """Gradients since the last push."""
 
     steps: int = 0
-    slot: int = 0
     promise: Promise | None = None  # whose gradient the sum is
     loss: SupportsFloat = float("nan")
-    tickets: dict[int, int] = field(default_factory=dict)  # slot -> the ticket it was last published with
+    ticket: int = -1  # of the last push
 
 
 class TableEnd:
@@ -52,17 +52,19 @@ class TableEnd:
         self._lane: PromisedLane
         self.weights: Version
         self._sum = Sum()
+        self._place: int | None = None  # of the draft that it has
         self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
+        self._dials = {0: learner.run_plan.course.first}  # that it knows, by number
 
     def open(self) -> Steps:
         learner, shop = self._learner, self._shop
-        answer = yield from learner.ask(m.Open(TABLE, shop.layout))
+        answer = yield from learner.inquire(m.Open(TABLE, shop.layout))
         if isinstance(answer, m.Initialise):
             self._initialise(answer)
-            answer = yield from learner.ask(m.Initialised(TABLE, shop.template))
+            answer = yield from learner.inquire(m.Initialised(TABLE, shop.template))
         self._lane = answer.lane
-        self._memory = answer.handle
         self._releases = Releases(answer.lane, shop.layout.shards)
+        self._drafts = Drafts(answer.lane, shop.layout.shards, learner.clock)
         self._begin(answer)
         yield from self._read(self._ticket())
 
@@ -99,23 +101,48 @@ class TableEnd:
             self._sum.loss = promise.loss
             yield from self._read(self.push())
         else:
-            index = self._steps % self._slots
-            yield from self._read(self._post(index, promise, promise.loss))
+            yield from self._draft()
+            yield from self._read(self._post(promise, promise.loss))
 
-    def _post(self, index: int, promise: Promise, loss: SupportsFloat) -> int:
-        learner = self._learner
-        full = self._fill(index, promise)
+    def _draft(self) -> Steps:
+        """Have one; wait until one is free."""
+        if self._place is not None:
+            return
+        if (place := self._drafts.find()) is None:
+            self._learner.wake_at(self._drafts.known())
+            yield from self._learner.give_way(lambda: self._drafts.find() is not None, DRAFT)
+            place = self._drafts.find()
+            assert place is not None
+        self._drafts.hold(place)
+        self._place = place
+
+    def _post(self, promise: Promise, loss: SupportsFloat) -> int:
+        learner, place = self._learner, self._place
+        assert place is not None
+        self._place = None
+        full = self._fill(place, promise)
         number = self._ticket()
-        usage, slot = learner.take_usage(), (index, self._serial, full)
-        flags = self._flags(index)
-        note = gradient_note(TABLE, number, self.version, self._steps, usage, slot, flags, loss)
+        usage, states = learner.take_usage(), self._states()
+        gradient = say.Gradient(
+            TABLE,
+            number,
+            self.version,
+            self._steps,
+            *usage,
+            self._serial,
+            full,
+            self._local,
+            states,
+            loss,
+        )
         self._steps += 1
-        learner.post(note)
+        self._lane.numbers[place] = number
+        learner.post(gradient)
         return number
 
-    def _fill(self, index: int, promise: Promise) -> bool:
+    def _fill(self, place: int, promise: Promise) -> bool:
         """The slot, with the promise and the group options; True if every parameter has a gradient."""
-        learner, slot = self._learner, self._lane.slots[index]
+        learner, slot = self._learner, self._lane.slots[place]
         options = self._shop.options(learner.feed.epoch if learner.feed else 0)
         if options != self._options:
             self._options = options
@@ -124,28 +151,20 @@ class TableEnd:
         slot.write_options(options)
         return promise.gradient is None or all(promise.gradient.present)
 
-    def _flags(self, index: int) -> int:
-        flags = SILENT if self._local else 0
+    def _states(self) -> bytes:
         self._learner.mark_random()
-        if self._keep:  # a checkpoint follows
-            self._keep = False
-            self._lane.slots[index].write_states(self._learner.random_states())
-            flags |= STATES
-        return flags
+        keep, self._keep = self._keep, False
+        return self._learner.random_states() if keep else b""
 
     def farewell(self) -> None:
         """Nothing more will be published: leave the random states as of the last gradient."""
-        self._lane.slots[0].write_states(self._learner.random_states(marked=True))
-        self._learner.post(Note(Kind.FAREWELL, TABLE, flags=STATES))
+        self._learner.post(say.Farewell(TABLE, self._learner.random_states(marked=True)))
 
     def rest(self, upto: int) -> int:
         """Say that there is nothing to compute; the ticket with which to read afterwards."""
-        number, flags = self._ticket(), 0
-        if self._learner.run_plan.saving.cuts:
-            self._lane.slots[0].write_states(self._learner.random_states())
-            flags = STATES
-        note = Note(Kind.REST, TABLE, number, loader=0, upto=upto, flags=flags)
-        self._learner.post(note, ring=False)
+        number = self._ticket()
+        states = self._learner.random_states() if self._learner.run_plan.saving.cuts else b""
+        self._learner.post(say.Rest(TABLE, number, 0, upto, states), later=True)
         return number
 
     def _ticket(self) -> int:
@@ -164,19 +183,21 @@ class TableEnd:
         return reading
 
     def _read(self, number: int) -> Steps:
-        self._take_over((yield from self._wait(number)))
+        yield from self._take_over((yield from self._wait(number)))
 
     def rested(self, number: int) -> Steps:
         """There is data again; who steps by itself goes on where it was."""
         reading = yield from self._wait(number)
         if not (self.sync.local and reading.dial == self._dial):
-            self._take_over(reading)
+            yield from self._take_over(reading)
 
-    def _take_over(self, reading: Reading) -> None:
-        self._keep = bool(reading.flags & KEEP)
+    def _take_over(self, reading: Reading) -> Steps:
+        self._keep = reading.keep
         if reading.dial != self._dial:
+            if reading.dial not in self._dials:
+                self._dials[reading.dial] = yield from self._learner.inquire(m.AskDial(reading.dial))
             self._dial = reading.dial
-            self._turn(self._learner.dial(reading.dial))
+            self._turn(self._dials[reading.dial])
         if reading.version != self.version:
             self._newest = self._whole(reading.version)
             self.version = reading.version
@@ -185,19 +206,14 @@ class TableEnd:
     def _turn(self, sync: Sync) -> None:
         """Another dial."""
         self.sync, self._fetching = sync, None
-        self._local, self._slots = sync.local, sync.delay + 1
+        self._local = sync.local
 
     def _whole(self, number: int) -> Version:
-        """The version that was released: as it came, or from the table, which holds still in lockstep."""
+        """The version that was released, as it came."""
         arriving = self._lane.arriving
-        version = arriving.pop(number, None)
+        version = arriving.pop(number)
         for old in [old for old in arriving if old < number]:
             del arriving[old]
-        if version is None:
-            memory = self._memory
-            source = memory.history[number % len(memory.history)] if self.sync.delay else memory.weights
-            self._shop.computer.settle()
-            version = self._shop.versions.whole(number, source)
         if self._learner.watched:
             self._learner.reads(TABLE, number, version.views)
         return version
@@ -237,8 +253,7 @@ class TableEnd:
         total = self._sum
         total.steps += 1
         if total.promise is None:
-            total.slot = (total.slot + 1) % len(self._lane.slots)
-            yield from self._wait_free(total.tickets.get(total.slot, 0))
+            yield from self._draft()
             total.promise = promise
         else:
             self._add_up(total.promise, promise)
@@ -253,19 +268,15 @@ class TableEnd:
                 first.present[index] = True
         total.buffers = promise.buffers
 
-    def _wait_free(self, number: int) -> Steps:
-        """The slot of this ticket may be used again."""
-        yield from self._learner.give_way(lambda: self._releases.free(number), f"the slot of ticket {number}")
-
     def push(self) -> int:
         """Publish the sum, be it of fewer steps than the dial says; its ticket, or the last without one."""
         total = self._sum
         if total.promise is None:
             return self._tickets - 1
         promise, total.promise = total.promise, None
-        total.tickets[total.slot] = self._post(total.slot, promise, total.loss)
+        total.ticket = self._post(promise, total.loss)
         total.steps = 0
-        return total.tickets[total.slot]
+        return total.ticket
 
     def _fetched(self) -> Steps:
         """Take over what was fetched, if it is here or overdue; own movement since is lost (M9)."""
@@ -278,11 +289,11 @@ class TableEnd:
         if reading is None:
             return
         self._fetching = None
-        if reading.dial != self._dial and any(ticket > number for ticket in self._sum.tickets.values()):
+        if reading.dial != self._dial and self._sum.ticket > number:
             reading = yield from self._wait(self._fetch())  # pushed since: it may be folded while this reads
-        self._take_over(reading)
+        yield from self._take_over(reading)
 
     def _fetch(self) -> int:
         number = self._ticket()
-        self._learner.post(Note(Kind.FETCH, TABLE, number))
+        self._learner.post(say.Fetch(TABLE, number))
         return number

@@ -333,16 +333,16 @@ class _Shared(_Plain):
         super().__init__(work, place)
         optimizer = session.optimizer(self.model, work.optimizer)
         assert isinstance(optimizer, SharedOptimizer)
-        self._optimizer, self._link = optimizer, optimizer._link
-        self._wait = self._link.wait
-        self._link.wait = self._timed_wait  # type: ignore[method-assign]
+        self._optimizer, table = optimizer, optimizer._table
+        self._wait = table.wait
+        table.wait = self._timed_wait  # type: ignore[method-assign]
         self._posted = self._released = 0.0
         self._parts = [0.0] * 3
         self._computed: list[float] = []
 
-    def _timed_wait(self, number: int) -> Reading:
+    def _timed_wait(self, number: int, *, block: bool = True) -> Reading | None:
         self._posted = time.perf_counter()
-        found = self._wait(number)
+        found = self._wait(number, block=block)
         self._released = time.perf_counter()
         return found
 

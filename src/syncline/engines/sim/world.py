@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.dial import Sync, as_sync
 from syncline.engines.record import Recorder
 from syncline.engines.run import Evaluate, Outcome, RunSpec
@@ -41,7 +42,6 @@ from syncline.ports import ServerPort
 from syncline.protocols.lifecycle import Hangs, Kill, Lifecycle
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
-from syncline.topology import messages as m
 from syncline.topology.coordinator import Coordinator
 from syncline.topology.restore import Restored
 from syncline.topology.servers import ServerRole
@@ -157,7 +157,7 @@ class World(Crew):
     def make_table(self, layout: Layout) -> SimTable:
         shop = self.workshop
         device = shop.device if shop is not None else torch.device("cpu")
-        return SimTable(layout, self.spec.plan.kept, device)
+        return SimTable(layout, device)
 
     def make_lane(self, layout: Layout) -> SimLane | PromisedLane:
         shop, slots = self.workshop, max(2, self.spec.plan.delay + 1)

@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.engines.record import learner_error, peer_record, said
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.torchrun.wire import TOKEN, Wire
 from syncline.errors import RunError
 from syncline.protocols.lifecycle import alone
-from syncline.topology import messages as m
 from syncline.topology.keeper import Meet
 
 LINGER = 2.0  # seconds that the last words get

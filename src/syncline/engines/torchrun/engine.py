@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.allocator import keep_freed_memory
 from syncline.engines.collectives import Group, wants_nccl
@@ -33,7 +34,6 @@ from syncline.learn.models import copied
 from syncline.learn.peers import PeerSession
 from syncline.learn.training import Training
 from syncline.ports import CollectivePort, PeerLost, Progress, Reduction, RunStopped
-from syncline.topology import messages as m
 from syncline.topology.keeper import Meet, apart, early
 
 BLAME = 4.0  # seconds that a broken collective waits for the clerk's word on who broke it

@@ -16,9 +16,9 @@ import torch
 from syncline.engines.sim.hunt import DIALS, Case, hunt, play, random_case, shorten
 from syncline.engines.sim.hunt.case import LOOPS, POLICIES
 from syncline.engines.sim.hunt.scratch import SHARED, scratch, sweep
-from syncline.engines.sim.learner import SimLink
+from syncline.engines.sim.memory import Drafts
 from syncline.errors import UsageError
-from syncline.ports import Entry, Kind
+from syncline.messages.log import Change, Entry
 from syncline.protocols.folding import Folding, Ticket
 from syncline.protocols.ledger import Ledger
 from syncline.protocols.meetings import Meetings
@@ -26,7 +26,8 @@ from syncline.protocols.membership import Members
 from syncline.protocols.sequence import Sequence
 from syncline.protocols.stock import Stock
 from syncline.protocols.waiting import Gate, Release
-from syncline.table.shard import Mean, Shard
+from syncline.table.accumulator import Mean
+from syncline.table.shard import Shard
 from syncline.topology.replay import Replay
 from syncline.topology.tally import Tally
 
@@ -167,14 +168,14 @@ def a_shard_that_skips(patch: Patch) -> None:
     do = Replay._do
 
     def skips(self: Replay, entry: Entry) -> None:
-        if not (entry.kind == Kind.CHANGE and self._port.shard == 1):
+        if not (isinstance(entry, Change) and self._port.shard == 1):
             do(self, entry)
 
     patch.setattr(Replay, "_do", skips)
 
 
-def slots_are_never_waited_for(patch: Patch) -> None:
-    patch.setattr(SimLink, "wait_free", lambda self, number: None)
+def drafts_are_never_waited_for(patch: Patch) -> None:
+    patch.setattr(Drafts, "_free", lambda self, number: True)
 
 
 def versions_kept_in_the_wrong_place(patch: Patch) -> None:
@@ -316,7 +317,7 @@ PLANTED: list[tuple[Callable[[Patch], None], tuple[str, ...]]] = [
     (remember_the_dead, ("hardsync",)),
     (done_when_taken, ("softsync:1", "delayed:3")),
     (a_shard_that_skips, ("hardsync until 1 then softsync:1",)),
-    (slots_are_never_waited_for, ("downpour:push=1,fetch=6,local_lr=0.1",)),
+    (drafts_are_never_waited_for, ("downpour:push=1,fetch=6,local_lr=0.1",)),
     (versions_kept_in_the_wrong_place, ("delayed:1", "delayed:3")),
     (a_mean_without_weights, ("hardsync", "softsync:1")),
     (warm_start_one_short, ("async", "hardsync")),

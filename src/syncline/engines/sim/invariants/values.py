@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from syncline.engines.sim.invariants.feed import Broken
-from syncline.ports import Entry, Kind
+from syncline.messages import log
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Fold
 from syncline.table.layout import Layout
@@ -40,7 +40,7 @@ class Values:
             version: set(range(layout.shards))
         }  # version -> shards that have it
         self._gradients: dict[Key, list[Tensor]] = {}
-        self._log: list[deque[Entry]] = [
+        self._log: list[deque[log.Entry]] = [
             deque() for _ in range(layout.shards)
         ]  # of each, what others had first
         self._ahead = 0  # entries that some shard has carried out
@@ -91,19 +91,19 @@ class Values:
 
     # -- shards ------------------------------------------------------------------------------------------
 
-    def carried_out(self, index: int, entry: Entry, shard: Shard) -> None:
+    def carried_out(self, index: int, entry: log.Entry, shard: Shard) -> None:
         """By this shard: all carry out the same, whoever comes first."""
         if self._done[index] == self._ahead:
             self._ahead += 1
-            for other, log in enumerate(self._log):
+            for other, behind in enumerate(self._log):
                 if other != index:
-                    log.append(entry)
-        elif (expected := self._log[index].popleft()) != entry:
+                    behind.append(entry)
+        elif (expected := self._log[index].popleft()) != entry or type(expected) is not type(entry):
             raise Broken(f"shard {index} carries out {entry}, another one {expected}")
         self._done[index] += 1
-        if entry.kind == Kind.PUT:
+        if isinstance(entry, log.PutValues):
             self._put = True
-        elif entry.kind == Kind.FOLD:
+        elif isinstance(entry, log.Fold):
             self._check_shard(index, entry.version, shard)
 
     def _check_shard(self, index: int, version: int, shard: Shard) -> None:
@@ -142,9 +142,9 @@ class Values:
                 )
 
     def over(self) -> None:
-        for index, log in enumerate(self._log):
-            if log:
-                raise Broken(f"shard {index} never carried out {log[0]} and {len(log) - 1} more")
+        for index, left in enumerate(self._log):
+            if left:
+                raise Broken(f"shard {index} never carried out {left[0]} and {len(left) - 1} more")
 
 
 def _is_plain(template: OptimizerTemplate) -> bool:

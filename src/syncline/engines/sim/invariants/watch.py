@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.engines.sim.invariants.feed import Broken, FeedAccount, Span, StreamAccount
 from syncline.engines.sim.invariants.tables import Gradient, TableAccount
 from syncline.engines.sim.invariants.values import Values
 from syncline.errors import InvariantError
-from syncline.ports import Entry, Kind, Note, ServerPort
+from syncline.messages import to_leader as say
+from syncline.messages.log import Entry, Leave
+from syncline.ports import ServerPort
 from syncline.protocols.meetings import Met, Uncross, Unmet
 from syncline.protocols.sequence import Change, Drop, Fold, Take
 from syncline.protocols.spans import End, EpochDone, Grant
 from syncline.protocols.waiting import Release
-from syncline.topology import messages as m
 from syncline.topology.servers import ServerRole
 
 if TYPE_CHECKING:
@@ -73,25 +75,25 @@ class Watch:
 
     # -- what learners do --------------------------------------------------------------------------------
 
-    def posted(self, learner: int, note: Note) -> None:
+    def posted(self, learner: int, message: say.ToLeader) -> None:
         """On its way to the leading shard, from a learner that belongs to the present servers."""
-        if note.kind == Kind.USED:
-            self._used.setdefault(learner, []).append((note.loader, note.upto))
-        elif note.kind == Kind.GRADIENT:
+        if isinstance(message, say.Used):
+            self._used.setdefault(learner, []).append((message.loader, message.upto))
+        elif isinstance(message, say.Gradient):
             with self._checking():
-                self._published(learner, note)
+                self._published(learner, message)
 
-    def _published(self, learner: int, note: Note) -> None:
+    def _published(self, learner: int, made: say.Gradient) -> None:
         used = self._used.pop(learner, [])
-        if note.loader >= 0:
-            used.append((note.loader, note.upto))
+        if made.loader >= 0:
+            used.append((made.loader, made.upto))
         usage = [(loader, span) for loader, upto in used for span in self._feeds[loader].used(learner, upto)]
-        table = self._tables[note.table]
-        table.published(learner, note.number, Gradient(note.stamp, note.step, usage))
-        table.bounded(len(self._world.lanes[note.table, learner].slots))
-        slot = self._world.lanes[note.table, learner].slots[note.slot]
-        present = [True] * len(slot.gradients) if note.full else [bool(has) for has in slot.mask.tolist()]
-        self._values[note.table].published(learner, note.number, slot.gradients, present)
+        table, lane = self._tables[made.table], self._world.lanes[made.table, learner]
+        table.published(learner, made.number, Gradient(made.stamp, made.step, usage))
+        table.bounded(len(lane.slots))
+        slot = lane.slots[lane.numbers.index(made.number)]
+        present = [True] * len(slot.gradients) if made.full else [bool(has) for has in slot.mask.tolist()]
+        self._values[made.table].published(learner, made.number, slot.gradients, present)
 
     def read(self, learner: int, table: int, version: int, weights: list[Tensor]) -> None:
         """A learner takes over a version."""
@@ -100,25 +102,27 @@ class Watch:
 
     # -- what the leading shard is told ------------------------------------------------------------------
 
-    def noted(self, learner: int, note: Note) -> None:
+    def noted(self, learner: int, message: say.ToLeader) -> None:
         """Before the leading shard handles it."""
         with self._checking():
-            if note.kind == Kind.REST and learner not in self._gone:
-                self._rest(learner, note)
-            elif note.kind in (Kind.CLOSE, Kind.ENDED):
+            if isinstance(message, say.Rest | say.Reread) and learner not in self._gone:
+                self._rest(learner, message)
+            elif isinstance(message, say.CloseLoader | say.StreamEnded):
                 self._moved = True
-                self._feeds[note.loader].closed(learner, note.upto)
+                self._feeds[message.loader].closed(learner, message.upto)
 
-    def _rest(self, learner: int, note: Note) -> None:
-        self._touched.add(note.table)
-        feed = self._feeds.get(note.loader)  # none: it waits for others, not for data
-        given = feed.given.get(learner, 0) if feed is not None else 0
-        if given > note.upto:
+    def _rest(self, learner: int, said: say.Rest | say.Reread) -> None:
+        self._touched.add(said.table)
+        if isinstance(said, say.Reread) or self._given(learner, said.loader) > said.index:
             self._resting.pop(learner, None)
-            self._tables[note.table].roused(learner)
+            self._tables[said.table].roused(learner)
         else:
-            self._resting[learner] = note.loader
-            self._tables[note.table].rests(learner, note.number)
+            self._resting[learner] = said.loader
+            self._tables[said.table].rests(learner, said.number)
+
+    def _given(self, learner: int, loader: int) -> int:
+        feed = self._feeds.get(loader)  # none: it waits for others, not for data
+        return feed.given.get(learner, 0) if feed is not None else 0
 
     def told(self, event: Any) -> None:
         """Before the leading shard handles what the coordinator says."""
@@ -245,7 +249,7 @@ class Watch:
                 table.roused(learner)
 
     def carried_out(self, shard: int, entry: Entry) -> None:
-        if entry.kind != Kind.LEAVE:
+        if not isinstance(entry, Leave):
             with self._checking():
                 role = self._world.roles[shard]
                 self._values[entry.table].carried_out(shard, entry, role.shard(entry.table))
@@ -324,9 +328,9 @@ class WatchedRole(ServerRole):
         self._look, self._index = watch, port.shard
         self.watch(watch.decided, lambda entry: watch.carried_out(port.shard, entry))
 
-    def note(self, learner: int, note: Note) -> None:
-        self._look.noted(learner, note)
-        super().note(learner, note)
+    def note(self, learner: int, message: say.ToLeader) -> None:
+        self._look.noted(learner, message)
+        super().note(learner, message)
 
     def handle(self, event: Any) -> None:
         if self._index == 0:

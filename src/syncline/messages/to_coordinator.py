@@ -1,0 +1,242 @@
+"""What learners and shards tell the coordinator, or ask of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from syncline.messages.statistics import Counts, Statistics
+from syncline.protocols.meetings import Place
+from syncline.protocols.sequence import Account
+from syncline.protocols.spans import Standing
+from syncline.table.checkpoints import Written
+from syncline.table.layout import Layout
+from syncline.table.template import OptimizerTemplate, Options, PieceState
+
+STREAM = (
+    "stream"  # in place of a loader's policy: every learner reads its own share, of a size that nobody knows
+)
+
+
+# -- learners -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """It calls `session.optimizer` for the table of this number; answered by Initialise or Opened."""
+
+    table: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Initialised:
+    """It has written the first weights; answered by Opened."""
+
+    table: int
+    template: OptimizerTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoader:
+    """It calls `session.loader`; answered by the parts of the `partition` policy."""
+
+    loader: int
+    size: int
+    batch_size: int
+    policy: str
+    epochs: int | None
+
+    def __str__(self) -> str:
+        if self.policy == STREAM:
+            return f"a stream in batches of {self.batch_size}"
+        return f"{self.size} examples in batches of {self.batch_size} ({self.policy})"
+
+
+@dataclass(frozen=True, slots=True)
+class MeanOf:
+    """`session.mean`: answered by the mean over live learners."""
+
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Its function has come to its end, by itself: nobody told it to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState:
+    """A new optimizer state for the shards; answered by True when all have it."""
+
+    table: int
+    number: int
+    options: Options
+    state: dict[int, dict[str, Any]]
+    whole: dict[str, Any] | None = None  # in place of them, for an optimizer that holds others
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitState:
+    """It has asked the shards for the optimizer's state; answered by the parts."""
+
+    table: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """The servers were started anew; it has so many tables and loaders open. Answered by Rejoined."""
+
+    tables: int
+    loaders: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskDial:
+    """It was told of a dial that it does not know; answered by the dial."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """It waits in a step, and was called; answered by Refused, or by None where others were meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Its function returned."""
+
+    value: Any
+    problem: str = ""  # why the value is not here
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """Its function raised."""
+
+    error: BaseException | None
+    traceback: str
+
+
+# -- shards -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    table: int
+    number: int
+    learner: int
+    shard: int
+    options: Options
+    state: PieceState
+    whole: dict[str, Any] | None = None  # the `state_dict` of an optimizer that holds others
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    table: int
+    number: int
+    learner: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPart:
+    """One shard's part of one version of one table."""
+
+    tag: str
+    table: int
+    shard: int
+    version: int
+    segments: list[Tensor]
+    buffers: list[Tensor] | None = None  # from the leading shard: mean over live learners
+    own: Options = field(default_factory=list)  # of the groups, what the optimizer itself has changed
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnd:
+    """The version that folded the last example of an epoch (M10)."""
+
+    loader: int
+    epoch: int
+    version: int
+    examples: int
+    loss: float
+    losses: dict[int, float]  # by rank
+    tables: int
+    done: int  # epochs up to here, in order: this one may be done before an earlier one
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Vector clocks of updates, by request (R6): rows of version, rank, stamp, four bytes each."""
+
+    rows: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What was lost with a learner: positions handed out again, and positions in gradients not yet folded."""
+
+    learner: int
+    rank: int
+    back: int
+    pending: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A checkpoint was cut: the files that belong to it, and everything that is no tensor."""
+
+    number: int
+    files: list[str]
+    accounts: dict[int, Account]
+    standings: dict[int, Standing]
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A file of a checkpoint is on the disk, or is not."""
+
+    number: int
+    name: str
+    written: Written | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A meeting of these learners is over; with others, because their loops differ: who waits where."""
+
+    learners: tuple[int, ...]
+    others: dict[int, Place] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The set number of updates is there."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The leading shard has folded all there is."""
+
+    statistics: Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRaised:
+    shard: int
+    error: BaseException | None
+    traceback: str

@@ -1,0 +1,164 @@
+"""What a learner tells the leading shard, in order.
+
+Bulk goes beside it: a gradient and its group options lie in a draft, whose place is the engine's own matter. Numbers are tickets:
+they count what a learner asks of one table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, SupportsFloat
+
+NO_LOADER = -1  # in place of a loader's number: it has no batches of one, or waits for others and for no data
+
+
+class Gradient(NamedTuple):
+    """A draft is published as a gradient. On every step's path: a tuple is made four times as fast as a frozen record."""
+
+    table: int
+    number: int
+    stamp: int  # the version it was computed on
+    step: int
+    examples: int
+    loader: int  # the last whose batches are in it; `Used` names the others before
+    upto: int  # batches of that loader used so far
+    options: int  # counts the changes of the group options that go with it
+    full: bool  # every parameter has a gradient
+    silent: bool  # its learner goes on without a reading
+    states: bytes  # of its random generators, where a checkpoint follows
+    loss: SupportsFloat  # read as a number when it is needed: a simulated one may not be made yet
+
+
+@dataclass(frozen=True, slots=True)
+class AskBatch:
+    """One more batch of this epoch."""
+
+    loader: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Batches up to here belong to the next gradient, beside those that it names itself."""
+
+    loader: int
+    upto: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLoader:
+    """It has left a loader's epoch early, having used so many batches; a portion outside the count answers."""
+
+    loader: int
+    upto: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """Its stream's epoch ends after so many batches."""
+
+    loader: int
+    upto: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """It does nothing until its portion of this index is there."""
+
+    loader: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """It has nothing to compute until its portion of this index is there, or (NO_LOADER) others are: quorums go on without it."""
+
+    table: int
+    number: int
+    loader: int
+    index: int
+    states: bytes = b""  # of its random generators, where checkpoints are written
+
+
+@dataclass(frozen=True, slots=True)
+class Reread:
+    """It rested, and is there again: it reads what it would read after a step."""
+
+    table: int
+    number: int
+    states: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """The parameters in a draft are to become global."""
+
+    table: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskState:
+    """It wants the optimizer's state."""
+
+    table: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A new optimizer state of this number has gone to the shards: from here on it holds."""
+
+    table: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """It wants the newest weights without publishing."""
+
+    table: int
+    number: int
+    deliver: bool = (
+        False  # sent to it, whatever the dial: it was overtaken while it read what was released before
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """It does nothing until this ticket, of a fetch or of a gradient whose draft it needs, is let go."""
+
+    table: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """It waits in a meeting, and does nothing until that is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """Its function is over: nothing more will be published to this table."""
+
+    table: int
+    states: bytes  # of its random generators, as of its last gradient
+
+
+ToLeader = (
+    Gradient
+    | AskBatch
+    | Used
+    | CloseLoader
+    | StreamEnded
+    | Blocked
+    | Rest
+    | Reread
+    | Put
+    | AskState
+    | Load
+    | Fetch
+    | Await
+    | Meet
+    | Farewell
+)

@@ -1,0 +1,213 @@
+"""What adds up: the gradients that a shard has taken, until the fold that they belong to (M3).
+
+In lockstep they are kept where they lie and added in rank order; otherwise each is added to a running mean when it is taken. A
+fold of one gradient is that gradient as it lies. Promised gradients are kept as promises. Not responsible for deciding
+when to fold, nor for what becomes of the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from syncline.table.layout import Layout, Part
+from syncline.table.promised import Made, Maker, PromisedPart, Taken
+
+Present = tuple[bool, ...]
+
+
+class Values(Protocol):
+    """A shard's part of a gradient."""
+
+    segments: list[Tensor]
+    views: list[Tensor]  # one per piece
+
+    def present(self) -> Present:
+        """For each piece: is there a gradient?"""
+
+
+class Mean:
+    """A running mean of gradients, weighted by example count, over flat segments and single pieces.
+
+    A parameter missing in some gradients counts as zero there; missing in all, it has none.
+    """
+
+    def __init__(self, segments: list[Tensor], views: list[Tensor]) -> None:
+        self.segments, self.views = segments, views
+        self.present: Present = (False,) * len(views)
+        self.total = 0
+
+    def start(self, gradient: Values, present: Present, count: int, damping: float = 1.0) -> None:
+        if self.segments is not gradient.segments:
+            for mean, value in zip(self.segments, gradient.segments, strict=True):
+                mean.copy_(value)
+        if damping != 1.0:
+            torch._foreach_mul_(self.segments, damping)
+        self.present, self.total = present, count
+
+    def add(self, gradient: Values, present: Present, count: int, damping: float = 1.0) -> None:
+        """`damping` multiplies this gradient; the mean is still by the count of examples."""
+        if count == 0:
+            return
+        if self.total == 0:
+            raise AssertionError("a mean starts with its first weighted gradient")
+        self.total += count
+        weight = count / self.total
+        if damping != 1.0:
+            self._add_damped(gradient, present, weight, damping)
+            return
+        if all(present) and all(self.present):
+            for mean, value in zip(self.segments, gradient.segments, strict=True):
+                mean.lerp_(value, weight)
+            return
+        for mean, value, had, has in zip(self.views, gradient.views, self.present, present, strict=True):
+            if had and has:
+                mean.lerp_(value, weight)
+            elif had:
+                mean.mul_(1.0 - weight)
+            elif has:
+                torch.mul(value, weight, out=mean)
+        self.present = tuple(a or b for a, b in zip(self.present, present, strict=True))
+
+    def _add_damped(self, gradient: Values, present: Present, weight: float, damping: float) -> None:
+        for mean, value, had, has in zip(self.views, gradient.views, self.present, present, strict=True):
+            if had and has:
+                mean.mul_(1.0 - weight).add_(value, alpha=weight * damping)
+            elif had:
+                mean.mul_(1.0 - weight)
+            elif has:
+                torch.mul(value, weight * damping, out=mean)
+        self.present = tuple(a or b for a, b in zip(self.present, present, strict=True))
+
+
+class Gathered(NamedTuple):
+    """The gradient of a fold; its memory is the shard's until the step is made."""
+
+    views: list[Tensor]  # one per piece
+    present: Present
+    segments: list[Tensor] | None  # where nothing is missing, and they are at hand
+    flat: bool = False  # a step over segments need equal the plain one only to rounding
+    added: int = 0  # gradients that were added up only now
+
+    @property
+    def whole(self) -> list[Tensor] | None:
+        return self.segments if all(self.present) else None
+
+
+class _Kept(NamedTuple):
+    """A gradient that waits for its fold where it lies."""
+
+    gradient: Values
+    present: Present
+    examples: int
+    rank: int
+    iteration: int
+
+
+class Accumulator:
+    """Of one shard; `like` are segments of the shape that a mean needs."""
+
+    def __init__(self, layout: Layout, part: Part, like: Sequence[Tensor]) -> None:
+        self._layout, self._part, self._like = layout, part, like
+        self._lockstep = False
+        self._all = (True,) * len(part.pieces)
+        self._kept: list[_Kept] = []
+        self._promised: list[Taken] = []
+        self._mean: Mean | None = None
+        self.maker: Maker | None = None
+
+    def change(self, *, lockstep: bool) -> None:
+        """Another dial; nothing that was taken waits for its fold."""
+        assert not self._kept and not self._promised and (self._mean is None or self._mean.total == 0)
+        self._lockstep = lockstep
+
+    def take(
+        self,
+        gradient: Values | PromisedPart,
+        *,
+        full: bool,
+        count: int,
+        rank: int,
+        iteration: int,
+        alone: bool,
+        damping: float = 1.0,
+    ) -> bool:
+        """Into the sequence. `alone`: the next fold is of this gradient only. True if it is added to a mean."""
+        kept = self._lockstep or (alone and damping == 1.0)
+        if isinstance(gradient, PromisedPart):
+            self.maker = gradient.maker
+            self._promised.append(gradient.take(count, damping, rank, iteration))
+            return not kept
+        present = self._all if full else gradient.present()
+        if kept:
+            self._kept.append(_Kept(gradient, present, count, rank, iteration))
+            return False
+        mean = self._running_mean()
+        if mean.total == 0:
+            mean.start(gradient, present, count, damping)
+        else:
+            mean.add(gradient, present, count, damping)
+        return True
+
+    def _running_mean(self) -> Mean:
+        if self._mean is None:
+            segments = [torch.zeros_like(segment) for segment in self._like]
+            self._mean = Mean(segments, self._part.views(segments, self._layout.parameters.entries))
+        return self._mean
+
+    def gather(self, iteration: int) -> Gathered:
+        """The mean of what the fold takes: in lockstep of this iteration, else of all."""
+        if self._promised:
+            return self._gather_promised(iteration)
+        if self._kept:
+            return self._gather_kept(iteration)
+        mean = self._running_mean()
+        mean.total = 0
+        return Gathered(mean.views, mean.present, mean.segments)
+
+    def alone(self) -> Taken | None:
+        """The only gradient, where it is promised and counts as it is; taken out."""
+        if len(self._promised) != 1 or self._promised[0].damping != 1.0:
+            return None
+        return self._promised.pop()
+
+    def made(self, taken: Sequence[Taken], added: int = 0) -> Gathered:
+        """Promised gradients, made now."""
+        assert self.maker is not None
+        found: Made = self.maker.fold(self._part, taken)
+        return Gathered(found.views, found.present, found.segments, True, added)
+
+    def _gather_kept(self, iteration: int) -> Gathered:
+        chosen = self._kept
+        if self._lockstep:
+            chosen = sorted(
+                (each for each in chosen if each.iteration == iteration), key=lambda kept: kept.rank
+            )
+            self._kept = [each for each in self._kept if each.iteration != iteration]
+        else:
+            self._kept = []
+        weighted = [each for each in chosen if each.examples > 0] or chosen[:1]
+        added = len(chosen) if self._lockstep and len(chosen) > 1 else 0
+        first = weighted[0]
+        if len(weighted) == 1:
+            return Gathered(first.gradient.views, first.present, first.gradient.segments, added=added)
+        mean = Mean(
+            first.gradient.segments, first.gradient.views
+        )  # in place: it is the shard's until it is free
+        mean.start(first.gradient, first.present, first.examples)
+        for each in weighted[1:]:
+            mean.add(each.gradient, each.present, each.examples)
+        return Gathered(mean.views, mean.present, mean.segments, added=added)
+
+    def _gather_promised(self, iteration: int) -> Gathered:
+        chosen = self._promised
+        if self._lockstep:
+            chosen = sorted(
+                (each for each in chosen if each.iteration == iteration), key=lambda taken: taken.rank
+            )
+        self._promised = [each for each in self._promised if self._lockstep and each.iteration != iteration]
+        added = len(chosen) if self._lockstep and len(chosen) > 1 else 0
+        return self.made([each for each in chosen if each.examples > 0] or chosen[:1], added)

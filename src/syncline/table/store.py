@@ -1,0 +1,116 @@
+"""What stores: the versions of a shard's part, in a small ring of places (M13).
+
+The next version is made in place where nobody can be reading the newest, and beside it otherwise, so that readers copy for
+themselves. Only the store knows which. Not responsible for who reads, nor for optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from syncline.table.layout import DTYPES, Layout
+from syncline.table.memory import WRITTEN, VersionMemory
+
+PLACES = 3  # of a ring, where no dial needs older versions
+
+
+def places_for(delay: int) -> int:
+    """Where lockstep learners run k versions ahead: k + 1 to read and one to write; and k more, since as many updates follow
+    at once where the dial changes, while the slowest still reads the oldest."""
+    return max(PLACES, 2 * delay + 2)
+
+
+class OwnMemory(VersionMemory):
+    """A ring that nobody else sees; whoever reads does so between two steps."""
+
+    def __init__(self, layout: Layout, shard: int, places: int, device: torch.device | str = "cpu") -> None:
+        part, flat = layout.parts[shard], layout.parameters
+        self.places = [
+            [
+                torch.zeros(high - low, dtype=DTYPES[dtype], device=device)
+                for (low, high), dtype in zip(part.slices, flat.dtypes, strict=True)
+            ]
+            for _ in range(places)
+        ]
+
+    def offer(self, place: int, version: int) -> None:
+        pass
+
+    def being_read(self) -> bool:
+        return False
+
+
+class OnePlace(OwnMemory):
+    """One place in memory that is there already, of a whole table."""
+
+    def __init__(self, layout: Layout, shard: int, weights: Sequence[Tensor]) -> None:
+        self.places = [layout.parts[shard].segments(weights)]
+
+
+class Store:
+    """Of one shard; its first place holds the present version. `movable`: the next one can be made in any place."""
+
+    def __init__(self, memory: VersionMemory, version: int, *, movable: bool) -> None:
+        self._memory, self._places, self._movable = memory, memory.places, movable
+        self._held = [WRITTEN] * len(self._places)  # versions by place
+        self._newest = 0
+        self._keep = False
+        self.version = version
+        for place in range(1, len(self._places)):
+            self._begin(place)
+        self._offer()
+
+    @property
+    def segments(self) -> list[Tensor]:
+        """Where the newest version lies, and the next is to be made."""
+        return self._places[self._newest]
+
+    def keep(self, older: bool) -> None:
+        """Older versions stay readable beside the newest, as many as there are places for."""
+        self._keep = older and len(self._places) > 1
+
+    def of(self, version: int) -> list[Tensor]:
+        """A version that is kept."""
+        return self._places[self._held.index(version)]
+
+    def prepare(self) -> None:
+        """The next version is about to be made in `segments`, which have the newest one's values."""
+        newest = self._newest
+        if len(self._places) > 1 and (self._keep or self._memory.being_read()):
+            held = self._held
+            other = min((each for each in range(len(held)) if each != newest), key=held.__getitem__)
+            self._begin(other)
+            copy_segments(self._places[other], self._places[newest])
+            if self._movable:
+                self._newest = other
+                return
+            held[other] = self.version
+            self._memory.offer(other, self.version)
+        self._begin(newest)
+
+    def complete(self) -> None:
+        """The next version is made."""
+        self.version += 1
+        self._offer()
+
+    def fill(self, values: Sequence[Tensor]) -> None:
+        """Other values for the present version."""
+        self._begin(self._newest)
+        copy_segments(self.segments, values)
+        self._offer()
+
+    def _begin(self, place: int) -> None:
+        self._held[place] = WRITTEN
+        self._memory.offer(place, WRITTEN)
+
+    def _offer(self) -> None:
+        self._held[self._newest] = self.version
+        self._memory.offer(self._newest, self.version)
+
+
+def copy_segments(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    for a, b in zip(into, source, strict=True):
+        a.copy_(b)
