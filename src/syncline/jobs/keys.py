@@ -286,6 +286,13 @@ KEYS: tuple[Key, ...] = (
         meaning="where learners compute: dealt out in turn; CPUs where it is left out",
     ),
     Key(
+        name="table_device",
+        kind='"cpu" or a GPU of the learners',
+        read=_text,
+        default=None,
+        meaning="where their table lies; with them where it is left out",
+    ),
+    Key(
         name="threads",
         kind="a whole number of at least 1",
         read=_whole(1),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from syncline.batch.commands import BatchMethod
 from syncline.dial import Course
 from syncline.engines.options import AUTO, Checkpoints
 from syncline.engines.run import Callback, Engine, Task
@@ -20,6 +21,7 @@ from syncline.learn.stopping import read_stop, refuse_streams, with_norm
 from syncline.learn.training import Training, evaluation_of, run_training
 from syncline.protocols.lifecycle import PATIENCE, Faults
 from syncline.topology.plan import Plan
+from syncline.train.batch import batch_spec, wants_batch
 from syncline.train.checks import (
     batches_of,
     built,
@@ -115,8 +117,8 @@ def train(
     *,
     loss: Loss | None = None,
     objective: Objective | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer],
-    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | BatchMethod,
+    schedule: Callable[[Any], Any] | None = None,
     sync: Dial = "softsync:1",
     topology: str = "servers",
     engine: str | Engine = "local",
@@ -174,10 +176,18 @@ def train(
     them: "auto" (the cheapest, see `sl.plan`), "data", a Plan, or by hand, {"fc*": "model"}. With `check` the first batch is
     compared with the whole model.
 
+    With `sync="sandblaster"` the optimizer is a batch method such as `sl.LBFGS()`: `steps` counts iterations, `batch_size` is a portion of
+    the batch, which is all data or, with `global_batch_size` or `schedule` (iteration -> examples), a sample. See docs/batch_methods.md.
+
     Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
     `.result` is what was trained. A second Ctrl-C does not wait.
     """
+    given = dict(locals())
     runner = engine_of(engine)
+    if wants_batch(sync, optimizer):
+        batch, whole = batch_spec(runner, **given)
+        run = Run(runner, batch, whole)
+        return run.wait() if wait else run
     learners = learners_of(runner, learners, topology, wait)
     check_group(group, plan, runner, topology)
     each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)
@@ -199,7 +209,7 @@ def train(
         data=data,
         objective=aim,
         gradient=None if aim is not None else trained,
-        optimizer=optimizer,
+        optimizer=optimizer,  # type: ignore[arg-type]
         schedule=schedule,
         batch_size=each,
         global_batch_size=joint,
