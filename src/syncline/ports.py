@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from syncline.messages.log import Entry, Fold, Take
     from syncline.messages.to_leader import Gradient, Put, ToLeader
     from syncline.messages.to_learners import Call, Opened, Renewed, Stop
+    from syncline.messages.to_nodes import ToNodes
 
 Slot = Any
 
@@ -161,6 +162,10 @@ class ServerPort(ABC):
     @abstractmethod
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
         """Let it go on and read what the memory of this table offers; without a reading: the draft of this ticket is free."""
+
+    @abstractmethod
+    def tell_nodes(self, message: ToNodes, node: int | None = None) -> None:
+        """Of a tree: this one, or all."""
 
     @abstractmethod
     def grant(self, learner: int, portion: Portion) -> None: ...

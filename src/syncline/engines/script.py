@@ -14,7 +14,7 @@ from syncline.errors import UsageError
 
 _SECONDS = r"\d+(?:\.\d*)?|\.\d+"
 _LINE = re.compile(
-    rf"(?:(?P<action>kill|pause)\s+(?P<role>learner|shard)\s+(?P<rank>\d+)(?:\s+for\s+(?P<length>{_SECONDS})\s*s)?"
+    rf"(?:(?P<action>kill|pause)\s+(?P<role>learner|shard|node)\s+(?P<rank>\d+)(?:\s+for\s+(?P<length>{_SECONDS})\s*s)?"
     r"|add\s+(?P<count>0*[1-9]\d*)(?:\s+learners?)?"
     r"|change\s+to\s+(?P<dial>\S+)"
     r"|(?P<stop>stop))"

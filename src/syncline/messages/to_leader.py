@@ -6,8 +6,12 @@ they count what a learner asks of one table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, SupportsFloat
+from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_LOADER = -1  # in place of a loader's number: it has no batches of one, or waits for others and for no data
 
@@ -27,6 +31,18 @@ class Gradient(NamedTuple):
     silent: bool  # its learner goes on without a reading
     states: bytes  # of its random generators, where a checkpoint follows
     loss: SupportsFloat  # read as a number when it is needed: a simulated one may not be made yet
+
+
+class Sum(NamedTuple):
+    """A node of a tree has published the mean of these gradients, by their examples, as one draft (M14)."""
+
+    table: int
+    number: int
+    iteration: int  # of all of them, in lockstep, as the node counts
+    gradients: tuple[tuple[int, Gradient], ...]  # the learner of each, and what it said
+    options: int  # counts the changes of the group options that go with it
+    full: bool
+    buffers: tuple[Sequence[Tensor], ...] = ()  # of each, where the table has any
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +163,7 @@ class Farewell:
 
 ToLeader = (
     Gradient
+    | Sum
     | AskBatch
     | Used
     | CloseLoader

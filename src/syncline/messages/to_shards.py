@@ -41,6 +41,12 @@ class MakeTable:
     first: bool = False  # the first weights are told to the coordinator
     account: Account = field(default_factory=Account)
     handle: Any = None  # the engine's own, and added by it
+    tree: bool = False  # gradients come in sums
+
+
+@dataclass(frozen=True, slots=True)
+class NodesMoved:
+    """A node of a tree is lost: those below it have another above them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ class Sequence:
     """Decides for one table. Every method takes an event and returns decisions in their order.
 
     `learners` is λ₀, where `initial` is not all of them. `warm`: until that version the first learner works alone,
-    the others wait for their first read (D4).
+    the others wait for their first read (D4). `sums`: gradients come in sums, so that an update may have more of them than its
+    quorum, and `share` counts them (M14).
     """
 
     def __init__(
@@ -84,9 +85,11 @@ class Sequence:
         limit: int | None = None,
         learners: int | None = None,
         warm: int = 0,
+        sums: bool = False,
         account: Account | None = None,
     ) -> None:
         account = account or Account()
+        self._sums = sums
         self._turn(sync)
         self.version = account.version
         self.gradients = account.gradients
@@ -135,6 +138,18 @@ class Sequence:
             self._early.append(ticket)
             return []
         return self._accept(ticket)
+
+    def take_sum(self, tickets: Iterable[Ticket]) -> list[Decision]:
+        """Gradients that came as one sum (M14): no update takes a part of them."""
+        if not self.members.started:
+            self._early += tickets
+            return []
+        return self._accept_all(tickets)
+
+    def iterations(self, learners: Iterable[int]) -> dict[int, int]:
+        """Learner to the iteration that its next gradient is of, in lockstep."""
+        live = self.members.live
+        return {each: max(live[each].next_iteration, self.version) for each in learners}
 
     def fetch(self, learner: int, number: int) -> list[Decision]:
         """It wants the newest weights, whatever it has published (M9)."""
@@ -289,9 +304,19 @@ class Sequence:
         if not self.members.started or not self._early:
             return []
         early, self._early = self._early, []
+        if self._sums:
+            return self._accept_all(early)
         return [decision for ticket in early for decision in self._accept(ticket)]
 
+    def _accept_all(self, tickets: Iterable[Ticket]) -> list[Decision]:
+        took = [self._enter(ticket) for ticket in tickets]
+        return [*took, *self._advance()]
+
     def _accept(self, ticket: Ticket) -> list[Decision]:
+        entered = self._enter(ticket)
+        return [entered, *(self._advance() if isinstance(entered, Take) else self._gate.open(self.version))]
+
+    def _enter(self, ticket: Ticket) -> Take | Drop:
         member = self.members.live[ticket.learner]
         if not ticket.silent and self._fetching:
             self._fetching.discard(ticket.learner)
@@ -301,7 +326,7 @@ class Sequence:
             self.dropped += 1
             if not self._gate.rests_since(ticket.learner, ticket.number):
                 self._gate.let_go(ticket.learner, ticket.number, iteration, ticket.silent)
-            return [Drop(ticket), *self._gate.open(self.version)]
+            return Drop(ticket)
         if member.resting and not self._gate.rests_since(ticket.learner, ticket.number):
             self.members.rouse(member)
         self.members.step(member)
@@ -312,9 +337,7 @@ class Sequence:
             ticket = replace(ticket, weight=1 / max(1, self.version - ticket.stamp))
         self._folding.add(ticket)
         self._gate.arrive(ticket.learner, ticket.number, ticket.iteration, self.version, ticket.silent)
-        decisions = self._advance()
-        decisions.insert(0, Take(ticket))
-        return decisions
+        return Take(ticket)
 
     def _advance(self) -> list[Decision]:
         decisions: list[Decision] = []
@@ -337,6 +360,8 @@ class Sequence:
         self.version += 1
         self.gradients += len(tickets)
         factor = self._factor()
+        if self._sums and self.sync.rate == "share":
+            factor = len(tickets) / max(1, len(self.members))
         if self._damps:
             factor /= max(1.0, sigma)
         first = leader(tickets) if len(tickets) > 1 else tickets[0]

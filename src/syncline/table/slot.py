@@ -54,6 +54,9 @@ class Slot:
     def write_options(self, text: bytes) -> None:
         _put(self._options, text)
 
+    def options_text(self) -> bytes:
+        return _get(self._options)
+
     def read_options(self) -> list[dict[str, Any]]:
         return json.loads(_get(self._options))
 

@@ -29,6 +29,7 @@ from syncline.topology.replay import Replay
 from syncline.topology.restore import LEARNERS, table_file
 from syncline.topology.stamps import Stamps
 from syncline.topology.tally import Tally
+from syncline.topology.trunk import Trunk
 from syncline.topology.worklist import Worklist
 
 Usage = list[tuple[int, int]]  # (loader, upto)
@@ -59,12 +60,14 @@ class Leader:
         self._passed = 0  # epochs of the first loader, in order: dials begin when all before them are done
         self._late: dict[int, list[m.JoinTable]] = defaultdict(list)  # who waits for the warm start's end
         self._finished = False
+        self._trunk: Trunk | None = None  # over a tree
         self.watch: Callable[[int, Any], None] | None = (
             None  # told of every decision before it is carried out
         )
         replay.buffers = self._belongings.joint
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             say.Gradient: self._gradient,
+            say.Sum: self._sum,
             say.AskBatch: self._feeding.ask,
             say.Used: lambda learner, used: self._usage[learner].append((used.loader, used.upto)),
             say.CloseLoader: self._feeding.close,
@@ -105,8 +108,12 @@ class Leader:
             limit=make.limit,
             learners=make.learners,
             warm=make.warm,
+            sums=make.tree,
             account=make.account,
         )
+        if make.tree:
+            self._trunk = self._trunk or Trunk(self._port, self._ranks, self._log)
+            self._trunk.add(make.table, self._sequences[make.table])
         self._shards_of[make.table] = make.layout.shards
         if make.layout.shards > 1:
             self._spread.add(make.table)
@@ -123,6 +130,7 @@ class Leader:
         sequence = self._sequences[join.table]
         self._decided(join.table, sequence.join(join.learner, join.rank, 0))
         self._gathering.join(join.learner, cold=sequence.cold(join.learner))
+        self._start_sums()
 
     def make_loader(self, make: m.MakeLoader) -> None:
         self._feeding.make_loader(make, lockstep=self._replay.dials[make.dial].lockstep)
@@ -148,6 +156,7 @@ class Leader:
             self._gathering.closed(learner, self._ranks)
         self._gathering.leave(learner)
         self._gathering.untangle()
+        self._start_sums()
         leaves = log.Leave(learner)
         self._port.append(leaves)
         self._replay.replay(leaves)
@@ -164,25 +173,65 @@ class Leader:
     # -- what learners say -------------------------------------------------------------------------------
 
     def note(self, learner: int, message: say.ToLeader) -> None:
+        """`learner`: who says it; of a sum the node."""
         self._handlers[type(message)](learner, message)
+        if self._trunk is not None:
+            self._trunk.recount()
+
+    def _sum(self, node: int, sum_: say.Sum) -> None:
+        assert self._trunk is not None
+        table, sequence = sum_.table, self._sequences[sum_.table]
+        tickets = self._trunk.arrive(node, sum_)
+        if tickets is None:
+            return
+        for index, (learner, gradient) in enumerate(sum_.gradients):
+            self._opened(learner, gradient)
+            if table in self._buffered:
+                self._belongings.keep(table, learner, sum_.buffers[index])
+            if self._gathering.meeting:
+                self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
+        self._decided(table, sequence.take_sum(tickets))
+        if self._gathering.tangled:
+            self._gathering.untangle()
+
+    def moved(self) -> None:
+        """Nodes have others below them now."""
+        if self._trunk is not None:
+            self._trunk.recount(anew=True)
+
+    def _start_sums(self) -> None:
+        if self._trunk is not None:
+            for node, sum_ in self._trunk.early():
+                self._sum(node, sum_)
+            self._trunk.recount()
 
     def _gradient(self, learner: int, gradient: say.Gradient) -> None:
+        self._opened(learner, gradient)
+        ticket = Ticket(
+            learner,
+            self._ranks[learner],
+            gradient.number,
+            gradient.stamp,
+            gradient.step,
+            gradient.examples,
+            silent=gradient.silent,
+        )
+        sequence = self._sequences[gradient.table]
+        if self._gathering.meeting:
+            self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
+        self._decided(gradient.table, sequence.gradient(ticket))
+        if self._gathering.tangled:
+            self._gathering.untangle()
+
+    def _opened(self, learner: int, gradient: say.Gradient) -> None:
+        """What it brings beside its values."""
         if gradient.loader >= 0:
             self._usage[learner].append((gradient.loader, gradient.upto))
         table, number = gradient.table, gradient.number
         self._open[table, learner, number] = (gradient, self._usage.pop(learner, NOTHING))
-        rank = self._ranks[learner]
-        self._tally.steps[rank] += 1
-        ticket = Ticket(learner, rank, number, gradient.stamp, gradient.step, gradient.examples)
-        ticket.silent = gradient.silent
+        self._tally.steps[self._ranks[learner]] += 1
         if gradient.states:
             self._keep_states(learner, gradient.states)
-        sequence = self._sequences[table]
-        if self._gathering.meeting:
-            self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
-        self._decided(table, sequence.gradient(ticket))
-        if self._gathering.tangled:
-            self._gathering.untangle()
 
     def _blocked(self, learner: int, blocked: say.Blocked) -> None:
         self._feeding.block(learner, blocked)
@@ -270,7 +319,7 @@ class Leader:
             portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
             self._grant(portion, decision.learner)
         elif isinstance(decision, Drop):
-            self._log(log.Free(place, decision.ticket.learner, decision.ticket.number))
+            self._log(log.Free(place, *self._named(place, decision.ticket)))
             self._work.later(self._drop, place, decision.ticket)
         elif isinstance(decision, Full):
             self._port.report(m.Reached(decision.version))
@@ -297,6 +346,14 @@ class Leader:
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket
         gradient, usage = self._open[table, ticket.learner, ticket.number]
+        if self._trunk is not None:
+            self._trunk.take(table, ticket)
+        else:
+            self._take_alone(table, ticket, gradient)
+        if usage:
+            self._work.later(self._taken, table, ticket)
+
+    def _take_alone(self, table: int, ticket: Ticket, gradient: say.Gradient) -> None:
         if table in self._buffered:  # before it is taken, which may free the draft
             buffers = self._port.slot(table, ticket.learner, ticket.number).buffers
             self._belongings.keep(table, ticket.learner, buffers)
@@ -316,8 +373,6 @@ class Leader:
                 ticket.weight,
             )
         )
-        if usage:
-            self._work.later(self._taken, table, ticket)
 
     def _taken(self, table: int, ticket: Ticket) -> None:
         _, usage = self._open[table, ticket.learner, ticket.number]
@@ -328,16 +383,21 @@ class Leader:
         first = tickets[0]
         if len(tickets) > 1:
             first = max((t for t in tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
-            if self._replay.options_changed:
+            if self._replay.options_changed and self._trunk is None:
                 self._replay.options_changed = False
                 self._agreement.check(table, tickets, lockstep=self._sequences[table].sync.lockstep)
-        self._log(log.Fold(table, first.learner, first.number, first.iteration, fold.version, fold.factor))
+        named = self._named(table, first)
+        self._log(log.Fold(table, *named, first.iteration, fold.version, fold.factor))
         if self._stamps is not None and table == 0:
             self._stamps.fold(fold.version, tickets)
         for ticket in tickets:
             self._work.later(self._account, table, ticket)
         if self._cadence is not None and table == max(self._sequences):
             self._work.cut_due = self._cadence.folded(fold.version)
+
+    def _named(self, table: int, ticket: Ticket) -> tuple[int, int]:
+        """As the shards know it: over a tree it lies in a node's sum."""
+        return self._trunk.named(table, ticket) if self._trunk else (ticket.learner, ticket.number)
 
     def _account(self, table: int, ticket: Ticket) -> None:
         """A folded gradient: examples and loss are counted, its batches are done."""
@@ -349,6 +409,8 @@ class Leader:
     def _settle(self, table: int, ticket: Ticket) -> None:
         _, usage = self._open.pop((table, ticket.learner, ticket.number))
         self._feeding.settled(ticket.learner, usage)
+        if self._trunk is not None:
+            self._trunk.done(table, ticket)
 
     def _drop(self, table: int, ticket: Ticket) -> None:
         """Near a run's set end it may be dropped before others of its learner are folded."""

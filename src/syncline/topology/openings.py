@@ -19,6 +19,7 @@ from syncline.protocols.rendezvous import Rendezvous
 from syncline.protocols.sequence import Account
 from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate
+from syncline.topology.parse import Trees
 from syncline.topology.plan import Plan
 from syncline.topology.restore import Restored, TableState
 from syncline.topology.waiting_room import WaitingRoom
@@ -171,6 +172,7 @@ class Openings:
                 values=known.values if known else None,
                 first=plan.saving.cuts and known is None,
                 account=known.account if known else Account(),
+                tree=isinstance(plan.topology, Trees),
             )
         )
 

@@ -1,18 +1,18 @@
-"""Topologies by name: `servers`, `servers:S`, `allreduce` and its options; those that come later are understood and refused."""
+"""Topologies by name, and which dials go over them: `servers:S`, `tree:F` and its options, `allreduce` and its."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from syncline.dial import Course
-from syncline.errors import DialError, NotYetError, UsageError
+from syncline.dial import Course, Sync, nearest
+from syncline.errors import DialError, UsageError
 from syncline.protocols.lifecycle import Faults
 
 MOST_SHARDS = 8  # that are started unasked
-WORKING = "servers, servers:S, allreduce, allreduce:layerwise"
+TREE = "tree:F[,broadcast][,servers=S]"
 
 Mode = Literal["blocking", "layerwise"]
 Apply = Literal["end", "reverse", "arrival"]
@@ -57,6 +57,50 @@ class Servers(Topology):
             raise DialError(
                 f"{course}: the delay adapts over all-reduce only; give delayed:k, or topology='allreduce'"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trees(Topology):
+    """Leaves that add the gradients of `fan_in` learners each, nodes above them as needed, shards at the root (R7, R8)."""
+
+    fan_in: int
+    broadcast: bool = False  # versions flow down unasked, and a free learner waits for none
+    root: Servers = Servers(2, False)
+    fixed_members: ClassVar[bool] = False
+
+    @property
+    def shards(self) -> int:  # type: ignore[override]
+        return self.root.shards
+
+    def __str__(self) -> str:
+        items = [str(self.fan_in), *(["broadcast"] if self.broadcast else []), f"servers={self.shards}"]
+        return f"tree:{','.join(items)}"
+
+    def sized(self, learners: int, cores: int, *, lockstep: bool) -> Trees:
+        return replace(self, root=self.root.sized(learners, cores, lockstep=lockstep))
+
+    def check(
+        self, course: Course, faults: Faults, *, clip_norm: float | None, warm: int, clocks: bool = False
+    ) -> None:
+        """What can be done to a sum (M14)."""
+        self.root.check(course, faults, clip_norm=clip_norm, warm=warm, clocks=clocks)
+        for _, dial in course.dials:
+            for refused, reason in _not_on_sums(dial):
+                if refused:
+                    raise DialError(f"{dial} over {self}: {reason}, or topology='servers'")
+
+
+def _not_on_sums(dial: Sync) -> tuple[tuple[bool, str], ...]:
+    return (
+        (
+            dial.backup > 0 or dial.late == "drop",
+            "a leaf's sum is taken whole, so a late gradient cannot be left out of it; use hardsync or softsync:n",
+        ),
+        (
+            dial.rate == "staleness",
+            "gradients are added before their staleness is known, so none can be damped by its own; use rate=share",
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,18 +177,46 @@ def parse_topology(text: str) -> Topology:
         raise UsageError(f"topology must be a text such as 'servers:2' or 'allreduce', got {text!r}")
     name, _, value = text.partition(":")
     if name == "tree":
-        raise NotYetError(f"topology {text!r} is understood but not built yet; working now: {WORKING}")
+        return _tree(text, value)
     if name == "allreduce":
         return _all_reduce(text, value)
     if name != "servers":
         raise UsageError(
-            f"unknown topology {text!r}: use servers or servers:S (S shards), e.g. servers:2, or allreduce"
+            f"unknown topology {text!r}: use servers or servers:S (S shards), e.g. servers:2, allreduce, or {TREE}"
         )
     if not value:
         return Servers(2, False)
     if not re.fullmatch("[0-9]+", value) or int(value) < 1:
         raise UsageError(f"topology {text!r}: the number of shards must be a whole number of at least 1")
     return Servers(int(value), True)
+
+
+def _tree(text: str, value: str) -> Trees:
+    first, *items = [item.strip() for item in value.split(",")]
+    fields: dict[str, Any] = {"fan_in": _whole(text, "F, the learners of a leaf,", first, 2)}
+    for item in items:
+        key, _, given = (part.strip() for part in item.partition("="))
+        if key in fields or (key == "servers" and "root" in fields):
+            raise UsageError(f"topology {text!r} gives {key} twice; give it once")
+        if item == "broadcast":
+            fields[key] = True
+        elif key == "servers":
+            fields["root"] = Servers(_whole(text, "servers", given, 1), True)
+        else:
+            raise UsageError(
+                f"topology {text!r}: {item!r} is none of broadcast, servers=S{nearest(key, ('broadcast', 'servers'))}; "
+                f"write {TREE}"
+            )
+    return Trees(**fields)
+
+
+def _whole(text: str, name: str, given: str, least: int) -> int:
+    if not re.fullmatch("[0-9]+", given) or int(given) < least:
+        raise UsageError(
+            f"topology {text!r}: {name} must be a whole number of at least {least}, got {given!r}; write for example "
+            "tree:4 or tree:4,broadcast,servers=2"
+        )
+    return int(given)
 
 
 def _all_reduce(text: str, value: str) -> AllReduce:

@@ -6,9 +6,10 @@ Not responsible for where it runs, for what happens at faults, nor for where its
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from syncline.dial import Course
-from syncline.topology.parse import Servers, Topology
+from syncline.topology.parse import Servers, Topology, Trees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +41,10 @@ class Plan:
 
     @property
     def servers(self) -> Servers:
-        """Of a run that has them."""
-        assert isinstance(self.topology, Servers)
-        return self.topology
+        """Of a run that has them; of a tree those at its root."""
+        found = self.topology.root if isinstance(self.topology, Trees) else self.topology
+        assert isinstance(found, Servers)
+        return found
 
     @property
     def delay(self) -> int:
@@ -64,3 +66,6 @@ class Seat:
     rank: int
     device: str = "cpu"
     reader: bool = True  # a thread reads ahead; it draws when it likes
+    seats: int = 1  # processes of this learner
+    devices: tuple[str, ...] = ()  # of its processes
+    cut: Any = None  # how its model is cut over them

@@ -107,6 +107,8 @@ class ServerRole:
             self._leader.join_loader(event)
         elif kind is m.Leave:
             self._leader.leave(event.learner, event.rank, lost=event.lost, closed=event.closed)
+        elif kind is m.NodesMoved:
+            self._leader.moved()
         elif kind is m.Resume:
             self._leader.resume(event)
         elif kind is m.Opening:

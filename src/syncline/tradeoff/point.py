@@ -20,7 +20,7 @@ from syncline.errors import LearnerError, UsageError
 from syncline.jobs import Job
 from syncline.learn.gradients import way_of
 from syncline.learn.training import evaluation_of
-from syncline.topology.parse import Servers, parse_topology
+from syncline.topology.parse import Servers, Trees, parse_topology
 from syncline.tradeoff.grid import Point
 from syncline.tradeoff.rows import Row, asked
 from syncline.train import Result, train
@@ -115,6 +115,8 @@ def time_job(job: Job, follow: Follow | None = None) -> Timing:
     where: dict[str, Any] = {}
     if topology.fixed_members:
         where = {"topology": job.topology, "layers": [each.numel() for each in parameters if each.numel()]}
+    elif isinstance(topology, Trees):
+        where["topology"] = job.topology
     elif isinstance(topology, Servers) and topology.fixed:
         where["shards"] = topology.shards
     return engine.timing(

@@ -19,10 +19,10 @@ from syncline.engines.run import Callback, Engine, Evaluate, RunSpec, Task
 from syncline.engines.sim.engine import Sim
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.engines.torchrun.place import Place
-from syncline.errors import UsageError
+from syncline.errors import NotYetError, UsageError
 from syncline.learn.session import check_whole
 from syncline.protocols.lifecycle import Faults
-from syncline.topology.parse import Topology, parse_topology
+from syncline.topology.parse import Topology, Trees, parse_topology
 from syncline.topology.plan import Plan
 
 DEFAULT_LEARNERS = 2
@@ -40,6 +40,8 @@ def run_spec(
     threads: int | None,
     faults: Faults,
     checkpoints: Checkpoints,
+    group: int = 1,
+    cut: Any = None,
     evaluate: Evaluate | None = None,
     callbacks: tuple[Callback, ...] = (),
 ) -> RunSpec:
@@ -49,13 +51,14 @@ def run_spec(
     for name, path in (("run_dir", checkpoints.run_dir), ("resume", checkpoints.resume)):
         check_path(name, path)
     check_plan(plan, faults, clocks=checkpoints.clocks)
+    check_built(plan, engine)
     place = place_of(engine)
     if engine.deals_devices and table_device not in (None, "cpu"):
         raise UsageError(
             f"table_device={table_device!r}: on a cluster tables lie in the memory of the caller's node; leave it out"
         )
     dealt = engine.deals_devices and device == "cuda"
-    devices = ("cuda",) if dealt else devices_of(device, plan.learners)
+    devices = ("cuda",) if dealt else devices_of(device, plan.learners * group)
     if place is not None:
         devices = (devices_of(device, place.local)[place.local_rank],)
         checkpoints = dataclasses.replace(checkpoints, rank=place.rank)
@@ -65,6 +68,8 @@ def run_spec(
         plan=dataclasses.replace(plan, saving=saving, snapshots=evaluate is not None),
         devices=devices,
         card=None if dealt else card_of(table_device, devices),
+        group=group,
+        cut=cut,
         threads=threads,
         faults=faults,
         storage=storage,
@@ -81,6 +86,27 @@ def check_plan(plan: Plan, faults: Faults, *, clocks: bool) -> None:
     for _, dial in plan.course.dials:
         dial.check(plan.learners, plan.batch_size)
     plan.topology.check(plan.course, faults, clip_norm=plan.clip_norm, warm=plan.warm, clocks=clocks)
+
+
+def check_built(plan: Plan, engine: Engine) -> None:
+    """Trees run on the simulator, without broadcast and local steps; the rest is timed there."""
+    if not isinstance(plan.topology, Trees):
+        return
+    local = next((dial for _, dial in plan.course.dials if dial.local), None)
+    missing = (
+        "in processes"
+        if not isinstance(engine, Sim)
+        else "with broadcast and gradients (Sim.timing has its times)"
+        if plan.topology.broadcast
+        else f"under {local}, whose learners step by themselves"
+        if local is not None
+        else None
+    )
+    if missing is not None:
+        raise NotYetError(
+            f"topology '{plan.topology}' is not built yet {missing}; working now: servers, servers:S, allreduce, "
+            "allreduce:layerwise, and tree:F with engine='sim'"
+        )
 
 
 def topology_of(text: str, learners: int, course: Course) -> Topology:

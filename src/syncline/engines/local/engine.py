@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from syncline.dial import Sync
 from syncline.engines import live
+from syncline.engines.local.batch import BatchSupervisor
 from syncline.engines.local.peers import PeerSupervisor
 from syncline.engines.local.staff import Away
 from syncline.engines.local.supervisor import Supervisor
@@ -22,9 +23,13 @@ class LocalHandle(Handle):
     def __init__(
         self, spec: RunSpec, crashes: Mapping[str, int] | None = None, away: Away | None = None
     ) -> None:
-        self._run = (
-            PeerSupervisor(spec) if spec.plan.topology.fixed_members else Supervisor(spec, crashes, away)
-        )
+        self._run: Supervisor | PeerSupervisor | BatchSupervisor
+        if spec.batch is not None:
+            self._run = BatchSupervisor(spec, crashes)
+        elif spec.plan.topology.fixed_members:
+            self._run = PeerSupervisor(spec)
+        else:
+            self._run = Supervisor(spec, crashes, away)
         self._thread = threading.Thread(target=self._main, name="syncline-supervisor", daemon=True)
         live.began(self)
         self._thread.start()

@@ -401,6 +401,9 @@ class LocalServerPort(ServerPort):
                 lane.replies.release(self.shard, number, reading.version, reading.dial, flags)
             self.to_wake.add(learner)
 
+    def tell_nodes(self, message: Any, node: int | None = None) -> None:
+        raise AssertionError("processes have no trees yet")
+
     def grant(self, learner: int, portion: Portion) -> None:
         desk = self.desks.get(learner)
         if desk is not None:

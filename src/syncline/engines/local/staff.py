@@ -131,7 +131,7 @@ class Staff:
         if self._spec.threads is not None:
             return self._spec.threads
         spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
-        return max(1, spare // self._spec.plan.learners)
+        return max(1, spare // (self._spec.plan.learners * self._spec.group))
 
     # -- telling learners --------------------------------------------------------------------------------
 

@@ -14,20 +14,21 @@ from syncline import messages as m
 from syncline.dial import Course, Sync
 from syncline.engines import live
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
+from syncline.engines.sim.batch import BatchWorld, check_batch_script
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.debris import debris
 from syncline.engines.sim.peers import PeerWorld, check_peer_script
 from syncline.engines.sim.script import Script, check_script
 from syncline.engines.sim.sized import OnUpdate, Sizes
 from syncline.engines.sim.states import Random
-from syncline.engines.sim.timing import Follow, Length, Timing, time_all_reduce, time_run
+from syncline.engines.sim.timing import Follow, Length, Timing, time_all_reduce, time_run, time_tree
 from syncline.engines.sim.workshop import Ways
 from syncline.engines.sim.world import World
 from syncline.errors import RunError, UsageError
 from syncline.learn.session import check_whole
 from syncline.learn.training import run_training
 from syncline.protocols.lifecycle import Faults
-from syncline.topology.parse import AllReduce, Servers, parse_topology
+from syncline.topology.parse import AllReduce, Servers, Trees, parse_topology
 
 LOOK = 0.05  # seconds between looks whether a run that was asked something has ended
 
@@ -36,7 +37,7 @@ class SimHandle(Handle):
     """A simulated run on a thread of its own."""
 
     def __init__(self, engine: Sim, spec: RunSpec) -> None:
-        self._world: World | PeerWorld | None = None
+        self._world: World | PeerWorld | BatchWorld | None = None
         self._engine, self._spec = engine, spec
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
@@ -58,7 +59,12 @@ class SimHandle(Handle):
         torch.set_num_threads(self._spec.threads or 1)
         try:
             engine, spec = self._engine, self._spec
-            self._outcome = engine.run(spec, self._follow)
+            if spec.batch is not None:
+                batch = engine.batch_world(spec)
+                self._follow(batch)
+                self._outcome = batch.run()
+            else:
+                self._outcome = engine.run(spec, self._follow)
         except BaseException as error:
             self._error = error
         finally:
@@ -66,7 +72,7 @@ class SimHandle(Handle):
             outside.restore()
             self._begun.set()
 
-    def _follow(self, world: World | PeerWorld) -> None:
+    def _follow(self, world: World | PeerWorld | BatchWorld) -> None:
         self._world = world
         self._begun.set()
 
@@ -173,6 +179,11 @@ class Sim(Engine):
         self.check, self.handlers, self.batched, self.exact = check, handlers, batched, exact
         Script.of(script)  # refused here, not when the run starts
 
+    def batch_world(self, spec: RunSpec) -> BatchWorld:
+        """A run of a batch method that has not begun."""
+        seed = spec.plan.seed if self.seed is None else self.seed
+        return BatchWorld(spec, self.cluster, script=Script.of(self.script), seed=seed)
+
     def run(self, spec: RunSpec, follow: Callable[[World | PeerWorld], None] = lambda world: None) -> Outcome:
         """To its end, from checkpoint to checkpoint where these are exact; `follow` gets each world before it runs."""
         world = self.world(spec)
@@ -257,6 +268,25 @@ class Sim(Engine):
                 seed=seed,
                 follow=follow,
             )
+        if isinstance(place, Trees):
+            place.check(course, Faults(), clip_norm=None, warm=warmstart)
+            if script.faults or layers is not None:
+                what = "the script" if script.faults else "layers="
+                raise UsageError(f"timing over a tree knows nothing of {what}: leave it out")
+            return time_tree(
+                self.cluster,
+                sizes,
+                course,
+                length,
+                topology=place if place.root.fixed else dataclasses.replace(place, root=Servers(1, True)),
+                learners=learners,
+                batch_size=batch_size,
+                policy=policy,
+                warm=warmstart,
+                seed=seed,
+                on_update=on_update,
+                follow=follow,
+            )
         if layers is not None:
             raise UsageError(
                 "timing: layers= are those of all-reduce; servers cut the whole table: leave it out"
@@ -284,6 +314,13 @@ class Sim(Engine):
         return Ways() if self.batched or (self.batched is None and on_gpu) else None
 
     def start(self, spec: RunSpec) -> SimHandle:
+        if spec.batch is not None:
+            if self.check:
+                raise UsageError(
+                    "Sim(check=True) checks the accounts of folds, sandblaster has none: leave check out"
+                )
+            check_batch_script(Script.of(self.script))
+            return SimHandle(self, spec)
         if spec.plan.topology.fixed_members:
             if self.check:
                 raise UsageError(

@@ -243,6 +243,21 @@ class SimLearner(LearnerPort):
                 lane.under_way[shard, message.number] = arrival
         self._send(action, world.first_machine, parts[0])
 
+    def _send_to_leaf(self, message: Gradient) -> None:
+        if self.stale:
+            return
+        leaf = self._world.leaf_of(self.learner)
+        nbytes = sum(self._world.tables[message.table].part_bytes)
+        self._send(partial(leaf.gradient, self, message), leaf.machine, nbytes)
+
+    def publish_again(self) -> None:
+        """Its leaf is another: what the root may not have goes there."""
+        for (_, learner), lane in sorted(self._world.lanes.items(), key=lambda item: item[0]):
+            if learner == self.learner:
+                for number in sorted(set(lane.numbers) & lane.said.keys()):
+                    if (0, number) not in lane.freed:
+                        self._send_to_leaf(lane.said[number])
+
     def _copied(self) -> None:
         """The gradient lies ready: it leaves, and what waited behind it."""
         self._copying = False
@@ -323,6 +338,9 @@ class SimLearner(LearnerPort):
             return
         parts = world.tables[message.table].part_bytes
         leave = partial(self._send_bulk, message, parts, arrive)
+        if world.nodes and isinstance(message, Gradient):
+            world.lanes[message.table, self.learner].said[message.number] = message
+            leave = partial(self._send_to_leaf, message)
         seconds = world.cluster.copy.seconds(sum(parts))
         if self._copying:
             self._outbox.append(partial(self._copy_first, seconds, leave))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from syncline.engines.sim.clock import Clock
+from syncline.messages.to_leader import Gradient
 from syncline.ports import Reading
 from syncline.table.layout import Layout
 from syncline.table.slot import private_slot
@@ -58,6 +59,7 @@ class Traffic:
 
     def __init__(self, slots: int) -> None:
         self.numbers = [NEVER] * slots  # tickets whose drafts lie in the slots
+        self.said: dict[int, Gradient] = {}  # over a tree: what was published with them
         self.released: dict[int, tuple[int, Reading]] = {}  # by shard, with its ticket
         self.freed: dict[tuple[int, int], float] = {}  # (shard, ticket) -> when the learner knows of it
         self.served: dict[int, int] = {}  # by shard: the version that was sent last

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from syncline.dial import as_sync
+from syncline.dial import Course, as_sync
 from syncline.engines.run import RunSpec
 from syncline.engines.script import Fault, parse_script
-from syncline.errors import DialError
+from syncline.errors import DialError, UsageError
+from syncline.topology.parse import Trees
 
 
 class Script:
@@ -61,9 +62,15 @@ class Script:
 
 def check_script(script: Script, spec: RunSpec) -> None:
     """Dials that this run could not change to are refused before it starts."""
+    topology = spec.plan.topology
     for fault in script.faults:
+        if fault.role == "node" and (fault.action != "kill" or not isinstance(topology, Trees)):
+            raise UsageError(
+                f"script, '{fault.text}': nodes are those of a tree, and can be killed; this run is over {topology}"
+            )
         if fault.action == "change":
             dial = as_sync(fault.dial)
+            topology.check(Course.of(dial), spec.faults, clip_norm=spec.plan.clip_norm, warm=spec.plan.warm)
             dial.check(spec.plan.learners, spec.plan.batch_size)
             if dial.delay > spec.plan.delay:
                 raise DialError(

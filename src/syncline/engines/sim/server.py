@@ -27,7 +27,9 @@ from syncline.topology.restore import LEARNERS
 
 if TYPE_CHECKING:
     from syncline.engines.sim.learner import SimLearner
+    from syncline.engines.sim.nodes import SimNode
     from syncline.engines.sim.world import World
+    from syncline.messages.to_nodes import ToNodes
 
 Kind = type[Take | Fold]
 
@@ -41,7 +43,7 @@ class SimServer(ServerPort):
         self.role = world.make_role(self)
         self.pause = Pause()
         self.dead = False  # nothing reaches it, and what it sent is lost
-        self._inputs: deque[tuple[Entry | None, SimLearner | None, Any]] = deque()
+        self._inputs: deque[tuple[Entry | None, SimLearner | SimNode | None, Any]] = deque()
         self._work: deque[tuple[float, Action | None]] = deque()  # what the input in hand costs and causes
         self._busy = False
         self._leaving: list[int] = []  # learners whose leaving is in the log
@@ -54,7 +56,7 @@ class SimServer(ServerPort):
 
     # -- what comes in -----------------------------------------------------------------------------------
 
-    def note(self, learner: SimLearner, message: ToLeader) -> None:
+    def note(self, learner: SimLearner | SimNode, message: ToLeader) -> None:
         """What a learner says has arrived (leading shard only)."""
         if not self.dead:
             self._inputs.append((None, learner, message))
@@ -185,6 +187,9 @@ class SimServer(ServerPort):
         lane = world.lanes.get((table, learner))
         if lane is None:
             return
+        if learner < 0:  # a node of a tree
+            self._effect(partial(self._free_sum, lane, world.nodes_by_name[learner], table, number))
+            return
         target = world.learners[learner]
         if reading is None:
             if self.shard:
@@ -211,6 +216,20 @@ class SimServer(ServerPort):
         arrival = lane.freed[self.shard, number] = self._clock.now + link.latency
         if target.waits_for == DRAFT:
             self._clock.at(arrival, target.wake)
+
+    def _free_sum(self, lane: Traffic, node: SimNode, table: int, number: int) -> None:
+        lane.under_way.pop((self.shard, number), None)
+        if self._world.poisons and isinstance(lane, SimLane) and number in lane.numbers:
+            sent = lane.sent[lane.numbers.index(number)]
+            poison(self._memories[table].views(sent.segments))
+        lane.freed[self.shard, number] = self._clock.now
+        self._world.send(self.machine, node.machine, partial(node.freed, table, number))
+
+    def tell_nodes(self, message: ToNodes, node: int | None = None) -> None:
+        world = self._world
+        for each in world.nodes_by_name.values():
+            if node is None or each.learner == node:
+                self._effect(partial(world.send, self.machine, each.machine, partial(each.hear, message)))
 
     def _arrive(
         self, lane: Traffic, target: SimLearner, number: int, reading: Reading, bulk: Action | None

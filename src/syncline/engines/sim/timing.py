@@ -17,10 +17,11 @@ from syncline.engines.sim.collector import YOUNG, calm_collector
 from syncline.engines.sim.script import Script, check_script
 from syncline.engines.sim.sized import OnUpdate, SizedPlan, SizedWorld, Sizes
 from syncline.engines.sim.timed_rings import Buckets, TimedRings, even_layers, run_rings
+from syncline.engines.sim.timed_trees import TimedTree
 from syncline.errors import UsageError
 from syncline.learn.session import check_batches, check_policy, check_whole
 from syncline.protocols.clocks import Staleness
-from syncline.topology.parse import AllReduce, Servers
+from syncline.topology.parse import AllReduce, Servers, Trees
 from syncline.topology.plan import Plan
 
 OBJECTS = 200  # that a learner has, at most
@@ -236,4 +237,68 @@ def time_all_reduce(
         moved=buckets.moved * rings.iterations if len(machines) > 1 else 0,
         events=rings.iterations * (learners + len(buckets.seconds)),
         history=history,
+    )
+
+
+def time_tree(
+    cluster: Cluster,
+    sizes: Sizes,
+    course: Course,
+    length: Length,
+    *,
+    topology: Trees,
+    learners: int,
+    batch_size: int,
+    policy: str = "ledger",
+    warm: int = 0,
+    seed: int = 0,
+    on_update: OnUpdate | None = None,
+    follow: Follow | None = None,
+) -> Timing:
+    """The same over a tree of servers."""
+    check_whole("learners", learners)
+    check_batches(sizes.examples, batch_size)
+    if len(course.dials) > 1 or policy == "partition":
+        what = f"the course '{course}'" if len(course.dials) > 1 else "policy='partition'"
+        raise UsageError(f"timing over a tree takes one dial and data for whoever asks, got {what}")
+    course.first.check(learners, batch_size)
+    tree = TimedTree(
+        cluster,
+        sizes,
+        course.first,
+        topology,
+        learners=learners,
+        batch_size=batch_size,
+        epochs=length.epochs,
+        limit=length.steps,
+        warm=warm,
+        seed=seed,
+    )
+    tree.on_update = on_update
+    if follow is not None:
+        follow(
+            lambda: length.so_far(
+                updates=tree.sequence.version,
+                seconds=tree.clock.now,
+                epochs=tree.examples / sizes.examples,
+            )
+        )
+    with calm_collector(max(YOUNG, OBJECTS * learners)):
+        tree.run(length.seconds)
+    seconds = tree.clock.now
+    return Timing(
+        seconds=seconds,
+        updates=tree.sequence.version,
+        gradients=tree.sequence.gradients,
+        dropped=tree.sequence.dropped,
+        examples=tree.examples,
+        staleness=tree.sequence.clock.account(),
+        times=tree.times(),
+        cards={
+            machine: (sending / seconds, receiving / seconds)
+            for machine, (sending, receiving) in tree.network.cards().items()
+        },
+        moved=tree.network.moved,
+        events=tree.clock.events,
+        history=tree.history,
     )

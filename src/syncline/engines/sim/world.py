@@ -30,6 +30,7 @@ from syncline.engines.sim.learner import SimLearner
 from syncline.engines.sim.memory import SimLane, SimTable, poison
 from syncline.engines.sim.moments import Moment
 from syncline.engines.sim.network import Network
+from syncline.engines.sim.nodes import SimNode
 from syncline.engines.sim.promises import PromisedLane
 from syncline.engines.sim.script import Script
 from syncline.engines.sim.server import SimServer
@@ -40,9 +41,11 @@ from syncline.errors import LostError, RunError
 from syncline.learn.training import Evaluation
 from syncline.ports import ServerPort
 from syncline.protocols.lifecycle import Hangs, Kill, Lifecycle
+from syncline.protocols.tree import Tree
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.topology.coordinator import Coordinator
+from syncline.topology.parse import Trees
 from syncline.topology.restore import Restored
 from syncline.topology.servers import ServerRole
 
@@ -69,6 +72,7 @@ class World(Crew):
     ) -> None:
         self.spec, self.cluster, self.seed, self._ways = spec, cluster, seed, ways
         self.watch = Watch(self) if check else None
+        handlers &= not isinstance(spec.plan.topology, Trees)  # their sums are of real tensors
         self.poisons = check or self.honest  # what a party does not own is no number to it
         self.workshop, alone = self.make_workshop(ways) if handlers else (None, None)
         self._began = moment = Moment.of(spec)
@@ -117,6 +121,12 @@ class World(Crew):
             self.recorder.event(f"gradients are computed one at a time: {alone}", kind="alone")
         self.learners = {learner: self.make_learner(learner, rank) for learner, rank in ids.items()}
         self.live = dict(self.learners)
+        topology = spec.plan.topology
+        fan_in = topology.fan_in if isinstance(topology, Trees) else len(ids) + 2
+        self.tree = Tree(ids, fan_in)
+        self.nodes: dict[int, SimNode] = {}
+        self.nodes_by_name: dict[int, SimNode] = {}  # those that are lost too
+        self.plant()
         self.supervision = Supervision(
             lifecycle,
             self,
@@ -185,6 +195,17 @@ class World(Crew):
     def roles(self) -> list[ServerRole]:
         return [server.role for server in self.servers]
 
+    def plant(self) -> None:
+        """The nodes of a tree, at the start and with new servers."""
+        if isinstance(self.spec.plan.topology, Trees):
+            for node in self.nodes.values():
+                node.dead = True
+            self.nodes = {node: SimNode(self, node) for node in self.tree.nodes if self.tree.under(node)}
+            self.nodes_by_name = {node.learner: node for node in self.nodes.values()}
+
+    def leaf_of(self, learner: int) -> SimNode:
+        return self.nodes[self.tree.leaf[learner]]
+
     # -- moving things -----------------------------------------------------------------------------------
 
     def soon(self, action: Action) -> None:
@@ -226,6 +247,8 @@ class World(Crew):
 
     def start_learner(self, learner: int, rank: int) -> None:
         self.learners[learner] = self.live[learner] = self.make_learner(learner, rank)
+        if self.nodes:
+            self.nodes[self.tree.join(learner)].welcome(learner)
         self.soon(self.learners[learner].start)
 
     def end_learner(self, learner: int) -> None:
@@ -233,6 +256,10 @@ class World(Crew):
 
     def forget_learner(self, learner: int) -> None:
         del self.live[learner]
+        if self.nodes and learner in self.tree.leaf:
+            leaf = self.leaf_of(learner)
+            self.soon(partial(leaf.lose, learner))
+            self.tree.leave(learner)
 
     def kill_learner(self, learner: int, why: str) -> None:
         self.kill(self.live[learner], why)
@@ -257,6 +284,7 @@ class World(Crew):
         if self.workshop is not None:
             self.workshop, _ = self.make_workshop(self._ways)
         self.servers = [SimServer(self, index) for index in range(self.spec.plan.topology.shards)]
+        self.plant()
 
     # -- what happens to them ----------------------------------------------------------------------------
 
@@ -311,6 +339,30 @@ class World(Crew):
         self._notice()
         self.supervision.shard_lost(f"shard {shard} was killed by the script", shard=shard)
 
+    def lose_node(self, name: int) -> None:
+        """A node of the tree does nothing from now on; what was below it goes elsewhere, a message later."""
+        self.recorder.event(f"node {name} of the tree was killed by the script", kind="killed")
+        self.nodes[name].dead = True
+        self.soon(partial(self._node_lost, self.nodes[name]))
+
+    def _node_lost(self, lost: SimNode) -> None:
+        if self.nodes.get(lost.node) is not lost:
+            return
+        leaf, above = lost.node in self.tree.leaves, self.tree.parent[lost.node]
+        moves = self.tree.lose(lost.node)
+        del self.nodes[lost.node]
+        if above in self.nodes:
+            self.nodes[above].lose(lost.node)
+        self.soon(lambda: self.servers[0].handle(m.NodesMoved()))
+        for child, target in moves.items():
+            if not leaf:
+                self.nodes[child].moved()
+            elif target is None:
+                self.kill(self.live[child], "its leaf is lost, and there is no other")
+            elif child in self.live and not self.live[child].dead:
+                self.nodes[target].welcome(child)
+                self.live[child].publish_again()
+
     # -- exact checkpoints -------------------------------------------------------------------------------
 
     def goes_on(self) -> bool:
@@ -351,6 +403,8 @@ class World(Crew):
             self.ask_stop()
         elif fault.role == "shard":
             self._to_shard(fault)
+        elif fault.role == "node":
+            self.lose_node(fault.rank) if fault.rank in self.nodes else self._missed(fault)
         else:
             self._to_learner(fault)
 

@@ -1,0 +1,28 @@
+"""What the leading shard tells the nodes of a tree (M14)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A node's sum counts for nothing: it is to be made anew without these gradients, or with iterations counted so."""
+
+    table: int
+    number: int
+    without: frozenset[tuple[int, int]] = frozenset()
+    counted: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """To all nodes: in lockstep they wait for these learners, each at its iteration."""
+
+    table: int
+    lockstep: bool
+    active: Mapping[int, int]
+
+
+ToNodes = Refused | Counted

@@ -1,0 +1,118 @@
+"""The shape of a tree of servers (R7, M14): which learner sends to which leaf, which node to which above it.
+
+Joins and losses in, moves out. The root (the shards) is `ROOT`; leaves are numbered first, then level by level upwards. Not
+responsible for what travels (`sums`, `copies`), nor for starting anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from syncline.errors import UsageError
+
+ROOT = -1
+
+
+class Tree:
+    """Consecutive learners share a leaf, consecutive nodes a node above them, at most `fan_in` each.
+
+    Levels are added until the root has at most `fan_in` below it. After losses a node may have more.
+    """
+
+    def __init__(self, learners: Iterable[int], fan_in: int) -> None:
+        if fan_in < 2:
+            raise UsageError(f"a tree needs a fan-in of at least 2, got {fan_in}")
+        self.fan_in = fan_in
+        self.leaf: dict[int, int] = {}  # learner -> its leaf
+        self.parent: dict[int, int] = {}  # node -> the node above, or ROOT
+        leaves = _groups(list(learners), fan_in)
+        self.leaf = {learner: number for number, group in enumerate(leaves) for learner in group}
+        self._leaves = set(range(max(1, len(leaves))))
+        level = sorted(self._leaves)
+        while len(level) > fan_in:
+            groups = _groups(level, fan_in)
+            above = [level[-1] + 1 + index for index in range(len(groups))]
+            self.parent |= {node: up for up, group in zip(above, groups, strict=True) for node in group}
+            level = above
+        self.parent |= dict.fromkeys(level, ROOT)
+
+    @property
+    def leaves(self) -> list[int]:
+        return sorted(self._leaves)
+
+    @property
+    def nodes(self) -> list[int]:
+        """Leaves first; none above a node comes before it."""
+        return sorted(self.parent)
+
+    @property
+    def depth(self) -> int:
+        """Levels between the learners and the root."""
+        return max((len(self._above(leaf)) for leaf in self._leaves), default=0)
+
+    def children(self, node: int) -> list[int]:
+        """Learners of a leaf; nodes of any other, and of the root."""
+        below = self.leaf if node in self._leaves else self.parent
+        return [child for child, above in below.items() if above == node]
+
+    def under(self, node: int) -> list[int]:
+        """The learners whose gradients pass it."""
+        return [learner for below in self.below(node).values() for learner in below]
+
+    def below(self, node: int) -> dict[int, list[int]]:
+        """Its children, and the learners whose gradients each passes on; a learner passes its own."""
+        if node in self._leaves:
+            return {learner: [learner] for learner in self.children(node)}
+        found: dict[int, list[int]] = {child: [] for child in self.children(node)}
+        for learner in self.leaf:
+            route = [*self.route(learner), ROOT]
+            if node in route:
+                found[route[route.index(node) - 1]].append(learner)
+        return found
+
+    def route(self, learner: int) -> list[int]:
+        """The nodes from its leaf to the one below the root."""
+        return self._above(self.leaf[learner])
+
+    def _above(self, node: int) -> list[int]:
+        nodes = [node]
+        while (node := self.parent[node]) != ROOT:
+            nodes.append(node)
+        return nodes
+
+    def join(self, learner: int) -> int:
+        """The leaf with the fewest learners."""
+        leaf = self.leaf[learner] = self._emptiest(self._leaves, self.leaf)
+        return leaf
+
+    def leave(self, learner: int) -> None:
+        self.leaf.pop(learner, None)
+
+    def lose(self, node: int) -> dict[int, int | None]:
+        """A node is gone: what was directly below it, and where that goes; None: nowhere, it leaves.
+
+        Learners go to the emptiest of the other leaves, nodes to the one above the lost one.
+        """
+        above = self.parent.pop(node)
+        orphans = self._orphans(node)
+        if node not in self._leaves:
+            self.parent |= dict.fromkeys(orphans, above)
+            return dict.fromkeys(orphans, above)
+        self._leaves.discard(node)
+        for learner in orphans:
+            del self.leaf[learner]
+        return {learner: self.join(learner) if self._leaves else None for learner in orphans}
+
+    def _orphans(self, node: int) -> list[int]:
+        below = self.leaf if node in self._leaves else self.parent
+        return [child for child, above in below.items() if above == node]
+
+    def _emptiest(self, nodes: Iterable[int], below: dict[int, int]) -> int:
+        counts = dict.fromkeys(sorted(nodes), 0)
+        for above in below.values():
+            counts[above] += 1
+        return min(counts, key=lambda node: (counts[node], node))
+
+
+def _groups(items: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
