@@ -34,7 +34,7 @@ from syncline.engines.sim.rows import Rows, rows_of
 from syncline.engines.sim.task import Task
 from syncline.engines.sim.workshop import Ways
 from syncline.engines.sim.world import World
-from syncline.learn.training import Supervised
+from syncline.learn.gradients import Supervised
 from syncline.models import Cifar10Full, cifar10_full_sgd
 from syncline.table.flat_sgd import FlatSGD
 from syncline.table.layout import lay_out

@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from syncline.engines.sim.world import World
 from syncline.testing import end_leftovers
+
+World.honest = True  # in simulated runs, too, nobody sees another's memory
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +17,12 @@ def _nothing_outlives_its_test() -> Iterator[None]:
     yield
     left = end_leftovers()
     assert not left, f"left behind: {', '.join(left)}"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """This process computes as its learners do: sums over threads have other bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

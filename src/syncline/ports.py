@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from syncline.messages.log import Entry, Fold, Take
     from syncline.messages.to_leader import Gradient, Put, ToLeader
-    from syncline.messages.to_learners import Opened
+    from syncline.messages.to_learners import Call, Opened, Renewed, Stop
 
 Slot = Any
 
@@ -166,16 +166,12 @@ class ServerPort(ABC):
     def grant(self, learner: int, portion: Portion) -> None: ...
 
     @abstractmethod
-    def share_norms(self, table: int, version: int, norms: Tensor) -> None:
+    def share(self, table: int, version: int, norms: Tensor) -> None:
         """Tell the other shards; when all have, each gets a `Norms` event."""
 
     @abstractmethod
     def spend(self, kind: type[Take | Fold], table: int, times: int = 1) -> None:
         """Work on this shard's part of a table: gradients taken into a mean, or a fold; only a simulated clock cares."""
-
-    @abstractmethod
-    def forget(self, learner: int) -> None:
-        """It has left and nothing of it is needed any more."""
 
     @abstractmethod
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
@@ -192,54 +188,23 @@ class CoordinatorPort(ABC):
     shards: int
 
     @abstractmethod
-    def make_table(self, table: int, layout: Layout) -> Any:
-        """Memory for the weights of a table."""
-
-    @abstractmethod
-    def fill_table(self, handle: Any, layout: Layout, values: Sequence[Tensor]) -> None:
-        """Overwrite a table's weights, one value per parameter; what shards told each other of it is void."""
-
-    @abstractmethod
-    def read_table(self, handle: Any, layout: Layout) -> list[Tensor]:
-        """A copy of a table's weights."""
-
-    @abstractmethod
-    def make_lane(self, table: int, learner: int, layout: Layout) -> Any:
-        """Memory between one learner and the shards."""
-
-    @abstractmethod
-    def reply(self, learner: int, message: Any) -> None: ...
+    def reply(self, learner: int, message: Any) -> None:
+        """Answer a learner; to what it opens the engine adds its own (memory, mailboxes)."""
 
     @abstractmethod
     def tell_shards(self, message: Any) -> None:
-        """All shards, the leading one last: what it decides upon, the others know already."""
+        """All shards, in order; whoever acts on what another says of it has heard of it first."""
 
     @abstractmethod
-    def reset_learners(self) -> None:
-        """Tell all learners that the servers are new ones."""
+    def announce(self, what: Stop | Renewed | Call) -> None:
+        """To all learners."""
 
     @abstractmethod
-    def call_learners(self) -> None:
-        """Have learners that wait in a step ask why (`Called`)."""
+    def commit(self, number: int, manifest: dict[str, Any] | None, files: Sequence[Any]) -> bool:
+        """All files of a checkpoint are written: make it one, and emit `Checkpointed`; False if that failed.
 
-    @abstractmethod
-    def new_desk(self, learner: int) -> Any:
-        """Introduce a learner to the new servers."""
-
-    @abstractmethod
-    def commit(self, number: int, manifest: dict[str, Any], files: Sequence[Any]) -> bool:
-        """All files of a checkpoint are written: make it one, and emit `Checkpointed`; False if that failed."""
-
-    @abstractmethod
-    def abandon(self, number: int) -> None:
-        """Remove what was written of a checkpoint."""
-
-    @abstractmethod
-    def history(self) -> list[dict[str, Any]]:
-        """The records of the epochs so far, for a checkpoint."""
-
-    @abstractmethod
-    def stop_learners(self) -> None: ...
+        Without a manifest what was written of it is removed.
+        """
 
     @abstractmethod
     def emit(self, record: Any) -> None:

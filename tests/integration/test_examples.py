@@ -76,6 +76,12 @@ def test_gan() -> None:
     assert number("distance", output) < 1.0
 
 
+def test_dbn() -> None:
+    output = run("dbn.py", "--epochs", "3")
+    assert number("RBM 2: reconstruction error", output) < 30
+    assert number("fine-tuned: test accuracy", output) > 0.4  # a tenth by chance
+
+
 def test_compare_presets(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "presets.png"

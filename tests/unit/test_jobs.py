@@ -107,13 +107,15 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_record_has_what_train_takes() -> None:
     parameters = dict(inspect.signature(sl.train).parameters)
     parameters.pop("wait")  # how to call, not what to run
-    assert {key.name for key in KEYS} == set(parameters)
-    assert {field.name for field in dataclasses.fields(Job)} == {*parameters, "source"}
+    assert {key.name for key in KEYS} - {"layers"} == set(parameters)  # a net is a model
+    assert {field.name for field in dataclasses.fields(Job)} == {*parameters, "layers", "source"}
     for key in KEYS:
+        if key.name == "layers":
+            continue
         default = parameters[key.name].default
         if key.name == "engine":
             assert key.default == Named(name=default)
-        elif not key.required and key.name != "loss":
+        elif not key.required and key.name not in ("loss", "model"):
             assert key.default == default, key.name
         else:
             assert default in (inspect.Parameter.empty, None), key.name
@@ -270,7 +272,7 @@ def test_the_built_in_job_learns() -> None:
         (
             ["model.name=mpl"],
             "--set model.name=mpl: model: no model is called 'mpl', did you mean 'mlp'?; "
-            "there are: mlp, cifar10_full, alexnet, googlenet, or 'package.module:callable'",
+            "there are: mlp, cifar10_full, alexnet, googlenet, speech, locally_connected, recurrent, autoencoder, rbm, dbn, dbm, crbm, or 'package.module:callable'",
         ),
         (
             ["optimizer.lrr=1"],
@@ -304,7 +306,7 @@ def test_overrides_are_named(overrides: list[str], message: str) -> None:
         ("steps = 3", 'engine = "cloud"', "job:3: engine: no engine is called 'cloud'"),
         ("steps = 3", "clip_norm = nan", "job:3: clip_norm: expected a finite number > 0, got nan"),
         ("steps = 3", "clip_norm = 2020-01-01", "job:3: clip_norm: expected a finite number > 0, got datetime.date(2020, 1, 1)"),
-        ("[optimizer]", "[[layer]]\nkind = 'x'\n[optimizer]", "job:16: layer: models written as layers are not there yet"),
+        ("[optimizer]", "[[layer]]\nkind = 'x'\n[optimizer]", "job:16: layer: unknown key, did you mean 'layers'?"),
         ("sizes =", "size =", "job:7: model.size: mlp: unknown argument, did you mean 'sizes'?; there are: sizes, activation, bias"),
         ("lr = 0.1", "learning_rate = 0.1", "job:18: optimizer.learning_rate: sgd: unknown argument"),
         ('"cross_entropy"', '"cross_entropie"', "job:13: loss: no loss is called 'cross_entropie', did you mean 'cross_entropy'?"),

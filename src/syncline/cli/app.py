@@ -17,6 +17,7 @@ from syncline.cli.letters import write_all_letters
 from syncline.cli.messages import told, warn_shortly
 from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where
 from syncline.cli.planning import plan
+from syncline.cli.showing_net import KINDS, show_net
 from syncline.cli.simulate import simulate
 from syncline.cli.tradeoff import tradeoff
 from syncline.cli.training import Wish, run_job
@@ -158,15 +159,27 @@ def presets() -> None:
 @app.command()
 def show(
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="A run folder; the newest in runs/ if none.")
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A run folder, the newest in runs/ if none; or the model of a JOB.toml or of a net's .safetensors.",
+        ),
     ] = None,
     clocks: Annotated[
         bool, typer.Option("--clocks", help="Only its vector clocks: one line per update, rank:stamp each.")
     ] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Draw the net of a job or of a saved net as NAME.svg.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Print a run, finished or running: how far, how good, how stale, who did what."""
+    """Print a run, finished or running: how far, how good, how stale, who did what. Of a job or a saved net, its layers."""
     with told(debug):
+        if run is not None and run.suffix in KINDS and not run.is_dir():
+            show_net(run, graph=graph)
+            return
+        if graph:
+            raise UsageError("--graph draws the net of a job file or of a .safetensors file; name one")
         if clocks:
             for line in clock_lines(run if run is not None else _newest()):
                 print(line)

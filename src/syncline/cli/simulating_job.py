@@ -101,7 +101,7 @@ def _time(job: Job, console: Console) -> int:
         ("moved", f"{timing.moved / 1e6:,.1f} MB between machines, {timing.events:,} events"),
     ]
     console.print(
-        f"{job.model.name}, {job.sync}, {job.learners} learners × batch {job.batch_size}: sizes only"
+        f"{job.model_name}, {job.sync}, {job.learners} learners × batch {job.batch_size}: sizes only"
     )
     for event in timing.happened:
         line = event_line({"seconds": event.seconds, "rank": event.rank, "what": event.what})

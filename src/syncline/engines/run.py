@@ -55,6 +55,7 @@ class RunSpec:
     devices: tuple[str, ...] = ("cpu",)  # dealt out to learners in turn
     group: int = 1  # processes of a learner
     cut: Any = None  # how its model is cut over them
+    card: str | None = None  # the GPU that tables lie on
     threads: int | None = None
     faults: Faults = Faults()  # noqa: RUF009 - frozen
     storage: Storage = Storage()

@@ -16,8 +16,12 @@ from syncline.dial import Sync
 from syncline.engines.run import Engine
 from syncline.jobs.keys import KEYS, Named
 from syncline.jobs.names import NAMES, one_line, resolve, takes_model
+from syncline.jobs.nets import located, make_net
 from syncline.learn.feed import reader
+from syncline.learn.gradients import OwnLosses, parse_way
 from syncline.learn.session import check_batches, make_optimizer, refuse_sparse
+from syncline.nn.net import Net, by_layer
+from syncline.nn.records import NetError
 
 if TYPE_CHECKING:
     from syncline.jobs.job import Job
@@ -35,9 +39,9 @@ Problem = tuple[tuple[str, ...], str]
 class _Failed(Exception):
     """Making one of the job's objects failed: its key and what to say."""
 
-    def __init__(self, key: str, words: str) -> None:
+    def __init__(self, key: str | tuple[str, ...], words: str) -> None:
         super().__init__(key, words)
-        self.problem: Problem = (key,), words
+        self.problem: Problem = (key,) if isinstance(key, str) else key, words
 
 
 def build(job: Job) -> tuple[dict[str, Any], list[Problem]]:
@@ -49,17 +53,25 @@ def build(job: Job) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _build(job: Job) -> dict[str, Any]:
-    made: dict[str, Any] = {key.name: getattr(job, key.name) for key in KEYS if key.name not in NAMES}
+    plain = [key.name for key in KEYS if key.name not in NAMES and key.name != "layers"]
+    made: dict[str, Any] = {name: getattr(job, name) for name in (*plain, "gradient")}
     made["sync"] = Sync(**job.sync) if isinstance(job.sync, dict) else job.sync
     made["engine"] = job.engine.name if _plainly_named(job.engine) else _make(job, "engine", Engine)
-    made["model"] = _make(job, "model", nn.Module)
     made["data"] = _data(job, "data")
+    made["collate"] = _function(job, "collate", job.collate)
+    made["model"] = _net(job, made) if job.layers else _make(job, "model", nn.Module)
     made["evaluate"] = _data(job, "evaluate") if job.evaluate else None
-    for key in ("loss", "objective", "optimizer", "schedule", "collate"):
+    for key in ("loss", "objective", "regulariser", "optimizer", "schedule"):
         made[key] = _function(job, key, getattr(job, key))
+    if job.layers:
+        made["optimizer"] = _by_layer(job, made)
+    if isinstance(job.gradient, Named):
+        made["gradient"] = _function(job, "gradient", job.gradient)
     made["callbacks"] = tuple(_function(job, "callbacks", named) for named in job.callbacks)
     _try(job, made)
-    if any(map(is_parametrized, made["model"].modules())):  # such a module does not travel: learners make it
+    if job.model is not None and any(
+        map(is_parametrized, made["model"].modules())
+    ):  # such a module does not travel: learners make it
         made["model"] = _function(job, "model", job.model)
     return made
 
@@ -91,6 +103,31 @@ def _make(job: Job, key: str, *kinds: type) -> Any:
         names = " or ".join(f"{kind.__module__.split('.')[0]} {kind.__name__}" for kind in kinds)
         raise _Failed(key, f"{named} gave {type(made).__name__}, expected a {names}")
     return made
+
+
+def _net(job: Job, made: dict[str, Any]) -> Net:
+    """Of the job's layers; inputs without a shape take that of the first examples."""
+    example = None
+    shapes = [each for each in job.layers if each["type"] == "input" and "shape" not in each]
+    if shapes and not isinstance(made["data"], IterableDataset):
+        example = _attempt("data", "the first examples cannot be read: ", _examples, job, made, "data")
+    try:
+        return make_net(job.layers, job.seed, example)
+    except NetError as error:
+        (problem,) = located(error)
+        raise _Failed(*problem) from error
+
+
+def _by_layer(job: Job, made: dict[str, Any]) -> Any:
+    """The optimizer, with the layers' multipliers where they have some."""
+    if all((rate, decay) == (1.0, 1.0) for rate, decay, _ in made["model"].groups()):
+        return made["optimizer"]
+    if takes_model(resolve(job.optimizer.name, NAMES["optimizer"], job.source.folder)):
+        raise _Failed(
+            "optimizer",
+            f"{job.optimizer.name} makes groups of its own; layers' rate and decay do not reach it",
+        )
+    return partial(by_layer, make=made["optimizer"])
 
 
 def _data(job: Job, key: str) -> Any:
@@ -127,29 +164,44 @@ def _try(job: Job, made: dict[str, Any]) -> None:
 def _attempt(key: str, before: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
+    except _Failed:
+        raise
     except Exception as error:  # the user's code runs here
         raise _Failed(key, before + one_line(error)) from error
 
 
-def _one_batch(job: Job, key: str, model: nn.Module, made: dict[str, Any]) -> None:
-    data = made[key]
-    count = min(TRIED, _attempt(key, f"{getattr(job, key)} has no length: ", len, data), job.batch_size)
+def _examples(job: Job, made: dict[str, Any], key: str) -> Any:
+    """A batch of the first ones."""
+    count = min(TRIED, _attempt(key, f"{getattr(job, key)} has no length: ", len, made[key]), job.batch_size)
     if count == 0:
         raise _Failed(key, "the data set is empty")
-    read = reader(data, made["collate"])
-    batch = _attempt(key, "the first examples cannot be read: ", read, torch.arange(count))
+    return reader(made[key], made["collate"])(torch.arange(count))
+
+
+def _one_batch(job: Job, key: str, model: nn.Module, made: dict[str, Any]) -> None:
+    batch = _attempt(key, "the first examples cannot be read: ", _examples, job, made, key)
     with torch.random.fork_rng(devices=[]):
         what, value = _loss_of(job, key, model, batch, made)
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise _Failed(what, f"expected a scalar tensor, got {got}; reduce it, for example with .mean()")
-    if key == "data":
+    if key == "data" and what != "gradient":
         _attempt(what, f"{getattr(job, what)} has no gradient: ", value.backward)
 
 
 def _loss_of(job: Job, key: str, model: nn.Module, batch: Any, made: dict[str, Any]) -> tuple[str, Any]:
     """Which of loss and objective it is, and its value on a batch."""
     where = f"failed on the first examples of {key}: "
+    if job.gradient != "backprop":
+        way = parse_way(made["gradient"])
+        _attempt("gradient", "", way.check, model)
+        if key == "data":
+            _attempt("gradient", "", way.prepare, model, len(batch))
+            return "gradient", _attempt("gradient", f"{job.gradient} {where}", way, model, batch)
+        _attempt("evaluate", "", way.check_evaluation)
+        return "gradient", _attempt("gradient", f"{job.gradient} {where}", way.test, model, batch)
+    if job.loss is None and job.objective is None:
+        return "layers", _attempt("layers", where, OwnLosses(), model, batch)
     if made["objective"] is not None:
         return "objective", _attempt("objective", f"{job.objective} {where}", made["objective"], model, batch)
     if not isinstance(batch, list | tuple) or len(batch) != 2:

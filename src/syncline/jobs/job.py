@@ -19,18 +19,17 @@ import torch
 from syncline.dial import Course, Sync, nearest
 from syncline.engines.options import AUTO, END
 from syncline.errors import UsageError
-from syncline.jobs import build
+from syncline.jobs import build, nets
 from syncline.jobs.keys import BY_NAME, KEYS, JobError, Named, Wrong, shown
-from syncline.jobs.names import NAMES, one_line, resolve, takes_model, wrong_arguments
+from syncline.jobs.names import NAMES, one_line, resolve, takes_model
 from syncline.jobs.toml import dumps, lines_of, override, parse_override
 from syncline.learn.feed import POLICIES
+from syncline.learn.gradients import parse_way
+from syncline.nn.arguments import wrong_arguments
 from syncline.topology.parse import parse_topology
 
 Problem = tuple[tuple[str, ...], str]  # the key's path, what is wrong
-LAYERS = (
-    "models written as layers are not there yet; name a model in [model], for example 'mlp' or "
-    "'package.module:callable'"
-)
+NO_MODEL = "missing; name a model, such as 'mlp' or 'package.module:callable', or list layers"
 LARGEST = 1 << 20  # bytes of a job file
 
 
@@ -47,7 +46,8 @@ class Source:
         """One line: file, line or override, key, what is wrong."""
         path, words = problem
         shown_path = path[:-1] if path[-1] == "name" else path  # a name may stand for its whole table
-        key = f"{'.'.join(shown_path)}: "
+        layer = path[0] == "layers" and len(path) > 1  # the words name it
+        key = "" if layer else f"{'.'.join(shown_path)}: "
         for length in range(len(path), 0, -1):
             if path[:length] in self.overrides:
                 return f"--set {self.overrides[path[:length]]}: {key}{words}"
@@ -66,7 +66,6 @@ class Source:
 class Job:
     """A whole run: what `train` takes, by name. Checked when made; docs/job_file.md explains every key."""
 
-    model: Named
     data: Named
     optimizer: Named
     sync: str | dict[str, Any] = "softsync:1"
@@ -94,9 +93,14 @@ class Job:
     replace: bool = False
     patience: float | None = 60.0
     kill_hung: bool = False
+    model: Named | None = None
+    layers: tuple[dict[str, Any], ...] = ()
     evaluate: Named | None = None
     loss: Named | None = None
     objective: Named | None = None
+    gradient: str | Named = "backprop"
+    regulariser: Named | None = None
+    stop: dict[str, Any] | None = None
     schedule: Named | None = None
     collate: Named | None = None
     engine: Named = Named(name="local")  # noqa: RUF009 - frozen
@@ -156,6 +160,11 @@ class Job:
         """The job as plain values, defaults included."""
         return _as_table(self)
 
+    @property
+    def model_name(self) -> str:
+        """What is trained, in a word."""
+        return self.model.name if self.model is not None else f"net of {len(self.layers)} layers"
+
     def dumps(self) -> str:
         """The job as TOML; reading it gives an equal job."""
         return dumps(self.table())
@@ -182,7 +191,7 @@ def _override_all(table: dict[str, Any], overrides: Iterable[str]) -> dict[tuple
     for text in overrides:
         try:
             path, value = parse_override(text)
-            override(table, path, value)
+            path = override(table, path, value)
         except UsageError as error:
             raise JobError([f"--set: {one_line(error)}"]) from error
         origins[path] = " ".join(text.split())
@@ -207,10 +216,7 @@ def _read(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     problems: list[Problem] = []
     meant = set(table)  # keys that are not reported as missing
     for name, value in table.items():
-        if name in ("layer", "layers"):
-            problems.append(((name,), LAYERS))
-            meant.add("model")
-        elif name not in BY_NAME:
+        if name not in BY_NAME:
             problems.append(((name,), f"unknown key{nearest(name, BY_NAME)}"))
             meant |= {key for key in BY_NAME if repr(key) in problems[-1][1]}
         else:
@@ -218,6 +224,8 @@ def _read(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
                 values[name] = BY_NAME[name](value)
             except Wrong as wrong:
                 problems.append(((name,), str(wrong)))
+    if not meant & {"model", "layers"}:
+        problems.append((("model",), NO_MODEL))
     missing = [key for key in KEYS if key.required and key.name not in meant]
     problems += [((key.name,), f"missing; expected {key.kind}") for key in missing]
     return values, problems
@@ -244,7 +252,13 @@ def _plain(value: Any) -> Any:
 def _problems(values: Mapping[str, Any], folder: str | None) -> list[Problem]:
     """What is wrong with a job whose single values are right."""
     whole = {key.name: None if key.required else key.default for key in KEYS} | dict(values)
-    return [*_contradictions(whole), *_dial(whole), *_words(whole), *_names(whole, folder)]
+    return [
+        *_contradictions(whole),
+        *_dial(whole),
+        *_words(whole),
+        *_names(whole, folder),
+        *nets.problems(whole["layers"] or (), folder),
+    ]
 
 
 def _contradictions(job: Mapping[str, Any]) -> Iterator[Problem]:
@@ -253,7 +267,19 @@ def _contradictions(job: Mapping[str, Any]) -> Iterator[Problem]:
             ("steps",),
             f"give either epochs or steps, got epochs = {job['epochs']} and steps = {job['steps']}",
         )
-    if job["loss"] is None and job["objective"] is None:
+    if job["model"] is not None and job["layers"]:
+        yield ("layers",), "give either model or layers, not both"
+    for key in ("loss", "objective"):
+        if job[key] is not None and nets.has_losses(job["layers"]):
+            yield (key,), "the layers have their own losses; take those away, or this"
+    if job["gradient"] != "backprop":
+        for key in ("loss", "objective"):
+            if job[key] is not None:
+                yield (
+                    (key,),
+                    f"gradient = {shown(str(job['gradient']))} needs none; take it away, or gradient",
+                )
+    elif job["loss"] is None and job["objective"] is None and not nets.has_losses(job["layers"]):
         yield (
             ("loss",),
             "missing; give a loss of (output, target), such as 'cross_entropy', or an objective of (model, batch)",
@@ -290,6 +316,11 @@ def _words(job: Mapping[str, Any]) -> Iterator[Problem]:
         parse_topology(job["topology"])
     except ValueError as error:  # a UsageError, or a number that int() does not take
         yield ("topology",), one_line(error)
+    if isinstance(job["gradient"], str) and job["gradient"] != "backprop":
+        try:
+            parse_way(job["gradient"])
+        except UsageError as error:
+            yield ("gradient",), one_line(error)
     policy = job["policy"]
     if policy not in POLICIES:
         yield ("policy",), f"expected one of {', '.join(POLICIES)}, got {policy!r}{nearest(policy, POLICIES)}"
@@ -305,7 +336,11 @@ def _names(job: Mapping[str, Any], folder: str | None) -> Iterator[Problem]:
     wrong: set[str] = set()
     for key in NAMES:
         value = job[key]
-        if value is None or (key == "evaluate" and "data" in wrong and value.name == job["data"].name):
+        if (
+            value is None
+            or isinstance(value, str)
+            or (key == "evaluate" and "data" in wrong and value.name == job["data"].name)
+        ):
             continue  # most likely the same mistake
         for named in value if isinstance(value, tuple) else (value,):
             for problem in _name(key, named, folder):

@@ -14,7 +14,9 @@ from typing import Any
 
 from syncline.engines.options import AUTO, END
 from syncline.errors import UsageError
-from syncline.parallel.rules import WAYS
+from syncline.learn.gradients import WAYS
+from syncline.learn.stopping import read_stop
+from syncline.parallel.rules import WAYS as CUTS
 
 MOST = 2**63 - 1
 REQUIRED = object()  # as a default: there is none
@@ -132,7 +134,7 @@ def _cadence(value: Any) -> int | str:
 
 
 def _cut(value: Any) -> str | dict[str, str]:
-    if isinstance(value, Mapping) and value and all(way in WAYS for way in value.values()):
+    if isinstance(value, Mapping) and value and all(way in CUTS for way in value.values()):
         return dict(value)
     if value in ("auto", "data") or (isinstance(value, str) and value.endswith(".json")):
         return str(value)
@@ -169,6 +171,31 @@ def _several(value: Any) -> tuple[Named, ...]:
     if not isinstance(value, list | tuple):
         raise Wrong
     return tuple(map(_named, value))
+
+
+def _gradient(value: Any) -> str | Named:
+    if isinstance(value, str):
+        module, colon, path = value.partition(":")
+        names = [*module.split("."), *path.split(".")]
+        own = colon and module not in WAYS and all(name.isidentifier() for name in names)
+        return Named(name=value) if own else _text(value)
+    return _named(value)
+
+
+def _layers(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list | tuple) or not value:
+        raise Wrong
+    return tuple(copy.deepcopy(dict(each)) if isinstance(each, dict) else each for each in value)
+
+
+def _stop(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Wrong
+    try:
+        read_stop(value)
+    except UsageError as error:
+        raise Wrong(str(error).removeprefix("stop: ")) from None
+    return dict(value)
 
 
 NAME = "a name, or a table with a name and its arguments"
@@ -349,7 +376,20 @@ KEYS: tuple[Key, ...] = (
         default=False,
         meaning="and then ended",
     ),
-    Key(name="model", kind=NAME, read=_named, meaning="what is trained"),
+    Key(
+        name="model",
+        kind=NAME,
+        read=_named,
+        default=None,
+        meaning="what is trained; either this or layers",
+    ),
+    Key(
+        name="layers",
+        kind="a list of layers, each a table with name and type",
+        read=_layers,
+        default=(),
+        meaning="what is trained, as a net written here (docs/layers.md)",
+    ),
     Key(name="data", kind=NAME, read=_named, meaning="what it is trained on"),
     Key(
         name="evaluate",
@@ -371,6 +411,27 @@ KEYS: tuple[Key, ...] = (
         read=_named,
         default=None,
         meaning="(model, batch) to a scalar, for any other kind of batch",
+    ),
+    Key(
+        name="gradient",
+        kind="backprop, cd:k, pcd:k, or " + NAME,
+        read=_gradient,
+        default="backprop",
+        meaning="the way to one: contrastive divergence needs no loss, nor does a function (model, batch) -> loss that fills .grad",
+    ),
+    Key(
+        name="regulariser",
+        kind=NAME,
+        read=_named,
+        default=None,
+        meaning="a penalty of the model's weights, added to every gradient",
+    ),
+    Key(
+        name="stop",
+        kind="a table with loss, plateau or gradient_norm",
+        read=_stop,
+        default=None,
+        meaning="the run ends before its end: at a loss, after a plateau of epochs (of metric, where given), at a norm of the data's gradient",
     ),
     Key(name="optimizer", kind=NAME, read=_named, meaning="what applies a fold"),
     Key(

@@ -1,6 +1,6 @@
 """Names of job files to callables: the built-in ones, and `"package.module:callable"`.
 
-Checks a callable's arguments against its signature. Not responsible for calling anything.
+Not responsible for calling anything.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
 from syncline import models
@@ -23,19 +22,11 @@ from syncline.dial import nearest
 from syncline.engines.local.engine import Local
 from syncline.engines.sim.engine import Sim
 from syncline.errors import UsageError
+from syncline.learn.regularisers import REGULARISERS
+from syncline.nn.losses import LOSSES
 
 Names = Mapping[str, Callable[..., Any]]
 
-LOSSES: Names = {
-    "cross_entropy": F.cross_entropy,
-    "nll": F.nll_loss,
-    "mse": F.mse_loss,
-    "l1": F.l1_loss,
-    "smooth_l1": F.smooth_l1_loss,
-    "huber": F.huber_loss,
-    "bce": F.binary_cross_entropy,
-    "bce_with_logits": F.binary_cross_entropy_with_logits,
-}
 OPTIMIZERS: Names = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -75,7 +66,9 @@ NAMES: dict[str, Role] = {
     "data": Role(what="data set", names=DATASETS, given=0),
     "evaluate": Role(what="data set", names=DATASETS, given=0),
     "loss": Role(what="loss", names=LOSSES, given=2),
-    "objective": Role(what="objective", names={}, given=2),
+    "objective": Role(what="objective", names=models.OBJECTIVES, given=2),
+    "gradient": Role(what="way to a gradient", names={}, given=2),
+    "regulariser": Role(what="regulariser", names=REGULARISERS, given=1),
     "optimizer": Role(what="optimizer", names=OPTIMIZERS, given=1),
     "schedule": Role(what="schedule", names=SCHEDULES, given=1),
     "collate": Role(what="collate function", names={}, given=1),
@@ -134,35 +127,6 @@ def _module(module: str, folder: str | None) -> Any:
         raise UsageError(f"importing {module!r} failed: {one_line(error)}") from error
     except (Exception, SystemExit) as error:  # the module's own code runs here
         raise UsageError(f"importing {module!r} failed: {one_line(error)}") from error
-
-
-def wrong_arguments(
-    function: Any, given: int, arguments: Mapping[str, Any]
-) -> Iterator[tuple[str | None, str]]:
-    """(argument, what is wrong with it) by the signature of the callable, if it has one that can be read."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    places = [p for p in parameters if p.kind in positional][:given]
-    free = {p.name: p for p in parameters if p not in places}
-    named = {
-        name: p
-        for name, p in free.items()
-        if p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    }
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        known = ", ".join(named) or "none"
-        unknown = {key: nearest(key, named) for key in arguments if key not in named}
-        for key, hint in unknown.items():
-            yield key, f"unknown argument{hint}; there are: {known}"
-        named = {
-            name: p for name, p in named.items() if not any(repr(name) in hint for hint in unknown.values())
-        }
-    for name, p in named.items():
-        if p.default is inspect.Parameter.empty and name not in arguments:
-            yield None, f"lacks its argument {name!r}"
 
 
 def takes_model(function: Any) -> bool:

@@ -93,13 +93,18 @@ def _plain(letter: str) -> str:
 
 
 def lines_of(text: str) -> dict[Path, int]:
-    """The line of each key and table header of a correct file; keys of [[tables]] are those of the last one."""
+    """The line of each key and table header of a correct file; those of [[tables]] by number: ("layers", "0", "name")."""
     found: dict[Path, int] = {}
+    counts: dict[Path, int] = {}  # of [[tables]] so far
     above: Path = ()
     for number, statement in _statements(text):
         table = tomllib.loads(statement)
         if statement.lstrip().startswith("["):
-            above = _first_path(table)
+            header = _first_path(table)
+            if statement.lstrip().startswith("[["):
+                found.setdefault(header, number)
+                counts[header] = counts.get(header, -1) + 1
+            above = _numbered(header, counts)
             found[above] = number
         else:
             for path in _paths(table):
@@ -123,6 +128,16 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
         if not empty:
             yield start, held
         held = ""
+
+
+def _numbered(path: Path, counts: dict[Path, int]) -> Path:
+    """With the number of the last one after each part that is a list of tables."""
+    found: list[str] = []
+    for length in range(1, len(path) + 1):
+        found.append(path[length - 1])
+        if path[:length] in counts:
+            found.append(str(counts[path[:length]]))
+    return tuple(found)
 
 
 def _first_path(table: Any) -> Path:
@@ -165,17 +180,35 @@ def _override_value(value: str) -> Any:
     return read["value"] if len(read) == 1 else value
 
 
-def override(table: dict[str, Any], path: Path, value: Any) -> None:
-    """Set one key in place; None removes it. A name alone becomes a table where an argument is set below it."""
+def override(table: dict[str, Any], path: Path, value: Any) -> Path:
+    """Set one key in place; None removes it. A name alone becomes a table where an argument is set below it, and one of
+    several tables is meant by its name: layers.fc1.units. The path comes back, with numbers for such names."""
     *outer, last = path
+    inner: Any = table
+    reached: list[str] = []
     for depth, key in enumerate(outer, 1):
-        inner = table.setdefault(key, {})
+        if isinstance(inner, list):
+            inner, key = _of_several(inner, key, ".".join(path[: depth - 1]))
+        else:
+            inner = table.setdefault(key, {})
+        reached.append(key)
         if isinstance(inner, str):
             table[key] = inner = {"name": inner}
-        if not isinstance(inner, dict):
+        several = isinstance(inner, list) and inner and all(isinstance(each, dict) for each in inner)
+        if not (isinstance(inner, dict) or (several and depth < len(outer))):
             raise UsageError(f"{'.'.join(path[:depth])} is no table; set it as a whole")
         table = inner
     if value is None:
         table.pop(last, None)
     else:
         table[last] = value
+    return (*reached, last)
+
+
+def _of_several(tables: list[dict[str, Any]], name: str, where: str) -> tuple[dict[str, Any], str]:
+    for number, each in enumerate(tables):
+        if each.get("name") == name:
+            return each, str(number)
+    raise UsageError(
+        f"{where} has none called {name!r}; there are: {', '.join(str(t.get('name')) for t in tables)}"
+    )

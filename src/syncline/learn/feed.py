@@ -20,7 +20,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 from syncline.errors import UsageError
 from syncline.learn.batches import to_device
-from syncline.messages.to_leader import AskBatch, Blocked, CloseLoader
+from syncline.learn.stepper import FeedWait, Portions, Rested
+from syncline.messages.to_leader import CloseLoader
 from syncline.ports import OUTSIDE, Portion
 
 if TYPE_CHECKING:
@@ -119,30 +120,39 @@ class Loader:
         self.number, self.batch_size = number, batch_size
         self.size = 0 if isinstance(data, IterableDataset) else len(data)  # type: ignore[arg-type]
         self._session = session
-        self.epoch = 0  # of the next iteration
         self.generation = 0  # counts the servers it had to do with
         self.data, self.collate = data, collate  # kept: the session knows its loaders by their identity
         self.ahead = ahead  # in force from the next epoch on
         self._policy, self._parts = policy, parts
         self._read = reader(data, collate)
         self._orders: dict[int, Tensor] = {}
-        self._index = 0  # of the next portion to use
-        self._asked = 0  # portions asked for
         self._iterating = False
-        self._started = False  # this iteration has asked for its first portion
-        self._ended = False  # and has seen the epoch's last
-        self._welcome()
+        self._portion = Portions(number, session.port.post, session.rest, lambda: session.resting)
+        self._drive(self._portion.welcome())
 
-    def _welcome(self) -> None:
-        first = self._session.port.portion(self.number, OUTSIDE, block=True)
-        self.epoch = first.epoch if first else self.epoch
+    @property
+    def epoch(self) -> int:
+        """Of the next iteration."""
+        return self._portion.epoch
+
+    def _drive(self, steps: Generator[FeedWait, Any, Any]) -> Any:
+        """Block for what they wait for."""
+        found: Portion | None = None
+        while True:
+            try:
+                wait = steps.send(found)
+            except StopIteration as done:
+                return done.value
+            found = None
+            if isinstance(wait, Rested):
+                self._session.rested()
+            else:
+                found = self._session.port.portion(wait.loader, wait.number, block=wait.block)
 
     def rejoin(self) -> None:
         """The servers are new ones: what they handed out is void, an older epoch may come again."""
         self.generation += 1
-        self._index = self._asked = 0
-        self._ended = False
-        self._welcome()
+        self._drive(self._portion.welcome())
 
     def __len__(self) -> int:
         """Batches of an epoch that one loop sees: exact in lockstep, elsewhere the mean over the learners."""
@@ -164,7 +174,7 @@ class Loader:
         if self._iterating:
             raise UsageError(f"loader {self.number} is being iterated already: one loop at a time")
         self._iterating = True
-        self._started = False
+        self._portion.enter()
         self._session.restore_random()
 
     def look_ahead(self) -> None:
@@ -186,13 +196,9 @@ class Loader:
 
     # -- portions ----------------------------------------------------------------------------------------
 
-    def _ask(self) -> None:
-        while self._asked < self._wanted():
-            self._session.port.post(AskBatch(self.number, self.epoch), later=True)
-            self._asked += 1
-
     def _wanted(self) -> int:
-        return self._index + AHEAD + min(self.ahead, AHEAD)
+        """How many portions are asked for ahead."""
+        return AHEAD + min(self.ahead, AHEAD)
 
     def _portions(self) -> Iterator[Portion]:
         while not self._session.ending:
@@ -203,56 +209,19 @@ class Loader:
 
     def _next(self, *, block: bool) -> Portion | None:
         """The next portion of this epoch; None: not there (or the run ends)."""
-        return self._session.insist(lambda: self._try_next(block=block))
-
-    def _try_next(self, *, block: bool) -> Portion | None:
-        if not self._started:
-            self._started = True
-            if self._index > 0:
-                return self._first()
-        self._ask()
-        portion = self._session.port.portion(self.number, self._index, block=False)
-        if portion is None and block:
-            self._session.rest(self.number, self._index)
-            portion = self._rest_until()
-        elif portion is not None and self._session.resting:  # since another loader's end
-            self._session.rest(self.number, self._index)
-            self._session.rested()
-        return self._seen(portion)
-
-    def _first(self) -> Portion | None:
-        """A further epoch begins, for all at once: rest before asking, so that nobody waits meanwhile."""
-        self._session.rest(self.number, self._index)
-        self._ask()
-        return self._seen(self._rest_until())
-
-    def _rest_until(self) -> Portion | None:
-        self._session.port.post(Blocked(self.number, self._index))
-        portion = self._session.port.portion(self.number, self._index, block=True)
-        if portion is not None:
-            self._session.rested()
-        return portion
-
-    def _seen(self, portion: Portion | None) -> Portion | None:
-        if portion is not None:
-            self._index += 1
-            if portion.end:
-                self._asked = self._index
-                self._ended = True
-        return portion
+        return self._session.insist(lambda: self._drive(self._portion.next(self._wanted(), block=block)))
 
     def _leave(self) -> None:
         """The epoch is over for this learner, by its end or by leaving the loop."""
         self._session.push()
         generation = self.generation
-        if not self._ended and not self._session.ending:
+        if not self._portion.ended and not self._session.ending:
             self._session.insist(self._break)
             if generation != self.generation:  # the epoch that new servers gave is not this one
                 return
-        elif self._ended:
-            self._session.ended(self.number, self._index)
-        self._ended = False
-        self.epoch += 1
+        elif self._portion.ended:
+            self._session.ended(self.number, self._portion.index)
+        self._portion.leave()
 
     def _break(self) -> None:
         used = self._session.used(self.number)
@@ -264,9 +233,9 @@ class Loader:
         port = self._session.port
         answer = port.portion(self.number, OUTSIDE, block=True)
         if answer is not None:
-            for index in range(self._index, answer.start):
+            for index in range(self._portion.index, answer.start):
                 port.portion(self.number, index, block=False)
-            self._index = self._asked = answer.start
+            self._portion.index = self._portion.asked = answer.start
 
     # -- reading ahead -----------------------------------------------------------------------------------
 

@@ -6,20 +6,20 @@ runs on the shards. Parameters change only inside `step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from syncline import messages as m
 from syncline.dial import Sync
-from syncline.errors import LayoutError, LoopError, UsageError
-from syncline.learn.surface import UNSAID
-from syncline.learn.watching import Untouched
+from syncline.errors import LoopError, UsageError
+from syncline.learn.replica import ModelReplica
+from syncline.learn.stepper import Answer, FreeDraft, Stepper, Steps, Wait
 from syncline.messages import to_leader as say
-from syncline.ports import Draft, Reading, Reset, RunStopped, TablePort
+from syncline.ports import Reset, RunStopped, TablePort
 from syncline.table.layout import Tensors
 from syncline.table.slot import options_text
 from syncline.table.template import Options, group_options, merge, split
@@ -28,18 +28,7 @@ if TYPE_CHECKING:
     from syncline.learn.session import ServerSession
 
 
-T = TypeVar("T")
 _UNSAID = object()
-
-
-@dataclass(slots=True)
-class Sum:
-    """Gradients since the last push, in a draft."""
-
-    steps: int = 0
-    present: list[bool] = field(default_factory=list)
-    loss: Any = None
-    ticket: int = -1  # of the last push
 
 
 class SharedOptimizer(torch.optim.Optimizer):
@@ -58,30 +47,18 @@ class SharedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.kind, self._wraps = type(inner), wraps
         super().__init__(inner.param_groups, dict(inner.defaults))
-        self.number, self.version = number, -1
-        self._stamp: int | None = None  # of the gradient that is being made, where it is not the version
+        self.number = number
         self._session, self._table = session, table
-        self._parameters, self._buffers = tensors.parameters, tensors.buffers
-        self._tickets = 0
-        self._steps = steps
-        self.sync = session.plan.course.first  # as of the last read
-        self._sum = Sum()
-        self._draft: Draft | None = None  # that is being filled
-        self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
+        self._parameters = tensors.parameters
         self._serial = 0
         self._loaded: list[dict[str, tuple[Any, Any]]] = [{} for _ in self.param_groups]
         self._options = self._said()
         self._options_text = options_text(self._options)
         self._seen: list[tuple[Any, ...]] = []
         self._tensor_options = False
-        self._on_gpu = any(parameter.is_cuda for parameter in self._parameters)
-        self._dial = -1
-        self._keep = False
-        self._locals = 0  # local steps
-        self._moved = False  # since the last read, by itself
-        names = [entry.name for entry in table.layout.parameters.entries]
-        self._untouched = Untouched(self._parameters, names)
-        self.read(self.ticket())
+        self._replica = ModelReplica(session, self, table, tensors)
+        self.stepper = Stepper(number, session.plan.course.first, self._replica, session.port.post, steps)
+        self._drive(self.stepper.read(self.stepper.ticket()))
 
     def __repr__(self) -> str:
         return f"SharedOptimizer(table {self.number}, {self.kind.__name__} on {self._table.layout.shards} shards)"
@@ -93,10 +70,15 @@ class SharedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def ticket(self) -> int:
-        """Numbers what this learner asks of this table."""
-        self._tickets += 1
-        return self._tickets - 1
+    @property
+    def version(self) -> int:
+        """That it has."""
+        return self.stepper.version
+
+    @property
+    def sync(self) -> Sync:
+        """As of the last read."""
+        return self.stepper.sync
 
     # -- the step ----------------------------------------------------------------------------------------
 
@@ -111,96 +93,23 @@ class SharedOptimizer(torch.optim.Optimizer):
         if session.ending:
             raise RunStopped
         session.port.spend(session.examples)
+        said = loss.item() if self.sync.local and isinstance(loss, Tensor) else loss
         try:
-            self._step(loss)
+            self._drive(self.stepper.step(said))
         except Reset:  # this gradient is lost with the servers that had it
             session.rejoin()
         if self.sync.local:  # it has moved by itself
-            self._untouched.note(self._steps)
+            self._replica.untouched.note(self.stepper.steps)
         return loss
 
     def _warn_of_writes(self) -> None:
         """Of the loop, since the last read: they are in no gradient."""
-        if (name := self._untouched.written()) is not None:
+        if (name := self._replica.untouched.written()) is not None:
             self._session.watch.warn(
                 "written",
                 f"'{name}' was changed in place between two steps: with servers that is lost at the next read. "
                 "session.put(model) after it makes it global; over topology='allreduce' it stays",
             )
-
-    def _step(self, loss: Any) -> None:
-        if self.sync.local:
-            self._step_locally(loss)
-        elif self._sum.steps:  # the dial has changed since: they go out together
-            self._add()
-            self._sum.loss = loss
-            self.read(self.push())
-        else:
-            self.read(self._publish(loss))
-
-    def _publish(self, loss: Any) -> int:
-        draft = self._drafted()
-        present = self._fill(draft.gradients)
-        return self._post(draft, present, loss)
-
-    def _drafted(self) -> Draft:
-        """Kept until it is published: what cannot be published is filled again."""
-        if self._draft is None:
-            self._draft = self._table.draft(block=False) or self._await_draft()
-        return self._draft
-
-    def _await_draft(self) -> Draft:
-        self._session.awaits(self.number, self._tickets - 1)
-        draft = self._unless_refused(self._table.draft)
-        assert draft is not None
-        return draft
-
-    def _post(self, draft: Draft, present: list[bool], loss: Any) -> int:
-        """The draft is filled: publish it."""
-        session = self._session
-        if self._buffers:
-            torch._foreach_copy_(draft.buffers, self._buffers)
-        self._look_at_options()
-        if self._on_gpu:
-            torch.cuda.current_stream().synchronize()
-        number = self.ticket()
-        usage = session.take_usage()
-        value = self._loss(loss)
-        states = self._states()
-        stamp, self._stamp = self.version if self._stamp is None else self._stamp, None
-        gradient = say.Gradient(
-            self.number,
-            number,
-            stamp,
-            self._steps,
-            *usage,
-            self._serial,
-            not present,
-            self.sync.local,
-            states,
-            value,
-        )
-        self._steps += 1
-        self._draft = None
-        self._table.publish(draft, gradient, self._options_text, present)
-        return number
-
-    def _loss(self, loss: Any) -> float:
-        """The closure's, or what the loop says."""
-        session = self._session
-        said, session.loss = session.loss if loss is None else loss, UNSAID
-        value = said.item() if isinstance(said, Tensor) else float(said)
-        if said is not UNSAID:
-            session.watch.loss(value, self._steps, session.epoch)
-        return value
-
-    def _states(self) -> bytes:
-        """Of the random generators, where a checkpoint follows."""
-        self._session.mark_random()
-        if not self._keep:
-            return b""
-        self._keep = False
-        return self._session.random_states()
 
     def farewell(self) -> None:
         """Nothing more will be published: leave the random states as of the last gradient."""
@@ -209,42 +118,21 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def rest(self, loader: int, index: int, *, later: bool) -> int:
         """Say that there is nothing to compute; the ticket with which to read afterwards."""
-        number = self.ticket()
-        rest = say.Rest(self.number, number, loader, index, self._states_at_rest())
-        self._session.port.post(rest, later=later)
-        return number
+        return self.stepper.rest(loader, index, self._states_at_rest(), later=later)
 
     def reread(self, *, later: bool) -> int:
         """Say that it is there again; the ticket with which to read."""
-        number = self.ticket()
-        self._session.port.post(say.Reread(self.number, number, self._states_at_rest()), later=later)
-        return number
+        return self.stepper.reread(self._states_at_rest(), later=later)
 
     def _states_at_rest(self) -> bytes:
         return self._session.random_states() if self._session.plan.saving.cuts else b""
 
-    def _fill(self, into: list[Tensor]) -> list[bool]:
-        """Copy the gradients into a draft; which parameters have one, nothing where all have."""
-        gradients: list[Any] = [parameter.grad for parameter in self._parameters]
-        if all(gradient is not None for gradient in gradients):
-            self._copy(into, gradients)
-            return []
-        present = [(a, b) for a, b in zip(into, gradients, strict=True) if b is not None]
-        if present:
-            targets, sources = zip(*present, strict=True)
-            self._copy(list(targets), list(sources))
-        return [gradient is not None for gradient in gradients]
-
-    def _copy(self, into: list[Tensor], gradients: list[Tensor]) -> None:
-        refuse_sparse_gradients(gradients)
-        if gradients[0].requires_grad:  # backward(create_graph=True)
-            gradients = [gradient.detach() for gradient in gradients]
-        torch._foreach_copy_(into, gradients, non_blocking=self._on_gpu)
-
-    def _look_at_options(self) -> None:
+    def look_at_options(self) -> tuple[int, bytes]:
+        """How often they have changed, and what they are."""
         seen = [tuple(group.values()) for group in self.param_groups]
         if seen != self._seen or self._tensor_options:
             self._notice_options(seen)
+        return self._serial, self._options_text
 
     def _notice_options(self, seen: list[tuple[Any, ...]]) -> None:
         """Comparing values is cheap; tensors among them may have changed in place, and are read out."""
@@ -269,144 +157,38 @@ class SharedOptimizer(torch.optim.Optimizer):
                     option[key] = before
         return said
 
-    def read(self, number: int) -> None:
-        """Wait until this ticket is released, then take over the version it names."""
-        self._take_over(self._wait(number))
+    def _drive(self, steps: Steps) -> None:
+        """Block on the port for what they wait for."""
+        found: Any = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                found = self._await(steps.send(found))
 
-    def _wait(self, number: int) -> Reading:
-        reading = self._unless_refused(lambda: self._table.wait(number))
-        assert reading is not None
-        return reading
-
-    def _unless_refused(self, wait: Callable[[], T]) -> T:
+    def _await(self, wait: Wait) -> Any:
+        if isinstance(wait, Answer):
+            return self._session.port.ask(wait.message)
         try:
-            return wait()
+            if isinstance(wait, FreeDraft):
+                return self._table.draft(block=wait.block)
+            return self._table.wait(wait.number, block=wait.block)
         except LoopError as error:
             self._session.refused(error)
             raise
 
     def rested(self, number: int) -> None:
         """There is data again: read what the others have; who steps by itself goes on where it was."""
-        reading, before = self._wait(number), self.version
         self._warn_of_writes()
-        if not (self.sync.local and reading.dial == self._dial):
-            self._take_over(reading)
-            # in lockstep rounds are what all publish next
-            moved = self.version != before and not self.sync.lockstep
-            if moved and self._session.examples and self._stamp is None:
-                self._stamp = before  # batches of the next gradient were computed on it
+        self._drive(self.stepper.rested(number))
 
-    def _take_over(self, reading: Reading) -> None:
-        self._keep = reading.keep
-        if reading.dial != self._dial:
-            self._turn(self._session.dial(reading.dial))
-            self._dial = reading.dial
-        if reading.version <= self.version and not self._moved:  # R4: no weights move that are here already
-            self._table.read(reading, [])
-        else:
-            version = self._table.read(reading, [parameter.data for parameter in self._parameters])
-            if version is None:
-                self._overtaken(reading)
-                return
-            self.version, self._moved = version, False
-        self._untouched.note(self._steps)
-
-    def _overtaken(self, reading: Reading) -> None:
-        """Newer versions came faster than it could read: one is delivered."""
-        number = self.ticket()
-        self._session.port.post(say.Fetch(self.number, number, deliver=True))
-        delivered = self._wait(number)
-        self._take_over(delivered._replace(keep=delivered.keep or reading.keep))
-
-    def _turn(self, sync: Sync) -> None:
-        """The dial has changed."""
-        self.sync, self._fetching = sync, None
-        self._session.sync = sync
-
-    # -- local steps (M9) --------------------------------------------------------------------------------
-
-    def _step_locally(self, loss: Any) -> None:
-        """Move by itself, add to the sum, push and fetch when their steps have come.
-
-        The shards fold and copy meanwhile. A fetch is waited for only when the next but one would begin.
-        """
-        self._sum.loss = loss.item() if isinstance(loss, Tensor) else loss
-        self._add()
-        if self.sync.fetch > 1:
-            self._move()
-        self._locals += 1
-        if self._sum.steps >= self.sync.push:
-            self.push()
-        if self._locals % self.sync.fetch == 0 and self._fetching is None:
-            self._fetching = (self._fetch(), self._locals + self.sync.fetch - 1)
-        self._fetched()
-
-    def _add(self) -> None:
-        """Add the gradient to the sum, which lies in a draft."""
-        total, into = self._sum, self._drafted().gradients
-        if total.steps == 0:
-            total.present = [False] * len(self._parameters)
-        fresh: list[tuple[Tensor, Tensor]] = []
-        more: list[tuple[Tensor, Tensor]] = []
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                pair = (into[index], parameter.grad.detach())
-                (more if total.present[index] else fresh).append(pair)
-                total.present[index] = True
-        if fresh:
-            self._copy([a for a, _ in fresh], [b for _, b in fresh])
-        if more:
-            torch._foreach_add_([a for a, _ in more], [b.to(a.device) for a, b in more])
-        total.steps += 1
-
-    @torch.no_grad()
-    def _move(self) -> None:
-        moving = [parameter for parameter in self._parameters if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in moving]
-        if moving:
-            torch._foreach_add_(moving, gradients, alpha=-self.sync.local_lr)  # type: ignore[arg-type,operator]
-            self._moved = True
-
-    def push(self) -> int:
-        """Publish the sum, be it of fewer steps than the dial says; its ticket, or the last without one."""
-        total = self._sum
-        if total.steps == 0:
-            return self._tickets - 1
-        present = [] if all(total.present) else total.present
-        total.ticket = self._post(self._drafted(), present, total.loss)
-        total.steps, total.loss = 0, None
-        return total.ticket
-
-    def _fetched(self) -> None:
-        """Take over what was fetched, if it is here or overdue; own movement since is lost (M9)."""
-        if self._fetching is None:
-            return
-        number, due = self._fetching
-        reading = self._table.wait(number, block=False)
-        if reading is None and self._locals >= due:
-            self._session.awaits(self.number, number)
-            reading = self._wait(number)
-        if reading is None:
-            return
-        self._fetching = None
-        if reading.dial != self._dial and self._sum.ticket > number:
-            number = self._fetch()  # pushed since: it may be folded while this reads
-            self._session.awaits(self.number, number)
-            reading = self._wait(number)
-        self._take_over(reading)
-
-    def _fetch(self) -> int:
-        number = self.ticket()
-        self._session.port.post(say.Fetch(self.number, number))
-        return number
+    def push(self) -> None:
+        """What was added up, be it of fewer steps than the dial says."""
+        self.stepper.push()
 
     def rejoin(self, table: TablePort) -> None:
         """The same table on new servers: what was asked of the old ones is void."""
-        self._table = table
-        self._tickets = 0
-        self._sum, self._draft, self._fetching = Sum(), None, None
-        self.version, self._stamp = -1, None
-        self.read(self.ticket())
+        self._table = self._replica.table = table
+        self.stepper.begin()
+        self._drive(self.stepper.read(self.stepper.ticket()))
 
     # -- writes and states -------------------------------------------------------------------------------
 
@@ -418,13 +200,13 @@ class SharedOptimizer(torch.optim.Optimizer):
         """This learner's present values become global with the next update."""
         values = [parameter.detach().clone() for parameter in self._parameters]
         self._session.insist(lambda: self._put(values))
-        self._untouched.note(self._steps)
+        self._replica.untouched.note(self.stepper.steps)
 
     def _put(self, values: list[Tensor]) -> None:
         draft = self._table.draft()
         assert draft is not None
         torch._foreach_copy_(draft.gradients, values)
-        number = self.ticket()
+        number = self.stepper.ticket()
         self._table.publish(draft, say.Put(self.number, number))
         self._table.wait(number)
 
@@ -444,7 +226,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             option.update((key, said[key]) for key in said if said[key] != sent.get(key, _UNSAID))
 
     def _state_parts(self) -> list[m.StatePart]:
-        number = self.ticket()
+        number = self.stepper.ticket()
         self._session.port.post(say.AskState(self.number, number))
         return self._session.port.ask(m.AwaitState(self.number, number))
 
@@ -469,7 +251,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _load(
         self, options: Options, state: dict[int, dict[str, Any]], whole: dict[str, Any] | None = None
     ) -> None:
-        number = self.ticket()
+        number = self.stepper.ticket()
         self._session.port.ask(m.LoadState(self.number, number, options, state, whole))
         self._session.port.post(say.Load(self.number, number))
         self._table.wait(number)
@@ -477,11 +259,3 @@ class SharedOptimizer(torch.optim.Optimizer):
     def release_hooks(self) -> None:
         """Nothing is held after the learner's function."""
         self._table = None  # type: ignore[assignment]
-
-
-def refuse_sparse_gradients(gradients: Iterable[Tensor]) -> None:
-    for gradient in gradients:
-        if gradient.is_sparse:
-            raise LayoutError(
-                "a parameter has a sparse gradient, which does not travel; make its layer with sparse=False"
-            )

@@ -65,7 +65,6 @@ class ServerSession(Session):
         self._rest_loader = -1  # whose data it waits for, where it rests
         self._idle: tuple[int, int] | None = None  # the loader that ended, and its next portion
         self.sync = self.plan.course.first  # as of the last read of any table
-        self._dials = {0: self.sync}  # that it knows, by number
         self._kept_random = b""
         self._mark: Tensor | None = None
         self._refused: UsageError | None = None  # why it is not where the others are
@@ -125,11 +124,6 @@ class ServerSession(Session):
         limit = self.plan.limit
         reached = limit is not None and bool(self._tables) and self._tables[0].version >= limit
         return reached or self.port.stopping()
-
-    def dial(self, number: int) -> Sync:
-        if number not in self._dials:
-            self._dials[number] = self.port.ask(m.AskDial(number))
-        return self._dials[number]
 
     # -- tables ------------------------------------------------------------------------------------------
 

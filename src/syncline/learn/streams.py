@@ -106,7 +106,7 @@ class StreamLoader(Loader):
         super().rejoin()
 
     def _wanted(self) -> int:
-        return self._index + 1
+        return 1
 
     def _leave(self) -> None:
         self._session.push()
@@ -115,8 +115,8 @@ class StreamLoader(Loader):
             self._session.insist(self._tell_end)
             if generation != self.generation:
                 return
-            self._session.ended(self.number, self._index)
-        self.epoch += 1
+            self._session.ended(self.number, self._portion.index)
+        self._portion.leave()
 
 
 class Share:

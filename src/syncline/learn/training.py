@@ -14,12 +14,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from syncline.errors import UsageError
 from syncline.learn.batches import to_device
+from syncline.learn.gradients import Backprop, Objective, Supervised, Way, check_scalar
 from syncline.learn.models import CPU, Model, copied, made
 from syncline.learn.surface import Session
 from syncline.parallel.module import partition
-
-Loss = Callable[[Any, Any], Tensor]
-Objective = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +26,8 @@ class Training:
 
     model: Model
     data: Dataset[Any]
-    objective: Objective
+    objective: Objective | None = None  # of back-propagation
+    gradient: Way | None = None  # any other way
     optimizer: Callable[..., torch.optim.Optimizer]
     schedule: Callable[[torch.optim.Optimizer], Any] | None
     batch_size: int
@@ -38,32 +37,16 @@ class Training:
     collate: Callable[[list[Any]], Any] | None
     check: bool = False  # a partitioned model against the whole one
 
-
-class Supervised:
-    """A loss of (output, target) as an objective of (model, batch)."""
-
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        return self.parts(model, batch)[0]
-
-    def parts(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
-        """The loss, and what it is of: output and target."""
-        if not isinstance(batch, (list, tuple)) or len(batch) != 2:
-            parts = f" of {len(batch)}" if isinstance(batch, (list, tuple, dict)) else ""
-            raise UsageError(
-                f"loss= takes batches of (input, target), the data gives a {type(batch).__name__}{parts}; "
-                "use objective=(model, batch) -> scalar"
-            )
-        inputs, targets = batch
-        output = model(inputs)
-        return self._loss(output, targets), output, targets
+    @property
+    def way(self) -> Way:
+        """To a gradient."""
+        return self.gradient or Backprop(self.objective)  # type: ignore[arg-type]
 
 
 def run_training(session: Session, plan: Training) -> None:
     """One learner of `train`."""
-    model = made(plan.model, session.device).to(session.device)
+    model, way = made(plan.model, session.device).to(session.device), plan.way
+    way.prepare(model, plan.batch_size)
     model.train()
     if session.seats > 1:
         model = partition(model, check=plan.check)
@@ -81,10 +64,7 @@ def run_training(session: Session, plan: Training) -> None:
         for batch in loader:
             schedule.go_to(loader.epoch)
             optimizer.zero_grad()
-            value = plan.objective(model, batch)
-            check_loss(value)
-            value.backward()
-            session.loss = value.item()
+            session.loss = way(model, batch).item()
             optimizer.step()
 
 
@@ -116,36 +96,6 @@ class Schedule:
         self._epoch = epoch
 
 
-def check_scalar(value: Any) -> None:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return
-    if value is None:
-        got, instead = "None", "the function has to return it"
-    elif isinstance(value, Tensor):
-        got, instead = (
-            f"a tensor of shape {tuple(value.shape)}",
-            "reduce it, for example with .mean()",
-        )
-    elif isinstance(value, nn.Module):
-        got, instead = (
-            f"the module {type(value).__name__}",
-            f"call one: {type(value).__name__}()(output, target)",
-        )
-    else:
-        got, instead = type(value).__name__, "return the tensor itself, not .item() or a tuple"
-    raise UsageError(f"the loss must be a scalar tensor, got {got}; {instead}")
-
-
-def check_loss(value: Any) -> None:
-    """A scalar that backward can begin with."""
-    check_scalar(value)
-    if not value.requires_grad:
-        raise UsageError(
-            "the loss does not depend on a parameter that is trained: it was detached, made under torch.no_grad() or anew from "
-            "numbers, or all that it depends on has requires_grad=False"
-        )
-
-
 class Counted:
     """Collates, and says of how many examples: a batch itself may be anything."""
 
@@ -163,19 +113,19 @@ class Evaluation:
         self,
         model: Model,
         data: Any,
-        objective: Objective,
+        way: Way,
         batch_size: int,
         collate: Callable[[list[Any]], Any] | None,
         device: torch.device = CPU,
     ) -> None:
-        self._model, self._data, self._objective = model, data, objective
+        self._model, self._data, self._way = model, data, way
         self._batch_size, self._collate, self._device = batch_size, collate, device
         self._made: nn.Module | None = None
 
     def on(self, device: torch.device) -> Evaluation:
         """The same on another device."""
         model = copied(self._model) if isinstance(self._model, nn.Module) else self._model
-        return Evaluation(model, self._data, self._objective, self._batch_size, self._collate, device)
+        return Evaluation(model, self._data, self._way, self._batch_size, self._collate, device)
 
     def __call__(self, state: dict[str, Tensor]) -> dict[str, float]:
         if self._made is None:  # in the process that evaluates
@@ -204,12 +154,12 @@ class Evaluation:
 
     def _one(self, model: nn.Module, batch: Any) -> tuple[float, float | None]:
         """A batch's loss, and how many of it are right, where the output is scores of classes."""
-        right = None
-        if isinstance(self._objective, Supervised):
-            value, output, targets = self._objective.parts(model, batch)
+        right, way = None, self._way
+        if isinstance(way, Backprop) and isinstance(way.objective, Supervised):
+            value, output, targets = way.objective.parts(model, batch)
             right = _right(output, targets)
         else:
-            value = self._objective(model, batch)
+            value = way.test(model, batch)
         check_scalar(value)
         return float(value), right
 
@@ -241,15 +191,11 @@ def _number(name: Any, value: Any) -> float:
 
 
 def evaluation_of(
-    model: Model,
-    data: Any,
-    loss: Loss | None,
-    objective: Objective | None,
-    batch_size: int,
-    collate: Callable[[list[Any]], Any] | None,
+    model: Model, data: Any, way: Way, batch_size: int, collate: Callable[[list[Any]], Any] | None
 ) -> Evaluation | None:
     if data is None:
         return None
-    chosen = objective or Supervised(loss)  # type: ignore[arg-type]
+    if isinstance(data, Dataset):
+        way.check_evaluation()
     host = copied(model).cpu() if isinstance(model, nn.Module) else model
-    return Evaluation(host, data, chosen, max(256, batch_size), collate)
+    return Evaluation(host, data, way, max(256, batch_size), collate)

@@ -6,6 +6,7 @@ Here under one name all that goes outside the fast path; `to_leader` and `log` a
 from syncline.messages.statistics import Counts, ProcessStatistics, Statistics, TableStatistics
 from syncline.messages.to_caller import Checkpointed, Warned
 from syncline.messages.to_coordinator import (
+    FIRST,
     STREAM,
     AskDial,
     AwaitState,
@@ -33,7 +34,17 @@ from syncline.messages.to_coordinator import (
     StatePart,
     WeightsPart,
 )
-from syncline.messages.to_learners import Initialise, Opened, Personal, Refused, Rejoined, Stale
+from syncline.messages.to_learners import (
+    Call,
+    Initialise,
+    Opened,
+    Personal,
+    Refused,
+    Rejoined,
+    Renewed,
+    Stale,
+    Stop,
+)
 from syncline.messages.to_shards import (
     AskCut,
     AskStatistics,
@@ -52,11 +63,13 @@ from syncline.messages.to_shards import (
 )
 
 __all__ = [
+    "FIRST",
     "STREAM",
     "AskCut",
     "AskDial",
     "AskStatistics",
     "AwaitState",
+    "Call",
     "Called",
     "Checkpointed",
     "Clocks",
@@ -93,6 +106,7 @@ __all__ = [
     "Refused",
     "Rejoin",
     "Rejoined",
+    "Renewed",
     "Resume",
     "Returned",
     "Saved",
@@ -101,6 +115,7 @@ __all__ = [
     "Standstill",
     "StatePart",
     "Statistics",
+    "Stop",
     "TableStatistics",
     "Warned",
     "WeightsPart",

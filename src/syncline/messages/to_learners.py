@@ -14,7 +14,9 @@ from syncline.table.layout import Layout
 class Initialise:
     """You are the lowest live rank: write the first weights."""
 
-    handle: Any
+    table: int
+    layout: Layout
+    handle: Any = None  # the engine's own, and added by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,32 @@ class Opened:
 
     table: int
     layout: Layout
-    handle: Any
-    lane: Any
     personal: Personal | None = None  # of a run that goes on
+    handle: Any = None  # the engine's own, and added by it
+    lane: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rejoined:
     """You are among the learners again: what you do from here on reaches the new servers."""
 
-    desk: Any
     tables: list[Opened]
+    desk: Any = None  # the engine's own, and added by it
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """To all: the run ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """To all: the servers are new ones, whatever was asked of the old ones is void."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """To all: who waits in a step asks why (`Called`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,10 @@ class MakeTable:
     batch_size: int | None
     limit: int | None
     clip_norm: float | None
-    handle: Any
+    values: list[Tensor] | None = None  # of a run that goes on: one for each entry
+    first: bool = False  # the first weights are told to the coordinator
     account: Account = field(default_factory=Account)
+    handle: Any = None  # the engine's own, and added by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ class JoinTable:
     table: int
     learner: int
     rank: int
-    lane: Any
     buffers: list[Tensor] | None = None  # of a run that goes on
+    lane: Any = None  # the engine's own, and added by it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,7 @@
-"""Layers and unsupervised training of large locally connected networks (COTS): plain `nn.Module`s and functions.
+"""Layers, nets and energy models: plain `nn.Module`s and functions.
 
+Nets as data (layers, records, net, net_file); RBM, DBN and what else contrastive divergence trains (energy, rbm, dbn, …); large
+locally connected networks and their unsupervised training (COTS: block_local, stack, greedy, …).
 Not responsible for running on many workers; modules made here go through `syncline.train` like any other.
 """
 
@@ -7,15 +9,26 @@ from syncline.nn.autoencoder import Objective, TiedAutoencoder
 from syncline.nn.block_local import BlockLocal2d, BlockLocalDecoder2d
 from syncline.nn.contrast import LocalContrastNorm2d
 from syncline.nn.cots import cots_network
+from syncline.nn.crbm import CRBM, windows
+from syncline.nn.dbm import DBM
+from syncline.nn.dbn import DBN
 from syncline.nn.fused import FusedStack, Step, joint_update
 from syncline.nn.greedy import Greedy, GreedyRecord
 from syncline.nn.images import Whitening, contrast_normalise
+from syncline.nn.net import Net, by_layer
+from syncline.nn.net_file import load_net, save_net
 from syncline.nn.pooling import L2Pool2d
+from syncline.nn.rbm import RBM
+from syncline.nn.records import NetError
 from syncline.nn.selectivity import Selectivity, selectivity
 from syncline.nn.stack import Stack, StackShape, build_stacks
 from syncline.nn.stimulus import best_stimulus
 
 __all__ = [
+    "CRBM",
+    "DBM",
+    "DBN",
+    "RBM",
     "BlockLocal2d",
     "BlockLocalDecoder2d",
     "FusedStack",
@@ -23,6 +36,8 @@ __all__ = [
     "GreedyRecord",
     "L2Pool2d",
     "LocalContrastNorm2d",
+    "Net",
+    "NetError",
     "Objective",
     "Selectivity",
     "Stack",
@@ -32,8 +47,12 @@ __all__ = [
     "Whitening",
     "best_stimulus",
     "build_stacks",
+    "by_layer",
     "contrast_normalise",
     "cots_network",
     "joint_update",
+    "load_net",
+    "save_net",
     "selectivity",
+    "windows",
 ]

@@ -29,7 +29,7 @@ class LocalContrastNorm2d(nn.Module):
             raise UsageError(f"floor must be above 0, got {floor}: it keeps the division finite")
         self.window, self.floor = window, floor
         self.padding: Padding = padding
-        offsets = torch.arange(window) - window // 2
+        offsets = torch.arange(window, device="cpu") - window // 2
         self.taps: list[float] = torch.exp(-offsets.square() / (2 * (window / 4) ** 2)).tolist()
 
     def forward(self, maps: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from syncline.errors import UsageError
+from syncline.nn.registry import layer as named_layer
 from syncline.parallel.move import Group
 from syncline.parallel.trace import Array
 from syncline.parallel.windows import Box, Shape, cut, even
@@ -323,15 +324,16 @@ def rule_of(module: nn.Module) -> Rule | None:
 
 
 def layer(
-    kind: type[nn.Module],
+    kind: type[nn.Module] | str,
     wants: Callable[[Any, Box, list[Shape]], Any] | None = None,
     slices: Callable[[Any, Box], Slices] | None = None,
     *,
     ways: tuple[str, ...] = ("data", "model", "spatial"),
     run: Callable[..., Any] | None = None,
     dim: int | None = None,
-) -> None:
-    """Make a layer type of yours known.
+    loss: bool = False,
+) -> Any:
+    """Make a layer type of yours known: to plans and partitions, or, as `@layer("name")`, to job files and nets (nn/registry.py).
 
     `wants(layer, window, shapes)` gives, for a window (a `Box`) of the result, the boxes of the inputs of these
     shapes; they may reach beyond the array and are filled with 0 there, or with `Want(box, pad)`. `slices(layer,
@@ -339,8 +341,10 @@ def layer(
     the layer's own code runs on its windows, or `run(layer, local, *inputs)`. "model" cuts dimension `dim` (channels
     of images, features of anything else). Without `wants` the type is one layer to the tracer, and runs data-parallel.
     """
+    if isinstance(kind, str):
+        return named_layer(kind, loss=loss)
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-        raise UsageError(f"layer(...) takes a type of nn.Module, got {kind!r}")
+        raise UsageError(f"layer(...) takes a type of nn.Module, or a name for one, got {kind!r}")
     if unknown := set(ways) - set(WAYS):
         raise UsageError(f"layer {kind.__name__}: no way {sorted(unknown)}; there are {', '.join(WAYS)}")
     RULES[kind] = (
@@ -348,3 +352,4 @@ def layer(
         if wants is None
         else Windowed(wants, slices, ("data", *(way for way in ways if way != "data")), run, dim)
     )
+    return kind

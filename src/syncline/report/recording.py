@@ -37,6 +37,7 @@ from syncline.engines.run import (
 from syncline.errors import LearnerError, RunError, SynclineWarning
 from syncline.learn.training import Training
 from syncline.messages import Clocks, Statistics
+from syncline.nn.net_file import layer_notes
 from syncline.report import weights
 from syncline.report.clocks import CLOCKS, append_clocks, cut_clocks
 from syncline.report.lines import EVENTS, LineWriter, plain, read_lines, write_whole
@@ -306,7 +307,9 @@ class Recording:
     def _save(self, name: str, state: dict[str, torch.Tensor], notes: Line, table: int = 0) -> bool:
         try:
             model = self._model if table == 0 else None
-            weights.save(self.folder / name, weights.whole_state(model, state), notes)
+            weights.save(
+                self.folder / name, weights.whole_state(model, state), {**notes, **layer_notes(model)}
+            )
         except CheckpointError as error:
             self._failed(str(error))
             return False

@@ -26,14 +26,15 @@ def slot_bytes(layout: Layout) -> int:
 
 
 class Slot:
-    """Views over one slot's memory, a uint8 tensor of `slot_bytes(layout)`."""
+    """Views over one slot's memory, a uint8 tensor of `slot_bytes(layout)`; values and buffers lie elsewhere where that is given."""
 
-    def __init__(self, layout: Layout, memory: Tensor) -> None:
+    def __init__(self, layout: Layout, memory: Tensor, values: Tensor | None = None) -> None:
         self._layout = layout
         flat, buffers = layout.parameters, layout.buffers
         self.memory = memory
-        self.segments = flat.segments(memory)
-        self.buffers = buffers.views(buffers.segments(memory[flat.nbytes :]))
+        values = memory if values is None else values
+        self.segments = flat.segments(values)
+        self.buffers = buffers.views(buffers.segments(values[flat.nbytes :]))
         position = flat.nbytes + buffers.nbytes
         count = len(flat.entries)
         self.mask = memory[position : position + count]  # uint8: 1 where the parameter has a gradient

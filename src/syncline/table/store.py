@@ -111,6 +111,14 @@ class Store:
         self._memory.offer(self._newest, self.version)
 
 
+def fill(segments: Sequence[Tensor], layout: Layout, shard: int, values: Sequence[Tensor]) -> None:
+    """A shard's part of these values, one for each entry."""
+    part = layout.parts[shard]
+    views = part.views(list(segments), layout.parameters.entries)
+    for piece, view in zip(part.pieces, views, strict=True):
+        view.copy_(values[piece.entry].detach().reshape(-1)[piece.start : piece.stop].view_as(view))
+
+
 def copy_segments(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     for a, b in zip(into, source, strict=True):
         a.copy_(b)

@@ -122,7 +122,7 @@ class Coordinator:
             self._stopping = True
             self.ask_cut()
         elif not self._stopping:
-            self._port.stop_learners()
+            self._port.announce(m.Stop())
 
     def finish(self) -> None:
         """All learners have left."""
@@ -214,7 +214,7 @@ class Coordinator:
         self._openings.expect(self.live, self._restored)
         self._tell_standing()
         self._openings.make_again()
-        self._port.reset_learners()
+        self._port.announce(m.Renewed())
         for learner, message in self._room.asked.items():
             if learner in self._stale and not isinstance(message, m.Rejoin):
                 self._room.reply(learner, m.Stale())
@@ -230,11 +230,10 @@ class Coordinator:
             return
         back, self._rejoining, self._stale = self._rejoining, {}, set()
         ordered = self._room.by_rank(back)
-        desks = {learner: self._port.new_desk(learner) for learner in ordered}
         opened = self._openings.join_again({learner: back[learner] for learner in ordered})
         for learner in ordered:
             self._openings.alone(learner)
-            self._room.reply(learner, m.Rejoined(desks[learner], opened[learner]))
+            self._room.reply(learner, m.Rejoined(opened[learner]))
 
     # -- shards ------------------------------------------------------------------------------------------
 
@@ -246,6 +245,8 @@ class Coordinator:
             self._states.loaded(message)
         elif kind in (m.Cut, m.Saved):
             self._cut(message)
+        elif kind is m.WeightsPart and message.tag == m.FIRST:
+            self._openings.first(message)
         elif kind is m.Met:
             self._room.met(message)
             self._room.tell()
@@ -253,7 +254,7 @@ class Coordinator:
             self._room.standstill(message)
         elif kind is m.Reached:
             self.reached = self._room.ending = True
-            self._port.stop_learners()
+            self._port.announce(m.Stop())
         else:
             if kind is m.EpochEnd and message.loader == 0:
                 self._epoch = message.done
@@ -267,13 +268,13 @@ class Coordinator:
     def _cut(self, message: m.Cut | m.Saved) -> None:
         if self._stopping and not self._exact and isinstance(message, m.Cut):
             self._exact = True
-            self._port.stop_learners()
+            self._port.announce(m.Stop())
         self._cuts.add(message)
         done = self._cuts.complete()
         if done is None:
             return
         if done.problem:
-            self._port.abandon(done.cut.number)
+            self._port.commit(done.cut.number, None, ())
             self._port.emit(m.Checkpointed(done.cut.number, "", done.problem))
         elif self._port.commit(done.cut.number, self._manifest(done.cut), done.files):
             for number in done.cut.accounts:
@@ -293,5 +294,4 @@ class Coordinator:
             learners=self._plan.learners,
             tables={number: (tables[number].layout, tables[number].optimizer) for number in cut.accounts},
             loaders={number: (loaders[number], self._openings.parts_of(number)) for number in cut.standings},
-            history=self._port.history(),
         )

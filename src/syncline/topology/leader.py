@@ -297,6 +297,9 @@ class Leader:
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket
         gradient, usage = self._open[table, ticket.learner, ticket.number]
+        if table in self._buffered:  # before it is taken, which may free the draft
+            buffers = self._port.slot(table, ticket.learner, ticket.number).buffers
+            self._belongings.keep(table, ticket.learner, buffers)
         following = self._work.following
         alone = isinstance(following, Fold) and following.tickets == (ticket,)
         self._log(
@@ -313,9 +316,6 @@ class Leader:
                 ticket.weight,
             )
         )
-        if table in self._buffered:
-            buffers = self._port.slot(table, ticket.learner, ticket.number).buffers
-            self._belongings.keep(table, ticket.learner, buffers)
         if usage:
             self._work.later(self._taken, table, ticket)
 

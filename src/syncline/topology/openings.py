@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+import torch
+from torch import Tensor
 
 from syncline import messages as m
 from syncline.errors import LayoutError, UsageError
@@ -27,9 +29,9 @@ class Table:
     """One that somebody has opened."""
 
     layout: Layout
-    handle: Any = None
     template: OptimizerTemplate | None = None  # once it is made
     start: TableState | None = None  # its first values, where a lost shard may need them
+    firsts: dict[int, list[Tensor]] = field(default_factory=dict)  # parts of them, by shard
     initialiser: int | None = None
     waiting: set[int] = field(default_factory=set)
 
@@ -89,8 +91,6 @@ class Openings:
         for number, table in sorted(self.tables.items()):
             table.waiting.clear()
             if table.made:
-                if number not in self._restored.tables and table.start is not None:
-                    self._port.fill_table(table.handle, table.layout, table.start.values)
                 self._make(number, table)
             else:
                 table.initialiser = None
@@ -139,23 +139,13 @@ class Openings:
         lowest = min(self._live, key=lambda learner: self._live[learner])
         if lowest in table.waiting:
             table.initialiser = lowest
-            if table.handle is None:
-                table.handle = self._port.make_table(number, table.layout)
-            self._room.reply(lowest, m.Initialise(table.handle))
+            self._room.reply(lowest, m.Initialise(number, table.layout))
 
     def initialised(self, learner: int, message: m.Initialised) -> None:
         table = self.tables[message.table]
         if message.table in self._restored.tables:
             self._restored.check_optimizer(message.table, _name(message.template))
         table.template = message.template
-        if self._plan.saving.cuts:
-            values = self._port.read_table(table.handle, table.layout)
-            table.start = TableState(
-                layout=table.layout,
-                optimizer=_name(message.template),
-                values=values,
-                state=message.template.state,
-            )
         self._make(message.table, table)
         for waiting in sorted(table.waiting, key=lambda waiting: self._live[waiting]):
             self._join(message.table, table, waiting)
@@ -165,9 +155,7 @@ class Openings:
         """Tell the shards of a table: its first values, or those of the checkpoint."""
         plan, kept = self._plan, self._restored.tables.get(number)
         assert table.template is not None
-        if kept is not None:
-            self._port.fill_table(table.handle, table.layout, kept.values)
-        known = self._restored.tables.get(number, table.start)
+        known = kept or table.start
         self._port.tell_shards(
             m.MakeTable(
                 table=number,
@@ -180,21 +168,34 @@ class Openings:
                 batch_size=plan.batch_size,
                 limit=plan.limit if number == 0 else None,
                 clip_norm=plan.clip_norm,
-                handle=table.handle,
+                values=known.values if known else None,
+                first=plan.saving.cuts and known is None,
                 account=known.account if known else Account(),
             )
         )
+
+    def first(self, part: m.WeightsPart) -> None:
+        """A shard's part of a table's first weights: what a shard that is lost before a checkpoint begins with again."""
+        table = self.tables[part.table]
+        table.firsts[part.shard] = part.segments
+        if len(table.firsts) == table.layout.shards:
+            parts, table.firsts = table.firsts, {}
+            template, flat = table.template, table.layout.parameters
+            assert template is not None
+            whole = [torch.cat(segments) for segments in zip(*(parts[i] for i in sorted(parts)), strict=True)]
+            table.start = TableState(
+                layout=table.layout, optimizer=_name(template), values=flat.views(whole), state=template.state
+            )
 
     def _join(self, number: int, table: Table, learner: int) -> None:
         self._room.reply(learner, self._opened(number, table, learner))
 
     def _opened(self, number: int, table: Table, learner: int) -> m.Opened:
         rank = self._live[learner]
-        lane = self._port.make_lane(number, learner, table.layout)
         personal = self._restored.learners.get(rank)
         buffers = personal.buffers.get(number) if personal else None
-        self._port.tell_shards(m.JoinTable(number, learner, rank, lane, buffers))
-        return m.Opened(number, table.layout, table.handle, lane, personal)
+        self._port.tell_shards(m.JoinTable(number, learner, rank, buffers))
+        return m.Opened(number, table.layout, personal)
 
     # -- loaders -----------------------------------------------------------------------------------------
 

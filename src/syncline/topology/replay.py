@@ -19,6 +19,7 @@ from syncline.table.checkpoints import CheckpointError
 from syncline.table.promised import PromisedPart
 from syncline.table.shard import Shard, total_norm
 from syncline.table.slot import SlotPart
+from syncline.table.store import fill
 from syncline.table.template import Options
 from syncline.topology.restore import table_file
 
@@ -80,23 +81,34 @@ class Replay:
     def make_table(self, make: m.MakeTable) -> None:
         if self._port.shard >= make.layout.shards:
             return
+        memory = self._port.memory(make.table)
+        if make.values is not None:
+            fill(memory.places[0], make.layout, self._port.shard, make.values)
         self._shards[make.table] = Shard(
             make.layout,
             self._port.shard,
             make.template,
-            self._port.memory(make.table),
+            memory,
             sync=self.dials[make.dial],
             clip_norm=make.clip_norm,
             version=make.account.version,
         )
         self._dial[make.table] = make.dial
+        if make.first:
+            shard = self._shards[make.table]
+            first = m.WeightsPart(m.FIRST, make.table, self._port.shard, shard.version, shard.snapshot())
+            self._port.report(first)
+
+    @property
+    def settled(self) -> bool:
+        """All that was logged is carried out."""
+        return self._norms_of is None
 
     def shard(self, table: int) -> Shard:
         return self._shards[table]
 
     def _leave(self, leave: log.Leave) -> None:
         self._parts = {key: part for key, part in self._parts.items() if key[1] != leave.learner}
-        self._port.forget(leave.learner)
 
     def keep_blob(self, learner: int, blob: m.LoadState) -> None:
         self._blobs[blob.table, learner, blob.number] = blob
@@ -183,7 +195,7 @@ class Replay:
             self._apply(entry, shard)
         else:
             self._norms_of = entry
-            self._port.share_norms(entry.table, entry.version, shard.norms())
+            self._port.share(entry.table, entry.version, shard.norms())
 
     def _apply(self, entry: log.Fold, shard: Shard) -> None:
         shard.apply(self.options(entry.table, entry.learner, entry.number), entry.factor)

@@ -146,7 +146,7 @@ def manifest(
     learners: int,
     tables: Mapping[int, tuple[Layout, str]],
     loaders: Mapping[int, tuple[m.OpenLoader, int]],
-    history: Sequence[Mapping[str, Any]],
+    history: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Everything of a checkpoint that is no tensor, for JSON."""
     return {
@@ -174,8 +174,13 @@ def manifest(
             for loader, (opened, parts) in loaders.items()
         ],
         "counts": dataclasses.asdict(cut.counts),
-        "history": [record for record in history if record["version"] <= cut.number],  # no later one
+        "history": upto(cut.number, history),
     }
+
+
+def upto(version: int, history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Records of epochs that were done by then."""
+    return [record for record in history if record["version"] <= version]
 
 
 def restored(checkpoint: Checkpoint) -> Restored:

@@ -34,6 +34,11 @@ class ServerRole:
         if self._leader is not None:
             self._leader.watch = decided
 
+    @property
+    def settled(self) -> bool:
+        """All that was logged is carried out; what left in it is not needed any more."""
+        return self._replay.settled
+
     def shard(self, table: int) -> Shard:
         """This server's part of a table."""
         return self._replay.shard(table)

@@ -120,7 +120,7 @@ class WaitingRoom:
         self._refuse([*(each for each in met.learners if each in self._live), *opening], problem)
         if len(stepped := {place for place in met.others.values() if place.what == STEP}) > 1:
             self._refusals.update((each, problem) for each, place in met.others.items() if place in stepped)
-            self._port.call_learners()
+            self._port.announce(m.Call())
 
     def answer_call(self, learner: int) -> None:
         """It waits in a step, and asks whether it is to go on waiting."""

@@ -18,6 +18,7 @@ from syncline.engines.sim.engine import Sim
 from syncline.engines.sim.timing import Follow, Timing
 from syncline.errors import LearnerError, UsageError
 from syncline.jobs import Job
+from syncline.learn.gradients import way_of
 from syncline.learn.training import evaluation_of
 from syncline.topology.parse import Servers, parse_topology
 from syncline.tradeoff.grid import Point
@@ -91,7 +92,10 @@ def _metrics(result: Result, arguments: dict[str, Any]) -> dict[str, float]:
         return last.metrics
     test = evaluation_of(
         result.model,  # type: ignore[arg-type]  # `train` always has one
-        *(arguments[name] for name in ("evaluate", "loss", "objective", "batch_size", "collate")),
+        arguments["evaluate"],
+        way_of(arguments["gradient"], result.model, arguments["loss"], arguments["objective"]),  # type: ignore[arg-type]
+        arguments["batch_size"],
+        arguments["collate"],
     )
     return test(result.state_dict()) if test is not None else {}
 

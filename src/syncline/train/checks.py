@@ -51,8 +51,6 @@ def check_loop(
     loss: Any, objective: Any, epochs: int | None, steps: int | None, policy: str, collate: Any
 ) -> None:
     """What `train`'s loop consists of."""
-    if (loss is None) == (objective is None):
-        raise UsageError("give either loss=(output, target) -> scalar or objective=(model, batch) -> scalar")
     if epochs is not None and steps is not None:
         raise UsageError(f"give either epochs= or steps=, got epochs={epochs} and steps={steps}")
     for name, value in (("epochs", epochs), ("steps", steps)):

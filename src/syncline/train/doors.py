@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ from torch.utils.data import Dataset
 from syncline.dial import Course
 from syncline.engines.options import AUTO, Checkpoints
 from syncline.engines.run import Callback, Engine, Task
+from syncline.learn.gradients import Backprop, Loss, Objective, way_of
+from syncline.learn.regularisers import regularised
 from syncline.learn.session import check_whole
-from syncline.learn.training import Loss, Objective, Supervised, Training, evaluation_of, run_training
+from syncline.learn.stopping import read_stop, refuse_streams, with_norm
+from syncline.learn.training import Training, evaluation_of, run_training
 from syncline.protocols.lifecycle import PATIENCE, Faults
 from syncline.topology.plan import Plan
 from syncline.train.checks import (
@@ -42,6 +45,7 @@ def launch(
     topology: str = "servers",
     engine: str | Engine = "local",
     device: str | Sequence[str] | None = None,
+    table_device: str | None = None,
     seed: int = 0,
     threads: int | None = None,
     clip_norm: float | None = None,
@@ -94,6 +98,7 @@ def launch(
         group=group,
         cut=plan,
         device=device,
+        table_device=table_device,
         threads=threads,
         faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
         checkpoints=Checkpoints(
@@ -124,6 +129,7 @@ def train(
     clip_norm: float | None = None,
     warmstart: int = 0,
     device: str | Sequence[str] | None = None,
+    table_device: str | None = None,
     seed: int = 0,
     policy: str = "ledger",
     collate: Callable[[list[Any]], Any] | None = None,
@@ -138,6 +144,9 @@ def train(
     patience: float | None = PATIENCE,
     kill_hung: bool = False,
     callbacks: Callback | Sequence[Callback] = (),
+    gradient: str | Callable[[nn.Module, Any], torch.Tensor] = "backprop",
+    regulariser: Callable[[nn.Module], torch.Tensor] | None = None,
+    stop: Mapping[str, Any] | None = None,
     wait: bool = True,
     group: int = 1,
     plan: Any = None,
@@ -149,6 +158,11 @@ def train(
     Give `loss(output, target)` for (input, target) batches, or `objective(model, batch)` for any other. The run ends after
     `epochs`, or after `steps` updates. `global_batch_size`, of all learners together, takes the place of `batch_size`. `evaluate` is a data set like `data`, or a function of the model; it
     runs beside the learners at each epoch's end, on one version. A callback gets each epoch's record and ends the run by returning True.
+
+    `gradient` is the way to one: back-propagation, `"cd:k"` or `"pcd:k"` (contrastive divergence of energy models), or a
+    function (model, batch) -> loss that fills `.grad`; only the first has a `loss` or `objective`, a net's own losses apart.
+    `regulariser`, a function of the model, is added to every gradient. `stop` ends the run before its end: at a `loss`, after a
+    `plateau` of so many epochs without a better one, or at a `gradient_norm` of the data.
 
     The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
     number) or seconds (a text such as "30s"; "auto" is a minute, "end" or None the last one alone) and at the end; `resume` goes
@@ -170,17 +184,22 @@ def train(
     check_loop(loss, objective, epochs, steps, policy, collate)
     data, evaluate = check_data(data, each), check_evaluate(evaluate)
     whole, sent = built(model, seed)
+    way = way_of(gradient, whole, loss, objective)
+    trained, rule = regularised(way, regulariser), read_stop(stop)
+    refuse_streams(rule, data)
     made = check_optimizer(whole, optimizer, sync)
     check_schedule(schedule, made)
     if steps is None and epochs is None:
         epochs = 1
-    aim: Objective = objective or Supervised(loss)  # type: ignore[arg-type]
+    aim = trained.objective if isinstance(trained, Backprop) else None
     batches = Batches(data, collate, each, learners)
-    cut = cut_over(group, plan, model=whole, objective=aim, batches=batches)
+    plain = aim if regulariser is None else None
+    cut = cut_over(group, plan, model=whole, objective=plain, batches=batches)
     training = Training(
         model=sent,
         data=data,
         objective=aim,
+        gradient=None if aim is not None else trained,
         optimizer=optimizer,
         schedule=schedule,
         batch_size=each,
@@ -210,13 +229,14 @@ def train(
         group=group,
         cut=cut,
         device=device,
+        table_device=table_device,
         threads=threads,
         faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
         checkpoints=Checkpoints(
             run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
         ),
-        evaluate=evaluation_of(sent, evaluate, loss, objective, each, collate),
-        callbacks=check_callbacks(callbacks),
+        evaluate=with_norm(evaluation_of(sent, evaluate, way, each, collate), rule, training),
+        callbacks=(*check_callbacks(callbacks), *([rule] if rule is not None else [])),
     )
     run = Run(runner, spec, whole, made)
     return run.wait() if wait else run

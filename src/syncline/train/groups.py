@@ -54,12 +54,16 @@ def cut_over(
     plan: Any,
     *,
     model: nn.Module,
-    objective: Objective,
+    objective: Objective | None,
     batches: Batches,
 ) -> Plan | None:
     """How `train`'s model is cut over each group; refused here where it cannot be."""
     if group == 1:
         return None
+    if objective is None:
+        raise UsageError(
+            f"group={group}: gradients over seats are made by back-propagation of a loss or an objective, without a regulariser"
+        )
     example = _model_inputs(model, objective, batches)
     batch_size, learners = batches.batch_size, batches.learners
     found = Plan.load(plan) if isinstance(plan, str) and plan.endswith(".json") else plan

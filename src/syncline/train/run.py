@@ -122,6 +122,9 @@ class Run:
     def _result(self, outcome: Outcome) -> Result:
         """With the model; if that cannot be made the weights come back with the error."""
         before = self._spec.storage.restored.counts.examples.get(0, 0) if self._spec.storage.restored else 0
+        if self._plan is not None and 0 in outcome.tables:
+            version, state = outcome.tables[0]
+            outcome.tables[0] = version, self._plan.way.kept(state)
         result = result_of(outcome, before=before)
         if self._model is None or 0 not in outcome.tables:
             return result

@@ -35,6 +35,7 @@ def run_spec(
     plan: Plan,
     *,
     device: str | Sequence[str] | None,
+    table_device: str | None = None,
     threads: int | None,
     faults: Faults,
     checkpoints: Checkpoints,
@@ -61,6 +62,7 @@ def run_spec(
         devices=devices,
         group=group,
         cut=cut,
+        card=card_of(table_device, devices) if group == 1 else None,  # seats share memory of the host
         threads=threads,
         faults=faults,
         storage=storage,
@@ -120,6 +122,21 @@ def devices_of(device: Any, learners: int) -> tuple[str, ...]:
         if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
             raise UsageError(f"device {name!r}, but torch sees {torch.cuda.device_count()} GPUs here")
     return tuple(names[rank % len(names)] for rank in range(learners))
+
+
+def card_of(table_device: Any, devices: Sequence[str]) -> str | None:
+    """Tables lie with their learners, where those are on GPUs, unless something else is said."""
+    on_gpus = all(torch.device(name).type == "cuda" for name in devices)
+    if table_device is None:
+        return devices[0] if on_gpus else None
+    if table_device == "cpu":
+        return None
+    names = sorted(set(devices))
+    if not on_gpus or table_device not in names:
+        raise UsageError(
+            f"table_device={table_device!r}, but the learners are on {', '.join(names)}; it is 'cpu' or one of their GPUs"
+        )
+    return str(table_device)
 
 
 def engine_of(engine: Any) -> Engine:

@@ -17,7 +17,7 @@ from syncline.engines.sim.rows import Rows, rows_of
 from syncline.engines.sim.task import Task
 from syncline.engines.sim.trial import plain, trial
 from syncline.errors import UsageError
-from syncline.learn.training import Supervised
+from syncline.learn.gradients import Supervised
 from syncline.models import Cifar10Full
 from syncline.table.layout import lay_out
 

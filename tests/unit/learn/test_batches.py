@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import TensorDataset
 
 from syncline.learn.batches import count_of, to_device
+from syncline.learn.gradients import Backprop
 from syncline.learn.training import evaluation_of
 
 META = torch.device("meta")  # as good as a GPU for where tensors are
@@ -172,8 +173,7 @@ def test_evaluation_weighs_batches_of_any_kind_by_their_examples() -> None:
     evaluation = evaluation_of(
         nn.Linear(1, 1),
         data,
-        None,
-        squares,
+        Backprop(squares),
         1,
         lambda items: Frozen("ab", torch.stack([x for (x,) in items])),
     )

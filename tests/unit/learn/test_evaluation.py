@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from syncline.errors import UsageError
+from syncline.learn.gradients import Backprop, Supervised
 from syncline.learn.models import ModelFactory
 from syncline.learn.training import Evaluation, check_metrics, evaluation_of
 
@@ -45,7 +46,9 @@ class Ragged(Dataset[Tensor]):
 
 def evaluation(data: Any, **options: Any) -> Evaluation:
     given = {"loss": None, "objective": None, "batch_size": BATCH, "collate": None, **options}
-    found = evaluation_of(given.pop("model", nn.Linear(3, 2)), data, **given)
+    loss, objective = given.pop("loss"), given.pop("objective")
+    way = Backprop(objective or Supervised(loss))
+    found = evaluation_of(given.pop("model", nn.Linear(3, 2)), data, way, **given)
     assert found is not None
     return found
 

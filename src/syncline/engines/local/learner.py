@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from syncline import messages as m
+from syncline.engines.local.card import Order
 from syncline.engines.local.cargo import Parcel, pack, unpack
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.codec import Record, encode
 from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Replies
 from syncline.engines.local.memory import Bell, Region, Sleeper, crash_at
-from syncline.engines.local.server import Desk, Geometry, Lane, Shelf
+from syncline.engines.local.server import EVENT, Desk, Geometry, Lane, Shelf
 from syncline.engines.local.versions import Reader
 from syncline.engines.run import Task
 from syncline.learn.session import ServerSession
@@ -64,10 +66,10 @@ class LearnerSpec:
 
 
 def _copy(into: list[Tensor], source: list[Tensor]) -> None:
-    """All of it is there afterwards."""
+    """All of it is there afterwards; from card to card, for whatever follows on the stream."""
     on_gpu = any(tensor.is_cuda for tensor in into)
     torch._foreach_copy_(into, source, non_blocking=on_gpu)
-    if on_gpu:
+    if on_gpu and not any(tensor.is_cuda for tensor in source):
         torch.cuda.current_stream().synchronize()
 
 
@@ -80,6 +82,9 @@ class LocalTable(TablePort):
         self._lane = Lane(opened.lane, opened.layout, slots=geometry.slots)
         self._replies: Replies = self._lane.replies
         self._port, self._sleeper = port, port.sleeper
+        self._order: Order | None = None
+        if geometry.card is not None:
+            self._to_card(geometry.card)
         flat = opened.layout.parameters
         self._inbox = flat.views(self._lane.inbox)
         self._reader = Reader(opened.layout, self._shelf.ring, self._shelf.versions, self._lane.inbox)
@@ -91,6 +96,31 @@ class LocalTable(TablePort):
         self.narrow: Callable[[list[Tensor]], list[Tensor]] = list  # what is read of a version
         opened.handle.close()
         opened.lane.close()
+
+    def _to_card(self, card: str) -> None:
+        """Where the shards have their memory there."""
+        for block in (self._shelf, self._lane):
+            block.to_card(card, owner=False, wait=self._await_handle)
+        self._order = Order(card, self._lane.handles, EVENT)
+        self._shards = range(EVENT, EVENT + self.layout.shards)
+
+    def _await_handle(self) -> None:
+        self._port.check()
+        time.sleep(0.001)
+
+    def _after_shards(self) -> None:
+        """On a card: what shards did before they said so comes before what is done now."""
+        if self._order is not None:
+            self._order.after(self._shelf.handles, self._shards)
+
+    def _signal(self) -> None:
+        """On a card: what was done comes before what shards do once they hear of it."""
+        if self._order is not None:
+            self._order.signal()
+
+    @property
+    def on_card(self) -> bool:
+        return self._order is not None
 
     def memory(self) -> list[Tensor]:
         """The blocks that a GPU copies to and from."""
@@ -108,6 +138,7 @@ class LocalTable(TablePort):
                     self._sleeper.wait()
             self._sleeper.busy()
         self._published[place] = None
+        self._after_shards()
         return self.at(place)
 
     def at(self, place: int) -> Draft:
@@ -136,6 +167,7 @@ class LocalTable(TablePort):
                 slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
             if message.states:
                 slot.write_states(message.states)
+        self._signal()
         self._port.push(encode(message, place))
         self._published[place] = message.number
 
@@ -170,7 +202,9 @@ class LocalTable(TablePort):
     def copy(self, reading: Reading, into: list[Tensor]) -> int | None:
         """`read`, without saying so."""
         if reading.delivered:
+            self._after_shards()
             _copy(into, self.narrow(self._inbox))
+            self._signal()
             return reading.version
         return self._read(reading.version, into)
 
@@ -184,7 +218,9 @@ class LocalTable(TablePort):
                 os.sched_yield()
                 continue
             version, places = found
+            self._after_shards()
             _copy(into, self.narrow(self._reader.sources(places)))
+            self._signal()
             if self._reader.hold(version, places):
                 return version
         return None
@@ -287,7 +323,7 @@ class LocalLearnerPort(LearnerPort):
 
     def open(self, opened: m.Opened) -> LocalTable:
         table = self._tables[opened.table] = LocalTable(opened, self._spec.geometry, self)
-        if torch.device(self._spec.seat.device).type == "cuda":
+        if torch.device(self._spec.seat.device).type == "cuda" and not table.on_card:
             _pin(table.memory())
         return table
 

@@ -9,7 +9,7 @@ from typing import Any
 from syncline.engines.local.cargo import Parcel, pack
 from syncline.engines.run import RunSpec
 from syncline.errors import UsageError
-from syncline.learn.training import Supervised
+from syncline.learn.gradients import Supervised
 
 
 def pack_task(spec: RunSpec) -> tuple[Parcel, Parcel | None]:

@@ -12,14 +12,16 @@ import threading
 import time
 import traceback
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncline import messages as m
+from syncline.engines.local.card import Handles, Order, share
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.codec import (
     ENTRY,
@@ -40,12 +42,14 @@ from syncline.messages.to_leader import NO_LOADER, Gradient, Put, ToLeader
 from syncline.ports import Portion, Reading, ServerPort, VersionMemory
 from syncline.table.layout import Layout
 from syncline.table.slot import Slot, slot_bytes
+from syncline.table.store import copy_segments
 from syncline.topology.servers import ServerRole
 
 PORTION = struct.Struct("=6q")
 DRAFTED = (log.Take, log.PutValues, log.Free)  # entries that speak of a draft
 DESK_NOTES, DESK_PORTIONS, LOG_ENTRIES = 64, 256, 1024
 WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)  # a word of a desk
+MEMORY, EVENT = 0, 1  # handles of a lane: its block, its learner; of a shelf: its block, its shards
 LISTEN_EVERY = 0.002  # seconds of work between looks at the supervisor's channel
 SLOW = 0.002  # seconds between looks at a full log
 
@@ -90,20 +94,42 @@ class Lane:
         cells, shards = Cells(region), layout.shards
         self.replies = Replies(cells, 0, shards=shards)
         self.drafts = Drafts(cells, Replies.words(shards), shards=shards, slots=slots)
-        start = self._head(layout, slots)
-        size = slot_bytes(layout)
-        self.slots = [
-            Slot(layout, memory[start + index * size : start + (index + 1) * size]) for index in range(slots)
-        ]
+        self.handles = Handles(region, 8 * self._words(layout, slots))
+        self._layout, self._slots, self._start = layout, slots, self._head(layout, slots)
         self.numbers = [-1] * slots  # a shard's own: tickets whose drafts lie in the slots
-        start += slots * size
-        self.inbox = layout.parameters.segments(memory[start:])
         self.memory = memory
+        self._lay(None)
+
+    def _lay(self, card: Tensor | None) -> None:
+        """Slots and inbox, in the shared memory or with their values on a card."""
+        layout, size, values = self._layout, slot_bytes(self._layout), self._values(self._layout)
+        host = [self.memory[self._start + index * size :][:size] for index in range(self._slots)]
+        if card is None:
+            self.slots = [Slot(layout, block) for block in host]
+            inbox = self.memory[self._start + self._slots * size :]
+        else:
+            self.slots = [Slot(layout, block, card[index * values :]) for index, block in enumerate(host)]
+            inbox = card[self._slots * values :]
+        self.inbox = layout.parameters.segments(inbox)
+
+    def to_card(self, device: str, *, owner: bool, wait: Callable[[], None]) -> None:
+        """Gradients and inbox lie there from now on."""
+        nbytes = self._slots * self._values(self._layout) + self._layout.parameters.nbytes
+        what = f"{self._slots} gradients and an inbox of a learner"
+        self._lay(share(self.handles, MEMORY, device, nbytes, what, owner=owner, wait=wait))
 
     @staticmethod
-    def _head(layout: Layout, slots: int) -> int:
-        words = Replies.words(layout.shards) + Drafts.words(layout.shards, slots)
-        return -(-words * 8 // 4096) * 4096
+    def _values(layout: Layout) -> int:
+        return layout.parameters.nbytes + layout.buffers.nbytes
+
+    @staticmethod
+    def _words(layout: Layout, slots: int) -> int:
+        return Replies.words(layout.shards) + Drafts.words(layout.shards, slots)
+
+    @classmethod
+    def _head(cls, layout: Layout, slots: int) -> int:
+        head = 8 * cls._words(layout, slots) + Handles.nbytes(2)
+        return -(-head // 4096) * 4096
 
     @classmethod
     def nbytes(cls, layout: Layout, *, slots: int) -> int:
@@ -115,7 +141,7 @@ class Shelf:
 
     def __init__(self, region: Region, layout: Layout, *, places: int) -> None:
         memory, size = region.tensor(), layout.parameters.nbytes
-        self.memory = memory
+        self.memory, self._layout, self._places = memory, layout, places
         self.ring = [layout.parameters.segments(memory[place * size :]) for place in range(places)]
         position = places * size
         self.buffers = layout.buffers.views(layout.buffers.segments(memory[position:]))
@@ -125,24 +151,36 @@ class Shelf:
         cells, sizes = Cells(region, position // 8), [len(part.pieces) for part in layout.parts]
         self.norms = Shares(cells, 0, sizes=sizes)
         self.versions = Words(cells, Shares.words(sizes), shards=layout.shards, places=places)
+        words = Shares.words(sizes) + Words.words(layout.shards, places)
+        self.handles = Handles(region, position + 8 * words)
+        self.weights = self.ring[0]  # where the first values lie
 
-    @property
-    def weights(self) -> list[Tensor]:
-        """Where the first values lie."""
-        return self.ring[0]
+    def to_card(self, device: str, *, owner: bool, wait: Callable[[], None]) -> None:
+        """The ring lies there from now on."""
+        layout, size = self._layout, self._layout.parameters.nbytes
+        what = f"{self._places} versions of a table"
+        card = share(self.handles, MEMORY, device, self._places * size, what, owner=owner, wait=wait)
+        self.ring = [layout.parameters.segments(card[place * size :]) for place in range(self._places)]
+
+    def clear(self) -> None:
+        """What shards told each other, and of their memory, is void."""
+        self.norms.clear()
+        self.handles.clear(1 + self._layout.shards)
 
     @staticmethod
     def nbytes(layout: Layout, *, places: int) -> int:
         words = Shares.words([len(part.pieces) for part in layout.parts]) + Words.words(layout.shards, places)
-        return places * layout.parameters.nbytes + layout.buffers.nbytes + layout.others.nbytes + 8 * words
+        values = places * layout.parameters.nbytes + layout.buffers.nbytes + layout.others.nbytes
+        return values + 8 * words + Handles.nbytes(1 + layout.shards)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What follows from the dials: how many slots there are, and places for versions."""
+    """What follows from the dials: how many slots there are, and places for versions; and where they lie."""
 
     slots: int
     places: int
+    card: str | None = None  # a GPU, in place of shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +207,25 @@ class AddLearner:
     bell: Bell
 
 
+class _CardOrder(NamedTuple):
+    """Of a shard's part of a ring on a card."""
+
+    port: LocalServerPort
+    table: int
+
+    def written(self) -> None:
+        """A version is whole."""
+        self.port.signal(self.table)
+
+    def write(self) -> None:
+        """A place is about to be written."""
+        self.port.after_readers(self.table)
+
+
+def _nap() -> None:
+    time.sleep(0.001)
+
+
 class LocalServerPort(ServerPort):
     """The role's effects, on shared memory."""
 
@@ -186,9 +243,11 @@ class LocalServerPort(ServerPort):
         self._layouts: dict[int, Layout] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._memories: dict[int, Part] = {}
+        self._orders: dict[int, Order] = {}  # of tables on a card
         self._reading: dict[int, dict[int, int]] = defaultdict(dict)  # table -> learner -> its last release
         self.readers: set[tuple[int, int]] = set()  # (loader, learner)
         self._beyond: deque[Record] = deque()  # what the log has no room for: followers are slow, or stopped
+        self.leaving: list[int] = []  # learners whose leaving is in the log
         self.to_wake: set[int] = set()
         self.wake_shards = False
         self.norms_wanted: tuple[int, int] | None = None
@@ -204,14 +263,25 @@ class LocalServerPort(ServerPort):
 
     def make_table(self, make: m.MakeTable) -> None:
         self._layouts[make.table] = make.layout
-        self.shelves[make.table] = Shelf(make.handle, make.layout, places=self._spec.geometry.places)
+        shelf = self.shelves[make.table] = Shelf(make.handle, make.layout, places=self._spec.geometry.places)
         make.handle.close()
+        if self._spec.geometry.card is not None and self.shard < make.layout.shards:
+            self._to_card(make.table, shelf, self._spec.geometry.card)
+
+    def _to_card(self, table: int, shelf: Shelf, card: str) -> None:
+        shelf.to_card(card, owner=self.shard == 0, wait=_nap)
+        part = self._layouts[table].parts[self.shard]
+        copy_segments(part.segments(shelf.ring[0]), part.segments(shelf.weights))
+        self._orders[table] = Order(card, shelf.handles, EVENT + self.shard)
 
     def join_table(self, join: m.JoinTable) -> None:
         geometry = self._spec.geometry
         layout = self._layouts[join.table]
-        self._lanes[join.table, join.learner] = Lane(join.lane, layout, slots=geometry.slots)
+        lane = self._lanes[join.table, join.learner] = Lane(join.lane, layout, slots=geometry.slots)
         join.lane.close()
+        if join.table in self._orders:
+            assert geometry.card is not None
+            lane.to_card(geometry.card, owner=self.shard == 0, wait=_nap)
 
     def knows(self, entry: log.Entry) -> bool:
         """Everything that the entry needs has arrived from the supervisor."""
@@ -234,16 +304,24 @@ class LocalServerPort(ServerPort):
             record, lambda table, slot: self._lanes[table, learner].slots[slot].read_states()
         )
         if isinstance(message, Gradient | Put):
-            self._lanes[message.table, learner].numbers[slot] = message.number
+            self._lies(message.table, learner, message.number, slot)
         return message
+
+    def _lies(self, table: int, learner: int, number: int, slot: int) -> None:
+        lane = self._lanes[table, learner]
+        lane.numbers[slot] = number
+        if table in self._orders:
+            self._orders[table].after(lane.handles, [EVENT])
 
     def lies_in(self, entry: log.Take | log.PutValues | log.Free, slot: int) -> None:
         """Where the draft is that an entry speaks of, as the leading shard says."""
-        self._lanes[entry.table, entry.learner].numbers[slot] = entry.number
+        self._lies(entry.table, entry.learner, entry.number, slot)
 
     # -- effects -----------------------------------------------------------------------------------------
 
     def append(self, entry: log.Entry) -> None:
+        if isinstance(entry, log.Leave):
+            self.leaving.append(entry.learner)
         if self.log is None:
             return
         slot = NO_SLOT
@@ -275,9 +353,25 @@ class LocalServerPort(ServerPort):
     def memory(self, table: int) -> VersionMemory:
         shelf = self.shelves[table]
         memory = self._memories[table] = Part(
-            self._layouts[table], self.shard, shelf.ring, shelf.versions, lambda: self._being_read(table)
+            self._layouts[table],
+            self.shard,
+            shelf.ring,
+            shelf.versions,
+            lambda: self._being_read(table),
+            _CardOrder(self, table) if table in self._orders else None,
         )
         return memory
+
+    def signal(self, table: int) -> None:
+        """On a card: what was done there comes before whatever follows from what is said next."""
+        if table in self._orders:
+            self._orders[table].signal()
+
+    def after_readers(self, table: int) -> None:
+        """On a card: whoever reads has read before what is written next."""
+        for (each, _), lane in self._lanes.items():
+            if each == table:
+                self._orders[table].after(lane.handles, [EVENT])
 
     def _being_read(self, table: int) -> bool:
         reading = self._reading[table]
@@ -295,12 +389,14 @@ class LocalServerPort(ServerPort):
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
         lane = self._lanes.get((table, learner))
         if lane is not None:
+            self.signal(table)
             if reading is None:
                 lane.drafts.free(self.shard, lane.numbers.index(number), number)
             else:
                 self._reading[table][learner] = number
                 if reading.delivered:
                     self._memories[table].deliver(lane.inbox)
+                    self.signal(table)
                 flags = KEEP * reading.keep | DELIVERED * reading.delivered
                 lane.replies.release(self.shard, number, reading.version, reading.dial, flags)
             self.to_wake.add(learner)
@@ -312,7 +408,7 @@ class LocalServerPort(ServerPort):
                 raise AssertionError(f"learner {learner} asked for more than {DESK_PORTIONS} portions ahead")
             self.to_wake.add(learner)
 
-    def share_norms(self, table: int, version: int, norms: Tensor) -> None:
+    def share(self, table: int, version: int, norms: Tensor) -> None:
         self.shelves[table].norms.tell(self.shard, version, norms.tolist())
         self.norms_wanted = (table, version)
         self.flush()
@@ -323,7 +419,12 @@ class LocalServerPort(ServerPort):
     def spend(self, kind: type[log.Take | log.Fold], table: int, times: int = 1) -> None:
         pass
 
-    def forget(self, learner: int) -> None:
+    def forget(self) -> None:
+        """The log is carried out as far as it is written: nothing is needed of those that have left."""
+        while self.leaving:
+            self._forget(self.leaving.pop())
+
+    def _forget(self, learner: int) -> None:
         self.desks.pop(learner, None)
         bell = self._bells.pop(learner, None)
         if bell:
@@ -381,6 +482,8 @@ class _Loop:
             keeps_up = self._port.keeps_up()
             worked = keeps_up and (self._read_notes() if self._leads else self._read_log())
             worked |= self._read_norms()
+            if self._port.leaving and self._role.settled:
+                self._port.forget()
             self._port.flush()
             if worked:
                 self._sleeper.busy()
@@ -420,6 +523,8 @@ class _Loop:
             if isinstance(entry, DRAFTED):
                 self._port.lies_in(entry, slot)
             self._role.entry(entry)
+            if isinstance(entry, log.Leave):
+                self._port.leaving.append(entry.learner)
             worked = True
         return worked
 

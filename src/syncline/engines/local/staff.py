@@ -26,7 +26,7 @@ core costs more than either."""
 
 def geometry_of(spec: RunSpec) -> Geometry:
     """How many slots and places for versions the dials need (M11, M13); two slots, so that any dial may follow."""
-    return Geometry(slots=max(2, spec.plan.delay + 1), places=places_for(spec.plan.delay))
+    return Geometry(max(2, spec.plan.delay + 1), places_for(spec.plan.delay), spec.card)
 
 
 class Staff:
@@ -40,6 +40,7 @@ class Staff:
         self.shards: list[Process] = []
         self.generation = 0  # how often the servers were started anew
         self._desks: dict[int, Region] = {}
+        self._known: set[int] = set()  # learners that the present shards were told of
         self._regions: dict[int, list[Region]] = defaultdict(list)  # by learner; SHARED, and SERVERS' own
         self._shared = self.region(Hub.nbytes())
         self._shard_bells = [Bell() for _ in range(spec.plan.topology.shards)]
@@ -63,6 +64,7 @@ class Staff:
     def start_shards(self) -> None:
         count = self._spec.plan.topology.shards
         self.release(SERVERS)
+        self._known.clear()
         log = self.region(8 * Ring.words(LOG_ENTRIES, max(1, count - 1)), SERVERS)
         self.shards = []
         for shard in range(count):
@@ -83,11 +85,16 @@ class Staff:
         """A desk between a learner and the shards; its bell stays the same."""
         self.release(learner)  # what it had with servers that are gone
         desk = self._desks[learner] = self.region(Desk.nbytes(), learner)
+        self._known.add(learner)
         bell = bell or self.learners[learner].bell
         assert bell is not None
         for shard in self.shards:
             shard.channel.post(AddLearner(learner, desk, bell))
         return desk
+
+    def know(self, learner: int) -> Region:
+        """Its desk with the present shards."""
+        return self._desks[learner] if learner in self._known else self.introduce(learner)
 
     def start_learner(self, learner: int, rank: int) -> None:
         bell = Bell()

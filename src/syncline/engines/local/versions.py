@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -57,6 +58,16 @@ class Words:
         return all(self._cells.load(cell) == version + 1 for cell in cells)
 
 
+class CardOrder(Protocol):
+    """On a card copies go on after the words are said."""
+
+    def written(self) -> None:
+        """A version is whole."""
+
+    def write(self) -> None:
+        """A place is about to be written."""
+
+
 class Part(VersionMemory):
     """A shard's part of the ring; `being_read` is for the port to say."""
 
@@ -67,16 +78,22 @@ class Part(VersionMemory):
         ring: Sequence[Segments],
         words: Words,
         being_read: Callable[[], bool],
+        order: CardOrder | None = None,
     ) -> None:
         part = layout.parts[shard]
         self.places = [part.segments(segments) for segments in ring]
         self._layout, self._shard, self._words, self._being_read = layout, shard, words, being_read
         self.newest = 0  # the place that was offered last
+        self._order = order
 
     def offer(self, place: int, version: int) -> None:
+        if self._order is not None and version != WRITTEN:
+            self._order.written()
         self._words.offer(self._shard, place, version)
         if version != WRITTEN:
             self.newest = place
+        elif self._order is not None:
+            self._order.write()
 
     def being_read(self) -> bool:
         return self._being_read()

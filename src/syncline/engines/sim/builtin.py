@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +21,20 @@ from syncline.engines.sim.fibers import Handler
 from syncline.engines.sim.learner import WAITING, SimLearner
 from syncline.engines.sim.promises import Own, Promise
 from syncline.engines.sim.states import Random
-from syncline.engines.sim.stepping import TableEnd
+from syncline.engines.sim.stepping import PromisedReplica
 from syncline.errors import InvariantError
 from syncline.learn.feed import AHEAD
 from syncline.learn.randomness import pack_random, seed_random, unpack_random
-from syncline.messages.to_leader import AskBatch, Blocked
-from syncline.ports import OUTSIDE, Portion, RunStopped
+from syncline.learn.stepper import FeedWait, Portions, Rested
+from syncline.messages.to_leader import Farewell
+from syncline.ports import Portion, RunStopped
 
 if TYPE_CHECKING:
     from syncline.engines.sim.workshop import Workshop
     from syncline.engines.sim.world import World
 
 Steps = Generator[None, None, None]
-LOADER = 0
+LOADER = TABLE = 0
 CPU = torch.device("cpu")
 
 
@@ -43,7 +45,7 @@ class Builtin(SimLearner):
         self.shop = shop
         super().__init__(world, learner, rank)
         self.run_plan = world.spec.plan
-        self.table: TableEnd | None = None
+        self.table: PromisedReplica | None = None
         self.feed: Feed | None = None
         self._rests: int | None = None  # the ticket with which it reads after its rest
         self._fresh = False  # batches since the last gradient was published
@@ -77,11 +79,11 @@ class Builtin(SimLearner):
         outside.restore()
         return own
 
-    def _make_end(self) -> TableEnd:
-        return TableEnd(self)
+    def _make_replica(self) -> PromisedReplica:
+        return PromisedReplica(self)
 
     def _life(self) -> Steps:
-        table = self.table = self._make_end()
+        table = self.table = self._make_replica()
         yield from table.open()
         feed = self.feed = Feed(self)
         yield from feed.open()
@@ -92,11 +94,13 @@ class Builtin(SimLearner):
         except RunStopped:
             feed.leave()
         if not self.ending:
-            table.push()
-        if self.run_plan.saving.cuts:
-            table.farewell()
+            table.stepper.push()
+        if (
+            self.run_plan.saving.cuts
+        ):  # nothing more will be published: leave the random states as of the last gradient
+            self.post(Farewell(TABLE, self.random_states(marked=True)))
 
-    def _epoch(self, table: TableEnd, feed: Feed) -> Steps:
+    def _epoch(self, table: PromisedReplica, feed: Feed) -> Steps:
         self._restore_random()
         feed.begin()
         while not self.ending or feed.waiting:
@@ -106,11 +110,14 @@ class Builtin(SimLearner):
                 break
             self._fresh, self._used = True, portion.number + 1
             self._count += portion.stop - portion.start
-            promise = self._promise(table, portion, feed.parts)
-            yield from table.step(promise, self._count)
+            table.promise = self._promise(table, portion, feed.parts)
+            if self.ending:
+                raise RunStopped
+            yield from self.compute(self._count)
+            yield from table.drive(table.stepper.step(table.promise.loss))
         feed.leave()
 
-    def _promise(self, table: TableEnd, portion: Portion, parts: int) -> Promise:
+    def _promise(self, table: PromisedReplica, portion: Portion, parts: int) -> Promise:
         indices = self.shop.indices(portion.epoch, portion.start, portion.stop, parts)
         promise = Promise(table.weights, indices, portion.stop - portion.start, self.own)
         self.shop.computer.promise(promise)
@@ -169,15 +176,16 @@ class Builtin(SimLearner):
     @property
     def ending(self) -> bool:
         world, limit = self._world, self.run_plan.limit
-        if limit is not None and self.table is not None and self.table.version >= limit:
+        if limit is not None and self.table is not None and self.table.stepper.version >= limit:
             return True
         return world.stopping or self.dead or world.recorder.error is not None
 
-    def rest(self, index: int) -> None:
+    def rest(self, loader: int, index: int) -> None:
         """Nothing to compute: nobody need wait for this learner."""
         assert self.table is not None
         if self._rests is None:
-            self._rests = self.table.rest(index)
+            states = self.random_states() if self.run_plan.saving.cuts else b""
+            self._rests = self.table.stepper.rest(loader, index, states, later=True)
 
     @property
     def resting(self) -> bool:
@@ -187,14 +195,14 @@ class Builtin(SimLearner):
         """There is data again: read what the others have by now."""
         assert self.table is not None
         if self._rests is not None:
-            yield from self.table.rested(self._rests)
+            yield from self.table.drive(self.table.stepper.rested(self._rests))
             self._rests = None
 
     def ended(self, index: int) -> None:
         """The epoch is over, and its batches are in gradients."""
         assert self.table is not None
-        if not self._fresh and not self.table.sync.lockstep:
-            self.rest(index)
+        if not self._fresh and not self.table.stepper.sync.lockstep:
+            self.rest(LOADER, index)
 
     def take_usage(self) -> tuple[int, int, int]:
         """(examples, loader, portions used) of the gradient that is published now."""
@@ -235,39 +243,44 @@ class Builtin(SimLearner):
 
 
 class Feed:
-    """A built-in learner's loader: asks for portions and takes them in their order, as `learn.feed.Loader` does."""
+    """A built-in learner's loader: which portions it has ahead of their use."""
 
     def __init__(self, learner: Builtin) -> None:
         self._learner, self._shop = learner, learner.shop
-        self.epoch = 0
         self.parts = 1
         self.waiting: list[Portion] = []  # handed out ahead of their use
-        self._index = self._asked = 0
-        self._asking = AskBatch(LOADER, 0)
-        self._started = self._ended = False
+        self._portion = Portions(LOADER, learner.post, learner.rest, lambda: learner.resting)
+        self._wanted = AHEAD + self._shop.ahead
         self._more = True
+
+    @property
+    def epoch(self) -> int:
+        return self._portion.epoch
 
     def open(self) -> Steps:
         learner, plan = self._learner, self._shop.plan
         opening = m.OpenLoader(LOADER, self._shop.size, plan.batch_size, plan.policy, learner.run_plan.epochs)
         self.parts = yield from learner.inquire(opening)
-        first = yield from self._portion(OUTSIDE)
-        self.epoch = first.epoch if first else self.epoch
+        yield from self._drive(self._portion.welcome())
 
     def begin(self) -> None:
         """A further epoch."""
-        self._started, self._more = False, True
+        self._portion.enter()
+        self._more = True
 
     def fetch(self) -> Steps:
         """Have the next portion, and as many after it as are read ahead."""
         ahead = self._shop.ahead
         while self._more and len(self.waiting) <= ahead and not self._learner.ending:
-            portion = self._at_hand() or (yield from self._next(block=not self.waiting))
+            portion = self._at_hand() or (yield from self._next())
             if portion is None:
                 break
             self._more = not portion.end
             if self._more:
                 self.waiting.append(portion)
+
+    def _next(self) -> Generator[None, None, Portion | None]:
+        return (yield from self._drive(self._portion.next(self._wanted, block=not self.waiting)))
 
     def take(self) -> Portion | None:
         return self.waiting.pop(0) if self.waiting else None
@@ -275,65 +288,37 @@ class Feed:
     def leave(self) -> None:
         """The epoch is over for this learner."""
         assert self._learner.table is not None
-        self._learner.table.push()
-        if self._ended:
-            self._learner.ended(self._index)
-        self._ended = False
-        self.epoch += 1
+        self._learner.table.stepper.push()
+        if self._portion.ended:
+            self._learner.ended(self._portion.index)
+        self._portion.leave()
 
-    def _portion(self, index: int) -> Generator[None, None, Portion | None]:
-        learner, key = self._learner, (LOADER, index)
+    def _drive(self, steps: Generator[FeedWait, Any, Any]) -> Generator[None, None, Any]:
+        """Give way until there is what they wait for."""
+        learner, found = self._learner, None
         portions = learner.portions
-        yield from learner.give_way(lambda: key in portions or learner.stopping(), f"data of loader {LOADER}")
-        return portions.pop(key, None)
+        while True:
+            try:
+                wait = steps.send(found)
+            except StopIteration as done:
+                return done.value
+            found = None
+            if isinstance(wait, Rested):
+                yield from learner.rested()
+                continue
+            key = (wait.loader, wait.number)
+            if wait.block:
+                there = partial(self._there, key)
+                yield from learner.give_way(there, f"data of loader {LOADER}")
+            found = portions.pop(key, None)
 
-    def _ask(self) -> None:
-        wanted = self._index + AHEAD + self._shop.ahead
-        if self._asked < wanted and self._asking.epoch != self.epoch:
-            self._asking = AskBatch(LOADER, self.epoch)
-        while self._asked < wanted:
-            self._learner.post(self._asking, later=True)
-            self._asked += 1
-
-    def _next(self, *, block: bool) -> Generator[None, None, Portion | None]:
-        """The next portion of this epoch; None: not there (or the run ends)."""
-        learner = self._learner
-        if not self._started:
-            self._started = True
-            if self._index > 0:  # a further epoch begins, for all at once: rest before asking
-                learner.rest(self._index)
-                self._ask()
-                return self._seen((yield from self._rest_until()))
-        self._ask()
-        portion = learner.portions.pop((LOADER, self._index), None)
-        if portion is None and block:
-            learner.rest(self._index)
-            portion = yield from self._rest_until()
-        elif portion is not None and learner.resting:
-            learner.rest(self._index)
-            yield from learner.rested()
-        return self._seen(portion)
+    def _there(self, key: tuple[int, int]) -> bool:
+        return key in self._learner.portions or self._learner.stopping()
 
     def _at_hand(self) -> Portion | None:
-        """What `_next` gives in most cases, for less."""
-        learner = self._learner
-        if not self._started or learner.resting:
+        """What `next` gives in most cases, for less."""
+        portion = self._portion
+        if not portion.at_hand():
             return None
-        self._ask()
-        portion = learner.portions.pop((LOADER, self._index), None)
-        return None if portion is None else self._seen(portion)
-
-    def _rest_until(self) -> Generator[None, None, Portion | None]:
-        self._learner.post(Blocked(LOADER, self._index))
-        portion = yield from self._portion(self._index)
-        if portion is not None:
-            yield from self._learner.rested()
-        return portion
-
-    def _seen(self, portion: Portion | None) -> Portion | None:
-        if portion is not None:
-            self._index += 1
-            if portion.end:
-                self._asked = self._index
-                self._ended = True
-        return portion
+        portion.ask(self._wanted)
+        return portion.seen(self._learner.portions.pop((LOADER, portion.index), None))

@@ -18,7 +18,7 @@ from syncline.engines.record import learner_error
 from syncline.engines.sim.account import LearnerTimes
 from syncline.engines.sim.clock import Action, Pause
 from syncline.engines.sim.fibers import Fiber, Killed, make_fiber
-from syncline.engines.sim.memory import DRAFT, Drafts, Releases, SimTable
+from syncline.engines.sim.memory import DRAFT, Drafts, Releases, SimTable, poison
 from syncline.errors import InvariantError, UsageError
 from syncline.learn.models import without_graph
 from syncline.learn.randomness import pack_random
@@ -440,7 +440,10 @@ class TwinTable(TablePort):
             slot.write_options(options)
             if not message.full:
                 slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
+        self._lane.sent[draft.place].memory.copy_(slot.memory)
         self._learner.post(message)
+        if self._world.poisons:
+            poison([*slot.gradients, *slot.buffers])
 
     def wait(self, number: int, *, block: bool = True) -> Reading | None:
         if block:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -37,12 +38,16 @@ class ShardMemory(OwnMemory):
 
     def __init__(self, table: SimTable, shard: int, places: int) -> None:
         super().__init__(table.layout, shard, places, table.device)
-        self.part = table.layout.parts[shard]
+        self.part, self._entries = table.layout.parts[shard], table.layout.parameters.entries
         copy_segments(self.places[0], self.part.segments(table.weights))
         self._offered: dict[int, int] = {}  # place -> version
 
     def offer(self, place: int, version: int) -> None:
         self._offered[place] = version
+
+    def views(self, whole: list[Tensor]) -> list[Tensor]:
+        """This shard's pieces of something as large as the table; what lies between them is nobody's."""
+        return self.part.views(self.part.segments(whole), self._entries)
 
     def of(self, version: int) -> list[Tensor]:
         return next(self.places[place] for place, held in self._offered.items() if held == version)
@@ -92,7 +97,8 @@ class SimLane(Traffic):
 
     def __init__(self, layout: Layout, slots: int) -> None:
         super().__init__(slots)
-        self.slots = [private_slot(layout) for _ in range(slots)]
+        self.slots = [private_slot(layout) for _ in range(slots)]  # the learner's drafts
+        self.sent = [private_slot(layout) for _ in range(slots)]  # what the shards have of them
         flat = layout.parameters
         self.inbox = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
 
@@ -122,6 +128,13 @@ class Releases:
         if len(versions) != 1:
             raise AssertionError(f"shards released ticket {number} with versions {sorted(versions)}")
         return readings[0][1]
+
+
+def poison(tensors: Iterable[Tensor]) -> None:
+    """What is not somebody's any more is no number to it."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
 
 
 def part_bytes(layout: Layout) -> list[int]:

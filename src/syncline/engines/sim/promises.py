@@ -21,8 +21,7 @@ from torch import Tensor
 
 from syncline.engines.sim.memory import Traffic
 from syncline.engines.sim.states import Random
-from syncline.learn.optimizer import refuse_sparse_gradients
-from syncline.learn.training import check_loss
+from syncline.learn.replica import refuse_sparse_gradients
 from syncline.table.accumulator import Mean
 from syncline.table.layout import Layout, Part
 from syncline.table.promised import Made, Maker, PromisedPart, Taken
@@ -264,10 +263,7 @@ class EachAlone(Computer):
             self._load(promise)
             for parameter in shop.parameters:
                 parameter.grad = None
-            value = shop.plan.objective(shop.model, batch)
-            check_loss(value)
-            value.backward()
-            loss = promise.loss = value.item()
+            loss = promise.loss = shop.plan.way(shop.model, batch).item()
         finally:
             own.random.save()
             outside.restore()

@@ -15,10 +15,10 @@ from torch import Tensor
 from syncline.engines.files import write_part
 from syncline.engines.sim.clock import Action, Pause
 from syncline.engines.sim.cluster import Cost
-from syncline.engines.sim.memory import DRAFT, ShardMemory, SimLane, Traffic
+from syncline.engines.sim.memory import DRAFT, ShardMemory, SimLane, Traffic, poison
 from syncline.engines.sim.moments import with_states
 from syncline.engines.sim.promises import PromisedLane, PromisedSlot
-from syncline.messages.log import Entry, Fold, PutValues, Take
+from syncline.messages.log import Entry, Fold, Leave, PutValues, Take
 from syncline.messages.to_leader import ToLeader
 from syncline.ports import Portion, Reading, ServerPort, VersionMemory
 from syncline.table.slot import Slot
@@ -44,6 +44,7 @@ class SimServer(ServerPort):
         self._inputs: deque[tuple[Entry | None, SimLearner | None, Any]] = deque()
         self._work: deque[tuple[float, Action | None]] = deque()  # what the input in hand costs and causes
         self._busy = False
+        self._leaving: list[int] = []  # learners whose leaving is in the log
         cluster = world.cluster
         self._clock, self._message, self._reply = world.clock, cluster.message, cluster.reply
         self._shared = world.machines.shared
@@ -66,7 +67,12 @@ class SimServer(ServerPort):
 
     def entry(self, entry: Entry) -> None:
         """A decision of the leading shard has arrived."""
-        self.receive(lambda: self.role.entry(entry), entry)
+        self.receive(partial(self._carry_out, entry), entry)
+
+    def _carry_out(self, entry: Entry) -> None:
+        self.role.entry(entry)
+        if isinstance(entry, Leave):
+            self._leaving.append(entry.learner)
 
     def receive(self, action: Action, entry: Entry | None = None) -> None:
         """One thing after another, in the order they came."""
@@ -92,6 +98,8 @@ class SimServer(ServerPort):
             else:
                 learner.handled = clock.now
                 self.role.note(learner.learner, what)
+            while self._leaving and self.role.settled:  # nothing more is needed of them
+                self._world.forget(self._leaving.pop())
             if self._work:
                 self._go_on()
 
@@ -154,6 +162,8 @@ class SimServer(ServerPort):
     # -- the port ----------------------------------------------------------------------------------------
 
     def append(self, entry: Entry) -> None:
+        if isinstance(entry, Leave):
+            self._leaving.append(entry.learner)
         for server in self._world.servers[1:]:
             self._effect(
                 partial(self._world.send, self.machine, server.machine, partial(server.entry, entry))
@@ -167,7 +177,8 @@ class SimServer(ServerPort):
 
     def slot(self, table: int, learner: int, number: int) -> Slot | PromisedSlot:
         lane = self._world.lanes[table, learner]
-        return lane.slots[lane.numbers.index(number)]
+        slots = lane.sent if isinstance(lane, SimLane) else lane.slots
+        return slots[lane.numbers.index(number)]
 
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
         world = self._world
@@ -178,6 +189,10 @@ class SimServer(ServerPort):
         if reading is None:
             if self.shard:
                 lane.under_way.pop((self.shard, number), None)
+            if world.poisons and isinstance(lane, SimLane):
+                sent = lane.sent[lane.numbers.index(number)]
+                poison(self._memories[table].views(sent.segments))
+                poison(sent.buffers if self.shard == 0 else ())
             self._effect(partial(self._free, lane, target, number))
             return
         nbytes, bulk = 0, None
@@ -237,11 +252,8 @@ class SimServer(ServerPort):
         if not self.dead:
             action(what)
 
-    def share_norms(self, table: int, version: int, norms: Tensor) -> None:
+    def share(self, table: int, version: int, norms: Tensor) -> None:
         self._effect(lambda: self._world.share_norms(self.shard, table, version, norms))
-
-    def forget(self, learner: int) -> None:
-        self._world.forget(learner)
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         assert self._world.folder is not None

@@ -16,11 +16,11 @@ from syncline import messages as m
 from syncline.engines.sim.builtin import Builtin
 from syncline.engines.sim.memory import Traffic
 from syncline.engines.sim.promises import Own, Promise, Version
-from syncline.engines.sim.stepping import TableEnd
+from syncline.engines.sim.stepping import PromisedReplica
 from syncline.engines.sim.world import World
 from syncline.errors import UsageError
 from syncline.messages import log
-from syncline.ports import Portion, Reading, ServerPort
+from syncline.ports import Draft, Portion, Reading, ServerPort
 from syncline.table.layout import LINE, Flat, Layout, Part
 from syncline.topology.replay import Replay
 from syncline.topology.servers import ServerRole
@@ -103,8 +103,8 @@ PROMISE = cast(Promise, type("Nothing", (), {"loss": float("nan")})())
 WEIGHTS = cast(Version, object())
 
 
-class SizedEnd(TableEnd):
-    """A learner's end of a table that has no weights."""
+class SizedReplica(PromisedReplica):
+    """Of a table that has no weights."""
 
     def _initialise(self, answer: m.Initialise) -> None:
         pass
@@ -112,17 +112,23 @@ class SizedEnd(TableEnd):
     def _begin(self, opened: m.Opened) -> None:
         pass
 
-    def _fill(self, place: int, promise: Promise) -> bool:
-        return True
+    def fill(self, draft: Draft) -> list[bool]:
+        return []
+
+    def add(self, draft: Draft, *, first: bool) -> None:
+        pass
+
+    def added(self) -> list[bool]:
+        return []
+
+    def move(self, rate: float) -> None:
+        pass
+
+    def seal(self, draft: Draft) -> int:
+        return 0
 
     def _whole(self, number: int) -> Version:
         return WEIGHTS
-
-    def _move(self, promise: Promise) -> None:
-        pass
-
-    def _add_up(self, total: Promise, promise: Promise) -> None:
-        pass
 
 
 class SizedLearner(Builtin):
@@ -131,10 +137,10 @@ class SizedLearner(Builtin):
     def _make_own(self) -> Own:
         return cast(Own, None)
 
-    def _make_end(self) -> TableEnd:
-        return SizedEnd(self)
+    def _make_replica(self) -> PromisedReplica:
+        return SizedReplica(self)
 
-    def _promise(self, table: TableEnd, portion: Portion, parts: int) -> Promise:
+    def _promise(self, table: PromisedReplica, portion: Portion, parts: int) -> Promise:
         return PROMISE
 
 
@@ -157,9 +163,7 @@ class SizedReplay(Replay):
         self._lockstep = self.dials[dial].lockstep
 
     def replay(self, entry: log.Entry) -> None:
-        if isinstance(entry, log.Leave):
-            self._port.forget(entry.learner)
-        elif entry.table not in self._shards_of:
+        if isinstance(entry, log.Leave) or entry.table not in self._shards_of:
             return
         elif isinstance(entry, log.Take):
             self._take_sized(entry)

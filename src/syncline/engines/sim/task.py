@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 from syncline.engines.sim.examples import examples_of
 from syncline.errors import UsageError
+from syncline.learn.gradients import Objective, check_scalar
 from syncline.learn.models import copied
-from syncline.learn.training import Objective, check_scalar
 from syncline.table.layout import DTYPES, Layout
 
 

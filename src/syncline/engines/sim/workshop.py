@@ -65,6 +65,8 @@ class Workshop:
         device = torch.device(self.spec.devices[0])
         convolutions = ways.convolutions or ("unfolded" if device.type == "cuda" else "grouped")
         plan = self.plan
+        if plan.objective is None:
+            return "only gradients of back-propagation are computed together"
         try:
             task = Task(
                 self.model, plan.objective, self.layout, plan.data, collate=plan.collate, device=device
@@ -86,7 +88,9 @@ class Workshop:
 
     @cached_property
     def model(self) -> nn.Module:
-        return made(self.plan.model).train()
+        model = made(self.plan.model).train()
+        self.plan.way.prepare(model, self.plan.batch_size)
+        return model
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:

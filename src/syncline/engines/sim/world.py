@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from syncline.engines.sim.collector import calm_collector
 from syncline.engines.sim.coordinator import SimCoordinator
 from syncline.engines.sim.invariants.watch import Watch, WatchedRole
 from syncline.engines.sim.learner import SimLearner
-from syncline.engines.sim.memory import SimLane, SimTable
+from syncline.engines.sim.memory import SimLane, SimTable, poison
 from syncline.engines.sim.moments import Moment
 from syncline.engines.sim.network import Network
 from syncline.engines.sim.promises import PromisedLane
@@ -52,6 +52,8 @@ SAMPLES = 100  # statistics while the version doubles from here on; every versio
 class World(Crew):
     """One simulated run."""
 
+    honest: ClassVar[bool] = False  # poison always; tests do
+
     def __init__(
         self,
         spec: RunSpec,
@@ -67,6 +69,7 @@ class World(Crew):
     ) -> None:
         self.spec, self.cluster, self.seed, self._ways = spec, cluster, seed, ways
         self.watch = Watch(self) if check else None
+        self.poisons = check or self.honest  # what a party does not own is no number to it
         self.workshop, alone = self.make_workshop(ways) if handlers else (None, None)
         self._began = moment = Moment.of(spec)
         self.exact = exact
@@ -161,7 +164,13 @@ class World(Crew):
 
     def make_lane(self, layout: Layout) -> SimLane | PromisedLane:
         shop, slots = self.workshop, max(2, self.spec.plan.delay + 1)
-        return SimLane(layout, slots) if shop is None else PromisedLane(shop.computer, slots)
+        if shop is not None:
+            return PromisedLane(shop.computer, slots)
+        lane = SimLane(layout, slots)
+        if self.poisons:
+            poison(layout.parameters.views(lane.inbox))
+            poison(tensor for slot in lane.sent for tensor in (*slot.gradients, *slot.buffers))
+        return lane
 
     def make_role(self, port: ServerPort) -> ServerRole:
         return ServerRole(port) if self.watch is None else WatchedRole(port, self.watch)

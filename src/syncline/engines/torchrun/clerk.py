@@ -21,13 +21,13 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.engines.record import learner_error, peer_record, said
 from syncline.engines.run import Outcome, RunSpec
-from syncline.engines.torchrun.wire import TOKEN, Wire
+from syncline.engines.torchrun.guests import MOST, WORD, Guest, Stranger
+from syncline.engines.torchrun.wire import Wire
 from syncline.errors import RunError
 from syncline.protocols.lifecycle import alone
 from syncline.topology.keeper import Meet
 
 LINGER = 2.0  # seconds that the last words get
-HELLO = 60.0  # seconds that a stranger gets to say the word
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,8 @@ class Clerk:
         self.spec = spec
         self._began = time.monotonic()
         self._listener = _listen(host)
-        self.token = secrets.token_bytes(TOKEN)
+        self._listener.setblocking(False)
+        self.token = secrets.token_bytes(WORD)
         self.recorder, self.keeper = peer_record(
             spec,
             now=lambda: time.monotonic() - self._began,
@@ -101,6 +102,7 @@ class Clerk:
             fail=self._fail,
         )
         self._wires: dict[int, Wire] = {}
+        self._guests: list[Guest] = []  # the oldest first
         self._left: dict[int, Left] = {}
         self._waiting: queue.SimpleQueue[tuple[int, dict[str, Tensor]] | None] = queue.SimpleQueue()
         self._tested: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -124,6 +126,8 @@ class Clerk:
         self._waiting.put(None)
         for thread in self._threads:
             thread.join(10)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._ring.close()
 
     # -- the thread --------------------------------------------------------------------------------------
 
@@ -133,8 +137,12 @@ class Clerk:
         while not self._over:
             for key, _ in self._selector.select(timeout=1.0):
                 key.data()
+            for guest in [each for each in self._guests if time.monotonic() > each.deadline]:
+                self._turn_away(guest)
             if self._finished():
                 self._end()
+        for guest in list(self._guests):
+            self._turn_away(guest)
         self._selector.close()
         self._linger()
         for end in (self._listener, self._bell, *(wire.socket for wire in self._wires.values())):
@@ -154,17 +162,34 @@ class Clerk:
                 continue
 
     def _accept(self) -> None:
-        wire = Wire(self._listener.accept()[0])
-        wire.socket.settimeout(HELLO)
         try:
-            word = wire.exactly(TOKEN)
-            rank = int(wire.receive()) if secrets.compare_digest(word, self.token) else -1
-        except (OSError, EOFError, ValueError):
-            rank = -1
-        if rank < 0:
-            wire.close()
+            end = self._listener.accept()[0]
+        except OSError:  # it has gone again
             return
-        wire.socket.settimeout(None)
+        guest = Guest(end, self.token, time.monotonic())
+        self._guests.append(guest)
+        self._selector.register(end, selectors.EVENT_READ, lambda: self._greet(guest))
+        for oldest in self._guests[:-MOST]:
+            self._turn_away(oldest)
+
+    def _greet(self, guest: Guest) -> None:
+        try:
+            rank = guest.hear()
+        except Stranger:
+            self._turn_away(guest)
+            return
+        if rank is not None:
+            self._guests.remove(guest)
+            self._selector.unregister(guest.end)
+            self._welcome(rank, Wire(guest.end))
+
+    def _turn_away(self, guest: Guest) -> None:
+        if guest in self._guests:
+            self._guests.remove(guest)
+            self._selector.unregister(guest.end)
+            guest.end.close()
+
+    def _welcome(self, rank: int, wire: Wire) -> None:
         self._wires[rank] = wire
         self._selector.register(wire.socket, selectors.EVENT_READ, lambda: self._hear(rank, wire))
         if self.recorder.error is not None:

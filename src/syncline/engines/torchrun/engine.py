@@ -27,8 +27,9 @@ from syncline.engines.collectives import Group, wants_nccl
 from syncline.engines.local.writer import Writer
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.torchrun.clerk import Answer, Clerk, Done, Failed, Gone, Left, Stop, Waiting
+from syncline.engines.torchrun.guests import WORD, introduce
 from syncline.engines.torchrun.place import Arrival, Place, Refusal, difference, next_store
-from syncline.engines.torchrun.wire import TOKEN, Wire
+from syncline.engines.torchrun.wire import Wire
 from syncline.errors import LearnerError, LostError, RunError, UsageError
 from syncline.learn.models import copied
 from syncline.learn.peers import PeerSession
@@ -45,8 +46,7 @@ class Line:
 
     def __init__(self, wire: Wire, rank: int, token: bytes) -> None:
         self._wire = wire
-        wire.socket.sendall(token)
-        wire.send(rank)
+        introduce(wire.socket, rank, token)
         self._changed = threading.Condition()
         self._answers: list[Any] = []
         self.failure: BaseException | None = None
@@ -362,7 +362,7 @@ def _try_send(line: Line, message: Any) -> None:
 
 def _connect(store: Any, place: Place) -> Line:
     said = store.get("clerk")
-    token, port = said[:TOKEN], int(said[TOKEN:])
+    token, port = said[:WORD], int(said[WORD:])
     return Line(Wire(socket.create_connection((place.master, port), timeout=None)), place.rank, token)
 
 

@@ -1,7 +1,6 @@
 """Whole objects over TCP between the learners and rank 0's clerk; never gradients.
 
-A connection that says the run's secret word first is one of the run's; others are closed. A machine that vanishes is
-noticed by keep-alives.
+Not responsible for who is at the other end (`guests.py`). A machine that vanishes is noticed by keep-alives.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 import cloudpickle
 
 _HEAD = struct.Struct("!Q")
-TOKEN = 32  # bytes
 
 
 class Wire:

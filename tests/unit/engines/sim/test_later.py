@@ -10,7 +10,7 @@ from syncline.engines.sim import later
 from syncline.engines.sim.later import LaterSteps
 from syncline.engines.sim.rows import Rows
 from syncline.engines.sim.task import Task
-from syncline.learn.training import Supervised
+from syncline.learn.gradients import Supervised
 from syncline.table import flat_sgd
 from syncline.table.flat_sgd import FlatSGD
 from syncline.table.layout import lay_out

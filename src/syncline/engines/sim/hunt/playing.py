@@ -27,8 +27,9 @@ from syncline.engines.sim.hunt.scratch import scratch
 from syncline.engines.sim.peers import PeerWorld
 from syncline.engines.sim.world import World
 from syncline.errors import InvariantError, LostError
+from syncline.learn.gradients import Supervised
 from syncline.learn.surface import Session
-from syncline.learn.training import Supervised, Training, run_training
+from syncline.learn.training import Training, run_training
 from syncline.protocols.lifecycle import Faults
 from syncline.topology.parse import Servers
 from syncline.topology.plan import Plan, Saving

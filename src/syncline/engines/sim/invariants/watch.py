@@ -158,9 +158,11 @@ class Watch:
             warm=make.warm,
             batch_size=make.batch_size,
         )
-        memory = self._world.tables[make.table]
+        first = [segment.clone() for segment in self._world.tables[make.table].weights]
+        for view, value in zip(make.layout.parameters.views(first), make.values or (), strict=False):
+            view.copy_(value)
         self._values[make.table] = Values(
-            make.layout, make.template, memory.weights, make.account.version, make.clip_norm is not None
+            make.layout, make.template, first, make.account.version, make.clip_norm is not None
         )
         self._cut_short |= make.limit is not None
 

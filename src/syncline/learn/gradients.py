@@ -1,0 +1,235 @@
+"""Ways to a gradient: what fills the `.grad` of a model's parameters from a batch, and says the loss.
+
+    "backprop"        the gradient of a loss or objective, by autograd
+    "cd:k", "pcd:k"   contrastive divergence: k Gibbs steps from the data, or of chains that go on from batch to batch
+    a callable        (model, batch) -> loss, whatever it does
+
+Not responsible for where gradients go (the optimizer's `step`), nor for what energy models are (nn/).
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from syncline.dial import nearest
+from syncline.errors import UsageError
+from syncline.nn.energy import CHAINS, Contrastive
+from syncline.nn.net import Net
+from syncline.nn.parts import parts_of
+
+Loss = Callable[[Any, Any], Tensor]
+Objective = Callable[[nn.Module, Any], Tensor]
+WAYS = ("backprop", "cd", "pcd")
+
+
+class Way(ABC):
+    """Fills `.grad` of a model from a batch."""
+
+    @abstractmethod
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The gradients are in `.grad` afterwards, added to what was there; the loss, for the record."""
+
+    @abstractmethod
+    def test(self, model: nn.Module, batch: Any) -> Tensor:
+        """A number to evaluate with, without gradients."""
+
+    def prepare(self, model: nn.Module, batch_size: int) -> None:
+        """Before the first batch, wherever the model was made."""
+        return
+
+    def kept(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of a run's last tensors, those that belong to the model."""
+        return state
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model that this is no way for."""
+        return
+
+    def check_evaluation(self) -> None:
+        """Refuse a data set to evaluate on, where there is nothing to say about one."""
+        return
+
+
+class Supervised:
+    """A loss of (output, target) as an objective of (model, batch)."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.parts(model, batch)[0]
+
+    def parts(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
+        """The loss, and what it is of: output and target."""
+        if not isinstance(batch, (list, tuple)) or len(batch) != 2:
+            parts = f" of {len(batch)}" if isinstance(batch, (list, tuple, dict)) else ""
+            raise UsageError(
+                f"loss= takes batches of (input, target), the data gives a {type(batch).__name__}{parts}; "
+                "use objective=(model, batch) -> scalar"
+            )
+        inputs, targets = batch
+        output = model(inputs)
+        return self._loss(output, targets), output, targets
+
+
+class OwnLosses(Supervised):
+    """Those that a net has as layers."""
+
+    def __init__(self) -> None:
+        pass
+
+    def parts(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
+        assert isinstance(model, Net)
+        return model.parts(batch)
+
+
+class Backprop(Way):
+    """Back-propagation."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        value = self.objective(model, batch)
+        check_loss(value)
+        value.backward()
+        return value
+
+    def test(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.objective(model, batch)
+
+
+class Divergence(Way):
+    """Contrastive divergence of the energy models in a model, each on what reaches it."""
+
+    def __init__(self, steps: int, *, persistent: bool) -> None:
+        self.steps, self.persistent = steps, persistent
+
+    def __repr__(self) -> str:
+        return f"{'pcd' if self.persistent else 'cd'}:{self.steps}"
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        parts = parts_of(model)
+        return parts.contrastive_divergence(first_of(batch), self.steps, persistent=self.persistent)
+
+    def test(self, model: nn.Module, batch: Any) -> Tensor:
+        return parts_of(model).reconstruction_error(first_of(batch))
+
+    def prepare(self, model: nn.Module, batch_size: int) -> None:
+        if self.persistent:
+            parts_of(model).begin_chains(batch_size)
+
+    def kept(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Chains are the learners' own: their mean is nobody's state."""
+        return {name: value for name, value in state.items() if name.rpartition(".")[2] != CHAINS}
+
+    def check(self, model: nn.Module) -> None:
+        if not isinstance(model, Contrastive | Net):
+            raise UsageError(
+                f"gradient='{self}' trains energy models, as syncline.nn.RBM or DBN, or a net with rbm layers, got "
+                f"{type(model).__name__}"
+            )
+        parts_of(model).check_way(self.persistent)
+
+
+class Given(Way):
+    """The user's own."""
+
+    def __init__(self, function: Callable[[nn.Module, Any], Any]) -> None:
+        self._function = function
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        value = self._function(model, batch)
+        check_scalar(value)
+        if all(parameter.grad is None for parameter in model.parameters()):
+            raise UsageError("the function given as gradient= has filled no parameter's .grad; it has to")
+        return value
+
+    def test(self, model: nn.Module, batch: Any) -> Tensor:
+        raise NotImplementedError  # refused before
+
+    def check_evaluation(self) -> None:
+        raise UsageError(
+            "evaluate= with an own gradient= must be a function of the model: there is no loss to test a data set with"
+        )
+
+
+def first_of(batch: Any) -> Tensor:
+    """What energy models see of a batch: itself, or its first part."""
+    found = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if not isinstance(found, Tensor):
+        raise UsageError(
+            f"contrastive divergence takes batches that are a tensor or begin with one, got {type(batch).__name__}"
+        )
+    return found
+
+
+def way_of(gradient: Any, model: nn.Module, loss: Loss | None, objective: Objective | None) -> Way:
+    """The way that `train`'s arguments name, for this model; raises UsageError."""
+    if gradient == "backprop":
+        return Backprop(_objective_of(model, loss, objective))
+    if loss is not None or objective is not None:
+        what = "loss" if loss is not None else "objective"
+        raise UsageError(f"gradient={gradient!r} needs no {what}=: leave it out, or gradient=")
+    way = parse_way(gradient)
+    way.check(model)
+    return way
+
+
+def parse_way(gradient: Any) -> Way:
+    """Of anything but back-propagation."""
+    if callable(gradient):
+        return Given(gradient)
+    name, _, steps = gradient.partition(":") if isinstance(gradient, str) else ("", "", "")
+    if name not in ("cd", "pcd"):
+        hint = nearest(name, WAYS) if name else ""
+        raise UsageError(
+            f"gradient must be 'backprop', 'cd:k', 'pcd:k' or a function (model, batch) -> loss, got {gradient!r}{hint}"
+        )
+    if not re.fullmatch(r"[1-9]\d{0,5}", steps or "1"):
+        raise UsageError(f"gradient={gradient!r}: k is a number of Gibbs steps, at least 1, as in '{name}:1'")
+    return Divergence(int(steps or 1), persistent=name == "pcd")
+
+
+def _objective_of(model: nn.Module, loss: Loss | None, objective: Objective | None) -> Objective:
+    own = isinstance(model, Net) and bool(model.losses)
+    if own and loss is None and objective is None:
+        return OwnLosses()
+    if (loss is None) == (objective is None):
+        raise UsageError("give either loss=(output, target) -> scalar or objective=(model, batch) -> scalar")
+    return objective or Supervised(loss)  # type: ignore[arg-type]
+
+
+def check_scalar(value: Any) -> None:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return
+    if value is None:
+        got, instead = "None", "the function has to return it"
+    elif isinstance(value, Tensor):
+        got, instead = (
+            f"a tensor of shape {tuple(value.shape)}",
+            "reduce it, for example with .mean()",
+        )
+    elif isinstance(value, nn.Module):
+        got, instead = (
+            f"the module {type(value).__name__}",
+            f"call one: {type(value).__name__}()(output, target)",
+        )
+    else:
+        got, instead = type(value).__name__, "return the tensor itself, not .item() or a tuple"
+    raise UsageError(f"the loss must be a scalar tensor, got {got}; {instead}")
+
+
+def check_loss(value: Any) -> None:
+    """A scalar that backward can begin with."""
+    check_scalar(value)
+    if not value.requires_grad:
+        raise UsageError(
+            "the loss does not depend on a parameter that is trained: it was detached, made under torch.no_grad() or anew from "
+            "numbers, or all that it depends on has requires_grad=False"
+        )

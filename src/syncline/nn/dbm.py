@@ -1,0 +1,109 @@
+"""Deep Boltzmann machines: Bernoulli layers, mean field for the data's part of the gradient, persistent chains for the model's.
+
+E(v, h¹, h², …) = −h¹ᵀ W¹ v − h²ᵀ W² h¹ − … − Σ_l b_lᵀ h_l, with v as layer 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from syncline.errors import UsageError
+from syncline.nn.energy import CHAINS, Contrastive, fill, keep_chains
+from syncline.nn.rbm import check_sizes
+
+
+class DBM(nn.Module, Contrastive):
+    """`weights` (above × below each) and `biases` of layers of these sizes, visible units first.
+
+    Calling it gives the means of the highest units, after `sweeps` of mean field. It is trained by `gradient="pcd:k"`.
+    """
+
+    chains: Tensor
+
+    def __init__(
+        self, sizes: Sequence[int], *, sweeps: int = 10, decay: float = 0.0, std: float = 0.01
+    ) -> None:
+        super().__init__()
+        if not isinstance(sizes, list | tuple) or len(sizes) < 2:
+            raise UsageError(f"a DBM takes at least two sizes, visible units first, got {sizes!r}")
+        check_sizes(sweeps=sweeps, **{f"sizes[{number}]": size for number, size in enumerate(sizes)})
+        self.sizes, self.sweeps, self.decay = tuple(sizes), sweeps, decay
+        self.weights = nn.ParameterList(torch.randn(above, below) * std for below, above in pairwise(sizes))
+        self.biases = nn.ParameterList(torch.zeros(size) for size in sizes)
+
+    def forward(self, visible: Tensor) -> Tensor:
+        return self.mean_field(visible.flatten(1))[-1]
+
+    def extra_repr(self) -> str:
+        return " – ".join(map(str, self.sizes))
+
+    @torch.no_grad()
+    def mean_field(self, visible: Tensor) -> list[Tensor]:
+        """Means of all layers given the visible units: a way up with doubled weights, then sweeps up to down."""
+        layers = [visible]
+        last = len(self.sizes) - 1
+        for level in range(1, last + 1):
+            doubled = 1.0 if level == last else 2.0
+            inputs = torch.addmm(self.biases[level], layers[-1], self.weights[level - 1].t(), alpha=doubled)
+            layers.append(torch.sigmoid(inputs))
+        for _ in range(self.sweeps):
+            for level in range(1, last + 1):
+                layers[level] = self.mean(level, layers)
+        return layers
+
+    def mean(self, level: int, layers: Sequence[Tensor]) -> Tensor:
+        """Of a layer's units given the layers beside it."""
+        inputs = self.biases[level]
+        if level:
+            inputs = torch.addmm(inputs, layers[level - 1], self.weights[level - 1].t())
+        if level + 1 < len(layers):
+            inputs = torch.addmm(inputs, layers[level + 1], self.weights[level])
+        return torch.sigmoid(inputs)
+
+    @torch.no_grad()
+    def gibbs(self, layers: Sequence[Tensor], steps: int = 1) -> list[Tensor]:
+        """Samples of all layers, so many steps on: odd layers given the even ones, then even ones."""
+        layers = list(layers)
+        for _ in range(steps):
+            for first in (1, 0):
+                for level in range(first, len(layers), 2):
+                    layers[level] = torch.bernoulli(self.mean(level, layers))
+        return layers
+
+    # -- training ----------------------------------------------------------------------------------------
+
+    def check_way(self, persistent: bool) -> None:
+        if not persistent:
+            raise UsageError("a DBM needs chains that go on: give gradient='pcd:k', for example 'pcd:5'")
+
+    def begin_chains(self, count: int) -> None:
+        keep_chains(self, count, sum(self.sizes), self.biases[0])
+
+    @torch.no_grad()
+    def contrastive_divergence(self, data: Tensor, steps: int = 1, *, persistent: bool = True) -> Tensor:
+        self.check_way(persistent)
+        data = data.flatten(1)
+        if not hasattr(self, CHAINS):
+            self.begin_chains(len(data))
+        seen = self.gibbs(self.chains.split(self.sizes, 1), steps)
+        self.chains.copy_(torch.cat(seen, 1))
+        on = self.mean_field(data)
+        here, there = 1 / len(data), 1 / len(seen[0])
+        for level, weight in enumerate(self.weights):
+            gradient = there * seen[level + 1].t() @ seen[level] - here * on[level + 1].t() @ on[level]
+            fill(weight, gradient.add_(weight, alpha=self.decay))
+        for bias, drawn, mean in zip(self.biases, seen, on, strict=True):
+            fill(bias, drawn.mean(0) - mean.mean(0))
+        return self._error(data, on)
+
+    @torch.no_grad()
+    def reconstruction_error(self, data: Tensor) -> Tensor:
+        data = data.flatten(1)
+        return self._error(data, self.mean_field(data))
+
+    def _error(self, data: Tensor, on: Sequence[Tensor]) -> Tensor:
+        return (data - self.mean(0, on)).square().sum() / len(data)

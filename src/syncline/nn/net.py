@@ -1,0 +1,350 @@
+"""A net made of layer records: an ordinary module whose submodules have the layers' names.
+
+    net = Net([
+        {"name": "data", "type": "input", "shape": [1, 8, 8]},
+        {"name": "label", "type": "label"},
+        {"name": "fc", "type": "dense", "units": 10},
+        {"name": "loss", "type": "cross_entropy"},
+    ])
+    net(images)                        # what the loss is of: the output
+    sl.train(net, data, optimizer=…)   # trains the sum of its losses
+
+Sizes come from a dry run on zeros, layer by layer. Not responsible for files (net_file.py) or lines (jobs).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from syncline.dial import nearest
+from syncline.errors import UsageError
+from syncline.nn import losses  # noqa: F401 - registers them
+from syncline.nn.initialisers import initialise
+from syncline.nn.layers import Input
+from syncline.nn.records import Layer, NetError, by_parameter, read_layers
+
+TRIED = 2  # examples of a dry run
+Shape = tuple[int, ...]
+
+
+class Row(NamedTuple):
+    """A layer in the net's table."""
+
+    name: str
+    type: str
+    sources: tuple[str, ...]
+    shape: Shape  # of one example
+    parameters: int  # of its own: shared ones count once
+
+
+class Net(nn.Module):
+    """Layers as data. `example` is a batch whose shapes inputs take over where their records name none."""
+
+    def __init__(self, layers: Sequence[Mapping[str, Any]], *, example: Any = None) -> None:
+        super().__init__()
+        self.records: list[dict[str, Any]] = copy.deepcopy([dict(each) for each in _tables(layers)])
+        self._layers = read_layers(self.records)
+        self._shapes: dict[str, Shape] = {}
+        for layer in sorted(self._layers, key=lambda each: each.place):  # in the order of the list
+            self.add_module(layer.name, None)
+        dry: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for layer in self._layers:
+                self._modules[layer.name] = module = self._make(layer, dry, example)
+                self._initialise(layer, module)
+        self._share_all()
+        for layer in self._layers:
+            if layer.freeze:
+                self._modules[layer.name].requires_grad_(False)  # type: ignore[union-attr]
+        self._plan()
+
+    # -- running -----------------------------------------------------------------------------------------
+
+    def forward(self, first: Any, *others: Any) -> Any:
+        """The output, or the outputs by name; inputs in their order, or one batch of them. Targets are not needed."""
+        whole = not others and isinstance(first, list | tuple | Mapping)
+        values = self._run(self._ways, self._parts_of(first if whole else (first, *others), self._ways))
+        found = {name: values[name] for name in self.outputs}
+        return found if len(found) > 1 else next(iter(found.values()))
+
+    def objective(self, batch: Any) -> Tensor:
+        """The sum of the losses on a batch (input, target, …)."""
+        return self.parts(batch)[0]
+
+    def parts(self, batch: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The sum of the losses; output and target of the first that has a target."""
+        if not self.losses:
+            raise UsageError("this net has no loss layers; give it a loss= or objective=")
+        values = self._run(self._layers, self._parts_of(batch, self._layers))
+        total = torch.stack([values[layer.name].reshape(()) for layer in self.losses]).sum()
+        for layer in self.losses:
+            if len(layer.sources) == 2:
+                return total, values[layer.sources[0]], values[layer.sources[1]]
+        return total, None, None
+
+    def reaching(self, *inputs: Any) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+        """Every layer on the way to the outputs, with what it takes."""
+        given = self._parts_of(inputs, self._ways)
+        values = self._run(self._ways, given)
+        for layer in self._ways:
+            if layer.name not in given:
+                yield self._modules[layer.name], [values[name] for name in layer.sources]  # type: ignore[misc]
+
+    def _run(self, layers: Sequence[Layer], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        for layer in layers:
+            given = [inputs[layer.name]] if layer.name in inputs else [values[name] for name in layer.sources]
+            values[layer.name] = self._modules[layer.name](*given)  # type: ignore[misc]
+        return values
+
+    def _parts_of(self, batch: Any, layers: Sequence[Layer]) -> dict[str, Any]:
+        """The batch's parts by input layer."""
+        inputs = [layer for layer in layers if layer.type.role == "input"]
+        return {layer.name: self._part(batch, layer, len(inputs)) for layer in inputs}
+
+    def _part(self, batch: Any, layer: Layer, inputs: int) -> Any:
+        module = self._modules[layer.name]
+        field = self._inputs.index(layer.name) if module.field is None else module.field  # type: ignore[union-attr]
+        if isinstance(batch, Mapping):
+            field = layer.name if module.field is None else field  # type: ignore[union-attr]
+            if field in batch:
+                return batch[field]
+        elif isinstance(batch, list | tuple):
+            if isinstance(field, int) and -len(batch) <= field < len(batch):
+                return batch[field]
+        elif inputs == 1:
+            return batch
+        got = (
+            f"of {len(batch)} parts" if isinstance(batch, list | tuple) else f"of type {type(batch).__name__}"
+        )
+        raise UsageError(f"layer {layer.name!r} takes part {field!r} of the batch, which is one {got}")
+
+    # -- what it is --------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        by_name = {layer.name: layer for layer in self._layers}
+        listed = sorted(self._layers, key=lambda each: each.place)
+        self._inputs = [layer.name for layer in listed if layer.type.role == "input"]
+        self.losses = [layer for layer in listed if layer.type.role == "loss"]
+        of_losses = [
+            name for loss in self.losses for name in loss.sources[:1] if by_name[name].type.role == "layer"
+        ]
+        last = [] if self.losses else [listed[-1].name]
+        self.outputs = list(
+            dict.fromkeys([*of_losses, *(each.name for each in listed if each.output), *last])
+        )
+        needed, waiting = set(), list(self.outputs)
+        while waiting:
+            needed.add(name := waiting.pop())
+            waiting += [source for source in by_name[name].sources if source not in needed]
+        self._ways = [layer for layer in self._layers if layer.name in needed]
+
+    def table(self) -> list[Row]:
+        """All layers in their order."""
+        seen: set[int] = set()
+        rows = []
+        for layer in sorted(self._layers, key=lambda each: each.place):
+            own = [p for p in self._modules[layer.name].parameters() if id(p) not in seen]  # type: ignore[union-attr]
+            seen.update(map(id, own))
+            count = sum(parameter.numel() for parameter in own)
+            rows.append(Row(layer.name, layer.type.name, layer.sources, self._shapes[layer.name], count))
+        return rows
+
+    def __repr__(self) -> str:
+        rows = [
+            (r.name, r.type, ", ".join(r.sources), shape_text(r.shape), f"{r.parameters:,}")
+            for r in self.table()
+        ]
+        total = sum(parameter.numel() for parameter in self.parameters())
+        lines = [("layer", "type", "sources", "shape", "parameters"), *rows, ("", "", "", "", f"{total:,}")]
+        wide = [max(len(line[column]) for line in lines) for column in range(5)]
+        return "\n".join(
+            "  ".join(
+                [
+                    *(cell.ljust(size) for cell, size in zip(line[:4], wide[:4], strict=True)),
+                    line[4].rjust(wide[4]),
+                ]
+            )
+            for line in lines
+        )
+
+    def groups(self) -> list[tuple[float, float, list[nn.Parameter]]]:
+        """(rate multiplier, decay multiplier, parameters) of those that are trained; each parameter in one, its first layer's."""
+        found: dict[tuple[float, float], list[nn.Parameter]] = {}
+        seen: set[int] = set()
+        for layer in sorted(self._layers, key=lambda each: each.place):
+            for name, parameter in self._modules[layer.name].named_parameters():  # type: ignore[union-attr]
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    key = by_parameter(layer.rate, name), by_parameter(layer.decay, name)
+                    found.setdefault(key, []).append(parameter)
+        return [(*key, parameters) for key, parameters in found.items()]
+
+    # -- making ------------------------------------------------------------------------------------------
+
+    def _fail(self, layer: Layer, key: str | None, words: str) -> NetError:
+        return NetError([(layer.place, key, words)], [record["name"] for record in self.records])
+
+    def _make(self, layer: Layer, dry: dict[str, Tensor], example: Any) -> nn.Module:
+        given = [dry[name] for name in layer.sources]
+        shapes = [tuple(tensor.shape[1:]) for tensor in given]
+        first: list[Any] = {"shape": shapes[:1], "shapes": [shapes], "": []}[layer.type.wants]  # type: ignore[assignment]
+        came = ", ".join(
+            f"{name!r} gives {shape_text(s)}" for name, s in zip(layer.sources, shapes, strict=True)
+        )
+        try:
+            module = layer.type.make(*first, **copy.deepcopy(layer.arguments))
+        except Exception as error:  # the layer's own code runs here
+            raise self._fail(layer, None, f"{_words(error)}; {came}" if came else _words(error)) from error
+        if not isinstance(module, nn.Module):
+            raise self._fail(
+                layer, "type", f"{layer.type.name} gave {type(module).__name__}, expected an nn.Module"
+            )
+        if isinstance(module, Input):
+            dry[layer.name] = self._zeros(layer, module, example)
+        else:
+            dry[layer.name] = self._dry_run(layer, module, given, came)
+        self._shapes[layer.name] = tuple(dry[layer.name].shape[1:])
+        return module
+
+    def _zeros(self, layer: Layer, module: Input, example: Any) -> Tensor:
+        if module.shape is None:
+            if example is None:
+                raise self._fail(
+                    layer, None, "shape: missing; give it, as [1, 28, 28], or an example of the data"
+                )
+            self._inputs = [each["name"] for each in self.records if each["type"] in ("input", "label")]
+            self._modules[layer.name] = module
+            try:
+                part = self._part(example, layer, 1)
+            except UsageError as error:
+                raise self._fail(layer, "field", str(error)) from error
+            if not isinstance(part, Tensor) or not part.dim():
+                raise self._fail(
+                    layer, "field", f"the batch's part is a {type(part).__name__}, expected a tensor"
+                )
+            module.shape, module.dtype = tuple(part.shape[1:]), module.dtype or part.dtype
+            self.records[layer.place]["shape"] = list(module.shape)
+            if module.dtype == torch.int64:
+                self.records[layer.place].setdefault("dtype", "int64")
+        return torch.zeros(TRIED, *module.shape, dtype=module.dtype)
+
+    def _dry_run(self, layer: Layer, module: nn.Module, given: list[Tensor], came: str) -> Tensor:
+        trained = module.training
+        try:
+            with torch.random.fork_rng(devices=[]):
+                out = module.eval()(*given)
+        except Exception as error:
+            raise self._fail(layer, None, f"{layer.type.name} failed: {_words(error)}; {came}") from error
+        module.train(trained)
+        if not isinstance(out, Tensor):
+            raise self._fail(
+                layer, "type", f"{layer.type.name} gave a {type(out).__name__}, expected one tensor; {came}"
+            )
+        if layer.type.role == "loss":
+            if out.numel() != 1:
+                raise self._fail(
+                    layer, "type", f"a loss must be one number, got shape {tuple(out.shape)}; {came}"
+                )
+            return out.reshape(1)
+        if out.dim() < 1 or len(out) != TRIED:
+            words = f"gave shape {tuple(out.shape)} for a batch of {TRIED}, the batch must stay first; {came}"
+            raise self._fail(layer, "type", f"{layer.type.name} {words}")
+        return out
+
+    def _initialise(self, layer: Layer, module: nn.Module) -> None:
+        named = dict(module.named_parameters())
+        for key in ("rate", "decay", "init", "share"):
+            given = getattr(layer, key)
+            for name in given if isinstance(given, Mapping) and "name" not in given else ():
+                if name not in named:
+                    there = f"{nearest(name, named)}; there are: {', '.join(named) or 'none'}"
+                    raise self._fail(layer, key, f"{key}: {layer.type.name} has no parameter {name!r}{there}")
+        if layer.init is None:
+            return
+        single = not isinstance(layer.init, Mapping) or "name" in layer.init
+        chosen = {name: layer.init for name, p in named.items() if p.dim() > 1} if single else layer.init
+        for name, given in chosen.items():
+            try:
+                initialise(named[name], given)
+            except Exception as error:  # xavier of a vector
+                words = f"init: {given} of {name!r} {tuple(named[name].shape)} failed: {_words(error)}"
+                raise self._fail(layer, "init", words) from error
+
+    def _share_all(self) -> None:
+        sharing = [layer for layer in self._layers if layer.share is not None]
+        for _ in range(len(sharing) + 1):  # one may share with one that shares
+            changed = [layer for layer in sharing if self._share(layer)]
+            if not changed:
+                return
+        raise self._fail(changed[0], "share", "share: a cycle: each takes another's, none has its own")
+
+    def _share(self, layer: Layer) -> bool:
+        """Whether that changed anything."""
+        changed = False
+        named = dict(self.named_parameters(remove_duplicate=False))
+        own = [name for name, _ in self._modules[layer.name].named_parameters()]  # type: ignore[union-attr]
+        if isinstance(layer.share, str):
+            wanted = {name: f"{layer.share}.{name}" for name in own}
+            if layer.share not in self._modules or layer.share == layer.name or not own:
+                raise self._fail(
+                    layer,
+                    "share",
+                    f"share: {layer.share!r} is no other layer with parameters{nearest(layer.share, self._modules)}",
+                )
+        else:
+            wanted = dict(layer.share)
+        for name, source in wanted.items():
+            mine = f"{layer.name}.{name}"
+            if source not in named:
+                raise self._fail(
+                    layer, "share", f"share: there is no parameter {source!r}{nearest(source, named)}"
+                )
+            if named[source].shape != named[mine].shape:
+                shapes = f"{tuple(named[mine].shape)}, {source!r} has {tuple(named[source].shape)}"
+                raise self._fail(layer, "share", f"share: {mine!r} has shape {shapes}")
+            changed = changed or named[source] is not named[mine]
+            *path, last = mine.split(".")
+            setattr(self.get_submodule(".".join(path)), last, named[source])
+        return changed
+
+
+def _tables(layers: Any) -> Sequence[Any]:
+    if not isinstance(layers, list | tuple):
+        raise UsageError(f"layers must be a list of tables, got {type(layers).__name__}")
+    for place, each in enumerate(layers):
+        if not isinstance(each, Mapping):
+            raise NetError([(place, None, f"expected a table with name and type, got {each!r}")], [])
+    return layers
+
+
+def _words(error: BaseException) -> str:
+    words = " ".join(str(error).split())
+    return words if isinstance(error, UsageError) else f"{type(error).__name__}: {words}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """(1, 28, 28), (10,), or () for one number."""
+    return str(tuple(shape))
+
+
+def by_layer(model: nn.Module, *, make: Any) -> torch.optim.Optimizer:
+    """An optimizer of a net whose layers have multipliers of rate or decay: `partial(by_layer, make=partial(SGD, lr=0.1))`."""
+    if not isinstance(model, Net):
+        raise UsageError(f"by_layer is for a Net, whose layers have multipliers, got {type(model).__name__}")
+    groups = model.groups()
+    if all((rate, decay) == (1.0, 1.0) for rate, decay, _ in groups):
+        made: torch.optim.Optimizer = make(model.parameters())
+        return made
+    made = make([{"params": parameters} for _, _, parameters in groups])
+    for group, (rate, decay, _) in zip(made.param_groups, groups, strict=True):
+        if decay != 1.0 and "weight_decay" not in group:
+            raise UsageError(f"a layer has decay = {decay}, but {type(made).__name__} has no weight_decay")
+        group["lr"] *= rate
+        group["weight_decay"] = group.get("weight_decay", 0.0) * decay
+    return made

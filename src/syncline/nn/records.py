@@ -1,0 +1,306 @@
+"""A net as data: layer records (plain tables) read and checked as a graph, before anything is made of them.
+
+A problem is (place of the layer in the list, its key, words); all of one kind are found together. Not responsible for shapes,
+which only the layers themselves know (net.py), nor for lines of files (jobs).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+from torch import nn
+
+from syncline.dial import nearest
+from syncline.errors import UsageError
+from syncline.nn.arguments import FLAG, NOT_NEGATIVE, shown, wrong_arguments, wrong_values
+from syncline.nn.initialisers import wrong_initialiser
+from syncline.nn.registry import LayerType, find_type
+
+OWN = ("name", "type", "sources", "output", "freeze", "rate", "decay", "init", "share")
+NAME = re.compile(r"[A-Za-z][\w-]*")
+TAKEN = {
+    *dir(nn.Module()),
+    "objective",
+    "parts",
+    "reaching",
+    "table",
+    "groups",
+    "records",
+    "losses",
+    "outputs",
+}
+Problem = tuple[int, str | None, str]
+
+
+class NetError(UsageError):
+    """Layers that make no net: all problems, one line each."""
+
+    def __init__(self, problems: Sequence[Problem], names: Sequence[Any]) -> None:
+        super().__init__(tuple(problems), tuple(names))
+        self.problems = [(place, key, f"{_who(names, place)}: {words}") for place, key, words in problems]
+
+    def __str__(self) -> str:
+        return "\n".join(words for _, _, words in self.problems)
+
+
+def _who(names: Sequence[Any], place: int) -> str:
+    name = names[place] if place < len(names) else None
+    return f"layer {name!r}" if isinstance(name, str) and name else f"layer {place + 1}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer; `place` is its position in the list."""
+
+    place: int
+    name: str
+    type: LayerType
+    sources: tuple[str, ...]
+    arguments: dict[str, Any]
+    output: bool
+    freeze: bool
+    rate: Any  # a number, or numbers by parameter
+    decay: Any
+    init: Any  # a name or table for the weights, or those by parameter
+    share: Any  # a layer, or "layer.parameter" by parameter
+
+
+def read_layers(records: Any) -> list[Layer]:
+    """In an order in which every layer comes after its sources; raises NetError."""
+    if not isinstance(records, list | tuple) or not records:
+        raise UsageError(f"layers must be a list of at least one layer, got {shown(records)}")
+    names = [record.get("name") if isinstance(record, Mapping) else None for record in records]
+    for check in (_wrong_records, _wrong_types, _wrong_keys, _wrong_sources):
+        _refuse(check(records), names)
+    layers = [_layer(place, record, records) for place, record in enumerate(records)]
+    _refuse(_wrong_counts(layers), names)
+    _refuse(_cycles(layers), names)
+    _refuse(_unused(layers), names)
+    return _ordered(layers)
+
+
+def _refuse(problems: Iterable[Problem], names: Sequence[Any]) -> None:
+    found = list(problems)
+    if found:
+        raise NetError(found, names)
+
+
+def _layer(place: int, record: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Layer:
+    return Layer(
+        place=place,
+        name=record["name"],
+        type=find_type(record["type"]),
+        sources=_sources(place, records),
+        arguments={key: value for key, value in record.items() if key not in OWN},
+        output=record.get("output", False),
+        freeze=record.get("freeze", False),
+        rate=record.get("rate", 1.0),
+        decay=record.get("decay", 1.0),
+        init=record.get("init"),
+        share=record.get("share"),
+    )
+
+
+# -- single records --------------------------------------------------------------------------------------------
+
+
+def _wrong_records(records: Sequence[Any]) -> Iterator[Problem]:
+    seen: dict[str, int] = {}
+    for place, record in enumerate(records):
+        if not isinstance(record, Mapping):
+            yield place, None, f"expected a table with name and type, got {shown(record)}"
+            continue
+        name = record.get("name")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            words = "missing" if name is None else f"got {shown(name)}"
+            yield place, "name", f"name: expected letters, digits, _ and -, {words}"
+        elif name in seen:
+            yield place, "name", f"name: layer {seen[name] + 1} is called so already"
+        elif name in TAKEN:
+            yield place, "name", f"name: {name!r} is a word of nn.Module or Net; choose another"
+        else:
+            seen[name] = place
+
+
+def _wrong_types(records: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+    for place, record in enumerate(records):
+        if "type" not in record:
+            yield place, "type", f"type: missing{nearest('type', [key for key in record if key not in OWN])}"
+            continue
+        try:
+            find_type(record["type"])
+        except UsageError as error:
+            yield place, "type", f"type: {error}"
+
+
+def _wrong_keys(records: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+    for place, record in enumerate(records):
+        found = find_type(record["type"])
+        given = {key: value for key, value in record.items() if key not in OWN}
+        wanted = 1 if found.wants else 0
+        wrong = [*wrong_arguments(found.make, wanted, given, OWN), *wrong_values(found.make, given)]
+        for key, words in wrong:
+            yield place, key, f"{key}: {words}" if key else f"{found.name} {words}"
+        for key, words in _wrong_own(record):
+            yield place, key, f"{key}: {words}"
+
+
+def _wrong_own(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key in ("output", "freeze"):
+        if key in record and (words := FLAG.wrong(record[key])):
+            yield key, words
+    for key in ("rate", "decay"):
+        for value in _each(record.get(key, 1.0)):
+            if words := NOT_NEGATIVE.wrong(value):
+                yield key, words
+    if "init" in record:
+        given = record["init"]
+        table = isinstance(given, Mapping) and "name" not in given
+        for each in given.values() if table else [given]:
+            yield from (("init", words) for words in wrong_initialiser(each))
+    if "share" in record and not all(isinstance(each, str) for each in _each(record["share"])):
+        yield (
+            "share",
+            f"expected a layer, or a table of parameters such as {{weight = 'fc1.weight'}}, got {shown(record['share'])}",
+        )
+
+
+def _each(value: Any) -> list[Any]:
+    """One for all, or one for each parameter."""
+    return list(value.values()) if isinstance(value, Mapping) else [value]
+
+
+# -- the graph -------------------------------------------------------------------------------------------------
+
+
+def _wrong_sources(records: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+    names = [record["name"] for record in records]
+    for place, record in enumerate(records):
+        given = _given_sources(record)
+        if given is None:
+            continue
+        if not all(isinstance(each, str) for each in given):
+            yield (
+                place,
+                "sources",
+                f"sources: expected a layer or a list of layers, got {shown(record['sources'])}",
+            )
+            continue
+        if find_type(record["type"]).role == "input" and given:
+            yield place, "sources", f"sources: {record['type']} takes the batch and has none"
+            continue
+        for each in given:
+            if each not in names:
+                yield (
+                    place,
+                    "sources",
+                    f"sources: there is no layer {each!r}{nearest(each, names)}; there are: {_list(names)}",
+                )
+            elif find_type(records[names.index(each)]["type"]).role == "loss":
+                yield place, "sources", f"sources: {each!r} is a loss, which nothing can take"
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:12])}, …"
+
+
+def _given_sources(record: Mapping[str, Any]) -> list[Any] | None:
+    given = record.get("sources")
+    if given is None or isinstance(given, list):
+        return given
+    return list(given) if isinstance(given, tuple) else [given]
+
+
+def _sources(place: int, records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """As given; else the layer written above. A loss takes the only label beside its output."""
+    found = find_type(records[place]["type"])
+    if found.role == "input":
+        return ()
+    given = _given_sources(records[place])
+    if given is None:
+        above = [r["name"] for r in records[:place] if r["type"] != "label" and not _is_loss(r)]
+        given = above[-1:]
+    labels = [r["name"] for r in records if r["type"] == "label"]
+    if found.role == "loss" and found.wants == "shapes" and len(given) == 1 == len(labels):
+        given = [*given, *labels]
+    return tuple(given)
+
+
+def _is_loss(record: Mapping[str, Any]) -> bool:
+    return find_type(record["type"]).role == "loss"
+
+
+def _wrong_counts(layers: Sequence[Layer]) -> Iterator[Problem]:
+    for layer in layers:
+        count = len(layer.sources)
+        if layer.type.role == "input":
+            continue
+        if count == 0:
+            yield layer.place, "sources", "sources: there is no layer above to take; begin with an input"
+        elif layer.type.wants == "shape" and count > 1:
+            yield layer.place, "sources", f"sources: {layer.type.name} takes one, got {_list(layer.sources)}"
+        elif layer.type.role == "loss" and layer.type.wants == "shapes" and count != 2:
+            yield (
+                layer.place,
+                "sources",
+                f"sources: a loss is of an output and its target, got {_list(layer.sources)}",
+            )
+    if not any(layer.type.role == "input" for layer in layers):
+        yield (
+            0,
+            "type",
+            "type: a net begins with an input; write one first, as {name = 'data', type = 'input'}",
+        )
+
+
+def _sorter(layers: Sequence[Layer]) -> TopologicalSorter[str]:
+    return TopologicalSorter({layer.name: layer.sources for layer in layers})
+
+
+def _cycles(layers: Sequence[Layer]) -> Iterator[Problem]:
+    """At the first layer of one, in the order of the list."""
+    try:
+        _sorter(layers).prepare()
+    except CycleError as error:
+        *around, _ = reversed(error.args[1])  # each takes the next
+        places = {layer.name: layer.place for layer in layers}
+        first = min(range(len(around)), key=lambda at: places[around[at]])
+        words = " takes ".join(repr(name) for name in (*around[first:], *around[: first + 1]))
+        yield places[around[first]], "sources", f"sources: a cycle: {words}"
+
+
+def _unused(layers: Sequence[Layer]) -> Iterator[Problem]:
+    """Layers that lead neither to a loss nor to an output; without losses the last layer is one."""
+    for layer in layers:
+        if layer.output and layer.type.role != "layer":
+            yield layer.place, "output", f"output: {layer.type.name} cannot be an output of the net"
+    by_name = {layer.name: layer for layer in layers}
+    used: set[str] = set()
+    waiting = [layer.name for layer in layers if layer.type.role == "loss"] or [layers[-1].name]
+    waiting += [layer.name for layer in layers if layer.output]
+    while waiting:
+        name = waiting.pop()
+        if name not in used:
+            used.add(name)
+            waiting += by_name[name].sources
+    for layer in layers:
+        if layer.name not in used:
+            yield (
+                layer.place,
+                "name",
+                "name: unused: it leads to no loss or output; take it away, connect it, or write output = true",
+            )
+
+
+def _ordered(layers: Sequence[Layer]) -> list[Layer]:
+    by_name = {layer.name: layer for layer in layers}
+    return [by_name[name] for name in _sorter(layers).static_order()]
+
+
+def by_parameter(value: Any, name: str) -> float:
+    """A multiplier: one for all, or those of some parameters."""
+    return float(value.get(name, 1.0) if isinstance(value, Mapping) else value)
