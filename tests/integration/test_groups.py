@@ -277,6 +277,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a layer that cannot": ({"group": 2, "plan": {"4": "spatial"}}, UsageError, r"'4' \(Linear\) cannot be cut as 'spatial'"),
     "more seats than places": ({"group": 8, "plan": {"0": "model"}}, UsageError, r"has 4 places in dimension 1, fewer than the 8 processes"),
     "more seats than examples": ({"group": 3, "batch_size": 2, "plan": "data"}, UsageError, r"2 of them are less than a group of 3"),
+    "a regulariser": ({"group": 2, "regulariser": lambda model: model[0].weight.sum()}, UsageError, r"group=2: gradients over seats are made by back-propagation"),
     "no whole model": (
         {"group": 2, "loss": None, "objective": lambda model, batch: model[0](batch[0]).sum()}, UsageError, r"the objective has to call model\(...\) as a whole"
     ),

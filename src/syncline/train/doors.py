@@ -201,9 +201,10 @@ def train(
     check_schedule(schedule, made)
     if steps is None and epochs is None:
         epochs = 1
-    batches = Batches(data, collate, each, learners)
     aim = trained.objective if isinstance(trained, Backprop) else None
-    cut = cut_over(group, plan, model=whole, objective=aim, batches=batches)
+    batches = Batches(data, collate, each, learners)
+    plain = aim if regulariser is None else None
+    cut = cut_over(group, plan, model=whole, objective=plain, batches=batches)
     training = Training(
         model=sent,
         data=data,

@@ -61,7 +61,9 @@ def cut_over(
     if group == 1:
         return None
     if objective is None:
-        raise UsageError("several seats back-propagate: group= goes with gradient='backprop'")
+        raise UsageError(
+            f"group={group}: gradients over seats are made by back-propagation of a loss or an objective, without a regulariser"
+        )
     example = _model_inputs(model, objective, batches)
     batch_size, learners = batches.batch_size, batches.learners
     found = Plan.load(plan) if isinstance(plan, str) and plan.endswith(".json") else plan

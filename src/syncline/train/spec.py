@@ -67,7 +67,7 @@ def run_spec(
         task=task,
         plan=dataclasses.replace(plan, saving=saving, snapshots=evaluate is not None),
         devices=devices,
-        card=None if dealt else card_of(table_device, devices),
+        card=None if dealt or group > 1 else card_of(table_device, devices),  # seats share memory of the host
         group=group,
         cut=cut,
         threads=threads,
