@@ -33,7 +33,13 @@ def make_model() -> nn.Module:
 def run(topology: str, sync: str = "hardsync", **given: object) -> sl.Result:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(190, 4), torch.randn(190))
-    options: dict = {"learners": 7, "batch_size": 4, "epochs": 2, "seed": 3, "engine": sl.Sim()} | given
+    options: dict = {
+        "learners": 7,
+        "batch_size": 4,
+        "epochs": 2,
+        "seed": 3,
+        "engine": sl.Sim(check=True),
+    } | given
     return sl.train(make_model(), data, loss=loss, optimizer=sgd, sync=sync, topology=topology, **options)
 
 
@@ -92,7 +98,7 @@ SCRIPTS = [
 def test_nobody_is_missed_for_ever_and_every_example_counts_once(
     topology: str, sync: str, script: str
 ) -> None:
-    result = run(topology, sync, engine=sl.Sim(script=script), on_error="continue")
+    result = run(topology, sync, engine=sl.Sim(script=script, check=True), on_error="continue")
     assert result.statistics.tables[0].examples == 2 * 190
     assert result.dropped == 0
 
@@ -104,7 +110,7 @@ def test_a_lost_shard_and_a_resumed_run_go_on_over_the_tree(topology: str, sync:
         lost = run(
             topology,
             sync,
-            engine=sl.Sim(script="kill shard 0 at version 8"),
+            engine=sl.Sim(script="kill shard 0 at version 8", check=True),
             run_dir=folder,
             checkpoint_every=3,
         )

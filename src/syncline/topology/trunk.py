@@ -84,9 +84,9 @@ class Trunk:
         early, self._early = self._early, []
         return early
 
-    def named(self, table: int, ticket: Ticket) -> tuple[int, int]:
+    def named(self, table: int, learner: int, number: int) -> tuple[int, int]:
         """The node and number of the sum that it is in."""
-        body = self._bodies[table, ticket.learner, ticket.number]
+        body = self._bodies[table, learner, number]
         return body.node, body.number
 
     def take(self, table: int, ticket: Ticket) -> None:

@@ -63,8 +63,8 @@ class SimNode:
     def __init__(self, world: World, node: int) -> None:
         self._world, self.node = world, node
         self.learner = -1 - node  # its name where learners have theirs
-        first = min(each for below in world.tree.below(node).values() for each in below)
-        self.machine = world.learners[first].machine
+        first = min(world.tree.under(node), default=None)
+        self.machine = world.cluster.machine_of_learner(0) if first is None else world.learners[first].machine
         self.dead = False
         self.handled = self.decided = 0.0
         self._tables: dict[int, Table] = {}
@@ -93,10 +93,9 @@ class SimNode:
 
     def gradient(self, learner: SimLearner, message: Gradient) -> None:
         """A learner's has arrived."""
-        if self.dead or message.number not in self._world.lanes[message.table, learner.learner].numbers:
-            return
-        lane = self._world.lanes[message.table, learner.learner]
-        assert isinstance(lane, SimLane)
+        lane = self._world.lanes.get((message.table, learner.learner))
+        if self.dead or not isinstance(lane, SimLane) or message.number not in lane.numbers:
+            return  # it has left, and nothing of it is needed
         slot, table = lane.sent[lane.numbers.index(message.number)], self._table(message.table)
         segments = [segment.clone() for segment in slot.segments]
         mask = tuple(map(bool, slot.mask.tolist())) if not message.full else (True,) * len(slot.mask)
