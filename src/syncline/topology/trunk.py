@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from syncline.messages import log
 from syncline.messages.to_leader import Sum
-from syncline.messages.to_nodes import Counted, Refused
+from syncline.messages.to_nodes import Counted, Refused, Taken
 from syncline.ports import ServerPort
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Sequence
@@ -71,6 +71,7 @@ class Trunk:
             self._port.tell_nodes(refused, node)
             return None
         self._intakes[sum_.table].take(Tickets(node, sum_.number, tuple(tickets)))
+        self._port.tell_nodes(Taken(sum_.table, sum_.number), node)
         examples, rank = sum(t.count for t in tickets), min(t.rank for t in tickets)
         body = Body(node, sum_.number, sum_.options, sum_.full, examples, rank)
         for ticket in tickets:

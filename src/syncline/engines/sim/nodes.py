@@ -18,12 +18,13 @@ from syncline.engines.sim.clock import Action
 from syncline.engines.sim.memory import NEVER, SimLane
 from syncline.messages.to_leader import Gradient
 from syncline.messages.to_leader import Sum as Told
-from syncline.messages.to_nodes import Counted, Refused, ToNodes
+from syncline.messages.to_nodes import Counted, Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sums import Done, Node, Passed, Sum, Up, of_one
 from syncline.protocols.tree import ROOT
 from syncline.table.accumulator import Mean
 from syncline.table.layout import Layout
+from syncline.table.slot import private_slot
 
 if TYPE_CHECKING:
     from syncline.engines.sim.learner import SimLearner
@@ -187,8 +188,12 @@ class SimNode:
     def _fill(self, number: int, sum_: Sum, body: Part) -> SimLane:
         """The draft that the shards read."""
         table = self._table(number)
-        place = table.lane.numbers.index(NEVER)
-        table.lane.numbers[place] = sum_.number
+        lane = table.lane
+        if NEVER not in lane.numbers:  # in lockstep they lie there until all have come
+            lane.numbers.append(NEVER)
+            lane.sent.append(private_slot(table.layout))
+        place = lane.numbers.index(NEVER)
+        lane.numbers[place] = sum_.number
         slot = table.lane.sent[place]
         torch._foreach_copy_(slot.segments, body.segments)
         slot.mask.copy_(torch.tensor(body.mask, dtype=torch.uint8))
@@ -208,7 +213,6 @@ class SimNode:
             for key in freed:
                 del table.lane.freed[key]
             table.lane.numbers[table.lane.numbers.index(sum_number)] = NEVER
-            self._pass_on(number, table.node.taken(sum_number))
 
     def _done(self, number: int, child: int, done: int) -> None:
         world = self._world
@@ -233,7 +237,9 @@ class SimNode:
         if self.dead or message.table not in self._world.tables:
             return
         table, node = message.table, self._table(message.table).node
-        if isinstance(message, Refused):
+        if isinstance(message, Taken):
+            self.taken(table, message.number)
+        elif isinstance(message, Refused):
             lane = self._table(table).lane
             if message.number in lane.numbers:
                 lane.numbers[lane.numbers.index(message.number)] = NEVER
