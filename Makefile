@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) hatchling editables
-	$(PIP) --no-build-isolation --editable '.[dev,bench]'
+	$(PIP) --no-build-isolation --editable '.[dev,bench,cluster]'
 	@touch $@
 
 train: setup

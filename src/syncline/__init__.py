@@ -1,7 +1,11 @@
 """Syncline trains PyTorch models on many workers, with synchrony as a dial."""
 
+from syncline.batch.conjugate_gradient import ConjugateGradient
+from syncline.batch.gradient_descent import GradientDescent
+from syncline.batch.lbfgs import LBFGS
 from syncline.dial import Sync
 from syncline.engines.local.engine import Local
+from syncline.engines.ray.engine import Ray
 from syncline.engines.run import EpochRecord
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.engine import Sim
@@ -13,10 +17,14 @@ from syncline.plan import plan
 from syncline.train import Result, Run, launch, train
 
 __all__ = [
+    "LBFGS",
     "Cluster",
+    "ConjugateGradient",
     "EpochRecord",
+    "GradientDescent",
     "LearnerError",
     "Local",
+    "Ray",
     "Result",
     "Run",
     "RunError",

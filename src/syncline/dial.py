@@ -20,6 +20,7 @@ from syncline.errors import DialError, NotYetError
 Late = Literal["fold", "drop"]
 Rate = Literal["given", "share", "staleness"]
 AUTO = "auto<="
+SANDBLASTER = "sandblaster"  # in the place of a dial: a batch method, which folds nothing (M18)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,9 +371,14 @@ def _preset(name: str, text: str) -> Preset:
     for preset in PRESETS:
         if preset.name == name:
             return preset
+    if name == SANDBLASTER:
+        raise DialError(
+            f"{text!r}: sandblaster is a batch method's, whole and from the start of a run: only train takes it, as "
+            'sync="sandblaster" with optimizer=sl.LBFGS(...)'
+        )
     if name in LATER:
         raise NotYetError(f"{text!r} ({LATER[name]}) is understood but not built yet; {_working()}")
-    names = [*(preset.name for preset in PRESETS), *LATER]
+    names = [*(preset.name for preset in PRESETS), *LATER, SANDBLASTER]
     known = ", ".join(preset.syntax for preset in PRESETS)
     raise DialError(f"no preset is called {name!r}{nearest(name, names)}; there are: {known}")
 
@@ -493,7 +499,5 @@ PRESETS: tuple[Preset, ...] = (
 )
 
 LATER = {
-    "groups": "synchronous inside groups of M learners",
     "diloco": "H local steps between outer updates",
-    "sandblaster": "batch methods by a coordinator",
 }

@@ -114,7 +114,7 @@ def train(**options: Any) -> Any:
 @pytest.mark.parametrize("sync", DIALS)
 def test_every_dial_learns(sync: str, table_device: str | None) -> None:
     result = train(sync=sync, table_device=table_device, evaluate=data(), epochs=6)
-    assert result.history[-1].metrics["accuracy"] > 0.85
+    assert result.history[-1].metrics["accuracy"] > 0.8
     assert result.statistics.tables[0].pending == 0
     assert all(tensor.isfinite().all() for tensor in result.state_dict().values())
 

@@ -41,6 +41,11 @@ def test_own_loop() -> None:
     assert number("test accuracy by learner:", output) > 0.85
 
 
+def test_own_messages() -> None:
+    output = run("own_messages.py", "--seats", "3", "--steps", "20")
+    assert number("loss in 3 seats", output) == pytest.approx(number("loss in one process", output), abs=2e-6)
+
+
 def test_all_reduce() -> None:
     output = run("torchrun.py", "--epochs", "6", "--sync", "delayed:1")
     assert number("test accuracy by learner:", output) > 0.85 and number("mean staleness", output) == 0.99

@@ -364,7 +364,7 @@ def test_the_quorum_of_backup_is_of_the_learners_that_started(
 # -- what is built ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [*LATER, "groups:4", "diloco:10,inner=3"])
+@pytest.mark.parametrize("text", [*LATER, "diloco:10,inner=3"])
 def test_later_presets_are_known_by_name(text: str) -> None:
     with pytest.raises(NotYetError, match="understood but not built yet; working now: hardsync"):
         Sync.parse(text)

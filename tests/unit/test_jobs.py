@@ -302,7 +302,6 @@ def test_overrides_are_named(overrides: list[str], message: str) -> None:
         ("steps = 3", 'topology = "servers:²"', "job:3: topology: "),
         ("steps = 3", 'policy = "sampel"', "job:3: policy: expected one of ledger, partition, sample, got 'sampel', did you mean 'sample'?"),
         ("steps = 3", 'device = "abacus"', "job:3: device: 'abacus' is no device that torch knows"),
-        ("steps = 3", 'engine = "ray"', "job:3: engine: 'ray' is understood but not built yet; working now: local, sim"),
         ("steps = 3", 'engine = "cloud"', "job:3: engine: no engine is called 'cloud'"),
         ("steps = 3", "clip_norm = nan", "job:3: clip_norm: expected a finite number > 0, got nan"),
         ("steps = 3", "clip_norm = 2020-01-01", "job:3: clip_norm: expected a finite number > 0, got datetime.date(2020, 1, 1)"),

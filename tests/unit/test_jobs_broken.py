@@ -166,7 +166,6 @@ def contradictions() -> Iterator[Broken]:
         ({"topology": "servers:0"}, "topology"),
         ({"topology": "servers:-1"}, "topology"),
         ({"topology": "servers:²"}, "topology"),
-        ({"engine": "ray"}, "engine"),
         ({"batch_size": 1443}, "batch_size"),
         ({"layer": [{"type": "linear"}]}, "layer"),
         ({"layers": []}, "layers"),

@@ -35,7 +35,7 @@ PURE_FILES = {"parallel/windows.py", "plan/cut.py", "plan/elimination.py"}
 IMPURE_MODULES = {"torch", "numpy", "time", "os", "socket", "threading"}
 ROLE_ROOMS = {"learn", "topology"}
 
-MOST_PUBLIC_NAMES = 18
+MOST_PUBLIC_NAMES = 22  # three of them are batch methods
 MOST_LINES = 600
 
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -142,6 +142,11 @@ class BatchMethod(Protocol):
     def __call__(self, state: State | None = None) -> Steps: ...
 
 
+def is_method(given: object) -> bool:
+    """Something with named vectors that can be called with a state; no class that makes one."""
+    return callable(given) and not isinstance(given, type) and hasattr(given, "vectors")
+
+
 def results(program: Program) -> tuple[str, ...]:
     """The names of the scalars that come back."""
     measuring = (c for c in program if isinstance(c, Dot | Largest | Evaluate))

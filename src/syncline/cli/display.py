@@ -45,7 +45,7 @@ def panel(record: RunRecord, *, note: str = "") -> Panel:
 
 def _progress(record: RunRecord) -> Table:
     done = record.progress
-    epochs = record.options.get("epochs")
+    epochs = record.options.get("epochs" if record.word == "epoch" else "steps")
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(ratio=1)
     for _ in range(4):
@@ -55,7 +55,7 @@ def _progress(record: RunRecord) -> Table:
     grid.add_row(
         bar,
         f"{100 * done:.0f} %" if done is not None else "",
-        f"epoch {min(len(record.epochs) + 1, epochs) if epochs else len(record.epochs) + 1}"
+        f"{record.word} {min(len(record.epochs) + 1, epochs) if epochs else len(record.epochs) + 1}"
         + (f"/{epochs}" if epochs else ""),
         lasted(record),
         _remaining(record, done),

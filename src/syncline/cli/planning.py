@@ -55,7 +55,9 @@ def plan(
         example = first_batch(made["data"], made["collate"], loaded.learners, loaded.batch_size)
         machines = Machines.parse(cluster) if cluster is not None else None
         limit = math.inf if memory is None else memory
-        found = cheapest(made["model"], example, machines, group, workers=loaded.learners, memory=limit)
+        seats = group if loaded.group == 1 else loaded.group
+        workers = loaded.learners * loaded.group
+        found = cheapest(made["model"], example, machines, seats, workers=workers, memory=limit)
         print(found)
         if out is not None:
             found.save(out)

@@ -34,7 +34,7 @@ def headline(record: RunRecord) -> str:
     parts = [model, str(options.get("sync")), f"{options.get('learners')} learners{batch}"]
     parts += [
         counted(options[key], word)
-        for key, word in (("epochs", "epoch"), ("steps", "update"))
+        for key, word in (("epochs", "epoch"), ("steps", "update" if record.word == "epoch" else record.word))
         if options.get(key)
     ]
     if record.virtual:
@@ -44,13 +44,16 @@ def headline(record: RunRecord) -> str:
 
 def epoch_line(record: RunRecord, epoch: Line) -> str:
     """One line of plain output."""
-    total = f"/{record.options['epochs']}" if record.options.get("epochs") else ""
+    key = "epochs" if record.word == "epoch" else "steps"
+    total = f"/{record.options[key]}" if record.options.get(key) else ""
     loss = epoch.get("loss")
-    parts = [f"epoch {epoch['epoch'] + 1}{total}", f"version {epoch.get('version')}"]
+    parts = [f"{record.word} {epoch['epoch'] + 1}{total}"]
+    parts += [f"version {epoch.get('version')}"] if record.word == "epoch" else []
     parts.append(f"loss {loss:.4f}" if loss is not None else "loss not finite")
     for name, value in (epoch.get("metrics") or {}).items():
         parts.append(f"test {name} {measure(name, value) if value is not None else 'not finite'}")
-    if (mean := record.staleness.get("mean")) is not None:
+    parts += [f"{name} {value:.3g}" for name, value in (epoch.get("notes") or {}).items()]
+    if record.word == "epoch" and (mean := record.staleness.get("mean")) is not None:
         parts.append(f"staleness {mean:.2f}")
     return "  ".join([*parts, f"{epoch['seconds']:.1f} s"])
 
@@ -87,7 +90,7 @@ def last_and_best(record: RunRecord, name: str, *, short: bool = False) -> str:
     shown = measure(name, points[-1][2])
     if short or best[2] == points[-1][2]:
         return shown
-    return f"{shown} (best {measure(name, best[2])} after epoch {best[0]:.0f})"
+    return f"{shown} (best {measure(name, best[2])} after {record.word} {best[0]:.0f})"
 
 
 def summary(record: RunRecord) -> list[tuple[str, str]]:
@@ -119,7 +122,7 @@ def account(total: LearnerTimes) -> list[tuple[str, str]]:
 
 def how(record: RunRecord) -> str:
     """How it stands: finished after …, running since …"""
-    done = f"{counted(len(record.epochs), 'epoch')} in {lasted(record)}"
+    done = f"{counted(len(record.epochs), record.word)} in {lasted(record)}"
     if record.state == "failed":
         return f"failed after {done}: {(record.end or {}).get('error', '')}"
     return f"ended without a word after {done}" if record.state == "gone" else f"{record.state}: {done}"
@@ -144,7 +147,7 @@ def next_steps(
     steps = [
         (_changed(command, given, [("--sync", dial), *changes]), words)
         for dial, changes, words in others
-        if not sync.startswith(dial.partition(":")[0])
+        if not sync.startswith(dial.partition(":")[0]) and record.word == "epoch"
     ]
     return [
         *steps[:2],

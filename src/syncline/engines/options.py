@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from syncline.engines.lock import RunLock
 from syncline.engines.run import Storage
 from syncline.errors import SynclineError, UsageError
 from syncline.learn.session import check_whole
-from syncline.table.checkpoints import CheckpointError, Folder, find
+from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, find
 from syncline.topology.plan import Plan, Saving
 from syncline.topology.restore import Restored, restored
 
@@ -32,6 +33,7 @@ class Checkpoints:
     rank: int | None = (
         None  # under torchrun: the first writes, all read, and all must hear what one is refused
     )
+    read: Callable[[Checkpoint], Restored] = restored
 
     def opened(self, plan: Plan) -> tuple[Saving, Storage]:
         """How often, and where: the folder is there, and locked."""
@@ -66,7 +68,7 @@ class Checkpoints:
         return Storage(str(root.resolve()) if root is not None else None, self.keep, lock, found)
 
     def _restored(self, plan: Plan) -> Restored | None:
-        found = restored(find(self.resume)) if self.resume is not None else None
+        found = self.read(find(self.resume)) if self.resume is not None else None
         flights = sum(len(each.flights) for each in found.pipelines.values()) if found is not None else 0
         if found is not None and flights and not plan.topology.fixed_members:
             raise UsageError(

@@ -250,6 +250,21 @@ class Recorder:
         else:
             self._close(record)
 
+    def iteration(self, record: EpochRecord, state: dict[str, Tensor] | None) -> None:
+        """Of a batch method; `state` is to be evaluated."""
+        if state is None:
+            self._close(record)
+            return
+        self._open[record.epoch] = record
+        self._sent.add(record.epoch)
+        if self._listeners:
+            self._states[record.epoch] = state
+        self._evaluate(record.epoch, state)
+
+    @property
+    def evaluating(self) -> bool:
+        return bool(self._open)
+
     def _evaluate_ready(self) -> None:
         layouts = self._layouts()
         for epoch in sorted(self._open.keys() - self._sent):

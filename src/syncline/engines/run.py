@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from syncline.dial import Sync
+from syncline.dial import SANDBLASTER, Sync
 from syncline.engines.lock import RunLock
 from syncline.engines.sim.account import Simulated
+from syncline.learn.evaluating import BatchPlan
 from syncline.messages import Statistics
 from syncline.protocols.clocks import Staleness
 from syncline.protocols.lifecycle import Faults
@@ -54,16 +55,28 @@ class RunSpec:
     plan: Plan
     devices: tuple[str, ...] = ("cpu",)  # dealt out to learners in turn
     card: str | None = None  # the GPU that tables lie on
+    group: int = 1  # processes of a learner
+    cut: Any = None  # how its model is cut over them
     threads: int | None = None
     faults: Faults = Faults()  # noqa: RUF009 - frozen
     storage: Storage = Storage()
+    batch: BatchPlan | None = None  # a batch method in place of folds (M18)
     evaluate: Evaluate | None = None
     callbacks: tuple[Callback, ...] = ()
     listeners: tuple[Listener, ...] = ()
 
+    @property
+    def sync(self) -> str:
+        """In words."""
+        return SANDBLASTER if self.batch is not None else str(self.plan.course)
+
     def seat(self, rank: int) -> Seat:
         """What one learner knows."""
-        return Seat(plan=self.plan, rank=rank, device=self.devices[rank % len(self.devices)])
+        first = rank * self.group
+        devices = tuple(self.devices[(first + seat) % len(self.devices)] for seat in range(self.group))
+        return Seat(
+            plan=self.plan, rank=rank, device=devices[0], seats=self.group, devices=devices, cut=self.cut
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,9 +90,13 @@ class EpochRecord:
     loss: float
     losses: dict[int, float]
     metrics: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, float] = field(
+        default_factory=dict
+    )  # of a batch method's iteration: step, evaluations …
 
     def __getitem__(self, key: str) -> Any:
-        return self.metrics[key] if key in self.metrics else getattr(self, key)
+        known = {**self.notes, **self.metrics}
+        return known[key] if key in known else getattr(self, key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +205,7 @@ class Engine(ABC):
 
     virtual = False  # its seconds are not the machine's, and its runs tell listeners how they stand
     cluster_name: str | None = None  # of the simulated one
+    deals_devices = False  # GPUs are those of other machines: "cuda" is one of the node's
 
     @abstractmethod
     def start(self, spec: RunSpec) -> Handle: ...

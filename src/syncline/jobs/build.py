@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import Dataset, IterableDataset
 
-from syncline.dial import Sync
+from syncline.batch.commands import is_method
+from syncline.dial import SANDBLASTER, Sync
 from syncline.engines.run import Engine
 from syncline.jobs.keys import KEYS, Named
 from syncline.jobs.names import NAMES, one_line, resolve, takes_model
@@ -67,6 +68,8 @@ def _build(job: Job) -> dict[str, Any]:
         made["optimizer"] = _by_layer(job, made)
     if isinstance(job.gradient, Named):
         made["gradient"] = _function(job, "gradient", job.gradient)
+    if job.sync == SANDBLASTER and not is_method(made["optimizer"]):  # it makes one
+        made["optimizer"] = _attempt("optimizer", "", made["optimizer"])
     made["callbacks"] = tuple(_function(job, "callbacks", named) for named in job.callbacks)
     _try(job, made)
     if job.model is not None and any(
@@ -143,20 +146,26 @@ def _data(job: Job, key: str) -> Any:
 def _try(job: Job, made: dict[str, Any]) -> None:
     """Refuse what does not fit together: batches and data, optimizer and model, schedule, loss."""
     model, data = made["model"], made["data"]
-    if not isinstance(data, IterableDataset):
+    batch = job.sync == SANDBLASTER
+    if not isinstance(data, IterableDataset) and not batch:
         size = _attempt("data", f"{job.data} has no length: ", len, data)
         _attempt("batch_size", "", check_batches, size, job.batch_size)
     _attempt("model", "", refuse_sparse, model)
     twin = _attempt("model", f"{job.model} cannot be copied: ", copy.deepcopy, model)
-    optimizer = _attempt("optimizer", f"{job.optimizer} failed: ", make_optimizer, twin, made["optimizer"])
-    schedule = made["schedule"]
-    scheduler = schedule and _attempt("schedule", f"{job.schedule} failed: ", schedule, optimizer)
+    optimizer = scheduler = None
+    if not batch:
+        optimizer = _attempt(
+            "optimizer", f"{job.optimizer} failed: ", make_optimizer, twin, made["optimizer"]
+        )
+        schedule = made["schedule"]
+        scheduler = schedule and _attempt("schedule", f"{job.schedule} failed: ", schedule, optimizer)
     if job.device is not None and job.device != "cpu":
         return  # the learners will see
     for key in ("data", "evaluate"):
         if isinstance(made[key], Dataset) and not isinstance(made[key], IterableDataset):
             _one_batch(job, key, twin, made)
-    _attempt("optimizer", f"{job.optimizer} failed: ", optimizer.step)
+    if optimizer is not None:
+        _attempt("optimizer", f"{job.optimizer} failed: ", optimizer.step)
     if scheduler is not None:
         _attempt("schedule", f"{job.schedule} failed: ", scheduler.step)
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from syncline.dial import Course, Sync, nearest
+from syncline.dial import SANDBLASTER, Course, Sync, nearest
 from syncline.engines.options import AUTO, END
 from syncline.errors import UsageError
 from syncline.jobs import build, nets
 from syncline.jobs.keys import BY_NAME, KEYS, JobError, Named, Wrong, shown
-from syncline.jobs.names import NAMES, one_line, resolve, takes_model
+from syncline.jobs.names import METHODS, NAMES, one_line, resolve, takes_model
 from syncline.jobs.toml import dumps, lines_of, override, parse_override
 from syncline.learn.feed import POLICIES
 from syncline.learn.gradients import parse_way
@@ -80,7 +80,11 @@ class Job:
     clip_norm: float | None = None
     warmstart: int = 0
     device: str | tuple[str, ...] | None = None
+    table_device: str | None = None
     threads: int | None = None
+    group: int = 1
+    plan: str | dict[str, str] | None = None
+    check: bool = False
     run_dir: str | None = None
     resume: str | None = None
     checkpoint_every: int | str = AUTO
@@ -291,6 +295,19 @@ def _contradictions(job: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _dial(job: Mapping[str, Any]) -> Iterator[Problem]:
     value = job["sync"]
+    batch = job["optimizer"] is not None and job["optimizer"].name in METHODS
+    if value == SANDBLASTER:
+        if job["steps"] is None:
+            yield ("steps",), "missing; sandblaster ends after so many iterations, for example steps = 100"
+        if not batch and ":" not in job["optimizer"].name:
+            methods = ", ".join(METHODS)
+            yield (
+                ("optimizer", "name"),
+                f"{job['optimizer'].name!r} is no batch method; sandblaster takes {methods}",
+            )
+        return
+    if batch:
+        yield ("sync",), f"{job['optimizer'].name!r} is a batch method: give sync = 'sandblaster' with it"
     if isinstance(value, dict):
         known = [entry.name for entry in fields(Sync)]
         unknown = [key for key in value if key not in known]
@@ -340,16 +357,13 @@ def _names(job: Mapping[str, Any], folder: str | None) -> Iterator[Problem]:
         ):
             continue  # most likely the same mistake
         for named in value if isinstance(value, tuple) else (value,):
-            for problem in _name(key, named, folder):
+            for problem in _name(key, named, folder, job["sync"] == SANDBLASTER):
                 wrong.add(key)
                 yield problem
 
 
-def _name(key: str, named: Named, folder: str | None) -> Iterator[Problem]:
+def _name(key: str, named: Named, folder: str | None, batch: bool) -> Iterator[Problem]:
     role = NAMES[key]
-    if key == "engine" and named.name == "ray":
-        yield (key, "name"), "'ray' is understood but not built yet; working now: local, sim"
-        return
     try:
         found = resolve(named.name, role, folder)
     except UsageError as error:
@@ -362,6 +376,8 @@ def _name(key: str, named: Named, folder: str | None) -> Iterator[Problem]:
     if not callable(found):
         yield (key, "name"), f"{named.name!r} is a {type(found).__name__}, not a callable"
         return
-    given = 1 if key == "evaluate" and takes_model(found) else role.given
+    given = (
+        1 if key == "evaluate" and takes_model(found) else 0 if key == "optimizer" and batch else role.given
+    )
     for argument, words in wrong_arguments(found, given, named.arguments):
         yield (key, argument) if argument else (key,), f"{named.name}: {words}"

@@ -16,6 +16,7 @@ from syncline.engines.options import AUTO, END
 from syncline.errors import UsageError
 from syncline.learn.gradients import WAYS
 from syncline.learn.stopping import read_stop
+from syncline.parallel.rules import WAYS as CUTS
 
 MOST = 2**63 - 1
 REQUIRED = object()  # as a default: there is none
@@ -130,6 +131,14 @@ def _cadence(value: Any) -> int | str:
             return value
         raise Wrong
     return _whole(1)(value)
+
+
+def _cut(value: Any) -> str | dict[str, str]:
+    if isinstance(value, Mapping) and value and all(way in CUTS for way in value.values()):
+        return dict(value)
+    if value in ("auto", "data") or (isinstance(value, str) and value.endswith(".json")):
+        return str(value)
+    raise Wrong
 
 
 def _on_error(value: Any) -> str:
@@ -277,11 +286,39 @@ KEYS: tuple[Key, ...] = (
         meaning="where learners compute: dealt out in turn; CPUs where it is left out",
     ),
     Key(
+        name="table_device",
+        kind='"cpu" or a GPU of the learners',
+        read=_text,
+        default=None,
+        meaning="where their table lies; with them where it is left out",
+    ),
+    Key(
         name="threads",
         kind="a whole number of at least 1",
         read=_whole(1),
         default=None,
         meaning="torch's threads in each learner",
+    ),
+    Key(
+        name="group",
+        kind="a whole number of at least 1",
+        read=_whole(1),
+        default=1,
+        meaning="processes of each learner, which hold one model together",
+    ),
+    Key(
+        name="plan",
+        kind="auto, data, the file of a plan, or a table of layers and ways",
+        read=_cut,
+        default=None,
+        meaning="how the model is cut over a group; auto is the cheapest way",
+    ),
+    Key(
+        name="check",
+        kind="true or false",
+        read=_flag,
+        default=False,
+        meaning="the first batch of a model that is cut is compared with the whole model",
     ),
     Key(
         name="run_dir",

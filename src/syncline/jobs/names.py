@@ -17,9 +17,13 @@ import torch
 from torch.optim import lr_scheduler
 
 from syncline import models
+from syncline.batch.conjugate_gradient import ConjugateGradient
+from syncline.batch.gradient_descent import GradientDescent
+from syncline.batch.lbfgs import LBFGS
 from syncline.data import DATASETS
 from syncline.dial import nearest
 from syncline.engines.local.engine import Local
+from syncline.engines.ray.engine import Ray
 from syncline.engines.sim.engine import Sim
 from syncline.errors import UsageError
 from syncline.learn.regularisers import REGULARISERS
@@ -27,6 +31,11 @@ from syncline.nn.losses import LOSSES
 
 Names = Mapping[str, Callable[..., Any]]
 
+METHODS: Names = {
+    "lbfgs": LBFGS,
+    "conjugate_gradient": ConjugateGradient,
+    "gradient_descent": GradientDescent,
+}
 OPTIMIZERS: Names = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -49,7 +58,7 @@ SCHEDULES: Names = {
     "constant": lr_scheduler.ConstantLR,
     "polynomial": lr_scheduler.PolynomialLR,
 }
-ENGINES: Names = {"local": Local, "sim": Sim}
+ENGINES: Names = {"local": Local, "ray": Ray, "sim": Sim}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +78,7 @@ NAMES: dict[str, Role] = {
     "objective": Role(what="objective", names=models.OBJECTIVES, given=2),
     "gradient": Role(what="way to a gradient", names={}, given=2),
     "regulariser": Role(what="regulariser", names=REGULARISERS, given=1),
-    "optimizer": Role(what="optimizer", names=OPTIMIZERS, given=1),
+    "optimizer": Role(what="optimizer", names={**OPTIMIZERS, **METHODS}, given=1),
     "schedule": Role(what="schedule", names=SCHEDULES, given=1),
     "collate": Role(what="collate function", names={}, given=1),
     "callbacks": Role(what="callback", names={}, given=1),

@@ -241,7 +241,7 @@ class Loader:
 
     def _read_ahead(self) -> Generator[tuple[Portion, Any]]:
         """A thread reads and collates; this one asks for portions and hands batches out."""
-        if not self._session.seat.reader:
+        if not self._session.reader:
             turns = _InTurn(self._read_one)
             yield from self._hand_out(turns.put, turns.get)
             return

@@ -133,7 +133,7 @@ class PeerLoader:
             parts=len(self._batches),
         )
         shares = [self._rounds.share(number) for number in range(self._rounds.count)]
-        if self.ahead and self._session.seat.reader:
+        if self.ahead and self._session.reader:
             return _read_ahead(shares, lambda share: self._batch(order, share), self.ahead)
         return ((share, self._batch(order, share)) for share in shares)
 

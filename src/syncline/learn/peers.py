@@ -56,7 +56,7 @@ class PeerSession(Session):
     """One learner's view of an all-reduce run."""
 
     def __init__(self, port: CollectivePort, seat: Seat, restored: Restored | None = None) -> None:
-        self.port, self.seat, self.plan = port, seat, seat.plan
+        self.port, self.reader, self.plan = port, seat.reader, seat.plan
         assert isinstance(seat.plan.topology, AllReduce)
         self.topology = seat.plan.topology
         self._restored = restored or Restored(name="the start", seed=self.plan.seed)

@@ -51,7 +51,7 @@ class ServerSession(Session):
     """One learner's view of a run with servers."""
 
     def __init__(self, port: LearnerPort, seat: Seat) -> None:
-        self.port, self.seat, self.plan = port, seat, seat.plan
+        self.port, self.reader, self.plan = port, seat.reader, seat.plan
         self.rank, self.learners = seat.rank, seat.plan.learners
         self.device = torch.device(seat.device)
         self._tables: list[SharedOptimizer] = []
@@ -153,17 +153,25 @@ class ServerSession(Session):
         given = [parameter for group in inner.param_groups for parameter in group["params"]]
         named = [(names.get(id(parameter), "a parameter"), parameter) for parameter in given]
         self._owned.check(named)
-        layout, tensors = lay_out(
-            model,
-            [group["params"] for group in inner.param_groups],
-            cuttable=type(inner) in ELEMENTWISE,
-            shards=shards_for(inner, self.plan.servers),
-        )
+        layout, tensors = self._lay_out(model, inner, wraps=held.wraps)
         table = self.insist(lambda: self._open_table(inner, layout, tensors, wraps=held.wraps))
         self._tables.append(table)
         self._owned.claim(named)
         self.watch.opened(given, table)
         return table
+
+    def _lay_out(
+        self, model: nn.Module, inner: torch.optim.Optimizer, *, wraps: bool
+    ) -> tuple[Layout, Tensors]:
+        return lay_out(
+            model,
+            [group["params"] for group in inner.param_groups],
+            cuttable=type(inner) in ELEMENTWISE,
+            shards=shards_for(inner, self.plan.servers),
+        )
+
+    def _template(self, inner: torch.optim.Optimizer, layout: Layout) -> OptimizerTemplate:
+        return OptimizerTemplate.of(inner)
 
     def _open_table(
         self, inner: torch.optim.Optimizer, layout: Layout, tensors: Tensors, *, wraps: bool
@@ -175,7 +183,7 @@ class ServerSession(Session):
             copy_all(values[0], [parameter.detach() for parameter in tensors.parameters])
             copy_all(values[1], tensors.buffers)
             copy_all(values[2], tensors.others)
-            answer = self._ask(m.Initialised(number, OptimizerTemplate.of(inner)))
+            answer = self._ask(m.Initialised(number, self._template(inner, layout)))
         end = self.port.open(answer)
         copy_all(tensors.buffers, end.buffers)
         copy_all(tensors.others, end.others)
@@ -435,7 +443,7 @@ def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
     return inner
 
 
-def shards_for(optimizer: torch.optim.Optimizer, servers: Servers) -> int:
+def shards_for(optimizer: torch.optim.Optimizer, servers: Servers, size: int | None = None) -> int:
     """Of a table: all there are where the user named their number, else only as many as are worth it.
 
     An optimizer that is not torch's may compute something over all its parameters: one shard has them all. One that holds
@@ -447,7 +455,8 @@ def shards_for(optimizer: torch.optim.Optimizer, servers: Servers) -> int:
         return servers.shards
     if not is_torchs(optimizer):
         return 1
-    size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
+    if size is None:
+        size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
     return max(1, min(servers.shards, size // SHARD_BYTES))
 
 

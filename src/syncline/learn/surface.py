@@ -26,6 +26,8 @@ class Session(ABC):
     rank: int
     learners: int
     device: torch.device
+    seat: int = 0  # of this process, among those of the learner
+    seats: int = 1
     watch: Watch
     loss: float = UNSAID  # of the gradient that is being made, for the record
 

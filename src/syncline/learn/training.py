@@ -17,6 +17,7 @@ from syncline.learn.batches import to_device
 from syncline.learn.gradients import Backprop, Objective, Supervised, Way, check_scalar
 from syncline.learn.models import CPU, Model, copied, made
 from syncline.learn.surface import Session
+from syncline.parallel.module import partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Training:
     epochs: int | None
     policy: str
     collate: Callable[[list[Any]], Any] | None
+    check: bool = False  # a partitioned model against the whole one
 
     @property
     def way(self) -> Way:
@@ -46,6 +48,8 @@ def run_training(session: Session, plan: Training) -> None:
     model, way = made(plan.model, session.device).to(session.device), plan.way
     way.prepare(model, plan.batch_size)
     model.train()
+    if session.seats > 1:
+        model = partition(model, check=plan.check)
     optimizer = session.optimizer(model, plan.optimizer)
     loader = session.loader(
         plan.data,

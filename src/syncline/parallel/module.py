@@ -21,7 +21,7 @@ from syncline.errors import UsageError
 from syncline.parallel import layers, recurrent  # noqa: F401  (their rules)
 from syncline.parallel.check import compare
 from syncline.parallel.functions import name_of
-from syncline.parallel.move import Group
+from syncline.parallel.move import Group, joined
 from syncline.parallel.program import Program
 from syncline.parallel.rules import rule_of
 from syncline.parallel.trace import skeleton, trace
@@ -50,11 +50,16 @@ class Part:
 
     def put(self, rank: int, tensor: Tensor, local: Tensor) -> None:
         """Write a rank's part into the whole tensor."""
+        for into, part in self.pairs(rank, tensor, local):
+            into.copy_(part)
+
+    def pairs(self, rank: int, tensor: Tensor, local: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Views of the whole tensor, and those of a rank's part that belong there."""
         base, boxes = Box.whole(self.shape), self.boxes[rank]
         dim = self._dim(rank)
         sizes = [box.shape[dim] for box in boxes] if len(boxes) > 1 else []
-        for box, part in zip(boxes, local.split(sizes, dim) if sizes else (local,), strict=True):
-            tensor[box.inside(base)] = part
+        parts = local.split(sizes, dim) if sizes else (local,)
+        return [(tensor[box.inside(base)], part) for box, part in zip(boxes, parts, strict=True)]
 
     def local_shape(self, rank: int) -> Shape:
         boxes, dim = self.boxes[rank], self._dim(rank)
@@ -296,15 +301,19 @@ def choices_of(plan: Any, model: nn.Module, size: int) -> dict[str, str]:
 
 
 def partition(
-    model: nn.Module, plan: Any, example: Any = None, group: Any = None, **options: Any
+    model: nn.Module, plan: Any = None, example: Any = None, group: Any = None, **options: Any
 ) -> Partitioned:
     """This process's part of a model, for training and inference; options as of `Partitioned`.
 
-    A Plan knows the shapes of its example. Without a group: torch's default one if there is one.
+    A Plan knows the shapes of its example. Without a group: the one that this process has joined as a seat, else torch's default one if there is one.
     """
+    own = joined()
+    plan = own.plan if plan is None and own is not None else plan
     example = getattr(plan, "example", None) if example is None else example
     if example is None:
         raise UsageError("partition: give an example of the model's input, or a Plan, which knows its own")
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
+    if group is None:
+        group = own.group if own is not None else dist.group.WORLD if dist.is_initialized() else None
+    if own is not None:
+        options.setdefault("seed", own.seed)
     return Partitioned(model, plan, example, group, **options)

@@ -6,7 +6,9 @@ making or watching the process group: whoever calls hands one over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,8 +33,21 @@ class Group:
         staged = send.is_cuda and not self._direct
         source = send.cpu() if staged else send
         buffer = torch.empty(sum(received), dtype=send.dtype, device=source.device)
-        work = self._group.alltoall_base(buffer, source, received, sent)
-        return Arriving(work, buffer, source, send.device)
+        with self.guard():
+            work = self._group.alltoall_base(buffer, source, received, sent)
+        return Arriving(self, work, buffer, source, send.device)
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around what others take part in: who watches their processes is told that it failed, before the caller is."""
+        try:
+            yield
+        except RuntimeError:
+            self.broken()
+            raise
+
+    def broken(self) -> None:
+        """Somebody is gone."""
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, the same in each; differentiable."""
@@ -46,18 +61,43 @@ class Group:
         staged = tensor.is_cuda and not self._direct
         buffer = tensor.detach().cpu() if staged else tensor.detach().clone()
         buffer = buffer.contiguous()
-        self._group.allreduce([buffer]).wait()
+        with self.guard():
+            self._group.allreduce([buffer]).wait()
         return buffer.to(tensor.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The group that this process is in."""
+
+    group: Group
+    plan: Any = None  # of the run
+    seed: int = 0  # of what is dropped
+
+
+_here: list[Joined] = []
+
+
+def join(group: Joined) -> None:
+    """This process is one of it from here on."""
+    _here[:] = [group]
+
+
+def joined() -> Joined | None:
+    """The group that this process has joined, if there is one."""
+    return _here[0] if _here else None
 
 
 class Arriving:
     """An all-to-all under way; it keeps what it sends until that has left."""
 
-    def __init__(self, work: Any, buffer: Tensor, source: Tensor, device: torch.device) -> None:
-        self._work, self._buffer, self._source, self._device = work, buffer, source, device
+    def __init__(self, group: Group, work: Any, buffer: Tensor, source: Tensor, device: torch.device) -> None:
+        self._group, self._work = group, work
+        self._buffer, self._source, self._device = buffer, source, device
 
     def wait(self) -> Tensor:
-        self._work.wait()
+        with self._group.guard():
+            self._work.wait()
         return self._buffer.to(self._device)
 
 

@@ -92,9 +92,11 @@ class Measured:
         self._local = local_update and workers == graph.group
         self._places = [cluster.machine_of_learner(rank) for rank in range(graph.group)]
         self._wire = cluster.card if len(set(self._places)) > 1 else cluster.memory
-        work = sum(unit.work for unit in graph.units) / cluster.compute.seconds(graph.batch)
+        everywhere = {cluster.machine_of_learner(rank) for rank in range(workers)}
+        self._table = cluster.card if len(everywhere) > 1 else cluster.memory
+        each = cluster.compute.seconds(graph.batch) / sum(unit.work for unit in graph.units)
         self._seconds = (
-            compute if compute is not None else {unit.name: unit.work / work for unit in graph.units}
+            compute if compute is not None else {unit.name: unit.work * each for unit in graph.units}
         )
         if missing := [
             unit.name for unit in graph.units if unit.parameters and unit.name not in self._seconds
@@ -106,12 +108,13 @@ class Measured:
     def unit(self, unit: Unit, way: str) -> Price:
         size, _, copies = self._graph.held(unit, way)
         seats = self._graph.group
+        copies = copies and seats > 1
         ring = 2 * size * (seats - 1) / seats if copies else 0.0
         table = (
             0.0 if self._local and not copies else 2 * size / (seats if copies else 1)
         )  # pushed and read, by parts
         seconds = self._seconds.get(unit.name, 0.0) * self._graph.share(unit, way)
-        seconds += _seconds(self._wire, table) + _seconds(self._wire, ring, 2 * (seats - 1))
+        seconds += _seconds(self._table, table) + _seconds(self._wire, ring, 2 * (seats - 1))
         return Price(seconds, seats * (table + ring), seconds)
 
     def link(self, link: Link, way: str, other: str) -> Price:

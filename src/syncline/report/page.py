@@ -33,7 +33,7 @@ def page(record: RunRecord) -> str:
         f"<p class='faint'>{escape(_subtitle(record))}</p>",
         _numbers(record),
         f"<div class='plots'>{''.join(plots(record))}</div>",
-        "<h2>Epochs</h2>",
+        f"<h2>{record.word.capitalize()}s</h2>",
         _epochs(record),
         "<h2>Learners</h2>",
         _learners(record),
@@ -65,11 +65,29 @@ def plots(record: RunRecord) -> list[str]:
             svg.Series(_called(each), sorted((s, v) for _, s, v in points)) for each, points in series.items()
         ]
         y = name.split()[-1].lower()
-        drawn.append(svg.lines(f"{name} over epochs", by_epoch, x="epochs", y=y))
+        over = f"{record.word}s"
+        drawn.append(svg.lines(f"{name} over {over}", by_epoch, x=over, y=y))
         drawn.append(
             svg.lines(f"{name} over time", by_time, x=_seconds(record), y=y, marks=fault_marks(record))
         )
-    return [*drawn, staleness_plot(record), rates_plot(record)]
+    return [*drawn, *(batch_plots(record) or [staleness_plot(record)]), rates_plot(record)]
+
+
+NOTES = {
+    "step": "Step lengths",
+    "evaluations": "Function evaluations",
+    "gradient": "Largest entry of the gradient",
+}
+
+
+def batch_plots(record: RunRecord) -> list[str]:
+    """What a batch method says of its iterations; nothing for other runs."""
+    found = {name: record.noted(name) for name in NOTES}
+    return [
+        svg.lines(NOTES[name], [svg.Series(name, points)], x="iterations", y=name)
+        for name, points in found.items()
+        if points
+    ]
 
 
 def _seconds(record: RunRecord) -> str:
@@ -149,7 +167,7 @@ def _numbers(record: RunRecord) -> str:
         if values:
             shown.append((measure(name, values[-1]), name))
     shown += [
-        (f"{len(record.epochs)}", "epochs"),
+        (f"{len(record.epochs)}", f"{record.word}s"),
         (f"{last.get('version', 0):,}", "updates"),
         (f"{last.get('gradients', 0):,}", "gradients folded"),
         (f"{last.get('dropped', 0):,}", "gradients dropped"),
@@ -183,16 +201,18 @@ def _epochs(record: RunRecord) -> str:
     if not record.epochs:
         return "<p class='faint'>None was completed.</p>"
     names = [name.removeprefix("test ") for name in record.metrics]
+    notes = [name for name in NOTES if record.noted(name)]
     rows = []
     for each in record.epochs:
         loss = each.get("loss")
         values = [each.get("metrics", {}).get(name) for name in names]
         cells = [measure(n, v) if v is not None else "–" for n, v in zip(names, values, strict=True)]
+        said = [f"{each.get('notes', {}).get(name, float('nan')):.4g}" for name in notes]
         training = f"{loss:.4g}" if loss is not None else "not finite"
-        rows.append(
-            [str(each["epoch"] + 1), str(each.get("version")), f"{each['seconds']:.1f}", training, *cells]
-        )
-    return table(["epoch", "version", _seconds(record), "training loss", *record.metrics], rows)
+        place = [str(each["epoch"] + 1), str(each.get("version")), f"{each['seconds']:.1f}"]
+        rows.append([*place, training, *said, *cells])
+    head = [record.word, "version", _seconds(record), "training loss", *notes, *record.metrics]
+    return table(head, rows)
 
 
 def _learners(record: RunRecord) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from syncline.dial import SANDBLASTER
 from syncline.errors import UsageError
 from syncline.report.lines import EVENTS, read_lines
 
@@ -173,6 +174,19 @@ class RunRecord:
         """Names of all test metrics, as `test NAME`."""
         names = {name: None for each in self.epochs for name in _inner(each, "metrics")}
         return [f"test {name}" for name in names]
+
+    @property
+    def word(self) -> str:
+        """What a record of the history is of."""
+        return "iteration" if self.options.get("sync") == SANDBLASTER else "epoch"
+
+    def noted(self, name: str) -> list[tuple[float, float]]:
+        """(iterations done, value) of what a batch method says of itself."""
+        found = []
+        for each in self.epochs:
+            if (number := _number(_inner(each, "notes").get(name))) is not None:
+                found.append((each["epoch"] + 1.0, number))
+        return found
 
     @property
     def staleness(self) -> Line:

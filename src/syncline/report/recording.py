@@ -168,6 +168,7 @@ class Recording:
                 loss=record.loss,
                 losses=record.losses,
                 metrics=record.metrics,
+                **({"notes": record.notes} if record.notes else {}),
             )
         elif isinstance(record, Clocks):
             self._keep_clocks(record.rows)
@@ -375,8 +376,9 @@ def _learners(statistics: Statistics, gone: Mapping[int, str]) -> list[Line]:
 def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
     """The options of a run, for run.json and the start line."""
     plan = next((each for each in spec.task.arguments if isinstance(each, Training)), None)
+    data = spec.batch.data if spec.batch is not None else plan.data if plan else None
     return {
-        "sync": str(spec.plan.course),
+        "sync": spec.sync,
         "engine": type(engine).__name__.lower(),
         "cluster": engine.cluster_name,
         "learners": spec.plan.learners,
@@ -397,7 +399,8 @@ def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
         "function": getattr(spec.task.function, "__qualname__", str(spec.task.function)),
         "model": type(model).__name__ if model is not None else None,
         "parameters": sum(p.numel() for p in model.parameters()) if model is not None else None,
-        "examples": _length(plan.data) if plan else None,
+        "examples": _length(data),
+        "method": repr(spec.batch.method) if spec.batch is not None else None,
         "machine": f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}",
         "versions": {
             "syncline": importlib.metadata.version("syncline"),

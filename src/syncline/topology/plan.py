@@ -6,6 +6,7 @@ Not responsible for where it runs, for what happens at faults, nor for where its
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from syncline.dial import Course
 from syncline.topology.parse import Servers, Topology, Trees
@@ -65,3 +66,6 @@ class Seat:
     rank: int
     device: str = "cpu"
     reader: bool = True  # a thread reads ahead; it draws when it likes
+    seats: int = 1  # processes of this learner
+    devices: tuple[str, ...] = ()  # of its processes
+    cut: Any = None  # how its model is cut over them

@@ -96,7 +96,8 @@ class Restored:
     chosen: list[tuple[Sync, int]] = field(default_factory=list)  # changed to on the way, with the epoch
     pipelines: dict[int, PipelineState] = field(default_factory=dict)  # of an all-reduce run, by table
     simulated: dict[str, Any] | None = None  # where a simulated run stood; the simulator's own
-    virtual: float = 0.0  # seconds of a simulated all-reduce run
+    virtual: float = 0.0  # seconds of a simulated all-reduce run, or one of a batch method
+    batch: dict[str, Any] | None = None  # where a batch method stood (M18)
 
     def check_layout(self, table: int, layout: Layout) -> None:
         """A table goes on only with the model that it was made with."""
@@ -186,6 +187,10 @@ def upto(version: int, history: Sequence[Mapping[str, Any]]) -> list[Mapping[str
 def restored(checkpoint: Checkpoint) -> Restored:
     """Read a checkpoint as a whole."""
     found = checkpoint.manifest
+    if "batch" in found:
+        raise UsageError(
+            f"{checkpoint.path} is a batch method's ({found['batch']['method']}): resume it with sync='sandblaster'"
+        )
     try:
         counts = {key: _by_number(value) for key, value in found["counts"].items()}
         loaders = {record["loader"]: _loader(record) for record in found["loaders"]}

@@ -107,7 +107,7 @@ def built(model: Any, seed: int) -> tuple[nn.Module, Model]:
     sent = model if isinstance(model, nn.Module) or not callable(model) else ModelFactory(model, seed)
     found = sent
     if isinstance(sent, ModelFactory):
-        found = _attempt("the function that makes the model", sent)
+        found = attempt("the function that makes the model", sent)
     if not isinstance(found, nn.Module):
         raise UsageError(
             f"model must be an nn.Module or a callable that makes one, got {type(found).__name__}"
@@ -119,7 +119,7 @@ def built(model: Any, seed: int) -> tuple[nn.Module, Model]:
 
 def check_optimizer(model: nn.Module, optimizer: Any, sync: Dial) -> torch.optim.Optimizer:
     """As it will be made in the learners."""
-    made: torch.optim.Optimizer = _attempt("the optimizer's factory", make_optimizer, model, optimizer)
+    made: torch.optim.Optimizer = attempt("the optimizer's factory", make_optimizer, model, optimizer)
     own = {id(parameter) for parameter in model.parameters()}
     trained = [parameter for group in made.param_groups for parameter in group["params"]]
     if not any(id(parameter) in own for parameter in trained):
@@ -144,7 +144,7 @@ def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
     instead = "give a callable that makes one of the optimizer, such as partial(StepLR, step_size=1)"
     if not callable(schedule):
         raise UsageError(f"schedule must not be a {type(schedule).__name__} itself: {instead}")
-    made = _attempt("the schedule's factory", schedule, optimizer)
+    made = attempt("the schedule's factory", schedule, optimizer)
     if isinstance(made, ReduceLROnPlateau):
         raise UsageError(
             "ReduceLROnPlateau needs a metric, which learners do not have: use a schedule by epochs, or launch"
@@ -153,7 +153,7 @@ def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(f"the schedule's factory returned {type(made).__name__}, no LR scheduler: {instead}")
 
 
-def _attempt(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def attempt(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """The user's code runs here."""
     try:
         return function(*arguments)

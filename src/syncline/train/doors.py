@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from syncline.batch.commands import BatchMethod
 from syncline.dial import Course
 from syncline.engines.options import AUTO, Checkpoints
 from syncline.engines.run import Callback, Engine, Task
@@ -20,6 +21,7 @@ from syncline.learn.stopping import read_stop, refuse_streams, with_norm
 from syncline.learn.training import Training, evaluation_of, run_training
 from syncline.protocols.lifecycle import PATIENCE, Faults
 from syncline.topology.plan import Plan
+from syncline.train.batch import batch_spec, wants_batch
 from syncline.train.checks import (
     batches_of,
     built,
@@ -32,6 +34,7 @@ from syncline.train.checks import (
     check_schedule,
     check_seed,
 )
+from syncline.train.groups import Batches, check_group, cut_over
 from syncline.train.run import Run
 from syncline.train.spec import DEFAULT_LEARNERS, Dial, engine_of, learners_of, run_spec, topology_of
 
@@ -60,23 +63,27 @@ def launch(
     patience: float | None = PATIENCE,
     kill_hung: bool = False,
     wait: bool = True,
+    group: int = 1,
+    plan: Any = None,
     **keywords: Any,
 ) -> Any:
     """Run `function(session, *arguments, **keywords)` in every learner; a `Result`, or a `Run` with wait=False.
 
     `batch_size` is needed only by dials whose rate depends on it. Everything else a learner needs is passed
     through: models, data and functions defined in a script or notebook travel, tensors are shared. For faults and
-    checkpoints see `train`; a function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
+    checkpoints see `train`. With `group` processes for each learner the function runs in every seat (`session.seat`), on
+    `sl.partition(model, plan, example)`. A function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
     """
     runner = engine_of(engine)
     learners = learners_of(runner, learners, topology, wait)
+    check_group(group, plan, runner, topology)
     check_call(function, arguments, keywords)
     check_seed(seed)
     check_whole("learners", learners)
     if batch_size is not None:
         check_whole("batch_size", batch_size)
     course = Course.of(sync)
-    plan = Plan(
+    description = Plan(
         course=course,
         learners=learners,
         topology=topology_of(topology, learners, course),
@@ -89,7 +96,9 @@ def launch(
     spec = run_spec(
         runner,
         Task(function, arguments, keywords),
-        plan,
+        description,
+        group=group,
+        cut=plan,
         device=device,
         table_device=table_device,
         threads=threads,
@@ -108,8 +117,8 @@ def train(
     *,
     loss: Loss | None = None,
     objective: Objective | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer],
-    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | BatchMethod,
+    schedule: Callable[[Any], Any] | None = None,
     sync: Dial = "softsync:1",
     topology: str = "servers",
     engine: str | Engine = "local",
@@ -141,6 +150,9 @@ def train(
     regulariser: Callable[[nn.Module], torch.Tensor] | None = None,
     stop: Mapping[str, Any] | None = None,
     wait: bool = True,
+    group: int = 1,
+    plan: Any = None,
+    check: bool = False,
 ) -> Any:
     """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
 
@@ -160,11 +172,24 @@ def train(
     another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner not heard of for
     `patience` seconds is named, and ended with `kill_hung`.
 
+    `group` processes, seats, hold one model together and are one learner, with one batch; `plan` says how its layers are cut over
+    them: "auto" (the cheapest, see `sl.plan`), "data", a Plan, or by hand, {"fc*": "model"}. With `check` the first batch is
+    compared with the whole model.
+
+    With `sync="sandblaster"` the optimizer is a batch method such as `sl.LBFGS()`: `steps` counts iterations, `batch_size` is a portion of
+    the batch, which is all data or, with `global_batch_size` or `schedule` (iteration -> examples), a sample. See docs/batch_methods.md.
+
     Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
     `.result` is what was trained. A second Ctrl-C does not wait.
     """
+    given = dict(locals())
     runner = engine_of(engine)
+    if wants_batch(sync, optimizer):
+        batch, whole = batch_spec(runner, **given)
+        run = Run(runner, batch, whole)
+        return run.wait() if wait else run
     learners = learners_of(runner, learners, topology, wait)
+    check_group(group, plan, runner, topology)
     each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)
     check_loop(loss, objective, epochs, steps, policy, collate)
     data, evaluate = check_data(data, each), check_evaluate(evaluate)
@@ -176,21 +201,25 @@ def train(
     check_schedule(schedule, made)
     if steps is None and epochs is None:
         epochs = 1
+    batches = Batches(data, collate, each, learners)
+    aim = trained.objective if isinstance(trained, Backprop) else None
+    cut = cut_over(group, plan, model=whole, objective=aim, batches=batches)
     training = Training(
         model=sent,
         data=data,
-        objective=trained.objective if isinstance(trained, Backprop) else None,
-        gradient=None if isinstance(trained, Backprop) else trained,
-        optimizer=optimizer,
+        objective=aim,
+        gradient=None if aim is not None else trained,
+        optimizer=optimizer,  # type: ignore[arg-type]
         schedule=schedule,
         batch_size=each,
         global_batch_size=joint,
         epochs=epochs,
         policy=policy,
         collate=collate,
+        check=check,
     )
     course = Course.of(sync)
-    plan = Plan(
+    description = Plan(
         course=course,
         learners=learners,
         topology=topology_of(topology, learners, course),
@@ -205,7 +234,9 @@ def train(
     spec = run_spec(
         runner,
         Task(run_training, (training,)),
-        plan,
+        description,
+        group=group,
+        cut=cut,
         device=device,
         table_device=table_device,
         threads=threads,

@@ -14,6 +14,7 @@ import torch
 from syncline.dial import Course, Sync
 from syncline.engines.local.engine import Local
 from syncline.engines.options import Checkpoints
+from syncline.engines.ray.engine import Ray
 from syncline.engines.run import Callback, Engine, Evaluate, RunSpec, Task
 from syncline.engines.sim.engine import Sim
 from syncline.engines.torchrun.engine import Torchrun
@@ -25,7 +26,7 @@ from syncline.topology.parse import Topology, Trees, parse_topology
 from syncline.topology.plan import Plan
 
 DEFAULT_LEARNERS = 2
-ENGINES: dict[str, type[Engine]] = {"local": Local, "sim": Sim}
+ENGINES: dict[str, type[Engine]] = {"local": Local, "ray": Ray, "sim": Sim}
 Dial = str | Sync | Mapping[int, str | Sync] | Course
 
 
@@ -39,6 +40,8 @@ def run_spec(
     threads: int | None,
     faults: Faults,
     checkpoints: Checkpoints,
+    group: int = 1,
+    cut: Any = None,
     evaluate: Evaluate | None = None,
     callbacks: tuple[Callback, ...] = (),
 ) -> RunSpec:
@@ -50,7 +53,12 @@ def run_spec(
     check_plan(plan, faults, clocks=checkpoints.clocks)
     check_built(plan, engine)
     place = place_of(engine)
-    devices = devices_of(device, plan.learners)
+    if engine.deals_devices and table_device not in (None, "cpu"):
+        raise UsageError(
+            f"table_device={table_device!r}: on a cluster tables lie in the memory of the caller's node; leave it out"
+        )
+    dealt = engine.deals_devices and device == "cuda"
+    devices = ("cuda",) if dealt else devices_of(device, plan.learners * group)
     if place is not None:
         devices = (devices_of(device, place.local)[place.local_rank],)
         checkpoints = dataclasses.replace(checkpoints, rank=place.rank)
@@ -59,7 +67,9 @@ def run_spec(
         task=task,
         plan=dataclasses.replace(plan, saving=saving, snapshots=evaluate is not None),
         devices=devices,
-        card=card_of(table_device, devices),
+        card=None if dealt else card_of(table_device, devices),
+        group=group,
+        cut=cut,
         threads=threads,
         faults=faults,
         storage=storage,
@@ -160,8 +170,6 @@ def card_of(table_device: Any, devices: Sequence[str]) -> str | None:
 def engine_of(engine: Any) -> Engine:
     if isinstance(engine, Engine):
         return engine
-    if engine == "ray":
-        raise NotYetError('engine="ray" is understood but not built yet; working now: local, sim')
     if engine == "local" and (place := Place.here()) is not None:
         if place.rank == 0:
             _say_torchrun(place.learners)

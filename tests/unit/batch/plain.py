@@ -52,7 +52,7 @@ class Plain:
             case c.Largest(name, a):
                 return {name: float(np.max([np.max(np.abs(s[a]), initial=0.0) for s in self.shards]))}
         for shard in self.shards:
-            _change(shard, command)
+            change(shard, command)
         return {}
 
     def _evaluate(self, at: str, gradient: str) -> float:
@@ -64,7 +64,7 @@ class Plain:
         return loss
 
 
-def _change(v: dict[str, np.ndarray], command: c.Command) -> None:
+def change(v: dict[str, np.ndarray], command: c.Command) -> None:
     match command:
         case c.Copy(to, of):
             v[to][:] = v[of]

@@ -42,6 +42,11 @@ def test_a_jobs_layers_are_drawn_and_kept() -> None:
     assert str(kept) == result.output.rstrip() and kept.group == 2 and kept.workers == 4
 
 
+def test_a_jobs_own_group_is_planned_for() -> None:
+    result = planned("job.toml", "--set", "group=2", "--learners", "3")
+    assert result.output.splitlines()[0] == "3 groups of 2, 16 examples each, costs singa"
+
+
 def test_without_a_group_the_best_one_is_found() -> None:
     result = planned("job.toml", "--learners", "6", "--batch-size", "8")
     totals = {

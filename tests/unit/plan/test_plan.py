@@ -168,6 +168,14 @@ def test_slow_links_and_large_layers_change_the_choice() -> None:
     assert [round(row.seconds, 2) for row in given_seconds.rows] == [2.0, 1.0]
 
 
+def test_what_goes_to_servers_on_other_machines_takes_time_in_groups_of_one_too() -> None:
+    model, x = mlp(64, 2048, 2048), torch.empty(32, 64)
+    slow = Cluster(compute=Compute(base=0.0), card=Link(bandwidth=1e6), memory=Link(bandwidth=1e6))
+    count = sum(p.numel() for p in model.parameters())
+    assert plan(model, x, slow, 1, workers=4).seconds == pytest.approx(2 * 4 * count / 1e6)
+    assert plan(model, x, slow, 1).seconds == 0.0
+
+
 def test_layers_are_measured_by_running_them() -> None:
     model = mlp(30, 400, 20)
     found = measure(model, torch.zeros(64, 30))

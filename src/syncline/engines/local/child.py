@@ -18,9 +18,12 @@ from typing import Any
 import torch
 
 from syncline.engines.allocator import keep_freed_memory
+from syncline.engines.local.batch_learner import BatchLearnerSpec, run_batch_learner
+from syncline.engines.local.batch_shard import BatchShardSpec, run_batch_shard
 from syncline.engines.local.channel import Channel, Closed
 from syncline.engines.local.learner import run_evaluator, run_learner
 from syncline.engines.local.peer import PeerSpec, run_peer
+from syncline.engines.local.seats import run_group
 from syncline.engines.local.server import run_server
 
 TERM_GRACE = 20.0  # seconds that a process goes on after SIGTERM
@@ -49,15 +52,21 @@ def main(control: int, out: int, err: int, life_line: int) -> int:
     try:
         setup: Setup = channel.receive()
         _settle(setup)
-        if setup.role == "shard":
+        if isinstance(setup.spec, BatchShardSpec):
+            run_batch_shard(channel, setup.spec)
+        elif setup.role == "shard":
             run_server(channel, setup.spec)
         elif setup.role == "evaluator":
             run_evaluator(channel)
         else:
             keep_freed_memory()
+            if callable(setup.spec):  # a learner of another engine
+                return int(setup.spec(channel))
             if isinstance(setup.spec, PeerSpec):
                 return run_peer(channel, setup.spec)
-            return run_learner(channel, setup.spec)
+            if isinstance(setup.spec, BatchLearnerSpec):
+                return run_batch_learner(channel, setup.spec)
+            return (run_group if setup.spec.seat.seats > 1 else run_learner)(channel, setup.spec)
     except Closed:
         return 1
     return 0

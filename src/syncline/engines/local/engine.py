@@ -8,7 +8,9 @@ from collections.abc import Mapping
 
 from syncline.dial import Sync
 from syncline.engines import live
+from syncline.engines.local.batch import BatchSupervisor
 from syncline.engines.local.peers import PeerSupervisor
+from syncline.engines.local.staff import Away
 from syncline.engines.local.supervisor import Supervisor
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.errors import UsageError
@@ -18,8 +20,16 @@ from syncline.messages import Statistics
 class LocalHandle(Handle):
     """A run on this machine's processes."""
 
-    def __init__(self, spec: RunSpec, crashes: Mapping[str, int] | None = None) -> None:
-        self._run = PeerSupervisor(spec) if spec.plan.topology.fixed_members else Supervisor(spec, crashes)
+    def __init__(
+        self, spec: RunSpec, crashes: Mapping[str, int] | None = None, away: Away | None = None
+    ) -> None:
+        self._run: Supervisor | PeerSupervisor | BatchSupervisor
+        if spec.batch is not None:
+            self._run = BatchSupervisor(spec, crashes)
+        elif spec.plan.topology.fixed_members:
+            self._run = PeerSupervisor(spec)
+        else:
+            self._run = Supervisor(spec, crashes, away)
         self._thread = threading.Thread(target=self._main, name="syncline-supervisor", daemon=True)
         live.began(self)
         self._thread.start()
@@ -29,6 +39,10 @@ class LocalHandle(Handle):
             self._run.thread.main()
         finally:
             live.ended(self)
+            self._closed()
+
+    def _closed(self) -> None:
+        """Nothing of the run is left here; what else belongs to it may go."""
 
     def wait(self, timeout: float | None = None) -> Outcome:
         if not self._run.thread.done.wait(timeout):
@@ -82,8 +96,12 @@ class Local(Engine):
         self._crashes = crashes
 
     def start(self, spec: RunSpec) -> LocalHandle:
-        if not sys.platform.startswith("linux"):
-            raise UsageError(
-                f'engine="local" needs Linux (memfd, pidfd), this is {sys.platform}; use engine="sim"'
-            )
+        check_platform("local")
         return LocalHandle(spec, self._crashes)
+
+
+def check_platform(engine: str) -> None:
+    if not sys.platform.startswith("linux"):
+        raise UsageError(
+            f'engine="{engine}" needs Linux (memfd, pidfd), this is {sys.platform}; use engine="sim"'
+        )

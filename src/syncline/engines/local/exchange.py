@@ -94,6 +94,10 @@ class Replies:
         self._cells.store(place + 3, flags)
         self._cells.store(place, number + 1)  # the commit word: 0 is nothing yet
 
+    def so_far(self) -> int:
+        """How many tickets all shards have released."""
+        return min(self._cells.load(place) for place in self._places)
+
     def released(self, number: int) -> tuple[int, int, int] | None:
         """Version, dial and flags, once every shard has released this ticket; the leading shard's words count."""
         load = self._cells.load

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,7 @@ class LocalTable(TablePort):
         self._places = range(geometry.slots)
         self._published: list[int | None] = [-1] * geometry.slots  # tickets by slot; None: being filled
         self._written = [-1] * geometry.slots  # which group options lie in each slot
+        self.narrow: Callable[[list[Tensor]], list[Tensor]] = list  # what is read of a version
         opened.handle.close()
         opened.lane.close()
 
@@ -138,6 +139,10 @@ class LocalTable(TablePort):
             self._sleeper.busy()
         self._published[place] = None
         self._after_shards()
+        return self.at(place)
+
+    def at(self, place: int) -> Draft:
+        """A draft by its place."""
         slot = self._lane.slots[place]
         return Draft(slot.gradients, slot.buffers, place)
 
@@ -190,15 +195,21 @@ class LocalTable(TablePort):
         return Reading(version, dial, bool(flags & KEEP), bool(flags & DELIVERED))
 
     def read(self, reading: Reading, into: list[Tensor]) -> int | None:
-        version: int | None = reading.version
-        if into and reading.delivered:
-            self._after_shards()
-            _copy(into, self._inbox)
-            self._signal()
-        elif into:
-            version = self._read(reading.version, into)
-        self._replies.has_read(self._number)
+        version = self.copy(reading, into) if into else reading.version
+        self.has_read()
         return version
+
+    def copy(self, reading: Reading, into: list[Tensor]) -> int | None:
+        """`read`, without saying so."""
+        if reading.delivered:
+            self._after_shards()
+            _copy(into, self.narrow(self._inbox))
+            self._signal()
+            return reading.version
+        return self._read(reading.version, into)
+
+    def has_read(self) -> None:
+        self._replies.has_read(self._number)
 
     def _read(self, released: int, into: list[Tensor]) -> int | None:
         for _ in range(TRIES):
@@ -208,7 +219,7 @@ class LocalTable(TablePort):
                 continue
             version, places = found
             self._after_shards()
-            _copy(into, self._reader.sources(places))
+            _copy(into, self.narrow(self._reader.sources(places)))
             self._signal()
             if self._reader.hold(version, places):
                 return version
@@ -334,22 +345,29 @@ def run_learner(channel: Channel, spec: LearnerSpec) -> int:
     try:
         if spec.crash is not None:
             crash_at(spec.crash)
-        task: Task = channel.receive()
-        session = ServerSession(LocalLearnerPort(channel, spec), spec.seat)
-        session.seed()
-        try:
-            value = task.function(session, *task.arguments, **task.keywords)
-        except RunStopped:
-            value = None
-        finally:
-            session.close()
-        channel.send(returned(value))
+        task = channel.receive()
+        if not isinstance(task, Task):  # it stands in for a learner elsewhere
+            return int(task(channel, spec))
+        channel.send(perform(task, LocalLearnerPort(channel, spec), spec.seat))
     except Closed:
         return 1
     except BaseException as error:
         say(channel, error)
         return 1
     return 0
+
+
+def perform(task: Task, port: LearnerPort, seat: Seat) -> Parcel:
+    """Call the user's function with a session; what it gave back, packed."""
+    session = ServerSession(port, seat)
+    session.seed()
+    try:
+        value = task.function(session, *task.arguments, **task.keywords)
+    except RunStopped:
+        value = None
+    finally:
+        session.close()
+    return returned(value)
 
 
 def returned(value: Any) -> Parcel:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from syncline.engines.local.cargo import Parcel
 from syncline.engines.local.exchange import LINE, Ring
@@ -18,6 +19,8 @@ from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Desk, Geometr
 from syncline.engines.run import RunSpec
 from syncline.table.store import places_for
 
+Away = Callable[[int, int], Any]
+"""For a learner and its rank: what its process here runs in place of the task, standing in for it; None: it is here itself."""
 SHARED, SERVERS = 0, -1  # owners of memory that are no learners
 YIELDS = {"learner": 1000, "shard": 200}
 """A learner yields for the length of a small fold, a shard for the time between two learners' gradients: waking a sleeping
@@ -32,8 +35,15 @@ def geometry_of(spec: RunSpec) -> Geometry:
 class Staff:
     """Those that run, and what they share."""
 
-    def __init__(self, spec: RunSpec, processes: Processes, task: Parcel, crashes: Mapping[str, int]) -> None:
-        self._spec, self._processes, self._task = spec, processes, task
+    def __init__(
+        self,
+        spec: RunSpec,
+        processes: Processes,
+        task: Parcel,
+        crashes: Mapping[str, int],
+        away: Away | None = None,
+    ) -> None:
+        self._spec, self._processes, self._task, self._away = spec, processes, task, away
         self._crashes = dict(crashes)  # for tests: process name -> the operation it dies in, once
         self.geometry = geometry_of(spec)
         self.learners: dict[int, Process] = {}  # by learner id, while running
@@ -113,14 +123,15 @@ class Staff:
         )
         process = self._processes.fork("learner", learner, rank, spec, bell, self._threads())
         self.learners[learner] = process
-        process.channel.post(self._task)
+        elsewhere = self._away(learner, rank) if self._away is not None else None
+        process.channel.post(elsewhere or self._task)
 
     def _threads(self) -> int:
         """Of a learner."""
         if self._spec.threads is not None:
             return self._spec.threads
         spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
-        return max(1, spare // self._spec.plan.learners)
+        return max(1, spare // (self._spec.plan.learners * self._spec.group))
 
     # -- telling learners --------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from syncline.engines.local.hanging import Hanging
 from syncline.engines.local.office import Office
 from syncline.engines.local.packing import pack_task
 from syncline.engines.local.processes import Process
-from syncline.engines.local.staff import Staff
+from syncline.engines.local.staff import Away, Staff
 from syncline.engines.local.statistics import Questions, with_processes
 from syncline.engines.local.thread import RunThread
 from syncline.engines.record import Recorder, learner_error
@@ -39,9 +39,11 @@ SHARD_PATIENCE = 5.0  # seconds at least: an idle shard shows once a second that
 class Supervisor(Crew):
     """One run, from its first process to its last; `thread.main` runs on a thread of the caller's."""
 
-    def __init__(self, spec: RunSpec, crashes: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, spec: RunSpec, crashes: Mapping[str, int] | None = None, away: Away | None = None
+    ) -> None:
         self.spec = spec
-        self._crashes = crashes or {}
+        self._crashes, self._away = crashes or {}, away
         self._started = time.monotonic()
         self.recorder = Recorder(
             now=lambda: time.monotonic() - self._started,
@@ -87,7 +89,7 @@ class Supervisor(Crew):
         spec = self.spec
         self._task, evaluate = pack_task(spec)
         self._processes = self.thread.open(self._heard, self._ended, self._asked)
-        self.staff = Staff(spec, self._processes, self._task, self._crashes)
+        self.staff = Staff(spec, self._processes, self._task, self._crashes, self._away)
         lifecycle = Lifecycle(
             spec.faults,
             spec.plan.learners,

@@ -14,6 +14,7 @@ from syncline import messages as m
 from syncline.dial import Course, Sync
 from syncline.engines import live
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
+from syncline.engines.sim.batch import BatchWorld, check_batch_script
 from syncline.engines.sim.cluster import Cluster
 from syncline.engines.sim.debris import debris
 from syncline.engines.sim.peers import PeerWorld, check_peer_script
@@ -36,7 +37,7 @@ class SimHandle(Handle):
     """A simulated run on a thread of its own."""
 
     def __init__(self, engine: Sim, spec: RunSpec) -> None:
-        self._world: World | PeerWorld | None = None
+        self._world: World | PeerWorld | BatchWorld | None = None
         self._engine, self._spec = engine, spec
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
@@ -58,7 +59,12 @@ class SimHandle(Handle):
         torch.set_num_threads(self._spec.threads or 1)
         try:
             engine, spec = self._engine, self._spec
-            self._outcome = engine.run(spec, self._follow)
+            if spec.batch is not None:
+                batch = engine.batch_world(spec)
+                self._follow(batch)
+                self._outcome = batch.run()
+            else:
+                self._outcome = engine.run(spec, self._follow)
         except BaseException as error:
             self._error = error
         finally:
@@ -66,7 +72,7 @@ class SimHandle(Handle):
             outside.restore()
             self._begun.set()
 
-    def _follow(self, world: World | PeerWorld) -> None:
+    def _follow(self, world: World | PeerWorld | BatchWorld) -> None:
         self._world = world
         self._begun.set()
 
@@ -172,6 +178,11 @@ class Sim(Engine):
         self.script, self.seed = script, seed
         self.check, self.handlers, self.batched, self.exact = check, handlers, batched, exact
         Script.of(script)  # refused here, not when the run starts
+
+    def batch_world(self, spec: RunSpec) -> BatchWorld:
+        """A run of a batch method that has not begun."""
+        seed = spec.plan.seed if self.seed is None else self.seed
+        return BatchWorld(spec, self.cluster, script=Script.of(self.script), seed=seed)
 
     def run(self, spec: RunSpec, follow: Callable[[World | PeerWorld], None] = lambda world: None) -> Outcome:
         """To its end, from checkpoint to checkpoint where these are exact; `follow` gets each world before it runs."""
@@ -303,6 +314,13 @@ class Sim(Engine):
         return Ways() if self.batched or (self.batched is None and on_gpu) else None
 
     def start(self, spec: RunSpec) -> SimHandle:
+        if spec.batch is not None:
+            if self.check:
+                raise UsageError(
+                    "Sim(check=True) checks the accounts of folds, sandblaster has none: leave check out"
+                )
+            check_batch_script(Script.of(self.script))
+            return SimHandle(self, spec)
         if spec.plan.topology.fixed_members:
             if self.check:
                 raise UsageError(

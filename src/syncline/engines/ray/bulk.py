@@ -1,0 +1,322 @@
+"""Frames over one TCP connection, from memory into memory: both directions at once, nothing copied between.
+
+A frame's body is sent from the views it was given with and received into the view that the receiver names, slice by slice.
+Every frame says of which run, generation and incarnation it is; what is of another is discarded, what is no frame ends the
+connection, and both are counted. Not responsible for who may connect (handshake.py), nor for what frames mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+MAGIC = b"SL1"
+_HEAD = struct.Struct("!3sB8sIQQQ")
+SLICE = 1 << 20  # bytes that one call of the kernel is asked to move
+SMALL = 1 << 20  # bytes of a body that nobody has named a place for
+QUEUED = 1024  # frames that wait to be sent, at most
+TURN = 4 << 20  # bytes that are received before whoever does not wait may do something else
+
+
+class Lost(Exception):
+    """The connection is no more: closed, broken, or given up because of what came."""
+
+
+class Head(NamedTuple):
+    """What is known of a frame before its body."""
+
+    kind: int
+    generation: int  # how often the servers were started anew
+    place: int  # what the body is, or where it goes: the kind's own number
+    length: int
+
+
+class Frame(NamedTuple):
+    """One that has arrived; the body lies where the receiver wanted it."""
+
+    kind: int
+    generation: int
+    place: int
+    body: memoryview
+
+
+@dataclass(slots=True)
+class Refusals:
+    """What came and was not taken."""
+
+    garbage: int = 0  # no frame at all
+    oversized: int = 0  # larger than what it is for
+    truncated: int = 0  # the connection ended within it
+    foreign: int = 0  # of another run or incarnation
+
+    def total(self) -> int:
+        return self.garbage + self.oversized + self.truncated + self.foreign
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A frame that has begun to arrive."""
+
+    head: Head
+    body: memoryview
+    wanted: bool  # else it is read and forgotten
+    filled: int = 0
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.head.length
+
+
+Into = Callable[[Head], "memoryview | None"]
+
+
+class Connection:
+    """One end. `send` is for any thread; one thread at a time receives, another may flush."""
+
+    def __init__(self, end: socket.socket, *, run: bytes, incarnation: int, into: Into) -> None:
+        tune(end)
+        end.setblocking(False)
+        self._socket = end
+        self._run, self._incarnation, self._into = run, incarnation, into
+        self.refused = Refusals()
+        self._sending = threading.Condition()
+        self._queue: deque[list[memoryview]] = deque()
+        self._queued = self._sent = 0  # frames, since the beginning
+        self._head = bytearray(_HEAD.size)
+        self._head_filled = 0
+        self._incoming: _Incoming | None = None
+        self._turn = TURN
+        self.lost = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    # -- sending -----------------------------------------------------------------------------------------
+
+    def send(self, kind: int, *bodies: Any, place: int = 0, generation: int = 0) -> int:
+        """Begin to send, and go on in `flush`; the frame's number, for `wait_sent`. The bodies stay as they are until then."""
+        views = [memoryview(body).cast("B") for body in bodies]
+        length = sum(view.nbytes for view in views)
+        head = _HEAD.pack(MAGIC, kind, self._run, generation, self._incarnation, place, length)
+        with self._sending:
+            while len(self._queue) >= QUEUED and not self.lost:
+                self._flush_some(wait=True)
+            self._check()
+            self._queue.append([memoryview(head), *(view for view in views if view.nbytes)])
+            self._queued += 1
+            number = self._queued
+            self._flush_some()
+            if self._queue:
+                self._sending.notify_all()
+        return number
+
+    def flush(self) -> bool:
+        """Send what the other end takes now; True if nothing is left."""
+        with self._sending:
+            self._check()
+            self._flush_some()
+            return not self._queue
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._queue)
+
+    def sent(self, number: int) -> bool:
+        """The memory of that frame is not needed any more."""
+        return self._sent >= number
+
+    def wait_sent(self, number: int) -> None:
+        """Until the memory of that frame may be used again."""
+        with self._sending:
+            while self._sent < number:
+                self._check()
+                self._flush_some(wait=True)
+
+    def keep_sending(self) -> None:
+        """For a thread of its own: what `send` left is sent while others go on; ends with the connection."""
+        with self._sending:
+            while not self.lost:
+                if self._queue:
+                    self._flush_some(wait=True)
+                else:
+                    self._sending.wait()
+
+    def _flush_some(self, *, wait: bool = False) -> None:
+        try:
+            while self._queue:
+                views = self._queue[0]
+                try:
+                    count = self._socket.sendmsg(_slice(views))
+                except BlockingIOError:
+                    if not wait:
+                        return
+                    self._await_room()
+                    wait = False
+                    continue
+                _advance(views, count)
+                if not views:
+                    self._queue.popleft()
+                    self._sent += 1
+                    self._sending.notify_all()
+        except OSError as error:
+            self._give_up()
+            raise Lost(f"the connection broke while sending: {error.strerror or error}") from error
+
+    def _await_room(self) -> None:
+        """Others may send or close meanwhile."""
+        self._sending.release()
+        try:
+            _ready(self._socket, select.POLLOUT)
+        finally:
+            self._sending.acquire()
+        self._check()
+
+    # -- receiving ---------------------------------------------------------------------------------------
+
+    def receive(self, seconds: float | None = None) -> Frame | None:
+        """The next frame; waits so long for it, for ever without a number. None if there is no whole one (yet, with 0)."""
+        self._turn = TURN
+        while seconds != 0 or self._turn > 0:
+            try:
+                frame = self._receive_some()
+            except BlockingIOError:
+                if seconds == 0 or not _ready(self._socket, select.POLLIN, seconds):
+                    return None
+                continue
+            except OSError as error:
+                self._give_up()
+                raise Lost(f"the connection broke while receiving: {error.strerror or error}") from error
+            if frame is not None:
+                return frame
+        return None
+
+    def _receive_some(self) -> Frame | None:
+        if self._incoming is None:
+            self._fill_head()
+            if self._head_filled < _HEAD.size:
+                return None
+            self._incoming = self._begin()
+        incoming = self._incoming
+        if incoming.left:
+            self._fill(incoming)
+        if incoming.left:
+            return None
+        self._incoming, self._head_filled = None, 0
+        if not incoming.wanted:
+            return None
+        head = incoming.head
+        return Frame(head.kind, head.generation, head.place, incoming.body)
+
+    def _fill_head(self) -> None:
+        view = memoryview(self._head)[self._head_filled :]
+        self._head_filled += self._read_into(view)
+
+    def _fill(self, incoming: _Incoming) -> None:
+        if incoming.wanted:
+            view = incoming.body[incoming.filled : incoming.filled + SLICE]
+            count = self._read_into(view)
+            incoming.filled += count
+        else:
+            count = self._read_into(incoming.body[: min(incoming.left, incoming.body.nbytes)])
+        incoming.left -= count
+
+    def _read_into(self, view: memoryview) -> int:
+        count = self._socket.recv_into(view)
+        if count == 0:
+            if self._head_filled or self._incoming is not None:
+                self.refused.truncated += 1
+            self._give_up()
+            raise Lost("the other end has closed the connection")
+        self._turn -= count
+        return count
+
+    def _begin(self) -> _Incoming:
+        magic, kind, run, generation, incarnation, place, length = _HEAD.unpack(self._head)
+        head = Head(kind, generation, place, length)
+        if magic != MAGIC:
+            self.refused.garbage += 1
+            self._refuse("what came is no frame")
+        if run != self._run or incarnation != self._incarnation:
+            self.refused.foreign += 1
+            return _Incoming(head, memoryview(bytearray(min(length, SLICE) or 1)), wanted=False)
+        body = self._into(head)
+        if body is None and length <= SMALL:
+            body = memoryview(bytearray(length))
+        if body is None or body.nbytes != length:
+            self.refused.oversized += 1
+            room = SMALL if body is None else body.nbytes
+            self._refuse(f"a frame of kind {kind} brings {length:,} bytes where {room:,} belong")
+        assert body is not None
+        return _Incoming(head, body.cast("B"), wanted=True)
+
+    def _refuse(self, why: str) -> None:
+        self._give_up()
+        raise Lost(f"{why}; the connection is closed")
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self.lost:
+            raise Lost("the connection is lost")
+
+    def _give_up(self) -> None:
+        self.lost = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._sending:
+            self._queue.clear()
+            self._sending.notify_all()
+
+    def close(self) -> None:
+        """What is not sent is lost; whoever waits hears of it."""
+        self._give_up()
+        self._socket.close()
+
+
+def _slice(views: list[memoryview]) -> list[memoryview]:
+    """About `SLICE` bytes from the front."""
+    room, chosen = SLICE, []
+    for view in views:
+        chosen.append(view[:room])
+        room -= chosen[-1].nbytes
+        if room <= 0:
+            break
+    return chosen
+
+
+def _advance(views: list[memoryview], count: int) -> None:
+    while views and count >= views[0].nbytes:
+        count -= views.pop(0).nbytes
+    if count:
+        views[0] = views[0][count:]
+
+
+def _ready(end: socket.socket, what: int, seconds: float | None = None) -> bool:
+    poll = select.poll()
+    poll.register(end, what)
+    return bool(poll.poll(None if seconds is None else seconds * 1000))
+
+
+def tune(end: socket.socket) -> None:
+    """Small frames go at once; a machine that vanishes is noticed within seconds."""
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
+        end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)
+
+
+def bytes_of(tensors: Iterable[Any]) -> list[memoryview]:
+    """Contiguous tensors of the CPU as the memory they lie in."""
+    import torch
+
+    return [
+        memoryview(tensor.detach().view(-1).view(torch.uint8).numpy()) for tensor in tensors if tensor.numel()
+    ]

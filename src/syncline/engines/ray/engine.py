@@ -1,0 +1,184 @@
+"""The cluster engine's front door: checks, room on the nodes, what learners run to every node; then a local run with learners elsewhere.
+
+The caller's own node has the shards and the supervisor, as under `local`; learners on other nodes have stand-ins here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from syncline.engines.local.cargo import Parcel, pack
+from syncline.engines.local.engine import LocalHandle, check_platform
+from syncline.engines.local.packing import pack_task
+from syncline.engines.ray.agent import AGENT
+from syncline.engines.ray.bulk import Connection, Lost
+from syncline.engines.ray.cluster import Agents, RayCluster, load_ray
+from syncline.engines.ray.frames import Kind, Objects, receive_object
+from syncline.engines.ray.handshake import Secret, Stranger, connect
+from syncline.engines.ray.placing import Node, chosen_nodes, deal, gpu_of, next_node
+from syncline.engines.ray.relay import StandIn
+from syncline.engines.run import Engine, RunSpec
+from syncline.errors import RunError, UsageError
+from syncline.learn.session import check_whole
+
+TASK_SECONDS = 600.0  # that a node may take to receive what its learners run
+
+
+class Places:
+    """Which rank is where; stand-ins for those elsewhere."""
+
+    def __init__(
+        self, nodes: list[Node], dealt: list[int], agents: Agents, secret: Secret, spec: RunSpec
+    ) -> None:
+        self._nodes, self._agents, self._secret, self._spec = nodes, agents, secret, spec
+        self._of = dict(enumerate(dealt))
+        self._home = dealt.count(0) > 0
+
+    def __call__(self, learner: int, rank: int) -> StandIn | None:
+        """What stands in for this learner on the caller's node; None: it is there itself."""
+        node = self._of.get(rank)
+        if node is None or not self._usable(node):
+            node = self._of[rank] = self._another()
+        if node == 0:
+            return None
+        about = self._agents.about[node]
+        return StandIn(about.address, str(self._nodes[node]), self._secret, self._spec.threads)
+
+    def _usable(self, node: int) -> bool:
+        return node == 0 or self._agents.alive(node)
+
+    def _another(self) -> int:
+        usable = [node for node in self._agents.about if self._agents.alive(node)]
+        usable += [0] if self._home or not usable else []
+        counts = [list(self._of.values()).count(node) for node in range(len(self._nodes))]
+        found = next_node(counts, usable)
+        return found if found is not None else 0
+
+
+class RayHandle(LocalHandle):
+    """A run on a cluster's nodes."""
+
+    def __init__(self, spec: RunSpec, places: Places, agents: Agents, cluster: RayCluster) -> None:
+        self._agents, self._cluster = agents, cluster
+        super().__init__(spec, away=places)
+
+    def _closed(self) -> None:
+        self._agents.close()
+        self._cluster.close()
+
+
+class Ray(Engine):
+    """Learners on the nodes of a Ray cluster, shards on the caller's own; a Ray of its own where there is no cluster.
+
+    `address` of its head ("auto" without one); `nodes` to use (all), the caller's own included; at most `learners_per_node`;
+    `server_nodes=1` keeps the caller's node for the shards alone; `resources` are reserved on each node (a core for each
+    learner).
+    """
+
+    deals_devices = True
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        nodes: int | None = None,
+        learners_per_node: int | None = None,
+        server_nodes: int | None = None,
+        resources: Mapping[str, float] | None = None,
+    ) -> None:
+        for name, value in (("nodes", nodes), ("learners_per_node", learners_per_node)):
+            if value is not None:
+                check_whole(name, value)
+        if address is not None and not (isinstance(address, str) and address):
+            raise UsageError(f'address is "auto" or "host:port" of the cluster\'s head, got {address!r}')
+        if server_nodes not in (None, 1):
+            raise UsageError(
+                f"server_nodes={server_nodes!r}: all shards are on the caller's node so far; give 1 to keep that node for them alone"
+            )
+        self._address, self._nodes, self._most = address, nodes, learners_per_node
+        self._alone, self._resources = server_nodes == 1, _checked(resources)
+
+    def start(self, spec: RunSpec) -> RayHandle:
+        check_platform("ray")
+        if spec.plan.topology.fixed_members:
+            raise UsageError(
+                "topology='allreduce' on several machines is torchrun's: start the script there, or use topology='servers' here"
+            )
+        task = _task(spec)
+        cluster = self._attach(max(spec.plan.learners, os.cpu_count() or 1))
+        try:
+            return self._placed(spec, task, cluster)
+        except BaseException:
+            cluster.close()
+            raise
+        finally:
+            task.close()
+
+    def _attach(self, cores: int) -> RayCluster:
+        load_ray()
+        return RayCluster(self._address, cores)
+
+    def _placed(self, spec: RunSpec, task: Parcel, cluster: RayCluster) -> RayHandle:
+        nodes = chosen_nodes(cluster.nodes(), self._nodes)
+        dealt = deal(spec.plan.learners, nodes, most=self._most, servers_alone=self._alone)
+        counts = [dealt.count(index) for index in range(len(nodes))]
+        gpus, secret = "cuda" in spec.devices, Secret.new()
+        spec = _with_devices(spec, nodes[0], dealt)
+        agents = cluster.agents(nodes, counts, secret, gpus=gpus, resources=self._resources)
+        try:
+            for index, about in agents.about.items():
+                send_task(about.address, secret, task, str(nodes[index]), str(nodes[0]))
+            return RayHandle(spec, Places(nodes, dealt, agents, secret, spec), agents, cluster)
+        except BaseException:
+            agents.close()
+            raise
+
+
+def _checked(resources: Any) -> dict[str, float] | None:
+    if resources is None:
+        return None
+    if not isinstance(resources, Mapping) or not all(
+        isinstance(name, str) and isinstance(amount, (int, float)) and amount >= 0
+        for name, amount in resources.items()
+    ):
+        raise UsageError(
+            f'resources are what Ray reserves on each node, such as {{"CPU": 4}}, got {resources!r}'
+        )
+    return dict(resources)
+
+
+def _task(spec: RunSpec) -> Parcel:
+    """What learners on other nodes run: with all its data, since files are not there."""
+    checked, evaluate = pack_task(spec)  # says what cannot travel
+    for each in (checked, evaluate):
+        if each is not None:
+            each.close()
+    return pack(spec.task)
+
+
+def _with_devices(spec: RunSpec, home: Node, dealt: list[int]) -> RunSpec:
+    """GPUs of the caller's node are dealt here, those of others there."""
+    devices = [spec.devices[rank % len(spec.devices)] for rank in range(spec.plan.learners)]
+    here = [rank for rank, node in enumerate(dealt) if node == 0 and devices[rank] == "cuda"]
+    for index, rank in enumerate(here):
+        devices[rank] = gpu_of(index, home.gpus)
+    return dataclasses.replace(spec, devices=tuple(devices), card=None)
+
+
+def send_task(address: tuple[str, int], secret: Secret, task: Parcel, node: str, home: str) -> None:
+    """Once for a node: its learners share it."""
+    objects = Objects()
+    try:
+        with connect(address, secret) as end:
+            connection = Connection(end, run=secret.run, incarnation=AGENT, into=objects.into)
+            connection.wait_sent(objects.send(connection, Kind.TASK, task))
+            answered = receive_object(connection, objects, TASK_SECONDS)
+    except (OSError, Stranger, Lost) as error:
+        raise RunError(
+            f"{home} cannot reach the agent on {node} at {address[0]}:{address[1]}: {error}; open that way between them (any port)"
+        ) from error
+    if answered is None:
+        raise RunError(f"the agent on {node} did not take what its learners run within {TASK_SECONDS:.0f} s")

@@ -1,0 +1,155 @@
+"""Who may connect: both ends prove that they know the run's secret, each upon the other's fresh nonce.
+
+Nothing recorded can be said again. A stranger that says nothing, or too much, keeps nobody waiting: each connection is
+heard on a thread of its own, a few seconds long, and the oldest makes room for the newest. Not responsible for frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+HELLO = b"syncline cluster 1\n"
+NONCE = MAC = 32
+RUN = 8  # bytes of a run's name
+SECONDS = 5.0  # that a handshake may take
+WAITING = 64  # connections that are being heard at once
+
+
+class Stranger(Exception):
+    """The other end does not know the secret, or is something else altogether."""
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """Of one run: its name, and what only its own processes know. Never printed."""
+
+    run: bytes
+    key: bytes
+
+    @classmethod
+    def new(cls) -> Secret:
+        return cls(os.urandom(RUN), os.urandom(32))
+
+    def __repr__(self) -> str:
+        return f"Secret(run={self.run.hex()})"
+
+    def sign(self, side: bytes, theirs: bytes, mine: bytes) -> bytes:
+        return hmac.digest(self.key, side + self.run + theirs + mine, "sha256")
+
+
+def accept(end: socket.socket, secret: Secret) -> None:
+    """The listening side's part; raises Stranger."""
+    deadline = time.monotonic() + SECONDS
+    nonce = os.urandom(NONCE)
+    _say(end, HELLO + nonce, deadline)
+    theirs, proof = _hear(end, NONCE, deadline), _hear(end, MAC, deadline)
+    if not hmac.compare_digest(proof, secret.sign(b"caller", nonce, theirs)):
+        raise Stranger("it does not know the run's secret")
+    _say(end, secret.sign(b"listener", theirs, nonce), deadline)
+
+
+def introduce(end: socket.socket, secret: Secret) -> None:
+    """The connecting side's part; raises Stranger."""
+    deadline = time.monotonic() + SECONDS
+    if _hear(end, len(HELLO), deadline) != HELLO:
+        raise Stranger("what listens there is no agent of Syncline")
+    theirs, nonce = _hear(end, NONCE, deadline), os.urandom(NONCE)
+    _say(end, nonce + secret.sign(b"caller", theirs, nonce), deadline)
+    if not hmac.compare_digest(_hear(end, MAC, deadline), secret.sign(b"listener", nonce, theirs)):
+        raise Stranger("what listens there does not know the run's secret")
+
+
+def connect(address: tuple[str, int], secret: Secret) -> socket.socket:
+    """A connection to one of the run's own; raises OSError or Stranger."""
+    end = socket.create_connection(address, timeout=SECONDS)
+    try:
+        introduce(end, secret)
+    except BaseException:
+        end.close()
+        raise
+    end.settimeout(None)
+    return end
+
+
+def _say(end: socket.socket, words: bytes, deadline: float) -> None:
+    with _patience(end, deadline):
+        end.sendall(words)
+
+
+def _hear(end: socket.socket, length: int, deadline: float) -> bytes:
+    heard = b""
+    while len(heard) < length:
+        with _patience(end, deadline):
+            got = end.recv(length - len(heard))
+        if not got:
+            raise Stranger("it closed the connection in the middle of the handshake")
+        heard += got
+    return heard
+
+
+@contextlib.contextmanager
+def _patience(end: socket.socket, deadline: float) -> Iterator[None]:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise Stranger(f"it did not finish the handshake within {SECONDS:g} s")
+    end.settimeout(left)
+    try:
+        yield
+    except TimeoutError as error:
+        raise Stranger(f"it did not finish the handshake within {SECONDS:g} s") from error
+    except OSError as error:
+        raise Stranger(f"the connection broke: {error.strerror or error}") from error
+
+
+class Listener:
+    """Accepts connections of the run; `welcome` gets each on a thread of its own. Strangers are counted."""
+
+    def __init__(self, host: str, secret: Secret, welcome: Callable[[socket.socket], None]) -> None:
+        self._secret, self._welcome = secret, welcome
+        self._socket = socket.create_server((host, 0), backlog=128)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self.strangers = 0
+        self._lock = threading.Lock()
+        self._heard: list[socket.socket] = []  # the oldest first
+        threading.Thread(target=self._accept, name="syncline-listener", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                end, _ = self._socket.accept()
+            except OSError:
+                return
+            with self._lock:
+                self._heard.append(end)
+                crowd = self._heard[:-WAITING]
+            for oldest in crowd:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=self._hear, args=(end,), daemon=True).start()
+
+    def _hear(self, end: socket.socket) -> None:
+        try:
+            accept(end, self._secret)
+        except Stranger:
+            end.close()
+            with self._lock:
+                self.strangers += 1
+                self._heard.remove(end)
+            return
+        with self._lock:
+            self._heard.remove(end)
+        end.settimeout(None)
+        self._welcome(end)
+
+    def close(self) -> None:
+        """Nobody else is heard."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

@@ -1,0 +1,423 @@
+"""A group's seats, each a process with one session of the same learner (M15).
+
+Every seat runs the same loop on the same batches. The first one speaks for all: it asks the servers and tells the others
+what it was answered, so that all sessions go the same way. Each writes and reads its windows of the table alone; a
+gradient is published when all have written theirs. Not responsible for processes and memory: engines are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from syncline import messages as m
+from syncline.errors import LayoutError, LoopError, UsageError
+from syncline.learn.feed import Loader
+from syncline.learn.optimizer import SharedOptimizer
+from syncline.learn.session import ServerSession, shards_for
+from syncline.learn.surface import Factory
+from syncline.messages.to_leader import Gradient, Put, ToLeader
+from syncline.parallel.module import Part, Partitioned
+from syncline.parallel.seats import Targets, Windows
+from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, TablePort
+from syncline.table.layout import Flat, Layout, Tensors
+from syncline.table.template import OptimizerTemplate
+from syncline.topology.plan import Seat
+
+TRIES = 8  # to read one version in all seats, before one is delivered
+
+
+class Line(ABC):
+    """Between the seats of one group."""
+
+    seat: int
+    seats: int
+
+    @abstractmethod
+    def tell(self, answer: Any) -> None:
+        """The first seat tells all others."""
+
+    @abstractmethod
+    def hear(self) -> Any:
+        """What the first seat tells; waits for it."""
+
+    @abstractmethod
+    def done(self, word: bytes) -> None:
+        """To the first seat: this one has come here; with a word."""
+
+    @abstractmethod
+    def gather(self) -> list[bytes]:
+        """What all others said with `done`; waits for them."""
+
+
+class SharedTable(Protocol):
+    """What a seat asks of the engine's end of a table, which several processes have."""
+
+    layout: Layout
+    buffers: Sequence[Tensor]
+    others: Sequence[Tensor]
+    narrow: Callable[[list[Tensor]], list[Tensor]]  # of a version, what this seat reads
+
+    def at(self, place: int) -> Draft: ...
+    def draft(self, *, block: bool = True) -> Draft | None: ...
+    def publish(
+        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+    ) -> None: ...
+    def wait(self, number: int, *, block: bool = True) -> Reading | None: ...
+    def copy(self, reading: Reading, into: list[Tensor]) -> int | None: ...
+    def has_read(self) -> None: ...
+
+
+class SeatPort(LearnerPort):
+    """The port of one seat's session: the first seat's asks the engine's, the others' hear what it said."""
+
+    def __init__(self, port: LearnerPort, line: Line) -> None:
+        self.learner, self.rank = port.learner, port.rank
+        self._port, self.line, self.leads = port, line, line.seat == 0
+        self.windows: list[Shares] = []  # by table
+        self._first: list[Targets] = []  # a new table's first values, until they are written
+
+    def told(self, what: str, action: Callable[[], Any]) -> Any:
+        """The first seat's answer, or what it raised, in every seat."""
+        if not self.leads:
+            return self._heard(what)
+        try:
+            answer = action()
+        except BaseException as error:
+            self.line.tell(("", error))
+            raise
+        self.line.tell((what, answer))
+        return answer
+
+    def _heard(self, what: str) -> Any:
+        said, answer = self.line.hear()
+        if isinstance(answer, BaseException) and said == "":
+            raise answer
+        if said != what:
+            raise LoopError(
+                f"seat {self.line.seat} of learner {self.rank} is at {what!r} where the first seat is at {said!r}: all seats of a "
+                "group run the same loop; what depends on session.seat must not call the session"
+            )
+        return answer
+
+    def first_only(self, action: Callable[[], None]) -> None:
+        """Of which the others hear only if the servers are gone."""
+        if self.leads:
+            try:
+                action()
+            except Reset as reset:
+                self.line.tell(("", reset))
+                raise
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """In the first seat what all say; nothing in the others, which do not wait."""
+        if self.leads:
+            return [own, *self.line.gather()]
+        self.line.done(own)
+        return []
+
+    def agree(self, own: int) -> list[int]:
+        """Everybody's number, in every seat."""
+        said = [int(each) for each in self.gather(str(own).encode())]
+        found: list[int] = self.told("agree", lambda: said)
+        return found
+
+    def spend(self, examples: int) -> None:
+        if self.leads:
+            self._port.spend(examples)
+
+    def tell(self, message: Any) -> None:
+        if self.leads:
+            self._port.tell(message)
+
+    def ask(self, message: Any) -> Any:
+        if isinstance(message, m.Initialised):
+            for targets in self._first:
+                targets.flush()
+            self._first = []
+            self.gather(b"")
+        answer = self.told(type(message).__name__, lambda: self._asked(message))
+        if isinstance(answer, m.Rejoined):
+            return replace(answer, tables=[self._own(each) for each in answer.tables])
+        return self._own(answer) if isinstance(answer, m.Opened) else answer
+
+    def _asked(self, message: Any) -> Any:
+        answer = self._port.ask(message)
+        return replace(answer, desk=None) if isinstance(answer, m.Rejoined) else answer
+
+    def _own(self, opened: m.Opened) -> m.Opened:
+        """With this seat's part of the buffers that a checkpoint holds."""
+        if opened.personal is None:
+            return opened
+        read, table = self.windows[opened.table].buffers.read, opened.table
+        buffers = {each: read(kept) for each, kept in opened.personal.buffers.items() if each == table}
+        return replace(opened, personal=replace(opened.personal, buffers=buffers))
+
+    def post(self, message: ToLeader, *, later: bool = False) -> None:
+        self.first_only(lambda: self._port.post(message, later=later))
+
+    def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
+        what = f"batch {index} of loader {loader}"
+        found: Portion | None = self.told(what, lambda: self._port.portion(loader, index, block=block))
+        return found
+
+    def open(self, opened: m.Opened) -> SeatTable:
+        whole: Any = self._port.open(opened)
+        return SeatTable(whole, self.windows[opened.table], self)
+
+    def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        wholes, shares = self._port.first_values(handle, layout), self.windows[-1]
+        kinds = (shares.parameters, shares.buffers, shares.others)
+        self._first = [windows.targets(whole) for windows, whole in zip(kinds, wholes, strict=True)]
+        parameters, buffers, others = (targets.tensors for targets in self._first)
+        return parameters, buffers, others
+
+    def stopping(self) -> bool:
+        return bool(self.told("stopping", self._port.stopping))
+
+
+class Shares:
+    """A seat's windows of one table."""
+
+    def __init__(self, layout: Layout, model: Partitioned) -> None:
+        def windows(flat: Flat) -> Windows:
+            names = [entry.name for entry in flat.entries]
+            return Windows(model.parts, names, model.group.rank, model.group.size)
+
+        self.parameters, self.buffers = windows(layout.parameters), windows(layout.buffers)
+        self.others = windows(layout.others)
+
+
+class SeatDraft:
+    """A seat's windows of one draft."""
+
+    def __init__(self, draft: Draft, shares: Shares) -> None:
+        self.whole = draft
+        self._gradients = shares.parameters.targets(draft.gradients)
+        self._buffers = shares.buffers.targets(draft.buffers)
+        self.own = Draft(self._gradients.tensors, self._buffers.tensors, draft.place)
+
+    def flush(self, present: Sequence[bool]) -> bytes:
+        """All is written; which parameters have a gradient here, if not all."""
+        for gradient, here in zip(self.own.gradients, present, strict=False):
+            if not here:  # others may have one
+                gradient.zero_()
+        self._gradients.flush()
+        self._buffers.flush()
+        return bytes(present)
+
+
+def joined_masks(masks: Sequence[bytes]) -> list[bool]:
+    """Which parameters have a gradient in some seat; nothing where all have."""
+    if not all(masks):
+        return []
+    found = [any(each) for each in zip(*masks, strict=True)]
+    return [] if all(found) else found
+
+
+class SeatTable(TablePort):
+    """A table, seen by one seat."""
+
+    def __init__(self, whole: SharedTable, shares: Shares, port: SeatPort) -> None:
+        self.layout = whole.layout
+        self._whole, self._port, self._shares = whole, port, shares
+        self._drafts: dict[int, SeatDraft] = {}
+        self.buffers = shares.buffers.read(whole.buffers)
+        self.others = shares.others.read(whole.others)
+        whole.narrow = shares.parameters.read
+
+    def draft(self, *, block: bool = True) -> Draft | None:
+        place = self._port.told("draft", lambda: self._place(block))
+        if place is None:
+            return None
+        if place not in self._drafts:
+            self._drafts[place] = SeatDraft(self._whole.at(place), self._shares)
+        return self._drafts[place].own
+
+    def _place(self, block: bool) -> Any:
+        draft = self._whole.draft(block=block)
+        return None if draft is None else draft.place
+
+    def publish(
+        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+    ) -> None:
+        """When all seats have written."""
+        held = self._drafts[draft.place]
+        found = joined_masks(self._port.gather(held.flush(present)))
+        if isinstance(message, Gradient):
+            message = message._replace(full=not found)
+        self._port.first_only(lambda: self._whole.publish(held.whole, message, options, found))
+
+    def wait(self, number: int, *, block: bool = True) -> Reading | None:
+        found: Reading | None = self._port.told(
+            f"wait for {number}", lambda: self._whole.wait(number, block=block)
+        )
+        return found
+
+    def read(self, reading: Reading, into: list[Tensor]) -> int | None:
+        """One version in all seats: who has an older one than another reads again."""
+        version = self._agreed(reading, into) if into else reading.version
+        if self._port.leads:
+            self._whole.has_read()
+        return version
+
+    def _agreed(self, reading: Reading, into: list[Tensor]) -> int | None:
+        version = self._whole.copy(reading, into)
+        for _ in range(TRIES):
+            found = self._port.agree(-1 if version is None else version)
+            if min(found) < 0:
+                return None
+            if min(found) == max(found):
+                return version
+            if version is not None and version < max(found):
+                version = self._whole.copy(reading._replace(version=max(found)), into)
+        return None
+
+
+class Batches:
+    """A loader of a seat. A loop that was left tells the servers at the session's next call, not while an error is on its way:
+    the other seats may not have it, and would not be there to hear the answer."""
+
+    def __init__(self, loader: Loader, session: SeatSession) -> None:
+        self._loader, self._session = loader, session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._session.settle()
+        return _Loop(iter(self._loader), self._session.left)
+
+
+class _Loop(Iterator[Any]):
+    def __init__(self, batches: Iterator[Any], left: list[Iterator[Any]]) -> None:
+        self._batches, self._left = batches, left
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __del__(self) -> None:
+        self._left.append(self._batches)
+
+
+class SeatSession(ServerSession):
+    """One seat's view of the run."""
+
+    port: SeatPort
+
+    def __init__(self, port: SeatPort, config: Seat, seat: int) -> None:
+        super().__init__(port, config)
+        self.seat, self.seats = seat, config.seats
+        self.left: list[Any] = []  # loops over loaders that nobody goes on with
+
+    def settle(self) -> None:
+        """Close what was left."""
+        while self.left:
+            self.left.pop().close()
+
+    def loader(self, data: Dataset[Any], **options: Any) -> Any:
+        self.settle()
+        return Batches(super().loader(data, **options), self)
+
+    def put(self, model: nn.Module) -> None:
+        self.settle()
+        super().put(model)
+
+    def mean(self, value: float | Tensor) -> Any:
+        self.settle()
+        return super().mean(value)
+
+    def close(self) -> None:
+        self.settle()
+        super().close()
+
+    def optimizer(self, model: nn.Module, factory: Factory) -> SharedOptimizer:
+        """The table has the whole model's layout; gradients of what every seat holds are added up before each step."""
+        if not isinstance(model, Partitioned):
+            raise UsageError(
+                f"session.optimizer in a group of {self.seats} seats takes a partitioned model: "
+                f"sl.partition({type(model).__name__}(...), plan, example); got {type(model).__name__}"
+            )
+        self.settle()
+        table = super().optimizer(model, factory)
+        table.register_step_pre_hook(_reducing(model, self.settle))
+        return table
+
+    def _lay_out(
+        self, model: nn.Module, inner: torch.optim.Optimizer, *, wraps: bool
+    ) -> tuple[Layout, Tensors]:
+        assert isinstance(model, Partitioned)
+        if wraps:
+            raise LayoutError(
+                f"{type(inner).__name__} holds optimizers or parameters itself, which cannot be done over a group's seats: use "
+                "group=1, or one of torch.optim's"
+            )
+        local, tensors = super()._lay_out(model, inner, wraps=wraps)
+        layout = whole_layout(local, model.parts)
+        size = layout.parameters.nbytes
+        shards = shards_for(inner, self.plan.servers, size)
+        layout = replace(layout, shards=shards)
+        self.port.windows[len(self._tables) :] = [Shares(layout, model)]
+        return layout, tensors
+
+    def _template(self, inner: torch.optim.Optimizer, layout: Layout) -> OptimizerTemplate:
+        """State that an optimizer begins with is that of a seat's slices: where it is one number, it is so of the whole."""
+        template = OptimizerTemplate.of(inner)
+        state = {
+            index: {key: _whole(value, layout, index, inner) for key, value in entry.items()}
+            for index, entry in template.state.items()
+        }
+        return replace(template, state=state)
+
+
+def whole_layout(layout: Layout, parts: dict[str, Part]) -> Layout:
+    """Of a whole model, from that of its slices."""
+
+    def whole(flat: Flat) -> Flat:
+        return Flat(tuple(replace(entry, shape=parts[entry.name].shape) for entry in flat.entries))
+
+    return replace(
+        layout,
+        parameters=whole(layout.parameters),
+        buffers=whole(layout.buffers),
+        others=whole(layout.others),
+    )
+
+
+def _whole(value: Any, layout: Layout, index: int, inner: torch.optim.Optimizer) -> Any:
+    parameter = [p for group in inner.param_groups for p in group["params"]][index]
+    shape = layout.parameters.entries[index].shape
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.shape == shape:
+        return value
+    if value.numel() and not bool((value == value.reshape(-1)[0]).all()):
+        raise LayoutError(
+            f"{type(inner).__name__} begins with a state of different numbers for each place of a parameter, which a seat has only "
+            "its slice of: use group=1"
+        )
+    filler = value.reshape(-1)[0].item() if value.numel() else 0.0
+    return torch.full(shape, filler, dtype=value.dtype)
+
+
+def _reducing(model: Partitioned, settle: Callable[[], None]) -> Callable[..., Any]:
+    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """The closure runs here, so that its gradients are there to be added up."""
+        settle()
+        table, *rest = args
+        closure = rest[0] if rest else kwargs.get("closure")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        model.reduce_gradients()
+        return (table, (lambda: loss) if closure is not None else None), {}
+
+    return before
