@@ -3,6 +3,7 @@
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import cloudpickle
@@ -12,7 +13,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import syncline as sl
+from syncline.engines.sim.hunt import playing
+from syncline.engines.sim.hunt.case import random_case
 from syncline.errors import NotYetError
+from syncline.report.clocks import read_clocks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -33,7 +37,13 @@ def make_model() -> nn.Module:
 def run(topology: str, sync: str = "hardsync", **given: object) -> sl.Result:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(190, 4), torch.randn(190))
-    options: dict = {"learners": 7, "batch_size": 4, "epochs": 2, "seed": 3, "engine": sl.Sim()} | given
+    options: dict = {
+        "learners": 7,
+        "batch_size": 4,
+        "epochs": 2,
+        "seed": 3,
+        "engine": sl.Sim(check=True),
+    } | given
     return sl.train(make_model(), data, loss=loss, optimizer=sgd, sync=sync, topology=topology, **options)
 
 
@@ -70,8 +80,6 @@ def test_every_gradient_counts_once_with_its_staleness(topology: str, sync: str)
 
 
 def clocks(folder: Path) -> list[tuple[int, int, int]]:
-    from syncline.report.clocks import read_clocks
-
     return [tuple(map(int, row)) for row in read_clocks(folder)]  # type: ignore[misc]
 
 
@@ -92,7 +100,7 @@ SCRIPTS = [
 def test_nobody_is_missed_for_ever_and_every_example_counts_once(
     topology: str, sync: str, script: str
 ) -> None:
-    result = run(topology, sync, engine=sl.Sim(script=script), on_error="continue")
+    result = run(topology, sync, engine=sl.Sim(script=script, check=True), on_error="continue")
     assert result.statistics.tables[0].examples == 2 * 190
     assert result.dropped == 0
 
@@ -104,7 +112,7 @@ def test_a_lost_shard_and_a_resumed_run_go_on_over_the_tree(topology: str, sync:
         lost = run(
             topology,
             sync,
-            engine=sl.Sim(script="kill shard 0 at version 8"),
+            engine=sl.Sim(script="kill shard 0 at version 8", check=True),
             run_dir=folder,
             checkpoint_every=3,
         )
@@ -132,3 +140,24 @@ def test_only_nodes_of_trees_are_killed_by_scripts() -> None:
         run("servers:1", engine=sl.Sim(script="kill node 0 at version 1"))
     with pytest.raises(sl.UsageError, match="a leaf's sum is taken whole"):
         run("tree:2", engine=sl.Sim(script="change to backup:1 at version 1"))
+
+
+HUNTED = (
+    "hardsync",
+    "delayed:1",
+    "delayed:3",
+    "softsync:1",
+    "async",
+    "ssp:0",
+    "hardsync until 1 then softsync:1",
+)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("sync", HUNTED)
+def test_random_jobs_with_faults_keep_every_account(sync: str, seed: int) -> None:
+    """The hunt's own cases, over a tree, with a node that dies."""
+    case = random_case(seed, sync, learners=3 + seed % 3)
+    faults = [line for line in case.script.split("; ") if line and "change" not in line]
+    script = "; ".join([*faults, f"kill node {seed % 3} at {1 + seed} s"])
+    playing.run(replace(case, fan_in=2, script=script))

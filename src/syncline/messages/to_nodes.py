@@ -7,6 +7,14 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class Taken:
+    """A node's sum is in the sequence: the next may come."""
+
+    table: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """A node's sum counts for nothing: it is to be made anew without these gradients, or with iterations counted so."""
 
@@ -25,4 +33,4 @@ class Counted:
     active: Mapping[int, int]
 
 
-ToNodes = Refused | Counted
+ToNodes = Taken | Refused | Counted

@@ -319,7 +319,7 @@ class Leader:
             portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
             self._grant(portion, decision.learner)
         elif isinstance(decision, Drop):
-            self._log(log.Free(place, *self._named(place, decision.ticket)))
+            self._log(log.Free(place, *self.named(place, decision.ticket.learner, decision.ticket.number)))
             self._work.later(self._drop, place, decision.ticket)
         elif isinstance(decision, Full):
             self._port.report(m.Reached(decision.version))
@@ -386,7 +386,7 @@ class Leader:
             if self._replay.options_changed and self._trunk is None:
                 self._replay.options_changed = False
                 self._agreement.check(table, tickets, lockstep=self._sequences[table].sync.lockstep)
-        named = self._named(table, first)
+        named = self.named(table, first.learner, first.number)
         self._log(log.Fold(table, *named, first.iteration, fold.version, fold.factor))
         if self._stamps is not None and table == 0:
             self._stamps.fold(fold.version, tickets)
@@ -395,9 +395,9 @@ class Leader:
         if self._cadence is not None and table == max(self._sequences):
             self._work.cut_due = self._cadence.folded(fold.version)
 
-    def _named(self, table: int, ticket: Ticket) -> tuple[int, int]:
-        """As the shards know it: over a tree it lies in a node's sum."""
-        return self._trunk.named(table, ticket) if self._trunk else (ticket.learner, ticket.number)
+    def named(self, table: int, learner: int, number: int) -> tuple[int, int]:
+        """A gradient as the shards know it: over a tree it lies in a node's sum."""
+        return self._trunk.named(table, learner, number) if self._trunk else (learner, number)
 
     def _account(self, table: int, ticket: Ticket) -> None:
         """A folded gradient: examples and loss are counted, its batches are done."""

@@ -45,6 +45,8 @@ class ServerRole:
 
     def options(self, table: int, learner: int, number: int) -> Options:
         """The group options that came with a gradient."""
+        if self._leader is not None:
+            learner, number = self._leader.named(table, learner, number)
         return self._replay.options(table, learner, number)
 
     def note(self, learner: int, message: ToLeader) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from syncline.messages import log
 from syncline.messages.to_leader import Sum
-from syncline.messages.to_nodes import Counted, Refused
+from syncline.messages.to_nodes import Counted, Refused, Taken
 from syncline.ports import ServerPort
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Sequence
@@ -71,6 +71,7 @@ class Trunk:
             self._port.tell_nodes(refused, node)
             return None
         self._intakes[sum_.table].take(Tickets(node, sum_.number, tuple(tickets)))
+        self._port.tell_nodes(Taken(sum_.table, sum_.number), node)
         examples, rank = sum(t.count for t in tickets), min(t.rank for t in tickets)
         body = Body(node, sum_.number, sum_.options, sum_.full, examples, rank)
         for ticket in tickets:
@@ -84,9 +85,9 @@ class Trunk:
         early, self._early = self._early, []
         return early
 
-    def named(self, table: int, ticket: Ticket) -> tuple[int, int]:
+    def named(self, table: int, learner: int, number: int) -> tuple[int, int]:
         """The node and number of the sum that it is in."""
-        body = self._bodies[table, ticket.learner, ticket.number]
+        body = self._bodies[table, learner, number]
         return body.node, body.number
 
     def take(self, table: int, ticket: Ticket) -> None:

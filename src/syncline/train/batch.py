@@ -29,7 +29,7 @@ from syncline.learn.session import check_whole
 from syncline.learn.training import evaluation_of
 from syncline.protocols.lifecycle import Faults
 from syncline.table.checkpoints import Checkpoint
-from syncline.topology.parse import MOST_SHARDS, AllReduce, Servers, parse_topology
+from syncline.topology.parse import MOST_SHARDS, Servers, parse_topology
 from syncline.topology.plan import Plan
 from syncline.topology.restore import Restored
 from syncline.train.checks import attempt, built, check_callbacks, check_data, check_evaluate, check_loop
@@ -76,7 +76,7 @@ def check_options(given: Mapping[str, Any]) -> None:
             raise UsageError(f"sandblaster does not go with {name}={given[name]!r}: {instead}")
     if given["steps"] is None:
         raise UsageError("sandblaster needs steps=, the largest number of iterations, for example steps=100")
-    if isinstance(parse_topology(given["topology"]), AllReduce):
+    if not isinstance(parse_topology(given["topology"]), Servers):
         raise UsageError(
             f"sandblaster keeps its vectors on servers, got topology={given['topology']!r}; use 'servers' or 'servers:S'"
         )

@@ -18,12 +18,13 @@ from syncline.engines.sim.clock import Action
 from syncline.engines.sim.memory import NEVER, SimLane
 from syncline.messages.to_leader import Gradient
 from syncline.messages.to_leader import Sum as Told
-from syncline.messages.to_nodes import Counted, Refused, ToNodes
+from syncline.messages.to_nodes import Counted, Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sums import Done, Node, Passed, Sum, Up, of_one
 from syncline.protocols.tree import ROOT
 from syncline.table.accumulator import Mean
 from syncline.table.layout import Layout
+from syncline.table.slot import private_slot
 
 if TYPE_CHECKING:
     from syncline.engines.sim.learner import SimLearner
@@ -63,8 +64,8 @@ class SimNode:
     def __init__(self, world: World, node: int) -> None:
         self._world, self.node = world, node
         self.learner = -1 - node  # its name where learners have theirs
-        first = min(each for below in world.tree.below(node).values() for each in below)
-        self.machine = world.learners[first].machine
+        first = min(world.tree.under(node), default=None)
+        self.machine = world.cluster.machine_of_learner(0) if first is None else world.learners[first].machine
         self.dead = False
         self.handled = self.decided = 0.0
         self._tables: dict[int, Table] = {}
@@ -93,10 +94,9 @@ class SimNode:
 
     def gradient(self, learner: SimLearner, message: Gradient) -> None:
         """A learner's has arrived."""
-        if self.dead or message.number not in self._world.lanes[message.table, learner.learner].numbers:
-            return
-        lane = self._world.lanes[message.table, learner.learner]
-        assert isinstance(lane, SimLane)
+        lane = self._world.lanes.get((message.table, learner.learner))
+        if self.dead or not isinstance(lane, SimLane) or message.number not in lane.numbers:
+            return  # it has left, and nothing of it is needed
         slot, table = lane.sent[lane.numbers.index(message.number)], self._table(message.table)
         segments = [segment.clone() for segment in slot.segments]
         mask = tuple(map(bool, slot.mask.tolist())) if not message.full else (True,) * len(slot.mask)
@@ -188,8 +188,12 @@ class SimNode:
     def _fill(self, number: int, sum_: Sum, body: Part) -> SimLane:
         """The draft that the shards read."""
         table = self._table(number)
-        place = table.lane.numbers.index(NEVER)
-        table.lane.numbers[place] = sum_.number
+        lane = table.lane
+        if NEVER not in lane.numbers:  # in lockstep they lie there until all have come
+            lane.numbers.append(NEVER)
+            lane.sent.append(private_slot(table.layout))
+        place = lane.numbers.index(NEVER)
+        lane.numbers[place] = sum_.number
         slot = table.lane.sent[place]
         torch._foreach_copy_(slot.segments, body.segments)
         slot.mask.copy_(torch.tensor(body.mask, dtype=torch.uint8))
@@ -209,7 +213,6 @@ class SimNode:
             for key in freed:
                 del table.lane.freed[key]
             table.lane.numbers[table.lane.numbers.index(sum_number)] = NEVER
-            self._pass_on(number, table.node.taken(sum_number))
 
     def _done(self, number: int, child: int, done: int) -> None:
         world = self._world
@@ -234,7 +237,9 @@ class SimNode:
         if self.dead or message.table not in self._world.tables:
             return
         table, node = message.table, self._table(message.table).node
-        if isinstance(message, Refused):
+        if isinstance(message, Taken):
+            self.taken(table, message.number)
+        elif isinstance(message, Refused):
             lane = self._table(table).lane
             if message.number in lane.numbers:
                 lane.numbers[lane.numbers.index(message.number)] = NEVER

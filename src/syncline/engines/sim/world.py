@@ -196,12 +196,21 @@ class World(Crew):
         return [server.role for server in self.servers]
 
     def plant(self) -> None:
-        """The nodes of a tree, at the start and with new servers."""
+        """The nodes of a tree."""
         if isinstance(self.spec.plan.topology, Trees):
-            for node in self.nodes.values():
-                node.dead = True
-            self.nodes = {node: SimNode(self, node) for node in self.tree.nodes if self.tree.under(node)}
+            self.nodes = {node: SimNode(self, node) for node in self.tree.nodes}
             self.nodes_by_name = {node.learner: node for node in self.nodes.values()}
+
+    def replant(self) -> None:
+        """With new servers, for those that live; who comes later goes where there is room."""
+        for node in self.nodes.values():
+            node.dead = True
+        self.tree = Tree(range(self.spec.plan.learners), self.tree.fan_in)
+        for nobody in range(self.spec.plan.learners):
+            self.tree.leave(nobody)
+        for learner in self.live:
+            self.tree.join(learner)
+        self.plant()
 
     def leaf_of(self, learner: int) -> SimNode:
         return self.nodes[self.tree.leaf[learner]]
@@ -284,7 +293,7 @@ class World(Crew):
         if self.workshop is not None:
             self.workshop, _ = self.make_workshop(self._ways)
         self.servers = [SimServer(self, index) for index in range(self.spec.plan.topology.shards)]
-        self.plant()
+        self.replant()
 
     # -- what happens to them ----------------------------------------------------------------------------
 
@@ -354,11 +363,15 @@ class World(Crew):
         if above in self.nodes:
             self.nodes[above].lose(lost.node)
         self.soon(lambda: self.servers[0].handle(m.NodesMoved()))
+        if not self.tree.leaves:
+            self._notice()
+            self.supervision.shard_lost("the last leaf of the tree was killed by the script", shard=0)
+            return
         for child, target in moves.items():
             if not leaf:
                 self.nodes[child].moved()
             elif target is None:
-                self.kill(self.live[child], "its leaf is lost, and there is no other")
+                continue
             elif child in self.live and not self.live[child].dead:
                 self.nodes[target].welcome(child)
                 self.live[child].publish_again()

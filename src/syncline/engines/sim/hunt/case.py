@@ -13,6 +13,8 @@ from typing import Any
 from syncline.dial import Course
 from syncline.engines.sim.cluster import Cluster
 from syncline.errors import UsageError
+from syncline.protocols.lifecycle import Faults
+from syncline.topology.parse import Servers, Trees
 
 DIALS = (
     "hardsync",
@@ -64,6 +66,7 @@ class Case:
     checkpoint_every: int | None = None  # None: no checkpoints
     clip: bool = False
     cluster: str = "equal"
+    fan_in: int = 0  # of a tree; 0: flat servers
 
     def __post_init__(self) -> None:
         for name, known in (("loop", LOOPS), ("policy", POLICIES)):
@@ -75,7 +78,12 @@ class Case:
         course = Course.of(self.sync)
         for _, dial in course.dials:
             dial.check(self.learners, self.batch_size)
+        self.topology().check(course, Faults(), clip_norm=None, warm=0)
         Cluster.parse(self.cluster)
+
+    def topology(self) -> Servers | Trees:
+        root = Servers(self.shards, True)
+        return Trees(fan_in=self.fan_in, root=root) if self.fan_in else root
 
     def changed(self, settings: list[str]) -> Case:
         """With fields set by `key=value` texts."""

@@ -31,7 +31,6 @@ from syncline.learn.gradients import Supervised
 from syncline.learn.surface import Session
 from syncline.learn.training import Training, run_training
 from syncline.protocols.lifecycle import Faults
-from syncline.topology.parse import Servers
 from syncline.topology.plan import Plan, Saving
 
 MOST_EVENTS = 60_000  # a run of the hunt has a few thousand
@@ -124,7 +123,7 @@ def _spec(case: Case, folder: str | None) -> RunSpec:
         plan=Plan(
             course=Course.of(case.sync),
             learners=case.learners,
-            topology=Servers(case.shards, True),
+            topology=case.topology(),
             seed=case.seed,
             warm=case.warmstart,
             batch_size=case.batch_size,

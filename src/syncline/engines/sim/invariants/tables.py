@@ -54,8 +54,9 @@ class TableAccount:
         account: Account,
         warm: int = 0,
         batch_size: int | None = None,
+        sums: bool = False,
     ) -> None:
-        self.number, self.sync = number, sync
+        self.number, self.sync, self.sums = number, sync, sums
         self.version = self.base = account.version
         self.learners, self.limit, self.warm, self.batch_size = learners, limit, warm, batch_size
         self.expected = set(initial)
@@ -224,6 +225,8 @@ class TableAccount:
     def _check_factor(self, fold: Fold) -> None:
         """M4, by the learners that live."""
         factor = self.sync.factor(max(1, len(self.members)), self.batch_size)
+        if self.sums and self.sync.rate == "share":
+            factor = len(fold.tickets) / max(1, len(self.members))
         if self.sync.rate == "staleness" and not self.sync.weighs:
             sigmas = [self.version - ticket.stamp for ticket in fold.tickets]
             factor /= max(1.0, sum(sigmas) / len(sigmas))

@@ -157,6 +157,7 @@ class Watch:
             account=make.account,
             warm=make.warm,
             batch_size=make.batch_size,
+            sums=make.tree,
         )
         first = [segment.clone() for segment in self._world.tables[make.table].weights]
         for view, value in zip(make.layout.parameters.views(first), make.values or (), strict=False):
