@@ -201,7 +201,6 @@ def test_train_refuses_before_a_process_starts(changes: dict[str, Any], kind: ty
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"sync": "groups:2"}, "not built yet; working now: hardsync, softsync:n, async, downpour"),
         ({"sync": "diloco:4"}, "not built yet; working now: hardsync, softsync:n, async, downpour"),
         ({"topology": "tree:4"}, "not built yet in processes; working now: servers"),
     ],

@@ -136,7 +136,8 @@ def test_lines() -> None:
         ("model", "inner", "deep"): 14,
         ("evaluate",): 15,
         ("callbacks",): 16,
-        ("callbacks", "name"): 17,
+        ("callbacks", "0"): 16,
+        ("callbacks", "0", "name"): 17,
     }
 
 

@@ -253,12 +253,13 @@ def _plain(value: Any) -> Any:
 def _problems(values: Mapping[str, Any], folder: str | None) -> list[Problem]:
     """What is wrong with a job whose single values are right."""
     whole = {key.name: None if key.required else key.default for key in KEYS} | dict(values)
+    layers = whole["layers"] if whole["model"] is None else None
     return [
         *_contradictions(whole),
         *_dial(whole),
         *_words(whole),
         *_names(whole, folder),
-        *nets.problems(whole["layers"] or (), folder),
+        *nets.problems(layers or (), folder),
     ]
 
 
@@ -338,12 +339,13 @@ def _words(job: Mapping[str, Any]) -> Iterator[Problem]:
     policy = job["policy"]
     if policy not in POLICIES:
         yield ("policy",), f"expected one of {', '.join(POLICIES)}, got {policy!r}{nearest(policy, POLICIES)}"
-    devices = job["device"] or ()
-    for name in (devices,) if isinstance(devices, str) else devices:
-        try:
-            torch.device(name)
-        except RuntimeError:
-            yield ("device",), f"{shown(name)} is no device that torch knows, as 'cpu' or 'cuda:0'"
+    for key in ("device", "table_device"):
+        devices = job[key] or ()
+        for name in (devices,) if isinstance(devices, str) else devices:
+            try:
+                torch.device(name)
+            except RuntimeError:
+                yield (key,), f"{shown(name)} is no device that torch knows, as 'cpu' or 'cuda:0'"
 
 
 def _names(job: Mapping[str, Any], folder: str | None) -> Iterator[Problem]:

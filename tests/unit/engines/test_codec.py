@@ -33,7 +33,10 @@ def name_of(annotation: Any) -> str:
     return getattr(annotation, "__forward_arg__", annotation)
 
 
-@pytest.mark.parametrize("kind", get_args(say.ToLeader), ids=lambda kind: kind.__name__)
+SAID = [kind for kind in get_args(say.ToLeader) if kind is not say.Sum]  # nodes of trees are no processes yet
+
+
+@pytest.mark.parametrize("kind", SAID, ids=lambda kind: kind.__name__)
 def test_what_a_learner_says_arrives_as_it_was(kind: Any) -> None:
     message = made(kind, 10)
     record = NOTE.unpack(NOTE.pack(*encode(message, slot=3)))

@@ -26,7 +26,7 @@ def test_mlp() -> None:
     ]
     assert model(torch.zeros(5, 1, 8, 8)).shape == (5, 10)
     assert mlp([3, 2], bias=False)[1].bias is None
-    assert list(MODELS) == ["mlp", "cifar10_full", "alexnet", "googlenet"]
+    assert list(MODELS)[:4] == ["mlp", "cifar10_full", "alexnet", "googlenet"]
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ class PlainGate:
         }
 
     def arrive(self, learner: int, number: int, iteration: int, version: int, silent: bool = False) -> None:
-        """It has published its gradient of this iteration, taken at this version."""
+        """It has published its gradient of this iteration, taken at this version; a silent one goes with its fold."""
         if self._lockstep:
-            needed = max(self._base, iteration + 1 - self._delay)
+            needed = max(self._base, iteration + 1 - (0 if silent else self._delay))
         else:
             needed = version + 1 if self._own_fold else 0
         self._wait(learner, number, needed, silent)
