@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU"),
 ]
-DIALS = ["hardsync", "softsync:1", "async", "ssp:1", "delayed:2", "downpour:push=2,fetch=3,local_lr=0.1"]
+DIALS = ["hardsync", "softsync:1", "async", "ssp:1", "delayed:2", "downpour:push=2,fetch=3,local_lr=0.03"]
 
 
 def model_of(device: Any = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -100,7 +100,7 @@ def data() -> TensorDataset:
 def train(**options: Any) -> Any:
     given: dict[str, Any] = {
         "loss": F.cross_entropy,
-        "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "optimizer": partial(torch.optim.SGD, lr=0.03, momentum=0.5),
         "device": "cuda",
         "learners": 3,
         "batch_size": 16,

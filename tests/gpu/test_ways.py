@@ -54,7 +54,7 @@ def test_the_gradient_is_the_cpus_in_the_mean() -> None:
         rbm = rbm.to(device)
         rbm.zero_grad()
         rbm.contrastive_divergence(data.to(device), 2)
-        found.append(rbm.weight.grad.cpu())  # type: ignore[union-attr]
+        found.append(rbm.weight.grad.cpu().clone())  # type: ignore[union-attr]
     assert torch.allclose(*found, atol=0.01)
 
 

@@ -30,9 +30,9 @@ class Belongings:
         self._buffers[table, learner] = buffers
 
     def keep(self, table: int, learner: int, buffers: Sequence[Tensor]) -> None:
-        """Those of its last gradient, copied."""
+        """Those of its last gradient, copied where they lie."""
         kept = self._buffers.get((table, learner))
-        if kept is None:
+        if kept is None or kept[0].device != buffers[0].device:
             self._buffers[table, learner] = [value.clone() for value in buffers]
         else:
             torch._foreach_copy_(kept, list(buffers))
@@ -45,13 +45,15 @@ class Belongings:
 
     def joint(self, table: int) -> list[Tensor] | None:
         """One table's buffers over all learners."""
-        kept = [values for (t, _), values in sorted(self._buffers.items()) if t == table]
+        kept = [
+            [value.cpu() for value in each] for (t, _), each in sorted(self._buffers.items()) if t == table
+        ]
         return joint_buffers(kept) if kept else None
 
     def tensors(self, ranks: Mapping[int, int]) -> dict[str, Tensor]:
         """For a checkpoint, by name."""
         buffers = {
-            (table, ranks[learner]): [value.clone() for value in values]
+            (table, ranks[learner]): [value.cpu().clone() for value in values]
             for (table, learner), values in self._buffers.items()
         }
         return learner_tensors(self.random, buffers)
