@@ -62,7 +62,7 @@ def test_what_is_left_of_a_step_is_latency() -> None:
 
 @pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async"])
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("cores", [2, 16])
+@pytest.mark.parametrize("cores", [pytest.param(2, marks=pytest.mark.long), 16])
 def test_the_cluster_does_what_the_one_learner_did(sync: str, shards: int, cores: int) -> None:
     seen = replace(SEEN, sync=sync, shards=shards, cores=cores, step=20.0, lost=0.0)
     cluster = seen.cluster()
