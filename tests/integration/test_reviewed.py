@@ -140,7 +140,7 @@ def test_learners_that_did_not_notice_the_loss_begin_anew(tmp_path: Path) -> Non
         lingering,
         learners=2,
         run_dir=tmp_path,
-        checkpoint_every=1000,
+        checkpoint_every=8,
         threads=1,
         topology="servers:2",
         wait=False,

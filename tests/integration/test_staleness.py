@@ -131,11 +131,12 @@ def test_a_schedule_lowers_the_rate(sync: str) -> None:
 
 @pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async", "delayed:1"])
 def test_the_first_fold_waits_for_all_initial_learners(sync: str) -> None:
-    """M3: a late one reads version 0 like the others, and what the lowest rank put there (M6)."""
+    """M3: nobody's first step ends before the late one has begun; what the lowest rank put there is version 0 (M6)."""
 
-    def learner(session: sl.Session) -> tuple[int, float]:
+    def learner(session: sl.Session) -> tuple[int, float, float, float]:
         if session.rank == 2:
             time.sleep(0.4)
+        began, stepped = time.monotonic(), []
         model = nn.Linear(1, 1)
         opt = session.optimizer(model, partial(SGD, lr=0.1))
         first = opt.version, model.weight.item()
@@ -143,11 +144,16 @@ def test_the_first_fold_waits_for_all_initial_learners(sync: str) -> None:
             opt.zero_grad()
             model(torch.ones(1, 1)).sum().backward()
             opt.step()
-        return first
+            stepped.append(time.monotonic())
+        return (*first, began, stepped[0])
 
     result = sl.launch(learner, learners=3, sync=sync, threads=1)
-    assert {version for version, _ in result.returned} == {0}
-    assert len({weight for _, weight in result.returned}) == 1
+    late = result.returned[2][2]
+    if sync != "delayed:1":  # there the first step needs no fold
+        assert min(stepped for _, _, _, stepped in result.returned) > late
+    first = result.returned[: 2 if sync == "async" else 3]  # free, a late one may find the others' updates
+    assert {version for version, *_ in first} == {0}
+    assert len({weight for _, weight, *_ in first}) == 1
     assert result.gradients == 9
 
 
