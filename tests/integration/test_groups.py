@@ -272,6 +272,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no group": ({"group": 0}, UsageError, r"group must be a whole number of at least 1, got 0"),
     "a plan for one": ({"plan": "data"}, UsageError, r"give group= of at least 2"),
     "all-reduce": ({"group": 2, "topology": "allreduce"}, UsageError, r"group=2 over all-reduce: groups publish to servers"),
+    "a table on a card": ({"group": 2, "table_device": "cuda:0"}, UsageError, r"table_device='cuda:0': seats share a table in the host's memory"),
     "another engine": ({"group": 2, "engine": "sim"}, NotYetError, r"group=2 works with engine='local' so far"),
     "a layer that is none": ({"group": 2, "plan": {"fc": "model"}}, UsageError, r"no layer is called 'fc'"),
     "a layer that cannot": ({"group": 2, "plan": {"4": "spatial"}}, UsageError, r"'4' \(Linear\) cannot be cut as 'spatial'"),

@@ -1,4 +1,4 @@
-"""No weights move when the learner has them (R4): neither from the shards to its inbox, nor from there to its parameters."""
+"""No weights move when the learner has them (R4): they are not sent again, nor copied into its parameters."""
 
 from __future__ import annotations
 

@@ -57,6 +57,10 @@ def run_spec(
         raise UsageError(
             f"table_device={table_device!r}: on a cluster tables lie in the memory of the caller's node; leave it out"
         )
+    if group > 1 and table_device not in (None, "cpu"):
+        raise UsageError(
+            f"table_device={table_device!r}: seats share a table in the host's memory; leave it out"
+        )
     dealt = engine.deals_devices and device == "cuda"
     devices = ("cuda",) if dealt else devices_of(device, plan.learners * group)
     if place is not None:

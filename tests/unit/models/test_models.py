@@ -26,7 +26,8 @@ def test_mlp() -> None:
     ]
     assert model(torch.zeros(5, 1, 8, 8)).shape == (5, 10)
     assert mlp([3, 2], bias=False)[1].bias is None
-    assert list(MODELS)[:4] == ["mlp", "cifar10_full", "alexnet", "googlenet"]
+    images = ["mlp", "cifar10_full", "alexnet", "googlenet", "speech", "locally_connected", "recurrent"]
+    assert list(MODELS) == [*images, "autoencoder", "rbm", "dbn", "dbm", "crbm"]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ class Handles:
 
     def __init__(self, region: Region, offset: int) -> None:
         self._cells = Cells(region, offset // 8)
+        self._events: dict[int, torch.cuda.Event] = {}  # of others, opened
 
     @staticmethod
     def nbytes(count: int) -> int:
@@ -95,6 +96,12 @@ class Handles:
     def get(self, index: int) -> bytes | None:
         length = self._cells.load(index * RECORD)
         return self._cells.read(index * RECORD + 1, length) if length else None
+
+    def event(self, index: int, device: torch.device) -> torch.cuda.Event | None:
+        """Another process's; None: it has not begun."""
+        if index not in self._events and (handle := self.get(index)) is not None:
+            self._events[index] = torch.cuda.Event.from_ipc_handle(device, handle)
+        return self._events.get(index)
 
     def clear(self, count: int) -> None:
         for index in range(count):
@@ -132,7 +139,6 @@ class Order:
             self._event = torch.cuda.Event(interprocess=True)
             self._event.record()
         handles.put(index, self._event.ipc_handle())
-        self._others: dict[tuple[int, int], torch.cuda.Event] = {}
 
     def signal(self) -> None:
         """All that was begun here is done before what others begin after they hear of it."""
@@ -142,11 +148,5 @@ class Order:
         """What they have signalled is done before what is begun here from now on."""
         stream = torch.cuda.current_stream(self._device)
         for index in indices:
-            event = self._others.get((id(handles), index))
-            if event is None:
-                handle = handles.get(index)
-                if handle is None:  # it has not begun
-                    continue
-                event = torch.cuda.Event.from_ipc_handle(self._device, handle)
-                self._others[id(handles), index] = event
-            stream.wait_event(event)
+            if (event := handles.event(index, self._device)) is not None:
+                stream.wait_event(event)
