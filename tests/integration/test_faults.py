@@ -113,14 +113,13 @@ def test_replacements_that_never_step_are_given_up() -> None:
 
 
 def raises_on_rank_one(session: sl.Session, data: TensorDataset, flag: Path) -> int:
-    """Its third batch is the last that anybody has: others are not past the end when it comes back."""
+    """Its third batch comes back before others are past the end: they wait for the flag (in lockstep for its round)."""
     model = nn.Linear(4, 2)
     optimizer = session.optimizer(model, partial(SGD, lr=0.1))
     count = 0
     for x, y in session.loader(data, batch_size=BATCH):
         count += 1
         if session.rank == 1 and count == 3:
-            flag.touch()
             raise ValueError("the third is too many")
         while session.rank != 1 and session.sync.lead is None and count == 20 and not flag.exists():
             time.sleep(0.001)
@@ -141,7 +140,7 @@ def test_an_exception_ends_the_run(tmp_path: Path) -> None:
 )
 def test_or_only_its_learner(sync: str, batches: int, tmp_path: Path) -> None:
     """What it had read and not published is handed out again; downpour pushes its rest when the loop ends."""
-    result = sl.launch(
+    run = sl.launch(
         raises_on_rank_one,
         points(SIZE),
         tmp_path / "flag",
@@ -149,7 +148,13 @@ def test_or_only_its_learner(sync: str, batches: int, tmp_path: Path) -> None:
         sync=sync,
         on_error="continue",
         threads=1,
+        wait=False,
     )
+    while not any(process.state == "raised" for process in run.statistics().processes):
+        time.sleep(0.001)
+    run.statistics()  # answered after the leading shard has heard that it left
+    (tmp_path / "flag").touch()
+    result = run.wait(timeout=60)
     (raised,) = events(result, "raised")
     assert raised.rank == 1 and "the third is too many" in raised.what
     assert raised.details["handed_out_again"] == BATCH * batches

@@ -1,12 +1,16 @@
-"""A leading shard whose followers do not read: it takes nothing further, and loses nothing."""
+"""A shard's two sources, the log and the supervisor: neither is ahead of what it needs of the other."""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+from syncline import messages as m
+from syncline.dial import Sync
 from syncline.engines.local.channel import Channel
 from syncline.engines.local.exchange import LINE, Ring
 from syncline.engines.local.memory import Bell, Cells, Region
-from syncline.engines.local.server import ENTRY, LOG_ENTRIES, Geometry, LocalServerPort, ServerSpec
-from syncline.messages.log import GiveState
+from syncline.engines.local.server import ENTRY, LOG_ENTRIES, Geometry, LocalServerPort, ServerSpec, _Loop
+from syncline.messages.log import Change, GiveState
 
 
 def test_what_the_log_has_no_room_for_follows_in_order() -> None:
@@ -32,3 +36,19 @@ def test_what_the_log_has_no_room_for_follows_in_order() -> None:
     assert seen == [list(range(count))] * 2
     channel.close()
     theirs.close()
+
+
+def test_a_follower_reads_the_dial_that_the_log_turns_to_before_it_turns() -> None:
+    log, beats = Region(8 * Ring.words(LOG_ENTRIES, 1)), Region(8 * LINE * 2)
+    channel, theirs = Channel.pair()
+    supervisor = Channel(theirs)
+    bells = [Bell() for _ in range(2)]
+    leader = LocalServerPort(channel, ServerSpec(0, 2, log, bells, Geometry(2, 0), 0, beats))
+    follower = _Loop(channel, ServerSpec(1, 2, log, bells, Geometry(2, 0), 0, beats))
+    cast(Any, follower)._port.shelves[0] = None  # a table that it knows of
+    leader.append(Change(0, 1))
+    supervisor.send(m.Dial(1, Sync.parse("async"), None))  # said to the leader first
+    follower._read_log()
+    assert set(follower._role._replay.dials) == {1}
+    channel.close()
+    supervisor.close()

@@ -246,6 +246,7 @@ class LocalServerPort(ServerPort):
         self._orders: dict[int, Order] = {}  # of tables on a card
         self._reading: dict[int, dict[int, int]] = defaultdict(dict)  # table -> learner -> its last release
         self.readers: set[tuple[int, int]] = set()  # (loader, learner)
+        self.dials: set[int] = set()  # those that the supervisor has named
         self._beyond: deque[Record] = deque()  # what the log has no room for: followers are slow, or stopped
         self.leaving: list[int] = []  # learners whose leaving is in the log
         self.to_wake: set[int] = set()
@@ -287,6 +288,8 @@ class LocalServerPort(ServerPort):
         """Everything that the entry needs has arrived from the supervisor."""
         if isinstance(entry, log.Leave):
             return True
+        if isinstance(entry, log.Change) and entry.dial not in self.dials:
+            return False
         if isinstance(entry, log.Fold | log.Snapshot | log.Finish | log.Change | log.Cut):
             return entry.table in self.shelves
         return (entry.table, entry.learner) in self._lanes
@@ -550,6 +553,8 @@ class _Loop:
             return
         if isinstance(event, m.MakeTable):
             self._port.make_table(event)
+        elif isinstance(event, m.Dial):
+            self._port.dials.add(event.number)
         elif isinstance(event, m.JoinTable):
             self._port.join_table(event)
         elif isinstance(event, m.JoinLoader):
