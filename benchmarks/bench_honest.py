@@ -3,7 +3,7 @@
     python -m benchmarks.bench_honest [--learners 2] [--sizes 0,1,2] [--seconds 15,15,40] [--window 0.2] [--json FILE]
 
 The prediction knows one learner on a machine that plain loops keep busy, and microbenchmarks of the shard's work or, where each process
-has a core, of what all of them do to the memory (`syncline.engines.sim.calibrate`), nothing of the runs that it predicts. Calibration and runs take turns, in windows of a fraction of a
+has a core, of what all of them do to the memory (`tools.calibration.calibrate`), nothing of the runs that it predicts. Calibration and runs take turns, in windows of a fraction of a
 second between which nobody starts or ends, since the machine's speed drifts by a third within seconds: every run's window lies
 between two of the one learner's, and is compared in units of these.
 
@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from benchmarks import machine
 from benchmarks.bench_throughput import SIZES
 from benchmarks.workload import Batch, make_batch, make_model, make_optimizer
-from syncline.engines.sim.calibrate import Calibration, Workload, table_shards
-from syncline.engines.sim.fitting import simulate
-from syncline.engines.sim.turns import Turns, Window
+from tools.calibration.calibrate import Calibration, Workload, table_shards
+from tools.calibration.fitting import simulate
+from tools.calibration.window_benchmark import Turns, Window
 
 PRESETS = ("hardsync", "softsync:1", "async")
 AIM = 0.15

@@ -35,7 +35,7 @@ from benchmarks.bench_overlap import Network, network_of
 from benchmarks.overlap_learner import Place
 from benchmarks.peers.team import Team
 from benchmarks.workload import make_optimizer
-from syncline.engines.sim.cluster import Compute, Link
+from syncline.cluster.record import Compute, Link
 from syncline.models import AlexNet
 from syncline.plan import Plan, measure, plan
 

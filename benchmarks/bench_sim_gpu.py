@@ -27,15 +27,15 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from benchmarks import machine
-from syncline.engines.sim.batched import Joined, Stacked
-from syncline.engines.sim.capture import repeatable
-from syncline.engines.sim.later import LaterSteps
-from syncline.engines.sim.rows import Rows, rows_of
-from syncline.engines.sim.task import Task
-from syncline.engines.sim.workshop import Ways
-from syncline.engines.sim.world import World
 from syncline.learn.gradients import Supervised
 from syncline.models import Cifar10Full, cifar10_full_sgd
+from syncline.sim.batched.cuda_graphs import repeatable
+from syncline.sim.batched.deferred_steps import DeferredSteps
+from syncline.sim.batched.joined_models import Joined, Stacked
+from syncline.sim.batched.objective import SimTask
+from syncline.sim.batched.shared_model import Ways
+from syncline.sim.batched.tensor_rows import Rows, rows_of
+from syncline.sim.simulation import Simulation
 from syncline.table.flat_sgd import FlatSGD
 from syncline.table.layout import lay_out
 from syncline.table.shard import bare_step
@@ -71,7 +71,7 @@ class Bench:
         self.layout, self.tensors = lay_out(self.model, groups, cuttable=True, shards=1)
         examples = EXAMPLES if self.device.type == "cuda" else 2000
         data = TensorDataset(30 * torch.randn(examples, 3, 32, 32), torch.randint(10, (examples,)))
-        self.task = Task(self.model, Supervised(F.cross_entropy), self.layout, data, device=self.device)
+        self.task = SimTask(self.model, Supervised(F.cross_entropy), self.layout, data, device=self.device)
         self.losses = torch.zeros(PLACES + 1, dtype=torch.float64, device=self.device)
         self.generator = torch.Generator().manual_seed(1)
         self.examples = examples
@@ -249,7 +249,7 @@ def later(bench: Bench, count: int, *, graphs: bool) -> dict[str, Any]:
     versions, gradients = Rows(bench.task, count), Rows(bench.task, count)
     for stack, gradient in zip(gradients.stacks, table.gradient, strict=True):
         stack[:] = gradient
-    steps = LaterSteps(gradients, versions, lambda version: version, together=graphs)
+    steps = DeferredSteps(gradients, versions, lambda version: version, together=graphs)
 
     def work() -> None:
         plan = table.flat.plan(table.parameters)
@@ -305,16 +305,16 @@ def run(bench: Bench, sync: str, size: int, learners: int, *, graphs: bool = Tru
 def profile_run(bench: Bench, sync: str) -> dict[str, Any]:
     """Where the host's time goes in a whole run."""
     found = cProfile.Profile()
-    whole = World.run
+    whole = Simulation.run
 
-    def run_profiled(world: World) -> Any:
+    def run_profiled(world: Simulation) -> Any:
         return found.runcall(whole, world)
 
-    World.run = run_profiled  # type: ignore[method-assign]
+    Simulation.run = run_profiled  # type: ignore[method-assign]
     try:
         shown = run(bench, sync, 4, 30)
     finally:
-        World.run = whole  # type: ignore[method-assign]
+        Simulation.run = whole  # type: ignore[method-assign]
     pstats.Stats(found).sort_stats("tottime").print_stats(30)
     return shown
 

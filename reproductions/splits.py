@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from syncline import Cluster, plan
-from syncline.engines.sim.cluster import Link
+from syncline.cluster.record import Link
 from syncline.plan.costs import Measured
 from syncline.plan.graph import LayerGraph
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from syncline.engines.sim.world import World
+from syncline.sim.simulation import Simulation
 from syncline.testing import end_leftovers
 
-World.honest = True  # in simulated runs, too, nobody sees another's memory
+Simulation.honest = True  # in simulated runs, too, nobody sees another's memory
 
 
 @pytest.fixture(autouse=True)

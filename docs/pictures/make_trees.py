@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from syncline.report.svg import COLOURS, FAINT, FONT, INK
+from syncline.report.svg_plots import COLOURS, FAINT, FONT, INK
 
 UP, DOWN, SERVER, LEARNER = COLOURS[1], COLOURS[0], "#fee2e2", "#dcfce7"
 PANEL, HEIGHT = 300, 250

@@ -13,7 +13,7 @@ import torch
 
 from reproductions.splits import Split, show, split, write
 from syncline import Cluster
-from syncline.engines.sim.cluster import Compute, Link
+from syncline.cluster.record import Compute, Link
 from syncline.nn.cots import IMAGE, cots_network
 
 IMAGES = 96

@@ -17,7 +17,7 @@ from torch import nn
 
 from reproductions.splits import Split, show, split, write
 from syncline import Cluster
-from syncline.engines.sim.cluster import Compute, Link
+from syncline.cluster.record import Compute, Link
 from syncline.nn.stack import StackShape, build_stacks
 
 BATCH, FLOPS = 32, 100e9

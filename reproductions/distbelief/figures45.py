@@ -23,10 +23,10 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from benchmarks import machine
 from reproductions.distbelief import speech
+from syncline.cluster.record import Compute, Jitter
 from syncline.data import digits
-from syncline.engines.sim.cluster import Compute, Jitter
 from syncline.models import mlp
-from syncline.report import svg
+from syncline.report import svg_plots as svg
 
 PAPER_PARAMETERS = 42_000_000
 PAPER_ORDER = "Downpour + Adagrad (200) > Sandblaster (2000) > Downpour + Adagrad (20) > Downpour (20) > SGD"

@@ -8,7 +8,7 @@ was fitted to CIFAR-10's times (docs/simulator.md).
 from __future__ import annotations
 
 import syncline as sl
-from syncline.engines.sim.cluster import Compute
+from syncline.cluster.record import Compute
 
 PARAMETERS = 72_000_000
 EXAMPLES = 1_200_000

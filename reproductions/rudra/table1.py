@@ -11,7 +11,7 @@ from pathlib import Path
 
 import syncline as sl
 from reproductions.rudra.imagenet import FAN_IN, cluster
-from syncline.engines.sim.timing import Timing
+from syncline.sim.timing.run_times import Timing
 
 LEARNERS, MU, PARAMETERS = 60, 4, 75_000_000
 ROWS = (

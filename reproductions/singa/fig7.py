@@ -14,7 +14,7 @@ from torch import nn
 
 from reproductions.splits import Split, show, split, write
 from syncline import Cluster
-from syncline.engines.sim.cluster import Compute, Link
+from syncline.cluster.record import Compute, Link
 from syncline.models import AlexNet
 
 BATCH, ONE_NODE = 256, 27.3

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from syncline.engines.sim import later
-from syncline.engines.sim.together import Together
-from syncline.engines.sim.workshop import Ways
 from syncline.models import Cifar10Full, cifar10_full_sgd
+from syncline.sim.batched import deferred_steps as later
+from syncline.sim.batched.batched_gradients import BatchedGradients
+from syncline.sim.batched.shared_model import Ways
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,7 +82,7 @@ def test_steps_that_wait_have_the_bits_of_steps_at_once(
     data: TensorDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = train(data, "async", engine=sl.Sim("p775"), device="cuda")
-    monkeypatch.setattr(Together, "waits", False)
+    monkeypatch.setattr(BatchedGradients, "waits", False)
     at_once = train(data, "async", engine=sl.Sim("p775"), device="cuda")
     for name, value in waiting.state_dict().items():
         assert torch.equal(value, at_once.state_dict()[name]), name

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import syncline as sl
 from syncline.errors import LearnerError, UsageError
-from syncline.report.record import read_run
+from syncline.report.run_record import read_run
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from syncline.jobs import Job
 from syncline.report import read_run
-from syncline.report.lines import read_lines
+from syncline.report.event_lines import read_lines
 
 TINY = ("--learners", "2", "--batch-size", "32", "--topology", "servers:1")
 COMMAND = (sys.executable, "-m", "syncline", "train")

@@ -18,7 +18,7 @@ from syncline.cli.app import app
 from syncline.errors import UsageError
 from syncline.report import read_clocks
 from syncline.report.clocks import CLOCKS, append_clocks, cut_clocks
-from syncline.topology import stamps
+from syncline.roles import vector_clocks as stamps
 from tests.integration import small_runs
 from tests.integration.small_runs import points
 
@@ -126,7 +126,7 @@ def test_the_leading_shard_reports_in_pieces_of_bounded_size(tmp_path: Path, mon
     sizes: list[int] = []
     monkeypatch.setattr(stamps, "ROWS", 16)
     monkeypatch.setattr(
-        "syncline.report.recording.append_clocks",
+        "syncline.report.folder_writer.append_clocks",
         lambda folder, rows: (sizes.append(len(rows) // 12), append_clocks(folder, rows)),
     )
     check(tmp_path, train(tmp_path, sync="hardsync", engine="sim"))

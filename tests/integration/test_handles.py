@@ -18,9 +18,10 @@ import pytest
 from torch import nn
 
 import syncline as sl
-from syncline.engines import live
-from syncline.engines.local import peers, supervisor
-from syncline.engines.sim.world import World
+from syncline.engines import live_runs as live
+from syncline.engines.local import allreduce_supervisor as peers
+from syncline.engines.local import supervisor
+from syncline.sim.simulation import Simulation
 from tests.integration.small_runs import PATIENCE, kinds, points, start
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -137,13 +138,13 @@ def test_what_a_simulated_run_says_of_itself_is_read_between_two_of_its_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[str] = []
-    inner = World.statistics
+    inner = Simulation.statistics
 
-    def spy(world: World) -> Any:
+    def spy(world: Simulation) -> Any:
         seen.append(threading.current_thread().name)
         return inner(world)
 
-    monkeypatch.setattr(World, "statistics", spy)
+    monkeypatch.setattr(Simulation, "statistics", spy)
     with start(points(64), epochs=LONG, engine="sim") as run:
         until(lambda: version(run) > 2)
     assert set(seen) == {"syncline-sim"}

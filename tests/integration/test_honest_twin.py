@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import SGD
 
 import syncline as sl
-from syncline.engines.sim.memory import SimLane
-from syncline.engines.sim.server import SimServer
-from syncline.engines.sim.world import World
 from syncline.errors import InvariantError
+from syncline.sim.owned_memory import SimLane
+from syncline.sim.server import SimServer
+from syncline.sim.simulation import Simulation
 from tests.integration.small_runs import PRESETS, launched, same
 
 
@@ -39,7 +39,7 @@ def run(sync: str, **options: Any) -> sl.Result:
 def test_what_a_party_does_not_own_is_in_no_result(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = run(sync)
     assert all(value.isfinite().all() for value in honest.state_dict().values())
-    monkeypatch.setattr(World, "honest", False)
+    monkeypatch.setattr(Simulation, "honest", False)
     assert same(honest.state_dict(), run(sync).state_dict())
 
 

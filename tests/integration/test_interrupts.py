@@ -23,9 +23,9 @@ from torch import nn
 from torch.optim import SGD
 
 import syncline as sl
-from syncline.engines import options
+from syncline.engines import checkpoint_options as options
 from syncline.errors import UsageError
-from syncline.report.record import read_run
+from syncline.report.run_record import read_run
 from syncline.table.checkpoints import find
 from tests.integration.small_runs import points, start, unhurried
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 import syncline as sl
 from syncline.errors import LearnerError
-from syncline.learn.feed import identity
+from syncline.learn.loader import identity
 from tests.integration.small_runs import launched, points, step
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -482,7 +482,9 @@ def left_behind() -> tuple[set[int], list[str], int, int]:
     """Processes below this one, shared memory, descriptors, threads."""
     return (
         descendants(os.getpid()),
-        sorted(name for name in os.listdir("/dev/shm") if not name.startswith("syncline-hunt")),  # another's
+        sorted(
+            name for name in os.listdir("/dev/shm") if not name.startswith(("syncline-hunt", "sem."))
+        ),  # others'
         len(os.listdir("/proc/self/fd")),
         threading.active_count(),
     )

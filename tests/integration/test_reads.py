@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 import syncline as sl
-from syncline.engines.sim.server import SimServer
+from syncline.sim.server import SimServer
 from tests.integration.small_runs import launched
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

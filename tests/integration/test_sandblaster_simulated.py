@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import syncline as sl
 from syncline import errors
 from syncline.cli.app import app
-from syncline.engines import batch
-from syncline.engines.sim.batch_timing import time_batch
+from syncline.engines import batch_record as batch
 from syncline.jobs import Job
+from syncline.sim.timing.batch_method_times import time_batch
 from tests.integration.batch_runs import METHOD, kinds, losses, network, points, same, train
 from tests.unit.batch.test_own_method import barzilai_borwein
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import syncline as sl
-from syncline.engines.sim.engine import Sim
-from syncline.engines.sim.together import Together
-from syncline.engines.sim.workshop import Ways
+from syncline.sim.batched.batched_gradients import BatchedGradients
+from syncline.sim.batched.shared_model import Ways
+from syncline.sim.engine import Sim
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
 ALONE = "gradients are computed one at a time"
@@ -174,7 +174,7 @@ def test_steps_that_wait_have_the_same_bits(
     halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
     settings: dict[str, Any] = {"sync": sync, "optimizer": groups, "schedule": halve, "evaluate": points(40)}
     later = run(True, run_dir=tmp_path / "later", **settings)
-    monkeypatch.setattr(Together, "waits", False)
+    monkeypatch.setattr(BatchedGradients, "waits", False)
     at_once = run(True, run_dir=tmp_path / "at_once", **settings)
     assert all(torch.equal(later.state_dict()[key], value) for key, value in at_once.state_dict().items())
     for mine, theirs in zip(later.history, at_once.history, strict=True):

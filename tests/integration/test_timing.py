@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import syncline as sl
+from syncline.cluster.record import Compute, Jitter, Link
 from syncline.dial import Course
 from syncline.engines.run import RunSpec, Task
-from syncline.engines.sim.cluster import Compute, Jitter, Link
-from syncline.engines.sim.sized import SizedPlan, SizedWorld, Sizes
-from syncline.topology.parse import Servers
-from syncline.topology.plan import Plan
+from syncline.roles.run_plan import RunPlan
+from syncline.sim.timing.sizes_only import SizedPlan, SizedSimulation, Sizes
+from syncline.topologies import Servers
 
 PRESETS = [
     "hardsync",
@@ -192,9 +192,9 @@ def test_memory_does_not_grow_with_the_run(sync: str) -> None:
     plan = SizedPlan(sizes=Sizes(parameters=1000, examples=400), batch_size=4, epochs=None)
     spec = RunSpec(
         task=Task(timed, (plan,)),
-        plan=Plan(course=Course.of(sync), learners=10, topology=Servers(2, True)),
+        plan=RunPlan(course=Course.of(sync), learners=10, topology=Servers(2, True)),
     )
-    world = SizedWorld(spec, sl.Cluster.named("p775"), seed=1)
+    world = SizedSimulation(spec, sl.Cluster.named("p775"), seed=1)
     world.start()
     blocks = []
     for events in (10_000, 60_000):

@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from syncline.cli.app import app
-from syncline.tradeoff.rows import CHANGING
-from syncline.tradeoff.store import read_rows
+from syncline.studies.rows import CHANGING
+from syncline.studies.store import read_rows
 
 JOB = """
 epochs = 1
@@ -140,7 +140,7 @@ def workers_of(pid: int) -> list[int]:
     for each in Path("/proc").iterdir():
         try:
             parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"syncline.tradeoff.worker" in (each / "cmdline").read_bytes():
+            if parent == pid and b"syncline.studies.worker" in (each / "cmdline").read_bytes():
                 found.append(int(each.name))
         except (OSError, ValueError, IndexError):
             continue

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from syncline.engines.sim.hunt import playing
-from syncline.engines.sim.hunt.case import random_case
 from syncline.errors import NotYetError
 from syncline.report.clocks import read_clocks
+from syncline.testing.hunt import case_player as playing
+from syncline.testing.hunt.case import random_case
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

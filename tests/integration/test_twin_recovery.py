@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import syncline as sl
-from syncline.engines.sim.hunt import Case, play
 from syncline.errors import LostError
+from syncline.testing.hunt import Case, play
 from tests.integration.small_runs import PRESETS, kinds, points, same
 
 SIZE = 60

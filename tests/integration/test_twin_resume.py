@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from syncline.engines.sim.hunt import DIALS
+from syncline.roles.restore import restored
 from syncline.table.checkpoints import find
-from syncline.topology.restore import restored
+from syncline.testing.hunt import DIALS
 
 SCRIPT = "kill learner 1 at 6.3 s; add 1 at 9 s; pause learner 0 for 1.5 s at 4 s"
 CLUSTER = "equal:jitter=lognormal:0.4,latency=0.01,setup=0.1"

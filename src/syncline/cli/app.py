@@ -11,21 +11,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from syncline.cli.comparing import comparison, write_plot
+from syncline.cli.ascii_output import write_all_letters
+from syncline.cli.compare import comparison, write_plot
 from syncline.cli.display import panel
-from syncline.cli.letters import write_all_letters
-from syncline.cli.messages import told, warn_shortly
+from syncline.cli.error_output import told, warn_shortly
 from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where
-from syncline.cli.planning import plan
-from syncline.cli.showing_net import KINDS, show_net
+from syncline.cli.plain_output import duration, event_line, how, summary
+from syncline.cli.plan import plan
+from syncline.cli.show_net import KINDS, show_net
 from syncline.cli.simulate import simulate
 from syncline.cli.tradeoff import tradeoff
-from syncline.cli.training import Wish, run_job
-from syncline.cli.words import duration, event_line, how, summary
+from syncline.cli.train import Wish, run_job
 from syncline.dial import LATER, PRESETS
 from syncline.errors import UsageError
 from syncline.report.clocks import clock_lines
-from syncline.report.record import EVENTS, read_run
+from syncline.report.run_record import EVENTS, read_run
 
 app = typer.Typer(
     name="syncline",

@@ -13,8 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from syncline.cli.words import duration, event_line, headline, last_and_best, lasted
-from syncline.report.record import GONE, Line, RunRecord, learners_of
+from syncline.cli.plain_output import duration, event_line, headline, last_and_best, lasted
+from syncline.report.run_record import GONE, Line, RunRecord, learners_of
 
 MOST_BARS, BAR = 6, 24  # rows and widest bar of the histogram
 MOST_LEARNERS, MOST_EVENTS = 16, 4

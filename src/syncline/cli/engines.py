@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from syncline.engines.script import parse_script
-from syncline.engines.sim.cluster import Cluster
+from syncline.cluster.record import Cluster
+from syncline.engines.fault_script import parse_script
 from syncline.errors import UsageError
 from syncline.jobs import Job, Named
 from syncline.jobs.toml import override, parse_override
@@ -18,7 +18,7 @@ CLUSTER = "p775"  # where neither the job nor the command names one: its times g
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
+class SimulatedEngine:
     """What a command line says about the simulator; None where it says nothing."""
 
     cluster: str | None = None

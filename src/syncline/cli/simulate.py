@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from syncline.cli.engines import Simulated
-from syncline.cli.messages import told
+from syncline.cli.engines import SimulatedEngine
+from syncline.cli.error_output import told
+from syncline.cli.hunt import Hunt, hunt_or_replay
 from syncline.cli.options import (
     BatchSize,
     Cluster,
@@ -25,8 +26,7 @@ from syncline.cli.options import (
     Timing,
     Where,
 )
-from syncline.cli.simulating import Hunt, hunt_or_replay
-from syncline.cli.simulating_job import simulate_job
+from syncline.cli.simulate_job import simulate_job
 from syncline.errors import UsageError
 
 Faults = Annotated[
@@ -109,7 +109,7 @@ def simulate(
                 raise UsageError("--timing leaves no run folder: leave --run-dir out")
             flags = {"sync": sync, "topology": topology, "learners": learners, "seed": seed}
             flags |= {"batch_size": batch_size, "epochs": epochs, "steps": steps}
-            simulated = Simulated(cluster=cluster, script=script, timing=timing)
+            simulated = SimulatedEngine(cluster=cluster, script=script, timing=timing)
             code = simulate_job(job, simulated, console, flags=flags, sets=sets, run_dir=run_dir)
     raise typer.Exit(code)
 

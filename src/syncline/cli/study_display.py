@@ -14,17 +14,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from syncline.cli.words import duration, near
-from syncline.tradeoff.judge import Place, best, fastest, frontier, groups, places, wanted
-from syncline.tradeoff.progress import Progress
-from syncline.tradeoff.rows import Row
+from syncline.cli.plain_output import duration, near
+from syncline.studies.judge import RankedPoint, best, fastest, frontier, groups, places, wanted
+from syncline.studies.progress import Progress
+from syncline.studies.rows import StudyRow
 
 SHOWN = 5  # rows of each table
 MOST_RUNNING = 16
 NAMES = {"test_error": "test error", "test_loss": "test loss", "loss": "training loss"}
 
 
-class Board:
+class StudyBoard:
     """Shows a progress: live on a terminal, else only the lines that it is given."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
@@ -35,7 +35,7 @@ class Board:
     def now(self) -> float:
         return time.monotonic()
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> StudyBoard:
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -77,7 +77,7 @@ def panel(progress: Progress, now: float) -> RenderableType:
     return Group(grid, rows)
 
 
-def row_line(row: Row, progress: Progress) -> str:
+def row_line(row: StudyRow, progress: Progress) -> str:
     """One line of plain output."""
     left = f"{progress.done}/{progress.total}  {row.point}"
     if row.failed:
@@ -108,7 +108,7 @@ def value_text(column: str | None, value: float | None) -> str:
 # -- the end ---------------------------------------------------------------------------------------------------
 
 
-def last_words(rows: Sequence[Row], folder: Path, unit: str, console: Console) -> None:
+def last_words(rows: Sequence[StudyRow], folder: Path, unit: str, console: Console) -> None:
     """The best by error, the fastest, the groups of equal μλ, what failed, and where everything is."""
     column = wanted(rows)
     found = places(rows, column)
@@ -137,7 +137,7 @@ def _table(title: str, *names: str) -> Table:
     return table
 
 
-def _places(title: str, found: Sequence[Place], column: str | None) -> Table:
+def _places(title: str, found: Sequence[RankedPoint], column: str | None) -> Table:
     spread = column is not None and any(each.runs > 1 for each in found)
     names = [NAMES[column]] if column is not None else []
     names += ["over seeds"] if spread else []
@@ -150,7 +150,7 @@ def _places(title: str, found: Sequence[Place], column: str | None) -> Table:
     return table
 
 
-def _groups(title: str, found: Sequence[Place], column: str) -> Table:
+def _groups(title: str, found: Sequence[RankedPoint], column: str) -> Table:
     table = _table(title, "μλ", "of", "mean", "lowest", "highest", "fastest of them", "time")
     for group in groups(found):
         quick = group.fastest

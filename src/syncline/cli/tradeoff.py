@@ -11,15 +11,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from syncline.cli.engines import SETS, Simulated, refuse_other_engine
-from syncline.cli.messages import told
+from syncline.cli.engines import SETS, SimulatedEngine, refuse_other_engine
+from syncline.cli.error_output import told
 from syncline.cli.options import Cluster, Debug, Epochs, Job, Sets, Steps, Timing
-from syncline.cli.studying import Asked, redraw, study
-from syncline.cli.training import Wish
+from syncline.cli.study import Asked, redraw, study
+from syncline.cli.train import Wish
 from syncline.errors import UsageError
 from syncline.jobs.toml import parse_override
-from syncline.tradeoff.grid import Grid, parse_dials, parse_numbers
-from syncline.tradeoff.store import VARIED
+from syncline.studies.grid import Grid, parse_dials, parse_numbers
+from syncline.studies.store import VARIED
 
 Numbers = Annotated[str, typer.Option(metavar="λ,λ…", help="Numbers of learners.")]
 Batches = Annotated[str, typer.Option(metavar="μ,μ…", help="Examples in a learner's batch.")]
@@ -112,9 +112,9 @@ def _whole(option: str, value: int | None) -> int | None:
     return value
 
 
-def _simulated(engine: str, cluster: str | None, timing: bool) -> Simulated | None:
+def _simulated(engine: str, cluster: str | None, timing: bool) -> SimulatedEngine | None:
     if engine == "sim":
-        return Simulated(cluster=cluster, timing=timing)
+        return SimulatedEngine(cluster=cluster, timing=timing)
     if engine != "local":
         raise UsageError(f"--engine {engine}: expected sim or local")
     if cluster is not None or timing:

@@ -27,7 +27,7 @@ LOCAL_HEADER = 30  # bytes before a zip member's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ArrayPlace:
     """Where an array lies in a file."""
 
     file: str
@@ -53,11 +53,11 @@ class Place:
 class Mapped:
     """An array in a file; pickled as its place."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ArrayPlace) -> None:
         self._place = place
         self.array = place.map()
 
-    def __reduce__(self) -> tuple[type[Mapped], tuple[Place]]:
+    def __reduce__(self) -> tuple[type[Mapped], tuple[ArrayPlace]]:
         return Mapped, (self._place,)
 
     def take(self, index: Any) -> Tensor:
@@ -203,7 +203,7 @@ def _compressed(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str) -> 
         raise UsageError(f"{where}: not a readable array: {error}") from error
 
 
-def _place(stream: IO[bytes], file: Path, where: str, end: int) -> Place:
+def _place(stream: IO[bytes], file: Path, where: str, end: int) -> ArrayPlace:
     """Read the header at the stream's position; the data lies behind it and must fit before `end`."""
     try:
         version = np.lib.format.read_magic(stream)
@@ -220,7 +220,7 @@ def _place(stream: IO[bytes], file: Path, where: str, end: int) -> Place:
             f"{where}: truncated: {shape} of {dtype} ends at byte {needed:,}, the data at {end:,}"
         )
     stat = file.stat()
-    return Place(
+    return ArrayPlace(
         file=str(file.absolute()),
         size=stat.st_size,
         changed=stat.st_mtime_ns,

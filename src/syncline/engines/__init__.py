@@ -1,1 +1,1 @@
-"""On what a run runs: `local` (processes and shared memory) and `sim` (virtual time, one process)."""
+"""On what a run runs: processes and shared memory (`local`), torchrun's processes, a Ray cluster; and what they share."""

@@ -13,13 +13,13 @@ from typing import Any
 
 from syncline.batch import messages as b
 from syncline.batch.coordinator import AHEAD, Coordinator
-from syncline.engines.batch import BatchRecord, read_batch
-from syncline.engines.record import Recorder
+from syncline.engines.batch_record import BatchRecord, read_batch
+from syncline.engines.recorder import Recorder
 from syncline.engines.run import RunSpec
 from syncline.errors import LostError
 from syncline.protocols import lifecycle as life
+from syncline.roles.restore import Restored
 from syncline.table.checkpoints import CheckpointError, Folder, find
-from syncline.topology.restore import Restored
 
 
 class BatchCrew(ABC):

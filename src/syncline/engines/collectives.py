@@ -24,7 +24,7 @@ LEAVING = 3.0  # seconds that a group gets to end; less than a supervisor waits 
 BROKEN = 0.5  # the same, where somebody may never come
 
 
-class Done(Reduction):
+class DoneReduction(Reduction):
     """Nothing to wait for: there is one learner."""
 
     def wait(self) -> None:
@@ -37,7 +37,7 @@ class Done(Reduction):
 class Running(Reduction):
     """A reduction of torch's. Gloo's are waited for in slices: nothing else gets a thread out of one."""
 
-    def __init__(self, work: Any, group: Group) -> None:
+    def __init__(self, work: Any, group: CollectiveGroup) -> None:
         self._work, self._group = work, group
 
     def wait(self) -> None:
@@ -59,7 +59,7 @@ class Running(Reduction):
         return bool(self._work.is_completed())
 
 
-class Group:
+class CollectiveGroup:
     """The learners of one run, joined."""
 
     def __init__(self, store: Any, rank: int, learners: int, *, nccl: bool, host: str | None) -> None:
@@ -72,7 +72,7 @@ class Group:
 
     def reduce(self, buffer: Tensor) -> Reduction:
         if self._alone:
-            return Done()
+            return DoneReduction()
         try:
             return Running(self._group.allreduce([buffer]), self)
         except RuntimeError as error:

@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from syncline.dial import SANDBLASTER, Sync
-from syncline.engines.lock import RunLock
-from syncline.engines.sim.account import Simulated
-from syncline.learn.evaluating import BatchPlan
+from syncline.engines.run_lock import RunLock
+from syncline.engines.simulated_times import SimulatedTimes
+from syncline.learn.portion_worker import BatchPlan
 from syncline.messages import Statistics
-from syncline.protocols.clocks import Staleness
 from syncline.protocols.lifecycle import Faults
-from syncline.topology.plan import Plan, Seat
-from syncline.topology.restore import Restored
+from syncline.protocols.staleness import Staleness
+from syncline.roles.restore import Restored
+from syncline.roles.run_plan import RunPlan, Seat
 
 Evaluate = Callable[[dict[str, Tensor]], dict[str, float]]
 Callback = Callable[["EpochRecord"], bool | None]
@@ -52,7 +52,7 @@ class RunSpec:
     """One run, as an engine gets it."""
 
     task: Task
-    plan: Plan
+    plan: RunPlan
     devices: tuple[str, ...] = ("cpu",)  # dealt out to learners in turn
     card: str | None = None  # the GPU that tables lie on
     group: int = 1  # processes of a learner
@@ -156,7 +156,7 @@ class Outcome:
     began: float = 0.0  # seconds of a simulated run before it went on from a checkpoint
     interrupted: bool = False
     signal: int = 0  # that ended it, where another process heard it
-    simulated: Simulated | None = None  # where the time of a simulated run went
+    simulated: SimulatedTimes | None = None  # where the time of a simulated run went
 
     @property
     def staleness(self) -> Staleness:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from syncline.engines.record import Recorder
+from syncline.engines.recorder import Recorder
 from syncline.errors import LostError
 from syncline.protocols import lifecycle as life
+from syncline.roles.coordinator import Coordinator
+from syncline.roles.restore import Restored, restored
 from syncline.table.checkpoints import CheckpointError, Folder, find
-from syncline.topology.coordinator import Coordinator
-from syncline.topology.restore import Restored, restored
 
 
 class Crew(ABC):

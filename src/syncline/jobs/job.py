@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from syncline.dial import SANDBLASTER, Course, Sync, nearest
-from syncline.engines.options import AUTO, END
+from syncline.engines.checkpoint_options import AUTO, END
 from syncline.errors import UsageError
 from syncline.jobs import build, nets
 from syncline.jobs.keys import BY_NAME, KEYS, JobError, Named, Wrong, shown
 from syncline.jobs.names import METHODS, NAMES, one_line, resolve, takes_model
 from syncline.jobs.toml import dumps, lines_of, override, parse_override
-from syncline.learn.feed import POLICIES
 from syncline.learn.gradients import parse_way
+from syncline.learn.loader import POLICIES
 from syncline.nn.arguments import wrong_arguments
-from syncline.topology.parse import parse_topology
+from syncline.topologies import parse_topology
 
 Problem = tuple[tuple[str, ...], str]  # the key's path, what is wrong
 NO_MODEL = "missing; name a model, such as 'mlp' or 'package.module:callable', or list layers"

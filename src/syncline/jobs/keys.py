@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from syncline.engines.options import AUTO, END
+from syncline.engines.checkpoint_options import AUTO, END
 from syncline.errors import UsageError
 from syncline.learn.gradients import WAYS
-from syncline.learn.stopping import read_stop
+from syncline.learn.stop_rules import read_stop
 from syncline.parallel.rules import WAYS as CUTS
 
 MOST = 2**63 - 1

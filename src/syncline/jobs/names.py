@@ -24,10 +24,10 @@ from syncline.data import DATASETS
 from syncline.dial import nearest
 from syncline.engines.local.engine import Local
 from syncline.engines.ray.engine import Ray
-from syncline.engines.sim.engine import Sim
 from syncline.errors import UsageError
 from syncline.learn.regularisers import REGULARISERS
 from syncline.nn.losses import LOSSES
+from syncline.sim.engine import Sim
 
 Names = Mapping[str, Callable[..., Any]]
 

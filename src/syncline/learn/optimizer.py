@@ -25,7 +25,7 @@ from syncline.table.slot import options_text
 from syncline.table.template import Options, group_options, merge, split
 
 if TYPE_CHECKING:
-    from syncline.learn.session import ServerSession
+    from syncline.learn.server_session import ServerSession
 
 
 _UNSAID = object()

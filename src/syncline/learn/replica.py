@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from syncline.errors import LayoutError
+from syncline.learn.session import UNSAID
 from syncline.learn.stepper import Replica
-from syncline.learn.surface import UNSAID
-from syncline.learn.watching import Untouched
+from syncline.learn.usage_warnings import Untouched
 from syncline.messages.to_leader import Gradient
 from syncline.ports import Draft, Reading, TablePort
 from syncline.table.layout import Tensors
 
 if TYPE_CHECKING:
     from syncline.learn.optimizer import SharedOptimizer
-    from syncline.learn.session import ServerSession
+    from syncline.learn.server_session import ServerSession
 
 
 class ModelReplica(Replica):

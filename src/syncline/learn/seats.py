@@ -18,17 +18,17 @@ from torch.utils.data import Dataset
 
 from syncline import messages as m
 from syncline.errors import LayoutError, LoopError, UsageError
-from syncline.learn.feed import Loader
+from syncline.learn.loader import Loader
 from syncline.learn.optimizer import SharedOptimizer
-from syncline.learn.session import ServerSession, shards_for
-from syncline.learn.surface import Factory
+from syncline.learn.server_session import ServerSession, shards_for
+from syncline.learn.session import Factory
 from syncline.messages.to_leader import Gradient, Put, ToLeader
 from syncline.parallel.module import Part, Partitioned
 from syncline.parallel.seats import Targets, Windows
 from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, TablePort
+from syncline.roles.run_plan import Seat
 from syncline.table.layout import Flat, Layout, Tensors
 from syncline.table.template import OptimizerTemplate
-from syncline.topology.plan import Seat
 
 TRIES = 8  # to read one version in all seats, before one is delivered
 

@@ -94,7 +94,7 @@ class Replica(ABC):
 
 
 @dataclass(slots=True)
-class Sum:
+class SumOfGradients:
     """Gradients since the last push."""
 
     steps: int = 0
@@ -120,7 +120,7 @@ class Stepper:
         """Nothing is under way: the servers are new."""
         self.version, self.tickets = -1, 0
         self._stamp: int | None = None  # of the gradient that is being made, where it is not the version
-        self._sum = Sum()
+        self._sum = SumOfGradients()
         self._draft: Draft | None = None  # that is being filled
         self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
 

@@ -16,7 +16,7 @@ from syncline.errors import UsageError
 from syncline.learn.batches import to_device
 from syncline.learn.gradients import Backprop, Objective, Supervised, Way, check_scalar
 from syncline.learn.models import CPU, Model, copied, made
-from syncline.learn.surface import Session
+from syncline.learn.session import Session
 from syncline.parallel.module import partition
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from syncline.protocols.clocks import Staleness
+from syncline.protocols.staleness import Staleness
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline.messages.statistics import Counts, Statistics
-from syncline.protocols.meetings import Place
+from syncline.protocols.meetings import MeetingPlace
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
 from syncline.table.checkpoints import Written
@@ -219,7 +219,7 @@ class Met:
     """A meeting of these learners is over; with others, because their loops differ: who waits where."""
 
     learners: tuple[int, ...]
-    others: dict[int, Place] = field(default_factory=dict)
+    others: dict[int, MeetingPlace] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

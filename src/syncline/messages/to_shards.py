@@ -9,7 +9,7 @@ from torch import Tensor
 
 from syncline.dial import Sync
 from syncline.messages.statistics import Counts
-from syncline.protocols.meetings import Place
+from syncline.protocols.meetings import MeetingPlace
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
 from syncline.table.layout import Layout
@@ -104,7 +104,7 @@ class Opening:
     """Who waits from now on for others to open the same table or loader, or (None) no more; counts what was told of it."""
 
     number: int
-    learners: dict[int, Place | None]
+    learners: dict[int, MeetingPlace | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ TRIED = 2  # examples of a dry run
 Shape = tuple[int, ...]
 
 
-class Row(NamedTuple):
+class NetRow(NamedTuple):
     """A layer in the net's table."""
 
     name: str
@@ -144,7 +144,7 @@ class Net(nn.Module):
             waiting += [source for source in by_name[name].sources if source not in needed]
         self._ways = [layer for layer in self._layers if layer.name in needed]
 
-    def table(self) -> list[Row]:
+    def table(self) -> list[NetRow]:
         """All layers in their order."""
         seen: set[int] = set()
         rows = []
@@ -152,7 +152,7 @@ class Net(nn.Module):
             own = [p for p in self._modules[layer.name].parameters() if id(p) not in seen]  # type: ignore[union-attr]
             seen.update(map(id, own))
             count = sum(parameter.numel() for parameter in own)
-            rows.append(Row(layer.name, layer.type.name, layer.sources, self._shapes[layer.name], count))
+            rows.append(NetRow(layer.name, layer.type.name, layer.sources, self._shapes[layer.name], count))
         return rows
 
     def __repr__(self) -> str:

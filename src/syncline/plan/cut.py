@@ -21,7 +21,7 @@ def is_submodular(table: Table) -> bool:
 def minimum_cut(costs: Sequence[Sequence[float]], pairs: Pairs) -> list[int]:
     """0 or 1 for each, with the least sum of all costs. Every pair has to be submodular."""
     rises = [one - zero for zero, one in costs]  # what choice 1 costs more
-    network = Network(len(costs) + 2)
+    network = FlowNetwork(len(costs) + 2)
     for (i, j), ((a, b), (c, d)) in pairs.items():
         rises[i] += c - a
         rises[j] += d - c
@@ -33,7 +33,7 @@ def minimum_cut(costs: Sequence[Sequence[float]], pairs: Pairs) -> list[int]:
     return [0 if i in reached else 1 for i in range(len(costs))]
 
 
-class Network:
+class FlowNetwork:
     """Pipes with capacities; flow is pushed along shortest ways until none is left (Dinic)."""
 
     def __init__(self, nodes: int) -> None:

@@ -27,7 +27,7 @@ HEADS = ("layer", "choice", "parameters", "bytes", "seconds", "memory")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlanRow:
     """A layer in the way it is cut: bytes that move for it in one step, all processes; seconds; bytes held by each."""
 
     layer: str
@@ -44,7 +44,7 @@ class Plan:
     """How each layer is cut over a group. `choices` may be edited."""
 
     choices: dict[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     group: int
     workers: int
     batch: int  # of a group
@@ -81,7 +81,7 @@ class Plan:
 
     def __str__(self) -> str:
         count = sum(row.parameters for row in self.rows)
-        rows = [*self.rows, Row("all", "", count, 0, self.bytes, self.seconds, self.memory)]
+        rows = [*self.rows, PlanRow("all", "", count, 0, self.bytes, self.seconds, self.memory)]
         lines = [HEADS, *(_cells(row, self.choices.get(row.layer, row.choice)) for row in rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         groups = f"{self.workers // self.group} groups" if self.workers > self.group else "a group"
@@ -95,14 +95,14 @@ class Plan:
     def load(cls, file: Path | str) -> Plan:
         try:
             record = json.loads(Path(file).read_text(encoding="utf-8"))
-            rows = tuple(Row(**row) for row in record["rows"])
+            rows = tuple(PlanRow(**row) for row in record["rows"])
             inputs = tuple((name, tuple(shape), kind) for name, shape, kind in record.get("inputs", ()))
             return cls(**{**record, "rows": rows, "inputs": inputs})
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{file} is no plan: {error}") from error
 
 
-def _cells(row: Row, choice: str) -> tuple[str, ...]:
+def _cells(row: PlanRow, choice: str) -> tuple[str, ...]:
     numbers = (f"{row.parameters:,}", f"{row.bytes:,.0f}", f"{row.seconds:.6f}", f"{row.memory:,.0f}")
     return (row.layer, choice, *numbers)
 
@@ -247,7 +247,7 @@ def _cheapest(
     for i, unit in enumerate(graph.units):
         moved, seconds = sum(price.bytes for price in shown[i]), sum(price.seconds for price in shown[i])
         made.append(
-            Row(
+            PlanRow(
                 unit.name,
                 ways[i][best[i]],
                 unit.parameters,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from syncline.errors import RunError, UsageError
+from syncline.protocols.epoch_positions import EpochPositions
 from syncline.protocols.spans import Decision, End, Grant, Span, Standing
-from syncline.protocols.stock import Stock
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Ledger:
             if value is not None and value < 1:
                 raise UsageError(f"a feed needs {name} >= 1, got {name} = {value}")
         self._epochs, self._lockstep = epochs, lockstep
-        self._stock = Stock(
+        self._stock = EpochPositions(
             size=size, batch_size=batch_size, partition=partition, parts=learners, standing=standing
         )
         self._learners: dict[int, _Learner] = {}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 EPOCH, STEP, TABLE, LOADER = "epoch", "step", "table", "loader"
 
 
-class Place(NamedTuple):
+class MeetingPlace(NamedTuple):
     """Where a learner does nothing until others come too, other than a meeting."""
 
     what: str  # EPOCH: at a loader, for others to go on; STEP: of a table; TABLE, LOADER: opens one
@@ -34,7 +34,7 @@ class Unmet:
     """These were in a meeting and others wait elsewhere, each for others that wait too: their loops differ."""
 
     learners: tuple[int, ...]
-    others: tuple[tuple[int, Place], ...]
+    others: tuple[tuple[int, MeetingPlace], ...]
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -88,7 +88,7 @@ class Meetings:
         waiting = len(self._here) + sum(map(len, elsewhere))  # quick to see, and seldom enough
         return waiting >= len(self.members) and not self.members.difference(self._here, *elsewhere)
 
-    def stand_still(self, elsewhere: Mapping[int, Place]) -> list[Decision]:
+    def stand_still(self, elsewhere: Mapping[int, MeetingPlace]) -> list[Decision]:
         """The same: if nobody else is missing, nobody will ever come.
 
         Who is in a meeting holds it; where nobody is, one table's steps go on first, or an epoch begins for those that wait for one,
@@ -107,7 +107,7 @@ class Meetings:
             return self._close() if self._here else []
         return self._unmet(elsewhere)
 
-    def _unmet(self, elsewhere: Mapping[int, Place]) -> list[Decision]:
+    def _unmet(self, elsewhere: Mapping[int, MeetingPlace]) -> list[Decision]:
         others = sorted(self.members - self._here.keys())
         here, self._here = tuple(self._here), {}
         return [Unmet(here, tuple((learner, elsewhere[learner]) for learner in others))]

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from syncline.dial import Sync
-from syncline.protocols.clocks import StalenessClock
 from syncline.protocols.folding import Folding, Ticket, leader
 from syncline.protocols.membership import Members
+from syncline.protocols.staleness import StalenessClock
 from syncline.protocols.waiting import Gate, Release
 
 

@@ -42,7 +42,7 @@ class _Learner:
         return (not published or self.reached >= upto) and all(start >= upto for start, _ in self.taken)
 
 
-class Streams:
+class StreamEpochs:
     """The epochs of one loader over streams, of which each learner has its own."""
 
     def __init__(self, *, lockstep: bool = False, standing: Standing | None = None) -> None:

@@ -13,7 +13,7 @@ docs/run_folder.md describes the files. Not responsible for checkpoints (table/c
 from __future__ import annotations
 
 from syncline.report.clocks import read_clocks
-from syncline.report.record import RunRecord, read_run
-from syncline.report.recording import Recording
+from syncline.report.folder_writer import Recording
+from syncline.report.run_record import RunRecord, read_run
 
 __all__ = ["Recording", "RunRecord", "read_clocks", "read_run"]

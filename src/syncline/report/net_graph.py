@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
-from syncline.nn.net import Row, shape_text
+from syncline.nn.net import NetRow, shape_text
 from syncline.nn.registry import find_type
-from syncline.report.svg import COLOURS, FAINT, FONT, INK, RULE
+from syncline.report.svg_plots import COLOURS, FAINT, FONT, INK, RULE
 
 HIGH, GAP, APART, MARGIN = 46, 34, 24, 20  # of boxes, between ranks, between boxes of a rank, around
 LETTER = 6.8  # the width of one
@@ -20,7 +20,7 @@ Node = str | tuple[str, str, int]  # a layer, or a line on its way through a ran
 Places = dict[Node, tuple[float, float]]  # the middle of each
 
 
-def net_graph(rows: Sequence[Row]) -> str:
+def net_graph(rows: Sequence[NetRow]) -> str:
     """Of a net's table."""
     ranks = _ranks(rows)
     levels, lines = _levels(rows, ranks)
@@ -36,7 +36,7 @@ def net_graph(rows: Sequence[Row]) -> str:
     )
 
 
-def _ranks(rows: Sequence[Row]) -> dict[str, int]:
+def _ranks(rows: Sequence[NetRow]) -> dict[str, int]:
     """Below all sources; inputs right above what takes them."""
     ranks: dict[str, int] = {}
     by_name = {row.name: row for row in rows}
@@ -55,7 +55,7 @@ def _ranks(rows: Sequence[Row]) -> dict[str, int]:
     return ranks
 
 
-def _levels(rows: Sequence[Row], ranks: dict[str, int]) -> tuple[list[list[Node]], list[list[Node]]]:
+def _levels(rows: Sequence[NetRow], ranks: dict[str, int]) -> tuple[list[list[Node]], list[list[Node]]]:
     """Nodes by rank, and the lines between them, with a node in every rank that they pass."""
     levels: list[list[Node]] = [[] for _ in range(max(ranks.values()) + 1)]
     lines: list[list[Node]] = []
@@ -110,12 +110,12 @@ def _places(levels: Sequence[Sequence[Node]], wide: dict[str, float]) -> tuple[P
     return places, width
 
 
-def _words(row: Row) -> tuple[str, str]:
+def _words(row: NetRow) -> tuple[str, str]:
     count = f", {row.parameters:,}" if row.parameters else ""
     return row.name, f"{row.type} {shape_text(row.shape)}{count}"
 
 
-def _box(row: Row, places: Places, wide: dict[str, float]) -> str:
+def _box(row: NetRow, places: Places, wide: dict[str, float]) -> str:
     (x, y), size = places[row.name], wide[row.name]
     role = find_type(row.type).role
     name, words = _words(row)

@@ -9,8 +9,8 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from syncline.report import svg
-from syncline.report.record import GONE, Line, RunRecord, learners_of
+from syncline.report import svg_plots as svg
+from syncline.report.run_record import GONE, Line, RunRecord, learners_of
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # no part of any page
 STYLE = """

@@ -11,7 +11,7 @@ def installed() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
-class Board:
+class TensorBoardWriter:
     """Event files in the run folder."""
 
     def __init__(self, folder: Path) -> None:

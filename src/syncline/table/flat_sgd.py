@@ -30,7 +30,7 @@ class _Rates:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class StepPlan:
     """A step with given options; the same object for as long as they and the momentum's memory are the same."""
 
     fits: bool
@@ -50,10 +50,10 @@ class FlatSGD:
         self._group: dict[int, int] = {}  # id of a parameter -> its group
         for number, group in enumerate(optimizer.param_groups):
             self._group.update((id(parameter), number) for parameter in group["params"])
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plans: dict[tuple[Any, ...], StepPlan] = {}
         self._kept: dict[tuple[float, ...], list[Tensor]] = {}
         self.momentum: list[Tensor] = []
-        self._last: Plan | None = None
+        self._last: StepPlan | None = None
         self._first: Tensor | None = None  # a view of it, to notice that it was replaced
 
     @staticmethod
@@ -87,7 +87,7 @@ class FlatSGD:
         """The optimizer's options are others."""
         self._last = None
 
-    def plan(self, parameters: Sequence[Tensor]) -> Plan | None:
+    def plan(self, parameters: Sequence[Tensor]) -> StepPlan | None:
         """Of a step with the options as they are; None where only the plain step will do."""
         plan = self._last
         if plan is None:
@@ -101,7 +101,7 @@ class FlatSGD:
             plan = self._last = self._find_plan(parameters)
         return plan
 
-    def _find_plan(self, parameters: Sequence[Tensor]) -> Plan:
+    def _find_plan(self, parameters: Sequence[Tensor]) -> StepPlan:
         groups = self._optimizer.param_groups
         key = tuple([group[name] for group in groups for name in COUNT])
         plan = self._plans.get(key)
@@ -111,10 +111,10 @@ class FlatSGD:
                 del self._plans[next(iter(self._plans))]
         return plan
 
-    def _plan(self, parameters: Sequence[Tensor]) -> Plan:
+    def _plan(self, parameters: Sequence[Tensor]) -> StepPlan:
         groups = self._optimizer.param_groups
         first = groups[0]
-        return Plan(
+        return StepPlan(
             fits=bool(parameters)
             and all(group[name] == first[name] for group in groups for name in SAME)
             and not any(isinstance(group["lr"], Tensor) for group in groups),
@@ -123,7 +123,7 @@ class FlatSGD:
             **{name: first[name] for name in SAME},
         )
 
-    def move(self, plan: Plan, index: int, weights: Tensor, gradient: Tensor, into: Tensor) -> None:
+    def move(self, plan: StepPlan, index: int, weights: Tensor, gradient: Tensor, into: Tensor) -> None:
         """One segment's step from these weights, into others or the same."""
         if plan.maximize:
             gradient = -gradient

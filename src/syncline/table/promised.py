@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from syncline.table.flat_sgd import FlatSGD, Plan
+from syncline.table.flat_sgd import FlatSGD, StepPlan
 from syncline.table.layout import Part
 
 
@@ -45,7 +45,7 @@ class Maker(ABC):
         The tensors are the shard's until it asks again.
         """
 
-    def step_later(self, promise: Any, flat: FlatSGD, plan: Plan, version: int) -> bool:
+    def step_later(self, promise: Any, flat: FlatSGD, plan: StepPlan, version: int) -> bool:
         """Make the optimizer's step to this version with one promise, at the latest in `settle`; False: do it now."""
         return False
 

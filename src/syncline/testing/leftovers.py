@@ -7,7 +7,7 @@ import os
 import threading
 from pathlib import Path
 
-from syncline.engines import live
+from syncline.engines import live_runs as live
 from syncline.engines.local import forkserver
 
 PATIENCE = 5.0  # seconds that a thread which is on its way out gets

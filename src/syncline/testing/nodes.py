@@ -14,7 +14,7 @@ from syncline.engines.ray.agent import About, Agent
 from syncline.engines.ray.cluster import Agents, RayCluster
 from syncline.engines.ray.engine import Ray
 from syncline.engines.ray.handshake import Secret
-from syncline.engines.ray.placing import Node
+from syncline.engines.ray.placement import Node
 
 
 class SmallAgents(Agents):

@@ -3,7 +3,7 @@
 Both check everything that can be checked before a process starts, build a `RunSpec`, and hand it to an engine.
 """
 
-from syncline.train.doors import launch, train
+from syncline.train.api import launch, train
 from syncline.train.run import Result, Run
 from syncline.train.spec import ENGINES
 

@@ -16,22 +16,22 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline.batch.commands import is_method
 from syncline.batch.samples import Samples
 from syncline.dial import SANDBLASTER, Course
-from syncline.engines.batch import check_memory, check_restored, read_batch
-from syncline.engines.options import Checkpoints
+from syncline.engines.batch_record import check_memory, check_restored, read_batch
+from syncline.engines.checkpoint_options import Checkpoints
 from syncline.engines.run import Engine, RunSpec, Task
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.errors import LayoutError, SynclineWarning, UsageError
-from syncline.learn.evaluating import BatchPlan, batch_layout, trained
 from syncline.learn.gradients import Backprop, way_of
 from syncline.learn.models import Model
+from syncline.learn.portion_worker import BatchPlan, batch_layout, trained
 from syncline.learn.regularisers import regularised
-from syncline.learn.session import check_whole
+from syncline.learn.server_session import check_whole
 from syncline.learn.training import evaluation_of
 from syncline.protocols.lifecycle import Faults
+from syncline.roles.restore import Restored
+from syncline.roles.run_plan import RunPlan
 from syncline.table.checkpoints import Checkpoint
-from syncline.topology.parse import MOST_SHARDS, Servers, parse_topology
-from syncline.topology.plan import Plan
-from syncline.topology.restore import Restored
+from syncline.topologies import MOST_SHARDS, Servers, parse_topology
 from syncline.train.checks import attempt, built, check_callbacks, check_data, check_evaluate, check_loop
 from syncline.train.spec import run_spec
 
@@ -169,7 +169,7 @@ def batch_spec(runner: Engine, **given: Any) -> tuple[RunSpec, nn.Module]:
         return found
 
     tested = (sent, evaluate, way, batch.samples.portion, given["collate"])
-    plan = Plan(
+    plan = RunPlan(
         course=Course.of("hardsync"),
         learners=given["learners"],
         topology=Servers(batch.layout.shards, True),

@@ -18,7 +18,7 @@ from syncline.engines.run import Callback
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.inputs import as_data, check_function
 from syncline.learn.models import Model, ModelFactory, refuse_unready
-from syncline.learn.session import (
+from syncline.learn.server_session import (
     batch_of_each,
     check_batches,
     check_joint,
@@ -28,7 +28,7 @@ from syncline.learn.session import (
     refuse_sparse,
     refuse_weighted,
 )
-from syncline.topology.parse import AllReduce, parse_topology
+from syncline.topologies import AllReduce, parse_topology
 from syncline.train.spec import Dial
 
 SEEDS = 1 << 63  # torch takes no larger ones

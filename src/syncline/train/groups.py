@@ -13,15 +13,15 @@ from torch.utils.data import IterableDataset
 from syncline.engines.local.engine import Local
 from syncline.engines.run import Engine
 from syncline.errors import NotYetError, UsageError
-from syncline.learn.feed import reader
-from syncline.learn.session import check_whole
+from syncline.learn.loader import reader
+from syncline.learn.server_session import check_whole
 from syncline.learn.training import Objective
 from syncline.parallel.module import partition
 from syncline.parallel.move import Group
 from syncline.parallel.trace import skeleton
 from syncline.plan import Plan
 from syncline.plan import plan as cheapest
-from syncline.topology.parse import AllReduce, parse_topology
+from syncline.topologies import AllReduce, parse_topology
 
 
 def check_group(group: Any, plan: Any, engine: Engine, topology: str) -> None:
@@ -40,7 +40,7 @@ def check_group(group: Any, plan: Any, engine: Engine, topology: str) -> None:
         raise NotYetError(f"group={group} works with engine='local' so far, not with {type(engine).__name__}")
 
 
-class Batches(NamedTuple):
+class GroupBatches(NamedTuple):
     """What learners read."""
 
     data: Any
@@ -55,7 +55,7 @@ def cut_over(
     *,
     model: nn.Module,
     objective: Objective | None,
-    batches: Batches,
+    batches: GroupBatches,
 ) -> Plan | None:
     """How `train`'s model is cut over each group; refused here where it cannot be."""
     if group == 1:
@@ -89,7 +89,7 @@ class _Spy(nn.Module):
         raise _Caught(args, kwargs)
 
 
-def _model_inputs(model: nn.Module, objective: Objective, batches: Batches) -> Any:
+def _model_inputs(model: nn.Module, objective: Objective, batches: GroupBatches) -> Any:
     """Shapes of a batch as the model gets it, by name."""
     if isinstance(batches.data, IterableDataset):
         raise UsageError(

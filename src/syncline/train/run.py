@@ -14,14 +14,14 @@ from torch.utils.data import IterableDataset
 
 from syncline.dial import Sync, as_sync
 from syncline.engines.run import Engine, EpochRecord, Event, Handle, Outcome, RunSpec
-from syncline.engines.sim.account import Simulated
+from syncline.engines.simulated_times import SimulatedTimes
 from syncline.errors import DialError, RunError, UsageError
 from syncline.learn.models import copied
-from syncline.learn.session import check_whole, refuse_weighted
+from syncline.learn.server_session import check_whole, refuse_weighted
 from syncline.learn.training import Training
 from syncline.messages import Statistics
-from syncline.protocols.clocks import Staleness
-from syncline.report.recording import record_run
+from syncline.protocols.staleness import Staleness
+from syncline.report.folder_writer import record_run
 from syncline.train.interrupts import Interrupts
 
 MOST_DIALS = 64  # in one run
@@ -44,7 +44,7 @@ class Result:
     returned: list[Any]
     interrupted: bool
     statistics: Statistics
-    simulated: Simulated | None = None  # where the time of a simulated run went
+    simulated: SimulatedTimes | None = None  # where the time of a simulated run went
     model: nn.Module | None = None
     _tables: dict[int, tuple[int, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
 

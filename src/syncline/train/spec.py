@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 from syncline.dial import Course, Sync
+from syncline.engines.checkpoint_options import Checkpoints
 from syncline.engines.local.engine import Local
-from syncline.engines.options import Checkpoints
 from syncline.engines.ray.engine import Ray
 from syncline.engines.run import Callback, Engine, Evaluate, RunSpec, Task
-from syncline.engines.sim.engine import Sim
 from syncline.engines.torchrun.engine import Torchrun
-from syncline.engines.torchrun.place import Place
+from syncline.engines.torchrun.environment import TorchrunPlace
 from syncline.errors import NotYetError, UsageError
-from syncline.learn.session import check_whole
+from syncline.learn.server_session import check_whole
 from syncline.protocols.lifecycle import Faults
-from syncline.topology.parse import Topology, Trees, parse_topology
-from syncline.topology.plan import Plan
+from syncline.roles.run_plan import RunPlan
+from syncline.sim.engine import Sim
+from syncline.topologies import Topology, Trees, parse_topology
 
 DEFAULT_LEARNERS = 2
 ENGINES: dict[str, type[Engine]] = {"local": Local, "ray": Ray, "sim": Sim}
@@ -33,7 +33,7 @@ Dial = str | Sync | Mapping[int, str | Sync] | Course
 def run_spec(
     engine: Engine,
     task: Task,
-    plan: Plan,
+    plan: RunPlan,
     *,
     device: str | Sequence[str] | None,
     table_device: str | None = None,
@@ -82,7 +82,7 @@ def run_spec(
     )
 
 
-def check_plan(plan: Plan, faults: Faults, *, clocks: bool) -> None:
+def check_plan(plan: RunPlan, faults: Faults, *, clocks: bool) -> None:
     """Dials and topology that go together, and with the rest."""
     if isinstance(plan.warm, bool) or not isinstance(plan.warm, int) or plan.warm < 0:
         raise UsageError(f"warmstart is a number of updates, at least 0, got {plan.warm!r}")
@@ -92,7 +92,7 @@ def check_plan(plan: Plan, faults: Faults, *, clocks: bool) -> None:
     plan.topology.check(plan.course, faults, clip_norm=plan.clip_norm, warm=plan.warm, clocks=clocks)
 
 
-def check_built(plan: Plan, engine: Engine) -> None:
+def check_built(plan: RunPlan, engine: Engine) -> None:
     """Trees run on the simulator, without broadcast and local steps; the rest is timed there."""
     if not isinstance(plan.topology, Trees):
         return
@@ -174,7 +174,7 @@ def card_of(table_device: Any, devices: Sequence[str]) -> str | None:
 def engine_of(engine: Any) -> Engine:
     if isinstance(engine, Engine):
         return engine
-    if engine == "local" and (place := Place.here()) is not None:
+    if engine == "local" and (place := TorchrunPlace.here()) is not None:
         if place.rank == 0:
             _say_torchrun(place.learners)
         return Torchrun(place)
@@ -193,7 +193,7 @@ def _say_torchrun(learners: int) -> None:
     print(f"syncline: {words}", file=sys.stderr, flush=True)
 
 
-def place_of(engine: Engine) -> Place | None:
+def place_of(engine: Engine) -> TorchrunPlace | None:
     """Of this process, where torchrun has started it."""
     return engine.place if isinstance(engine, Torchrun) else None
 

@@ -216,7 +216,7 @@ def test_sums_that_wait_for_an_abandoned_evaluation_are_discarded() -> None:
 
 
 @dataclass
-class World:
+class Simulation:
     """Learners with inboxes; what they say is on its way, in order for each, until it is heard."""
 
     batch: Portions
@@ -315,7 +315,7 @@ def test_every_portion_counts_once_in_any_order_of_messages_deaths_and_joins(
     restless: float,
 ) -> None:
     batch = Portions(every=every, copies=copies, ahead=ahead, deterministic=deterministic)
-    world = World(batch, random.Random(seed), copies)
+    world = Simulation(batch, random.Random(seed), copies)
     for _ in range(learners):
         world.join()
     for evaluation in range(3):

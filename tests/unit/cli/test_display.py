@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from syncline.cli.display import panel
-from syncline.cli.words import duration, epoch_line, event_line, headline, next_steps
-from syncline.report.record import RunRecord
+from syncline.cli.plain_output import duration, epoch_line, event_line, headline, next_steps
+from syncline.report.run_record import RunRecord
 from tests.unit.report.lines_of_a_run import OPTIONS, epoch, event, start, statistics, whole
 
 

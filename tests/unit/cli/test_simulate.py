@@ -13,10 +13,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from syncline.cli.app import app
-from syncline.cli.simulating_job import Progress
-from syncline.engines.sim.hunt import Case, Failure, Found, random_case
-from syncline.engines.sim.timing import SoFar
+from syncline.cli.simulate_job import SimulationProgress
 from syncline.report import read_run
+from syncline.sim.timing.run_times import SoFar
+from syncline.testing.hunt import Case, Failure, Found, random_case
 
 JOB = """
 learners = 2
@@ -104,7 +104,7 @@ def test_a_timing_s_progress_is_a_line_on_a_terminal_and_nothing_elsewhere() -> 
 
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
-        with Progress(console) as progress:
+        with SimulationProgress(console) as progress:
             progress.follow(look)
         said = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("25 %  1,500 updates  1:30 virtual" in said) is terminal
@@ -160,13 +160,13 @@ def test_what_a_hunt_would_ignore_is_refused() -> None:
 def test_a_failure_is_printed_with_what_the_hunt_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random_case(3, "ssp:1", learners=4, shards=2)
     found = Found(drawn=drawn, case=Case(seed=3, sync="ssp:1"), failure=Failure("broken", "broken here"))
-    monkeypatch.setattr("syncline.cli.simulating.hunt", lambda *_, **__: found)
+    monkeypatch.setattr("syncline.cli.hunt.hunt", lambda *_, **__: found)
     hunt = ("--faults", "random", "--sync", "ssp:1", "--learners", "4", "--shards", "2")
     result = simulate(*hunt, "--seeds", "9")
     assert result.exit_code == 1 and "broken here" in result.output and drawn.script
     (again,) = [line for line in result.output.splitlines() if line.startswith("as it was drawn: ")]
     played: list[Case] = []
-    monkeypatch.setattr("syncline.cli.simulating.play", played.append)
+    monkeypatch.setattr("syncline.cli.hunt.play", played.append)
     assert simulate(*shlex.split(again.partition("syncline simulate ")[2])).exit_code == 0
     assert played == [drawn]
 

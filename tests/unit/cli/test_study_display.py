@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 
 from syncline.cli.study_display import last_words, panel, row_line
-from syncline.tradeoff.grid import Point
-from syncline.tradeoff.progress import Progress
-from syncline.tradeoff.rows import Row, asked
-from tests.unit.tradeoff.studies import row, whole
+from syncline.studies.grid import Point
+from syncline.studies.progress import Progress
+from syncline.studies.rows import StudyRow, asked
+from tests.unit.studies.studies import row, whole
 
 POINTS = [Point(sync="softsync:1", learners=4, batch_size=16, seed=seed) for seed in range(4)]
 
@@ -22,7 +22,7 @@ def shown(progress: Progress, now: float, width: int = 100) -> str:
     return console.export_text()
 
 
-def said(rows: list[Row], width: int = 90) -> str:
+def said(rows: list[StudyRow], width: int = 90) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
     last_words(rows, Path("out"), "virtual seconds", console)
     return console.export_text()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from syncline.data import arrays
 from syncline.data.arrays import Held, Mapped
-from syncline.engines.local import cargo
+from syncline.engines.local import packing as cargo
 from syncline.errors import UsageError
 
 X = np.arange(7 * 3 * 2, dtype=np.float32).reshape(7, 3, 2)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.engines import collectives
-from syncline.engines.collectives import Group, gloo_devices
+from syncline.engines.collectives import CollectiveGroup, gloo_devices
 
 
 class Kind:
@@ -43,12 +43,12 @@ def test_interfaces_that_the_user_names_are_used(
     assert gloo_devices(Kind, host) == expected
 
 
-def pair() -> list[Group]:
+def pair() -> list[CollectiveGroup]:
     """Two learners, in one process."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         made = [
-            pool.submit(Group, store, rank, 2, nccl=False, host="127.0.0.1")  # type: ignore[arg-type]
+            pool.submit(CollectiveGroup, store, rank, 2, nccl=False, host="127.0.0.1")  # type: ignore[arg-type]
             for rank in range(2)
         ]
         return [each.result() for each in made]
@@ -94,8 +94,8 @@ class Told:
         self.said.append("abort")
 
 
-def nccl_like(group: Told) -> Group:
-    made = Group(None, 0, 1, nccl=False, host=None)
+def nccl_like(group: Told) -> CollectiveGroup:
+    made = CollectiveGroup(None, 0, 1, nccl=False, host=None)
     made.sliced, made._group = False, group
     return made
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncline.engines.sim.cluster import Cluster, Compute, Link
+from syncline.cluster.record import Cluster, Compute, Link
 from syncline.errors import UsageError
 from syncline.models.alexnet import AlexNet
 from syncline.parallel import Group, partition

@@ -9,10 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
+from syncline.protocols.allreduce_rounds import (
+    Rounds,
+    Spans,
+    at_start,
+    equal_shares,
+    left_of,
+    standing,
+    whole,
+)
 from syncline.protocols.buckets import Filling, plan_buckets
 from syncline.protocols.ledger import Ledger
 from syncline.protocols.pipeline import Pipeline, Vote, ahead, behind, turn
-from syncline.protocols.rounds import Rounds, Spans, at_start, equal_shares, left_of, standing, whole
 from syncline.protocols.spans import Grant, Standing
 
 PARAMETERS = st.lists(

@@ -12,16 +12,16 @@ from syncline.protocols.meetings import (
     STEP,
     TABLE,
     Decision,
+    MeetingPlace,
     Meetings,
     Met,
-    Place,
     Uncross,
     Unmet,
 )
 
 many = settings(max_examples=500, deadline=None)
 FIRST = (0, 1, 2)
-PLACES = {"w": Place(EPOCH, 0), "t": Place(TABLE, 1), "o": Place(LOADER, 1)}
+PLACES = {"w": MeetingPlace(EPOCH, 0), "t": MeetingPlace(TABLE, 1), "o": MeetingPlace(LOADER, 1)}
 moves = st.lists(st.tuples(st.sampled_from("cccwwtogjl"), st.integers(0, 5)), max_size=60)
 
 
@@ -33,7 +33,7 @@ class Crew:
     members: set[int] = field(default_factory=lambda: set(FIRST))
     together: set[int] = field(default_factory=set)  # those of them whose loops began together
     here: set[int] = field(default_factory=set)
-    elsewhere: dict[int, Place] = field(default_factory=dict)
+    elsewhere: dict[int, MeetingPlace] = field(default_factory=dict)
     over: list[Decision] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ def test_loops_that_wait_in_three_places_differ() -> None:
     ]
 
 
-STEPS = {0: Place(STEP, 0), 1: Place(STEP, 1), 2: Place(STEP, 1)}
+STEPS = {0: MeetingPlace(STEP, 0), 1: MeetingPlace(STEP, 1), 2: MeetingPlace(STEP, 1)}
 
 
 def test_steps_of_several_tables_that_began_together_differ() -> None:

@@ -15,11 +15,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from syncline.dial import Sync
-from syncline.protocols.clocks import StalenessClock
 from syncline.protocols.folding import Folding, Ticket, leader
 from syncline.protocols.membership import Members
 from syncline.protocols.rendezvous import Rendezvous
 from syncline.protocols.sequence import Decision, Drop, Fold, Full, Sequence, Take
+from syncline.protocols.staleness import StalenessClock
 from syncline.protocols.waiting import Gate, Release
 
 Key = tuple[int, int]  # learner, number

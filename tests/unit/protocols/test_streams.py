@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from syncline.errors import RunError
 from syncline.protocols.spans import Decision, End, EpochDone, Grant, Standing
-from syncline.protocols.streams import NEVER, Streams
+from syncline.protocols.streams import NEVER, StreamEpochs
 
 
-def begun(learners: int, *, lockstep: bool = False) -> Streams:
+def begun(learners: int, *, lockstep: bool = False) -> StreamEpochs:
     """All are in the first epoch."""
-    streams = Streams(lockstep=lockstep)
+    streams = StreamEpochs(lockstep=lockstep)
     for learner in range(learners):
         streams.join(learner, learner)
     for learner in range(learners):
@@ -23,7 +23,7 @@ def begun(learners: int, *, lockstep: bool = False) -> Streams:
     return streams
 
 
-def read(streams: Streams, learner: int, upto: int) -> list[Decision]:
+def read(streams: StreamEpochs, learner: int, upto: int) -> list[Decision]:
     """One gradient of its batches up to there is folded."""
     return [*streams.taken(learner, upto), *streams.settled(learner, upto)]
 
@@ -165,7 +165,7 @@ def test_a_run_that_goes_on_begins_the_epoch_again_that_was_not_over() -> None:
     streams.ask(0, 1)
     standing = streams.standing()
     assert isinstance(standing, Standing) and standing.done == 1
-    again = Streams(standing=standing)
+    again = StreamEpochs(standing=standing)
     again.join(0, 0)
     assert again.epoch(0) == 1
     again.ask(0, 1)
@@ -188,7 +188,7 @@ class Reader:
 def test_all_epochs_are_done_in_order_whatever_happens(
     chance: Random, lockstep: bool, learners: int, epochs: int
 ) -> None:
-    streams = Streams(lockstep=lockstep)
+    streams = StreamEpochs(lockstep=lockstep)
     readers = [Reader(n, [chance.randrange(n > 0, 4) for _ in range(epochs)]) for n in range(learners)]
     readers[0].shares = [chance.randrange(1, 4) for _ in range(epochs)]
     for reader in readers:

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from syncline.report import svg
+from syncline.report import svg_plots as svg
 from syncline.report.page import page
-from syncline.report.record import RunRecord
+from syncline.report.run_record import RunRecord
 from tests.unit.report.lines_of_a_run import end, event, start, whole
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from syncline.batch import commands as c
 from syncline.errors import RunError
-from syncline.learn.evaluating import batch_layout
+from syncline.learn.portion_worker import batch_layout
 from syncline.table.checkpoints import write_tensors
 from syncline.table.vector_files import read_vectors, vector_tensors
 from syncline.table.vectors import CHUNK, Vectors

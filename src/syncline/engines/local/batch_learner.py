@@ -16,13 +16,13 @@ import torch
 from syncline.batch import messages as b
 from syncline.batch.portions import Cancel
 from syncline.batch.samples import Batch
-from syncline.engines.local.batch_memory import Crash, Shelves
+from syncline.engines.local.batch_memory import BatchMemory, Crash
 from syncline.engines.local.batch_shard import Pool
-from syncline.engines.local.channel import NOTHING, Channel, Closed
+from syncline.engines.local.control_channel import NOTHING, Channel, Closed
 from syncline.engines.local.learner import say
-from syncline.engines.local.memory import Region
+from syncline.engines.local.shared_memory import Region
 from syncline.engines.run import Task
-from syncline.learn.evaluating import BatchPlan, PortionWorker
+from syncline.learn.portion_worker import BatchPlan, PortionWorker
 from syncline.learn.randomness import seed_random
 
 
@@ -42,7 +42,7 @@ class _Learner:
         self._channel, self._spec = channel, spec
         self._worker = PortionWorker(plan, torch.device(spec.device))
         self._point = plan.layout.parameters.segments(spec.point.tensor())
-        self._slots = Shelves(plan.layout, spec.pools)
+        self._slots = BatchMemory(plan.layout, spec.pools)
         self._tasks: deque[b.Give] = deque()  # the first is being computed
         self._next = 0  # portion of it
         self._loss, self._examples = 0.0, 0

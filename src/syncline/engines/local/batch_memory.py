@@ -10,11 +10,11 @@ import signal
 
 from torch import Tensor
 
-from syncline.engines.local.memory import Region
+from syncline.engines.local.shared_memory import Region
 from syncline.table.layout import Layout
 
 
-class Shelves:
+class BatchMemory:
     """Slots by number, over regions that may become more."""
 
     def __init__(self, layout: Layout, regions: list[Region]) -> None:

@@ -12,15 +12,15 @@ from typing import Any
 
 from syncline import messages as m
 from syncline.batch import messages as b
-from syncline.engines.files import Job, write_part
-from syncline.engines.local.batch_memory import Crash, Shelves
-from syncline.engines.local.channel import Channel, Closed
-from syncline.engines.local.memory import Region
+from syncline.engines.checkpoint_files import Job, write_part
+from syncline.engines.local.batch_memory import BatchMemory, Crash
+from syncline.engines.local.control_channel import Channel, Closed
+from syncline.engines.local.shared_memory import Region
+from syncline.roles.restore import table_file
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.table.vector_files import read_vectors, vector_tensors
 from syncline.table.vectors import Vectors
-from syncline.topology.restore import table_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class _Shard:
         self._part = spec.layout.parts[spec.shard]
         x = self._part.segments(spec.layout.parameters.segments(spec.point.tensor()))
         self._vectors = Vectors(spec.names, x)
-        self._slots = Shelves(spec.layout, spec.pools)
+        self._slots = BatchMemory(spec.layout, spec.pools)
         self._crash = Crash(spec.crash)
         if spec.restored is not None:
             folder, files = spec.restored

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Mapping
 
 from syncline.dial import Sync
-from syncline.engines import live
-from syncline.engines.local.batch import BatchSupervisor
-from syncline.engines.local.peers import PeerSupervisor
-from syncline.engines.local.staff import Away
+from syncline.engines import live_runs as live
+from syncline.engines.local.allreduce_supervisor import AllReduceSupervisor
+from syncline.engines.local.batch_supervisor import BatchSupervisor
+from syncline.engines.local.process_launcher import Away
 from syncline.engines.local.supervisor import Supervisor
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.errors import UsageError
@@ -23,11 +23,11 @@ class LocalHandle(Handle):
     def __init__(
         self, spec: RunSpec, crashes: Mapping[str, int] | None = None, away: Away | None = None
     ) -> None:
-        self._run: Supervisor | PeerSupervisor | BatchSupervisor
+        self._run: Supervisor | AllReduceSupervisor | BatchSupervisor
         if spec.batch is not None:
             self._run = BatchSupervisor(spec, crashes)
         elif spec.plan.topology.fixed_members:
-            self._run = PeerSupervisor(spec)
+            self._run = AllReduceSupervisor(spec)
         else:
             self._run = Supervisor(spec, crashes, away)
         self._thread = threading.Thread(target=self._main, name="syncline-supervisor", daemon=True)

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.local.cargo import Parcel
+from syncline.engines.local.packing import Parcel
 from syncline.engines.local.processes import Processes
-from syncline.engines.record import Recorder, said
+from syncline.engines.recorder import Recorder, said
 from syncline.errors import RunError, raised_in
 
 

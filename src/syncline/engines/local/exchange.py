@@ -1,7 +1,7 @@
 """The exchange: what processes of one machine say through shared memory (M11).
 
 Every word has one writer. A record is written first and committed last, by storing one counter; a reader that sees the
-counter sees the record. No locks, nothing to clean up after a death. Built on `Cells`' operations alone, so
+counter sees the record. No locks, nothing to clean up after a death. Built on `SharedWords`' operations alone, so
 that tests can run it over every interleaving.
 """
 
@@ -16,7 +16,7 @@ RECORD = 16  # words
 KEEP, DELIVERED = 1, 2  # in the last word of a reply
 
 
-class CellsLike(Protocol):
+class WordsLike(Protocol):
     def load(self, cell: int) -> int: ...
 
     def store(self, cell: int, value: int) -> None: ...
@@ -30,7 +30,7 @@ class Ring:
     """Records from one writer to one or more readers, in order; a full ring refuses."""
 
     def __init__(
-        self, cells: CellsLike, base: int, *, capacity: int, form: struct.Struct, readers: int = 1
+        self, cells: WordsLike, base: int, *, capacity: int, form: struct.Struct, readers: int = 1
     ) -> None:
         if form.size > RECORD * 8:
             raise ValueError(f"a record of {form.size} bytes does not fit into {RECORD * 8}")
@@ -70,7 +70,7 @@ class Ring:
 class Replies:
     """For each shard: the last ticket of one learner that it released, and what to read; and the last that was read."""
 
-    def __init__(self, cells: CellsLike, base: int, *, shards: int) -> None:
+    def __init__(self, cells: WordsLike, base: int, *, shards: int) -> None:
         self._cells = cells
         self._places = [base + LINE * shard for shard in range(shards)]
         self._read = base + LINE * shards
@@ -116,7 +116,7 @@ class Replies:
 class Drafts:
     """For each shard and slot: the last ticket whose draft in that slot it needs no more."""
 
-    def __init__(self, cells: CellsLike, base: int, *, shards: int, slots: int) -> None:
+    def __init__(self, cells: WordsLike, base: int, *, shards: int, slots: int) -> None:
         self._cells = cells
         self._places = [base + shard * self._room(slots) for shard in range(shards)]
 
@@ -140,7 +140,7 @@ class Drafts:
 class Shares:
     """Numbers that each shard tells all others, by round: gradient norms of one fold."""
 
-    def __init__(self, cells: CellsLike, base: int, *, sizes: Sequence[int]) -> None:
+    def __init__(self, cells: WordsLike, base: int, *, sizes: Sequence[int]) -> None:
         self._cells, self._sizes = cells, list(sizes)
         self._counters = [base + LINE * shard for shard in range(len(sizes))]
         self._places = []

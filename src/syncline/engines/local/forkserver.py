@@ -18,7 +18,7 @@ import sys
 import threading
 from dataclasses import dataclass
 
-from syncline.engines.local.channel import Channel
+from syncline.engines.local.control_channel import Channel
 from syncline.errors import RunError
 
 CHILD_FDS = 4  # control socket, stdout, stderr, the caller's life line
@@ -159,7 +159,7 @@ def _warm_up() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     parameter.grad = torch.ones(4)
     torch.optim.SGD([parameter], lr=0.1).step()  # not Adam: it counts GPUs, and then no child could use one
-    import syncline.engines.local.child  # noqa: F401
+    import syncline.engines.local.child_process  # noqa: F401
 
 
 def serve(fd: int) -> None:
@@ -233,7 +233,7 @@ class _Server:
             for pidfd in self._children:
                 os.close(pidfd)
             gc.enable()
-            from syncline.engines.local.child import main
+            from syncline.engines.local.child_process import main
 
             code = main(*fds)
         finally:

@@ -18,27 +18,27 @@ import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.local.card import Order
-from syncline.engines.local.cargo import Parcel, pack, unpack
-from syncline.engines.local.channel import Channel, Closed
-from syncline.engines.local.codec import Record, encode
+from syncline.engines.local.control_channel import Channel, Closed
+from syncline.engines.local.cuda_memory import StreamOrder
 from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Replies
-from syncline.engines.local.memory import Bell, Region, Sleeper, crash_at
-from syncline.engines.local.server import EVENT, Desk, Geometry, Lane, Shelf
-from syncline.engines.local.versions import Reader
+from syncline.engines.local.packing import Parcel, pack, unpack
+from syncline.engines.local.record_codec import Record, encode
+from syncline.engines.local.server import EVENT, Lane, Mailbox, MemoryGeometry, TableMemory
+from syncline.engines.local.shared_memory import Region, Waiter, WakeUp, crash_at
+from syncline.engines.local.version_ring import Reader
 from syncline.engines.run import Task
-from syncline.learn.session import ServerSession
+from syncline.learn.server_session import ServerSession
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
 from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, RunStopped, TablePort
+from syncline.roles.run_plan import Seat
 from syncline.table.layout import Layout
-from syncline.topology.plan import Seat
 
 # words of the hub: the run is to end; how often the servers were started; how often learners were called
 STOP, GENERATION, CALLS = 0, 1, 2
 TRIES = 4  # to read a version before it is asked for
 
 
-class Hub:
+class ControlBlock:
     """What the supervisor tells all learners, in words."""
 
     def __init__(self, region: Region) -> None:
@@ -56,9 +56,9 @@ class LearnerSpec:
     learner: int
     hub: Region
     desk: Region
-    bell: Bell
-    shard_bell: Bell  # of the leading shard
-    geometry: Geometry
+    bell: WakeUp
+    shard_bell: WakeUp  # of the leading shard
+    geometry: MemoryGeometry
     yields: int
     generation: int
     seat: Seat
@@ -76,13 +76,13 @@ def _copy(into: list[Tensor], source: list[Tensor]) -> None:
 class LocalTable(TablePort):
     """One table, seen from its learner."""
 
-    def __init__(self, opened: m.Opened, geometry: Geometry, port: LocalLearnerPort) -> None:
+    def __init__(self, opened: m.Opened, geometry: MemoryGeometry, port: LocalLearnerPort) -> None:
         self.layout = opened.layout
-        self._shelf = Shelf(opened.handle, opened.layout, places=geometry.places)
+        self._shelf = TableMemory(opened.handle, opened.layout, places=geometry.places)
         self._lane = Lane(opened.lane, opened.layout, slots=geometry.slots)
         self._replies: Replies = self._lane.replies
         self._port, self._sleeper = port, port.sleeper
-        self._order: Order | None = None
+        self._order: StreamOrder | None = None
         if geometry.card is not None:
             self._to_card(geometry.card)
         flat = opened.layout.parameters
@@ -101,7 +101,7 @@ class LocalTable(TablePort):
         """Where the shards have their memory there."""
         for block in (self._shelf, self._lane):
             block.to_card(card, owner=False, wait=self._await_handle)
-        self._order = Order(card, self._lane.handles, EVENT)
+        self._order = StreamOrder(card, self._lane.handles, EVENT)
         self._shards = range(EVENT, EVENT + self.layout.shards)
 
     def _await_handle(self) -> None:
@@ -232,9 +232,9 @@ class LocalLearnerPort(LearnerPort):
     def __init__(self, channel: Channel, spec: LearnerSpec) -> None:
         self.learner, self.rank = spec.learner, spec.seat.rank
         self._channel, self._spec = channel, spec
-        self.desk = Desk(spec.desk)
-        self._hub = Hub(spec.hub)
-        self.sleeper = Sleeper(spec.bell, yields=spec.yields)
+        self.desk = Mailbox(spec.desk)
+        self._hub = ControlBlock(spec.hub)
+        self.sleeper = Waiter(spec.bell, yields=spec.yields)
         self._generation, self._calls = spec.generation, self._hub.words[CALLS]
         self._portions: dict[int, dict[int, Portion]] = {}
         self._tables: dict[int, LocalTable] = {}
@@ -309,7 +309,7 @@ class LocalLearnerPort(LearnerPort):
     def _meet_again(self, answer: m.Rejoined) -> None:
         """New servers read what is said from here on elsewhere."""
         self._generation, desk = answer.desk
-        self.desk = Desk(desk)
+        self.desk = Mailbox(desk)
         desk.close()
         self._portions.clear()
 
@@ -317,7 +317,7 @@ class LocalLearnerPort(LearnerPort):
         self._channel.send(message)
 
     def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        shelf = Shelf(handle, layout, places=self._spec.geometry.places)
+        shelf = TableMemory(handle, layout, places=self._spec.geometry.places)
         handle.close()
         return layout.parameters.views(shelf.weights), shelf.buffers, shelf.others
 

@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any, TextIO
 
 from syncline.engines.local import forkserver
-from syncline.engines.local.channel import NOTHING, Channel, Closed
-from syncline.engines.local.child import Setup
-from syncline.engines.local.memory import Bell
+from syncline.engines.local.child_process import Setup
+from syncline.engines.local.control_channel import NOTHING, Channel, Closed
+from syncline.engines.local.shared_memory import WakeUp
 from syncline.errors import LostError
 
 RETRY = 0.01  # seconds until what somebody did not take is offered again
@@ -34,7 +34,7 @@ class Process:
     rank: int
     pid: int
     channel: Channel
-    bell: Bell | None = None
+    bell: WakeUp | None = None
     state: str = "running"  # then "returned", "raised", "lost", "killed"
     reaped: bool = False
 
@@ -76,7 +76,9 @@ class Processes:
 
     # -- starting ----------------------------------------------------------------------------------------
 
-    def fork(self, role: str, number: int, rank: int, spec: Any, bell: Bell | None, threads: int) -> Process:
+    def fork(
+        self, role: str, number: int, rank: int, spec: Any, bell: WakeUp | None, threads: int
+    ) -> Process:
         channel, theirs = Channel.pair()
         forkserver.send_fork(self._server, [theirs.fileno(), self._out[0][1], self._out[1][1], self._life[0]])
         pid = self._await_start()

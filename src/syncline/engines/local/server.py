@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.local.card import Handles, Order, share
-from syncline.engines.local.channel import Channel, Closed
-from syncline.engines.local.codec import (
+from syncline.engines.checkpoint_writer import Writer
+from syncline.engines.local.control_channel import Channel, Closed
+from syncline.engines.local.cuda_memory import Handles, StreamOrder, share
+from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Drafts, Replies, Ring, Shares
+from syncline.engines.local.record_codec import (
     ENTRY,
     NO_SLOT,
     NOTE,
@@ -33,17 +35,15 @@ from syncline.engines.local.codec import (
     encode_entry,
     speaks_of,
 )
-from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Drafts, Replies, Ring, Shares
-from syncline.engines.local.memory import Bell, Cells, Region, Sleeper, crash_at
-from syncline.engines.local.versions import Part, Words
-from syncline.engines.local.writer import Writer
+from syncline.engines.local.shared_memory import Region, SharedWords, Waiter, WakeUp, crash_at
+from syncline.engines.local.version_ring import RingPart, Words
 from syncline.messages import log
 from syncline.messages.to_leader import NO_LOADER, Gradient, Put, ToLeader
 from syncline.ports import Portion, Reading, ServerPort, VersionMemory
+from syncline.roles.server import ServerRole
 from syncline.table.layout import Layout
 from syncline.table.slot import Slot, slot_bytes
 from syncline.table.store import copy_segments
-from syncline.topology.servers import ServerRole
 
 PORTION = struct.Struct("=6q")
 DRAFTED = (log.Take, log.PutValues, log.Free)  # entries that speak of a draft
@@ -55,7 +55,7 @@ SLOW = 0.002  # seconds between looks at a full log
 
 
 @dataclass(slots=True)
-class Desk:
+class Mailbox:
     """Between one learner and the leading shard: notes there, portions back."""
 
     region: Region
@@ -64,7 +64,7 @@ class Desk:
     _words: memoryview = field(init=False)
 
     def __post_init__(self) -> None:
-        cells = Cells(self.region)
+        cells = SharedWords(self.region)
         self.notes = Ring(cells, 0, capacity=DESK_NOTES, form=NOTE)
         self.portions = Ring(cells, Ring.words(DESK_NOTES), capacity=DESK_PORTIONS, form=PORTION)
         self._words = self.region.words
@@ -91,7 +91,7 @@ class Lane:
 
     def __init__(self, region: Region, layout: Layout, *, slots: int) -> None:
         memory = region.tensor()
-        cells, shards = Cells(region), layout.shards
+        cells, shards = SharedWords(region), layout.shards
         self.replies = Replies(cells, 0, shards=shards)
         self.drafts = Drafts(cells, Replies.words(shards), shards=shards, slots=slots)
         self.handles = Handles(region, 8 * self._words(layout, slots))
@@ -136,7 +136,7 @@ class Lane:
         return cls._head(layout, slots) + slots * slot_bytes(layout) + layout.parameters.nbytes
 
 
-class Shelf:
+class TableMemory:
     """One table's weights: a ring of places for versions, first values of all else, norms."""
 
     def __init__(self, region: Region, layout: Layout, *, places: int) -> None:
@@ -148,7 +148,7 @@ class Shelf:
         position += layout.buffers.nbytes
         self.others = layout.others.views(layout.others.segments(memory[position:]))
         position += layout.others.nbytes
-        cells, sizes = Cells(region, position // 8), [len(part.pieces) for part in layout.parts]
+        cells, sizes = SharedWords(region, position // 8), [len(part.pieces) for part in layout.parts]
         self.norms = Shares(cells, 0, sizes=sizes)
         self.versions = Words(cells, Shares.words(sizes), shards=layout.shards, places=places)
         words = Shares.words(sizes) + Words.words(layout.shards, places)
@@ -175,7 +175,7 @@ class Shelf:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class MemoryGeometry:
     """What follows from the dials: how many slots there are, and places for versions; and where they lie."""
 
     slots: int
@@ -190,8 +190,8 @@ class ServerSpec:
     shard: int
     shards: int
     log: Region
-    bells: list[Bell]  # of the shards
-    geometry: Geometry
+    bells: list[WakeUp]  # of the shards
+    geometry: MemoryGeometry
     yields: int
     beats: Region  # a line for each shard: it counts there that it lives
     folder: str | None = None  # of checkpoints
@@ -204,7 +204,7 @@ class AddLearner:
 
     learner: int
     desk: Region
-    bell: Bell
+    bell: WakeUp
 
 
 class _CardOrder(NamedTuple):
@@ -233,17 +233,17 @@ class LocalServerPort(ServerPort):
         self.shard, self.shards = spec.shard, spec.shards
         self._channel, self._spec = channel, spec
         self.log = (
-            Ring(Cells(spec.log), 0, capacity=LOG_ENTRIES, form=ENTRY, readers=spec.shards - 1)
+            Ring(SharedWords(spec.log), 0, capacity=LOG_ENTRIES, form=ENTRY, readers=spec.shards - 1)
             if spec.shards > 1
             else None
         )
-        self.desks: dict[int, Desk] = {}
-        self._bells: dict[int, Bell] = {}
-        self.shelves: dict[int, Shelf] = {}
+        self.desks: dict[int, Mailbox] = {}
+        self._bells: dict[int, WakeUp] = {}
+        self.shelves: dict[int, TableMemory] = {}
         self._layouts: dict[int, Layout] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
-        self._memories: dict[int, Part] = {}
-        self._orders: dict[int, Order] = {}  # of tables on a card
+        self._memories: dict[int, RingPart] = {}
+        self._orders: dict[int, StreamOrder] = {}  # of tables on a card
         self._reading: dict[int, dict[int, int]] = defaultdict(dict)  # table -> learner -> its last release
         self.readers: set[tuple[int, int]] = set()  # (loader, learner)
         self.dials: set[int] = set()  # those that the supervisor has named
@@ -258,22 +258,24 @@ class LocalServerPort(ServerPort):
     # -- set up by the supervisor ------------------------------------------------------------------------
 
     def add_learner(self, event: AddLearner) -> None:
-        self.desks[event.learner] = Desk(event.desk)
+        self.desks[event.learner] = Mailbox(event.desk)
         self._bells[event.learner] = event.bell
         event.desk.close()
 
     def make_table(self, make: m.MakeTable) -> None:
         self._layouts[make.table] = make.layout
-        shelf = self.shelves[make.table] = Shelf(make.handle, make.layout, places=self._spec.geometry.places)
+        shelf = self.shelves[make.table] = TableMemory(
+            make.handle, make.layout, places=self._spec.geometry.places
+        )
         make.handle.close()
         if self._spec.geometry.card is not None and self.shard < make.layout.shards:
             self._to_card(make.table, shelf, self._spec.geometry.card)
 
-    def _to_card(self, table: int, shelf: Shelf, card: str) -> None:
+    def _to_card(self, table: int, shelf: TableMemory, card: str) -> None:
         shelf.to_card(card, owner=self.shard == 0, wait=_nap)
         part = self._layouts[table].parts[self.shard]
         copy_segments(part.segments(shelf.ring[0]), part.segments(shelf.weights))
-        self._orders[table] = Order(card, shelf.handles, EVENT + self.shard)
+        self._orders[table] = StreamOrder(card, shelf.handles, EVENT + self.shard)
 
     def join_table(self, join: m.JoinTable) -> None:
         geometry = self._spec.geometry
@@ -355,7 +357,7 @@ class LocalServerPort(ServerPort):
 
     def memory(self, table: int) -> VersionMemory:
         shelf = self.shelves[table]
-        memory = self._memories[table] = Part(
+        memory = self._memories[table] = RingPart(
             self._layouts[table],
             self.shard,
             shelf.ring,
@@ -472,7 +474,7 @@ class _Loop:
         self._channel = channel
         self._port = LocalServerPort(channel, spec)
         self._role = ServerRole(self._port)
-        self._sleeper = Sleeper(spec.bells[spec.shard], yields=spec.yields)
+        self._sleeper = Waiter(spec.bells[spec.shard], yields=spec.yields)
         self._sleeper.watch(channel.fileno())
         self._leads = spec.shard == 0
         self._reader = spec.shard - 1

@@ -13,22 +13,22 @@ from typing import Any
 
 from syncline import messages as m
 from syncline.dial import Sync
-from syncline.engines.local.cargo import Parcel
+from syncline.engines.local.coordinator_port import LocalCoordinatorPort
 from syncline.engines.local.evaluator import Evaluator
-from syncline.engines.local.hanging import Hanging
-from syncline.engines.local.office import Office
-from syncline.engines.local.packing import pack_task
+from syncline.engines.local.hang_detection import HangDetection
+from syncline.engines.local.packing import Parcel
+from syncline.engines.local.process_launcher import Away, ProcessLauncher
 from syncline.engines.local.processes import Process
-from syncline.engines.local.staff import Away, Staff
-from syncline.engines.local.statistics import Questions, with_processes
-from syncline.engines.local.thread import RunThread
-from syncline.engines.record import Recorder, learner_error
+from syncline.engines.local.statistics_requests import Questions, with_processes
+from syncline.engines.local.supervisor_thread import RunThread
+from syncline.engines.local.task_packing import pack_task
+from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec
 from syncline.engines.supervision import Crew, Supervision
 from syncline.errors import LostError, RunError
 from syncline.protocols.lifecycle import Grace, Lifecycle
+from syncline.roles.coordinator import Coordinator
 from syncline.table.checkpoints import Folder
-from syncline.topology.coordinator import Coordinator
 
 GRACE = 5.0  # seconds that learners get to finish their step after a stop
 LAST_CUT = 1.0  # seconds that a stop waits for a checkpoint to begin
@@ -61,10 +61,10 @@ class Supervisor(Crew):
         self._task: Parcel | None = None
         self._evaluator: Evaluator | None = None
         self._questions = Questions(self.thread)
-        self._hanging = Hanging(
+        self._hanging = HangDetection(
             spec.faults, self.recorder, others="the others may wait for it", end="ends such a learner"
         )
-        self._hanging_shards = Hanging(
+        self._hanging_shards = HangDetection(
             spec.faults,
             self.recorder,
             others="all learners wait for it",
@@ -72,7 +72,7 @@ class Supervisor(Crew):
             least=SHARD_PATIENCE,
         )
         self._looked = self._cut_asked = self._started
-        self.staff: Staff
+        self.staff: ProcessLauncher
         self.supervision: Supervision
         self._coordinator: Coordinator
 
@@ -89,7 +89,7 @@ class Supervisor(Crew):
         spec = self.spec
         self._task, evaluate = pack_task(spec)
         self._processes = self.thread.open(self._heard, self._ended, self._asked)
-        self.staff = Staff(spec, self._processes, self._task, self._crashes, self._away)
+        self.staff = ProcessLauncher(spec, self._processes, self._task, self._crashes, self._away)
         lifecycle = Lifecycle(
             spec.faults,
             spec.plan.learners,
@@ -98,7 +98,7 @@ class Supervisor(Crew):
             grace=Grace(cut=LAST_CUT, step=GRACE),
         )
         ids = dict(lifecycle.live)
-        self._coordinator = Coordinator(Office(self), spec.plan, ids, spec.storage.restored)
+        self._coordinator = Coordinator(LocalCoordinatorPort(self), spec.plan, ids, spec.storage.restored)
         self.supervision = Supervision(
             lifecycle,
             self,

@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-from syncline.engines.local.cargo import Parcel, unpack
-from syncline.engines.local.memory import Bell
+from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process, Processes
-from syncline.engines.ray.away import AwayLearner
-from syncline.engines.ray.bulk import Connection, Lost
-from syncline.engines.ray.frames import Kind, Objects
+from syncline.engines.local.shared_memory import WakeUp
+from syncline.engines.ray.bulk_connection import Connection, Lost
+from syncline.engines.ray.frame_kinds import Kind, Objects
 from syncline.engines.ray.handshake import Listener, Secret
-from syncline.engines.ray.placing import gpu_of
-from syncline.topology.plan import Seat
+from syncline.engines.ray.placement import gpu_of
+from syncline.engines.ray.remote_learner import RemoteLearner
+from syncline.roles.run_plan import Seat
 
 LOOK = 0.25  # seconds between looks at what has ended
 FIRST_WORD = 30.0  # seconds that a connection has to say what it is for
@@ -88,7 +88,7 @@ class Agent:
         self._orders: queue.Queue[tuple[Order, socket.socket]] = queue.Queue()
         self._running: dict[int, _Running] = {}  # by pid
         self._places: dict[int, int] = {}  # GPU place -> pid
-        self._wake = Bell()
+        self._wake = WakeUp()
         self._closing = threading.Event()
         self._poll = select.poll()
         self._listener = Listener(host, secret, self._welcome)
@@ -160,8 +160,8 @@ class Agent:
         seat = order.seat
         if seat.device == "cuda":
             seat = replace(seat, device=gpu_of(place, self._gpus))
-        handed = Bell(os.dup(end.fileno()))
-        spec = AwayLearner(order.learner, seat, order.slots, self._secret.run, handed)
+        handed = WakeUp(os.dup(end.fileno()))
+        spec = RemoteLearner(order.learner, seat, order.slots, self._secret.run, handed)
         process = processes.fork("learner", order.learner, seat.rank, spec, None, self._threads(order))
         process.channel.post(self._task)
         handed.close()

@@ -14,7 +14,7 @@ from typing import Any
 
 from syncline.engines.ray.agent import About, Agent, describe, versions
 from syncline.engines.ray.handshake import Secret
-from syncline.engines.ray.placing import Node
+from syncline.engines.ray.placement import Node
 from syncline.errors import RunError, UsageError
 
 READY = 60.0  # seconds that the cluster has to give what a run asks for

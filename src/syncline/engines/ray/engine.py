@@ -10,19 +10,19 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from syncline.engines.local.cargo import Parcel, pack
 from syncline.engines.local.engine import LocalHandle, check_platform
-from syncline.engines.local.packing import pack_task
+from syncline.engines.local.packing import Parcel, pack
+from syncline.engines.local.task_packing import pack_task
 from syncline.engines.ray.agent import AGENT
-from syncline.engines.ray.bulk import Connection, Lost
+from syncline.engines.ray.bulk_connection import Connection, Lost
 from syncline.engines.ray.cluster import Agents, RayCluster, load_ray
-from syncline.engines.ray.frames import Kind, Objects, receive_object
+from syncline.engines.ray.frame_kinds import Kind, Objects, receive_object
 from syncline.engines.ray.handshake import Secret, Stranger, connect
-from syncline.engines.ray.placing import Node, chosen_nodes, deal, gpu_of, next_node
-from syncline.engines.ray.relay import StandIn
+from syncline.engines.ray.placement import Node, chosen_nodes, deal, gpu_of, next_node
+from syncline.engines.ray.stand_in import StandIn
 from syncline.engines.run import Engine, RunSpec
 from syncline.errors import NotYetError, RunError, UsageError
-from syncline.learn.session import check_whole
+from syncline.learn.server_session import check_whole
 
 TASK_SECONDS = 600.0  # that a node may take to receive what its learners run
 

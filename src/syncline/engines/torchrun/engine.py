@@ -23,19 +23,19 @@ from torch import Tensor, nn
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.allocator import keep_freed_memory
-from syncline.engines.collectives import Group, wants_nccl
-from syncline.engines.local.writer import Writer
+from syncline.engines.checkpoint_writer import Writer
+from syncline.engines.collectives import CollectiveGroup, wants_nccl
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
-from syncline.engines.torchrun.clerk import Answer, Clerk, Done, Failed, Gone, Left, Stop, Waiting
-from syncline.engines.torchrun.guests import WORD, introduce
-from syncline.engines.torchrun.place import Arrival, Place, Refusal, difference, next_store
-from syncline.engines.torchrun.wire import Wire
+from syncline.engines.torchrun.control_connection import ControlConnection
+from syncline.engines.torchrun.environment import Arrival, Refusal, TorchrunPlace, difference, next_store
+from syncline.engines.torchrun.handshake import WORD, introduce
+from syncline.engines.torchrun.run_server import Answer, Failed, Gone, Left, RunDone, RunServer, Stop, Waiting
 from syncline.errors import LearnerError, LostError, RunError, UsageError
+from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.models import copied
-from syncline.learn.peers import PeerSession
 from syncline.learn.training import Training
 from syncline.ports import CollectivePort, PeerLost, Progress, Reduction, RunStopped
-from syncline.topology.keeper import Meet, apart, early
+from syncline.roles.allreduce_coordinator import Meet, apart, early
 
 BLAME = 4.0  # seconds that a broken collective waits for the clerk's word on who broke it
 GRACE = 25.0  # seconds that a step gets after a signal; torchrun waits for 30
@@ -44,7 +44,7 @@ GRACE = 25.0  # seconds that a step gets after a signal; torchrun waits for 30
 class Line:
     """This learner's connection to the clerk, and the thread that hears it."""
 
-    def __init__(self, wire: Wire, rank: int, token: bytes) -> None:
+    def __init__(self, wire: ControlConnection, rank: int, token: bytes) -> None:
         self._wire = wire
         introduce(wire.socket, rank, token)
         self._changed = threading.Condition()
@@ -56,17 +56,17 @@ class Line:
         self.rank = rank
         self._gone: list[Gone] = []
         self._meeting: list[Waiting] = []
-        self._group: Group | None = None
+        self._group: CollectiveGroup | None = None
         self._joining = False
         self._thread = threading.Thread(target=self._hear, name="syncline-line", daemon=True)
         self._thread.start()
 
-    def join(self, store: Any, place: Place, arrived: list[Arrival]) -> Group:
+    def join(self, store: Any, place: TorchrunPlace, arrived: list[Arrival]) -> CollectiveGroup:
         """The group of all learners; whoever waits in it is thrown out when the run fails."""
         devices = [(each.host, each.device) for each in arrived]
         nccl = wants_nccl((arrived[place.rank].device,)) and len(set(devices)) == len(devices)
         self._joining = True
-        self._group = Group(store, place.rank, place.learners, nccl=nccl, host=None)
+        self._group = CollectiveGroup(store, place.rank, place.learners, nccl=nccl, host=None)
         self._joining = False
         if self.failure is not None:
             self._group.abort()
@@ -102,7 +102,7 @@ class Line:
             self._meeting.clear()
         elif isinstance(message, Failed):
             self.failure = message.error
-        elif isinstance(message, Done):
+        elif isinstance(message, RunDone):
             self.outcome = message.outcome
         elif isinstance(message, Gone):
             self._gone.append(message)
@@ -161,7 +161,7 @@ class Line:
 class TorchrunPort(CollectivePort):
     """All that a session asks, in a process of torchrun's."""
 
-    def __init__(self, place: Place, group: Group, line: Line, folder: str | None) -> None:
+    def __init__(self, place: TorchrunPlace, group: CollectiveGroup, line: Line, folder: str | None) -> None:
         self.rank, self.learners = place.rank, place.learners
         self._group, self._line = group, line
         self.asked: Callable[[], bool] = lambda: False  # somebody in this process wants the run to end
@@ -203,7 +203,7 @@ class TorchrunPort(CollectivePort):
 class TorchrunHandle(Handle):
     """A run of which this process is a learner: `wait` without a limit runs it, on the caller's thread."""
 
-    def __init__(self, spec: RunSpec, place: Place) -> None:
+    def __init__(self, spec: RunSpec, place: TorchrunPlace) -> None:
         self._spec, self._place = spec, place
         self._done = threading.Event()
         self._outcome: Outcome | None = None
@@ -270,12 +270,12 @@ class TorchrunHandle(Handle):
     # -- the run -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        clerk: Clerk | None = None
+        clerk: RunServer | None = None
         line: Line | None = None
         try:
             store = next_store()
             if self._place.rank == 0:
-                clerk = Clerk(self._spec, self._place.master)
+                clerk = RunServer(self._spec, self._place.master)
                 clerk.start()
                 store.set("clerk", clerk.token + f"{clerk.port}".encode())
             line = _connect(store, self._place)
@@ -292,7 +292,7 @@ class TorchrunHandle(Handle):
             self._done.set()
 
     def _learn(self, store: Any, line: Line) -> Outcome:
-        group: Group | None = None
+        group: CollectiveGroup | None = None
         try:
             group = line.join(store, self._place, self._arrive(line))
             return self._call(group, line)
@@ -322,13 +322,13 @@ class TorchrunHandle(Handle):
             raise Refusal(problem)
         return arrived
 
-    def _call(self, group: Group, line: Line) -> Outcome:
+    def _call(self, group: CollectiveGroup, line: Line) -> Outcome:
         spec, config = self._spec, self._spec.seat(self._place.rank)
         if torch.device(config.device).type == "cuda":
             torch.cuda.set_device(config.device)
         self._port = TorchrunPort(self._place, group, line, spec.storage.folder)
         self._port.asked = lambda: self._stop
-        session = PeerSession(self._port, config, spec.storage.restored)
+        session = AllReduceSession(self._port, config, spec.storage.restored)
         session.seed()
         value = None
         with contextlib.suppress(RunStopped):
@@ -360,10 +360,12 @@ def _try_send(line: Line, message: Any) -> None:
         return
 
 
-def _connect(store: Any, place: Place) -> Line:
+def _connect(store: Any, place: TorchrunPlace) -> Line:
     said = store.get("clerk")
     token, port = said[:WORD], int(said[WORD:])
-    return Line(Wire(socket.create_connection((place.master, port), timeout=None)), place.rank, token)
+    return Line(
+        ControlConnection(socket.create_connection((place.master, port), timeout=None)), place.rank, token
+    )
 
 
 def _own(argument: Any) -> Any:
@@ -376,7 +378,7 @@ def _own(argument: Any) -> Any:
 class Torchrun(Engine):
     """The processes that torchrun has started, this one among them."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TorchrunPlace) -> None:
         self.place = place
 
     def start(self, spec: RunSpec) -> TorchrunHandle:

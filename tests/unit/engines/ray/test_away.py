@@ -10,14 +10,14 @@ from torch import nn
 
 from syncline import messages as m
 from syncline.dial import Course
-from syncline.engines.local.memory import Bell
 from syncline.engines.local.server import PORTION
-from syncline.engines.ray.away import OVERTAKEN, AwayLearner, AwayPort, place_of
-from syncline.engines.ray.bulk import Connection
-from syncline.engines.ray.frames import WORDS, Kind, Objects
+from syncline.engines.local.shared_memory import WakeUp
+from syncline.engines.ray.bulk_connection import Connection
+from syncline.engines.ray.frame_kinds import WORDS, Kind, Objects
+from syncline.engines.ray.remote_learner import OVERTAKEN, RemoteLearner, RemotePort, place_of
 from syncline.ports import Portion, Reset
+from syncline.roles.run_plan import RunPlan, Seat
 from syncline.table.layout import lay_out
-from syncline.topology.plan import Plan, Seat
 
 RUN, LEARNER = b"the run!", 3
 
@@ -34,9 +34,9 @@ class StandIn:
             far, run=RUN, incarnation=LEARNER, into=lambda head: memoryview(bytearray(head.length))
         )
         self.words(0, 0, 0)
-        seat = Seat(plan=Plan(course=Course.of("hardsync"), learners=1), rank=0)
-        self._bell = Bell()
-        self.port = AwayPort(near, AwayLearner(LEARNER, seat, 2, RUN, self._bell))
+        seat = Seat(plan=RunPlan(course=Course.of("hardsync"), learners=1), rank=0)
+        self._bell = WakeUp()
+        self.port = RemotePort(near, RemoteLearner(LEARNER, seat, 2, RUN, self._bell))
         self.port._over = True  # its process does not end with the connection
         model = nn.Linear(3, 2)
         self.layout, _ = lay_out(model, [list(model.parameters())], cuttable=True, shards=1)

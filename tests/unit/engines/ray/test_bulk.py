@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from syncline.engines.local.memory import Region
-from syncline.engines.ray.bulk import Connection, Frame, Head, Lost, bytes_of
+from syncline.engines.local.shared_memory import Region
+from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost, bytes_of
 
 RUN, OTHER = b"the run!", b"another!"
 LARGE = 16 << 20

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.engines.ray.placing import Node, chosen_nodes, deal, gpu_of, next_node
+from syncline.engines.ray.placement import Node, chosen_nodes, deal, gpu_of, next_node
 from syncline.errors import UsageError
 
 HOME = Node("a" * 40, "10.0.0.1", 4, home=True)

@@ -1,0 +1,263 @@
+"""A study from its options to its end: what is left to do, the workers, the display, Ctrl-C, pictures, the last words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tomllib
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from syncline.cli.engines import SimulatedEngine
+from syncline.cli.error_output import FAILURE, INTERRUPTED
+from syncline.cli.plain_output import counted, near
+from syncline.cli.study_display import StudyBoard, last_words, row_line
+from syncline.cli.train import Wish, load
+from syncline.dial import Course
+from syncline.engines.checkpoint_options import AUTO
+from syncline.errors import RunError, UsageError
+from syncline.jobs import Job, Named
+from syncline.learn.server_session import check_batches
+from syncline.protocols.lifecycle import Faults
+from syncline.report.event_lines import write_whole
+from syncline.studies.grid import Grid, Point, Skipped
+from syncline.studies.picture import page, picture
+from syncline.studies.pool import Ended, Moved, News, Pool, Started
+from syncline.studies.progress import Progress
+from syncline.studies.rows import StudyRow, left
+from syncline.studies.store import JOB, LOG, StudyStore, read_rows
+from syncline.topologies import parse_topology
+
+PICTURE, PAGE = "tradeoff.svg", "tradeoff.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line says about a study."""
+
+    wish: Wish
+    grid: Grid
+    simulated: SimulatedEngine | None  # None: the local engine
+    jobs: int | None = None
+    out: Path | None = None
+    fresh: bool = False
+
+    @property
+    def timing(self) -> bool:
+        """Sizes only."""
+        return self.simulated is not None and self.simulated.timing
+
+
+def study(asked: Asked, console: Console) -> int:
+    """Run what is left of it; the exit code comes back."""
+    points, skipped = asked.grid.points()
+    job = _job(asked, points)
+    folder = asked.out or Path("runs") / f"tradeoff-{asked.wish.job.stem if asked.wish.job else 'digits'}"
+    kind = {"timing": True} if asked.timing else {}
+    with StudyStore(folder, {**job.table(), **kind}, fresh=asked.fresh) as store:
+        _say_skipped(skipped, console)
+        todo = left(points, store.rows)
+        progress = Progress(todo, before=len(points) - len(todo), steps=job.steps is not None)
+        interrupted = _conduct(job, asked, store, progress, console)
+        if not interrupted:
+            store.finish(points)
+    _draw(folder, store.rows)
+    mine = set(points)
+    last_words([row for row in store.rows if row.point in mine], folder, _unit(store.job), console)
+    if interrupted:
+        _line(
+            console,
+            f"{progress.done} of {progress.total} runs are done; the same command goes on with the rest",
+        )
+        return INTERRUPTED
+    return FAILURE if progress.failed else 0
+
+
+def redraw(folder: Path, console: Console) -> int:
+    """Draw what a study has so far."""
+    rows = read_rows(folder)
+    if not rows:
+        raise UsageError(f"{folder}: no run of this study has ended yet")
+    _draw(folder, rows)
+    last_words(rows, folder, _unit(_table(folder)), console)
+    return 0
+
+
+# -- before it begins ------------------------------------------------------------------------------------------
+
+
+def _job(asked: Asked, points: list[Point]) -> Job:
+    """The job that all runs share, tried as a whole: what one of them would refuse is refused now."""
+    job = replace(load(asked.wish), run_dir=None, resume=None, checkpoint_every=AUTO, clocks=False)
+    if asked.simulated is not None:
+        job = asked.simulated.apply(job)
+    else:
+        job = replace(job, engine=Named(name="local"))
+    first = points[0]
+    job = replace(job, sync=first.sync, learners=first.learners, batch_size=first.batch_size, seed=first.seed)
+    made = job.build()
+    _refuse_dials(job, asked.grid)
+    for size in asked.grid.batch_sizes:
+        _refuse_batch(size, made["data"])
+    return job
+
+
+def _refuse_dials(job: Job, grid: Grid) -> None:
+    """What does not go over the topology would fail in every run."""
+    place, faults = parse_topology(job.topology), Faults(on_error=job.on_error, replace=job.replace)
+    for sync in grid.syncs:
+        try:
+            place.check(Course.of(sync), faults, clip_norm=job.clip_norm, warm=job.warmstart)
+        except UsageError as error:
+            raise UsageError(f"--sync {sync}: {error}") from None
+
+
+def _refuse_batch(size: int, data: Any) -> None:
+    try:
+        count = len(data)
+    except TypeError:  # a stream
+        return
+    try:
+        check_batches(count, size)
+    except UsageError as error:
+        raise UsageError(f"--batch-size {size}: {error}") from None
+
+
+def _say_skipped(skipped: Iterable[Skipped], console: Console) -> None:
+    for each in skipped:
+        _line(console, f"left out: {each.sync} with {each.learners} learners: {each.reason}")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+# -- while it runs ---------------------------------------------------------------------------------------------
+
+
+def _conduct(job: Job, asked: Asked, store: StudyStore, progress: Progress, console: Console) -> bool:
+    """True where Ctrl-C ended it; what has ended by then is kept."""
+    wanted = asked.jobs or (_cores() if asked.simulated is not None else 1)
+    workers = min(wanted, len(progress.points))
+    _line(console, _headline(store, progress, workers))
+    if not progress.points:
+        return False
+    board = StudyBoard(progress, console)
+    try:
+        with _Interrupt() as interrupt, _pool(job, asked, workers, store) as pool, board:
+            for news in pool.run(progress.points):
+                for each in news:
+                    _heard(each, job, store, progress, board)
+                board.show()
+                if interrupt.came:
+                    return True
+    finally:
+        _forget_empty(store.folder / LOG)
+    return False
+
+
+def _pool(job: Job, asked: Asked, workers: int, store: StudyStore) -> Pool:
+    return Pool(job, workers, store.folder / LOG, timing=asked.timing)
+
+
+class _Interrupt:
+    """Notes Ctrl-C, so that it never comes between a row and its file; a second one does not wait."""
+
+    came = False
+
+    def __enter__(self) -> _Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        signal.signal(signal.SIGINT, self._before)
+
+    def __exit__(self, *raised: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+
+def _forget_empty(path: Path) -> None:
+    with suppress(OSError):
+        if path.stat().st_size == 0:
+            path.unlink()
+
+
+def _headline(store: StudyStore, progress: Progress, workers: int) -> str:
+    what = f"{counted(len(progress.points), 'run')} with {counted(workers, 'worker')}"
+    before = (
+        f", {progress.before} {'was' if progress.before == 1 else 'were'} done before"
+        if progress.before
+        else ""
+    )
+    return (
+        f"{near(store.folder)}: {_title(store.job)}: {what if progress.points else 'no run is left'}{before}"
+    )
+
+
+def _heard(news: News, job: Job, store: StudyStore, progress: Progress, board: StudyBoard) -> None:
+    if isinstance(news, Started):
+        progress.started(news.point, board.now())
+    elif isinstance(news, Moved):
+        total = f"/{job.epochs}" if job.epochs else ""
+        progress.moved(
+            news.point, news.epochs / job.epochs if job.epochs else 0.0, f"epoch {news.epochs}{total}"
+        )
+    elif isinstance(news, Ended):
+        store.add(news.row)
+        progress.ended(news.row)
+        board.line(row_line(news.row, progress))
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+# -- pictures --------------------------------------------------------------------------------------------------
+
+
+def _draw(folder: Path, rows: list[StudyRow]) -> None:
+    table = _table(folder)
+    title, unit = _title(table), _unit(table)
+    try:
+        write_whole(folder / PICTURE, picture(rows, title=title, unit=unit))
+        write_whole(folder / PAGE, page(rows, title=title, unit=unit))
+    except OSError as error:
+        raise RunError(f"cannot draw in {folder}: {error.strerror}") from error
+
+
+def _table(folder: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((folder / JOB).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _title(table: dict[str, Any]) -> str:
+    """`mlp on digits, 5 epochs each, simulated on p775`."""
+    parts = [f"{_name(table, 'model')} on {_name(table, 'data')}"]
+    parts += [
+        f"{counted(table[key], word)} each"
+        for key, word in (("epochs", "epoch"), ("steps", "update"))
+        if key in table
+    ]
+    if _name(table, "engine") == "sim":
+        cluster = table["engine"].get("cluster")
+        how = "timed" if table.get("timing") else "simulated"
+        parts.append(f"{how} on {cluster}" if cluster else how)
+    return ", ".join(parts)
+
+
+def _name(table: dict[str, Any], key: str) -> str:
+    found = table.get(key)
+    return str(found.get("name", "?")) if isinstance(found, dict) else "?"
+
+
+def _unit(table: dict[str, Any]) -> str:
+    return "seconds" if _name(table, "engine") == "local" else "virtual seconds"

@@ -1,0 +1,320 @@
+"""What every engine does for a batch method (M18): its history, its checkpoints, its account, the memory it needs.
+
+Not responsible for processes, time, nor for anything that the coordinator decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from syncline import messages as m
+from syncline.batch import messages as b
+from syncline.batch.coordinator import Coordinator, slots_of, window_of
+from syncline.batch.portions import Portions
+from syncline.engines.checkpoint_files import commit
+from syncline.engines.recorder import Recorder
+from syncline.engines.run import EpochRecord, RunSpec
+from syncline.errors import RunError, UsageError
+from syncline.learn.models import made
+from syncline.learn.portion_worker import BatchPlan, trained
+from syncline.protocols.sequence import Account
+from syncline.protocols.spans import Standing
+from syncline.protocols.staleness import StalenessClock
+from syncline.roles.restore import LoaderState, Restored, TableState, table_file
+from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, Written, layout_json, layout_of
+
+MEMINFO = Path("/proc/meminfo")
+
+
+def method_name(method: Any) -> str:
+    return str(getattr(method, "name", type(method).__name__))
+
+
+def coordinator_of(spec: RunSpec) -> Coordinator:
+    """That begins, or goes on from a checkpoint."""
+    plan = spec.batch
+    assert plan is not None
+    stands = spec.storage.restored.batch if spec.storage.restored is not None else None
+    window = window_of(spec.plan.learners) if plan.deterministic else None
+    return Coordinator(
+        plan.method,
+        plan.samples,
+        shards=plan.layout.shards,
+        slots=slots_of(spec.plan.learners, deterministic=plan.deterministic),
+        portions=Portions(deterministic=plan.deterministic, window=window),
+        limit=spec.plan.limit,
+        state=stands["state"] if stands else None,
+        iteration=stands["iteration"] if stands else 0,
+    )
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+def memory_needed(plan: BatchPlan, learners: int) -> tuple[int, str]:
+    """Bytes of all shards and learners together, and the sum in words; activations are not in it."""
+    size = plan.layout.parameters.nbytes
+    vectors, sums = len(plan.method.vectors), slots_of(learners, deterministic=plan.deterministic)
+    total = size * (vectors + sums + learners)
+    words = (
+        f"{vectors} vectors of {_bytes(size)} on {plan.layout.shards} shards ({_bytes(size * vectors // plan.layout.shards)} "
+        f"each), {sums} sums of gradients and a copy of the weights in each of {learners} learners: {_bytes(total)}"
+    )
+    return total, words
+
+
+def available_memory() -> int | None:
+    """Bytes, where the system says so."""
+    try:
+        lines = MEMINFO.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def check_memory(plan: BatchPlan, learners: int) -> None:
+    needed, words = memory_needed(plan, learners)
+    there = available_memory()
+    if there is not None and needed > there:
+        raise UsageError(
+            f"{type(plan.method).__name__} needs {words}, and {_bytes(there)} are available here; use a smaller history, "
+            "fewer learners, or a method with fewer vectors"
+        )
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"
+
+
+# -- weights ---------------------------------------------------------------------------------------------------
+
+
+def write_first(plan: BatchPlan, x: list[Tensor]) -> None:
+    """The model's own values, to where the method begins."""
+    views = plan.layout.parameters.views(x)
+    for view, parameter in zip(views, trained(made(plan.model)), strict=True):
+        view.copy_(parameter.detach())
+
+
+def state_of(plan: BatchPlan, x: list[Tensor]) -> dict[str, Tensor]:
+    """A copy of the weights by name, and the model's buffers."""
+    flat = plan.layout.parameters
+    state = {entry.name: view.clone() for entry, view in zip(flat.entries, flat.views(x), strict=True)}
+    state |= {alias: state[name] for alias, name in plan.layout.aliases if name in state}
+    return {**plan.buffers, **state}
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def read_batch(checkpoint: Checkpoint) -> Restored:
+    """Where a run goes on; vectors are read by the shards."""
+    found = checkpoint.manifest
+    if "batch" not in found:
+        raise UsageError(
+            f"{checkpoint.path} was not written by a batch method but under {found.get('sync')}: resume it so, or "
+            "begin from its weights (model.load_state_dict)"
+        )
+    stands: dict[str, Any] = found["batch"]
+    try:
+        count = stands["iteration"]
+        account = Account(
+            version=count,
+            gradients=stands["sums"],
+            dropped=stands["discarded"],
+            histogram={0: stands["sums"]},
+        )
+        table = TableState(
+            layout=layout_of(found["layout"]),
+            optimizer=stands["method"],
+            values=[],
+            state={},
+            account=account,
+        )
+        done = Standing(done=count, newest=count - 1, fresh={}, returned=[], skipped={}, broken=[])
+        return Restored(
+            name=str(checkpoint.path),
+            seed=found["seed"],
+            seal=checkpoint.seal,
+            tables={0: table},
+            loaders={0: LoaderState(size=stands["size"], policy="batch", parts=1, standing=done)},
+            counts=m.Counts(examples={0: stands["examples"]}),
+            history=found["history"],
+            sync=found["sync"],
+            virtual=found.get("virtual", 0.0),
+            batch=stands,
+        )
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} lacks {error}: it was written by another version of Syncline"
+        ) from error
+
+
+def check_restored(plan: BatchPlan, found: Restored | None) -> None:
+    """A method goes on only with what it began with."""
+    if found is None:
+        return
+    assert found.batch is not None
+    found.check_layout(0, plan.layout)
+    found.check_optimizer(0, method_name(plan.method))
+    plan.method(found.batch["state"]).close()  # it refuses what it cannot go on from
+    if found.batch["size"] != plan.samples.size:
+        raise UsageError(
+            f"{found.name} was made with {found.batch['size']} examples, this run has {plan.samples.size}; resume with "
+            "the data it was made with"
+        )
+
+
+class BatchRecord:
+    """The record of one run; `now` is its clock."""
+
+    def __init__(
+        self, spec: RunSpec, recorder: Recorder, coordinator: Coordinator, now: Callable[[], float]
+    ) -> None:
+        assert spec.batch is not None
+        self._spec, self._plan, self._recorder, self._now = spec, spec.batch, recorder, now
+        self._coordinator = coordinator
+        self._folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
+        before = spec.storage.restored
+        self._before = before.tables[0].account if before else Account()
+        self._examples = before.counts.examples.get(0, 0) if before else 0
+        self.reached: b.Reached | None = None  # the last
+        self._cut_at = before.version if before else 0
+        self._cut_time = now()
+        self._files: dict[str, Written] | None = None  # of the checkpoint that is being written
+        self._cut: dict[str, Any] = {}
+        self._problem = ""
+
+    # -- iterations --------------------------------------------------------------------------------------
+
+    def iteration(self, reached: b.Reached, state: dict[str, Tensor] | None) -> None:
+        self.reached = reached
+        found = reached.iteration.record
+        notes = {
+            "step": found.step,
+            "evaluations": float(found.evaluations),
+            "gradient": found.gradient_norm,
+            **({"restarted": 1.0} if found.restarted else {}),
+        }
+        self._recorder.iteration(
+            EpochRecord(
+                epoch=found.iteration - 1,
+                version=found.iteration,
+                seconds=self._now(),
+                examples=reached.batch.examples,
+                loss=found.loss,
+                losses={},
+                notes=notes,
+            ),
+            state,
+        )
+
+    def ended(self, over: b.Over) -> None:
+        """Why, for the user; what never began is an error."""
+        end = over.end
+        if end is None:
+            return
+        self._recorder.event(
+            end.message, kind="converged" if end.why in ("gradient", "decrease") else "ended"
+        )
+        if end.why == "not finite" and end.iterations == 0:
+            raise RunError(
+                f"the objective is not finite where the run begins: {end.message}; look at the data and the first weights"
+            )
+        if end.why == "not finite" or (end.why == "line search" and end.iterations == 0):
+            self._recorder.warn(f"the method has ended: {end.message}; the best weights are kept", "ended")
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    @property
+    def cutting(self) -> bool:
+        return self._files is not None
+
+    def due(self, *, last: bool = False) -> bool:
+        """A checkpoint is to be cut at this iteration."""
+        if self._folder is None or self.cutting or self.reached is None:
+            return False
+        count = self.reached.iteration.record.iteration
+        if last:
+            return count > self._cut_at
+        every, seconds = self._spec.plan.saving.every, self._spec.plan.saving.seconds
+        by_count = every is not None and count % every == 0
+        return by_count or (seconds is not None and self._now() - self._cut_time >= seconds)
+
+    def cut(self) -> b.Save:
+        """All shards write their vectors as they are now."""
+        assert self.reached is not None
+        self._files, self._cut, self._problem = {}, self._manifest(self.reached), ""
+        self._cut_at, self._cut_time = self._cut["batch"]["iteration"], self._now()
+        return b.Save(self._cut_at)
+
+    def saved(self, message: m.Saved) -> m.Checkpointed | None:
+        """One shard's file is there; the checkpoint, when all are."""
+        if self._files is None or message.number != self._cut_at:
+            return None
+        self._problem = self._problem or message.problem
+        self._files[message.name] = message.written  # type: ignore[assignment]
+        if len(self._files) < self._plan.layout.shards:
+            return None
+        assert self._folder is not None
+        files, self._files = self._files, None
+        if self._problem:
+            self._folder.abandon(message.number)
+            done = m.Checkpointed(message.number, "", self._problem)
+        else:
+            done = commit(
+                self._folder, message.number, self._cut, list(files.values()), self._spec.storage.keep
+            )
+        self._recorder.emit(done)
+        return done
+
+    def go_back(self, restored: Restored | None) -> None:
+        """What was being written is gone, and what came after the checkpoint."""
+        self._files, self.reached = None, None
+        self._cut_at = restored.version if restored else 0
+        self._recorder.go_back(restored)
+
+    def _manifest(self, reached: b.Reached) -> dict[str, Any]:
+        found, table = reached.iteration.record, self.table()
+        return {
+            "seed": self._spec.plan.seed,
+            "sync": self._spec.sync,
+            "layout": layout_json(self._plan.layout),
+            "history": [each for each in self._recorder.history() if each["version"] <= found.iteration],
+            "virtual": self._now(),
+            "batch": {
+                "method": method_name(self._plan.method),
+                "iteration": found.iteration,
+                "state": reached.iteration.state,
+                "size": self._plan.samples.size,
+                "portion": self._plan.samples.portion,
+                "examples": table.examples,
+                "sums": table.gradients,
+                "discarded": table.dropped,
+                "files": [table_file(0, shard) for shard in range(self._plan.layout.shards)],
+            },
+        }
+
+    # -- the account -------------------------------------------------------------------------------------
+
+    def table(self) -> m.TableStatistics:
+        """Gradients are sums of portions; their staleness is 0, always."""
+        found, clock = self._coordinator.statistics(), StalenessClock()
+        sums = self._before.gradients + found.taken
+        if sums:
+            clock.histogram[0] = sums
+        examples = self._examples + self._coordinator.examples
+        dropped = self._before.dropped + found.discarded
+        return m.TableStatistics(
+            self._coordinator.iteration, sums, dropped, examples, clock.account(), {}, [], 0
+        )
+
+    def statistics(self, number: int, steps: Mapping[int, int], losses: Mapping[int, float]) -> m.Statistics:
+        return m.Statistics(number, {0: self.table()}, dict(steps), dict(losses))

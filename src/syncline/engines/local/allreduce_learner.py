@@ -1,0 +1,188 @@
+"""A learner's process under all-reduce: the port of its session on Gloo or NCCL, and the call of the user's function."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline.engines.checkpoint_writer import Writer
+from syncline.engines.collectives import CollectiveGroup
+from syncline.engines.local.control_channel import Channel, Closed
+from syncline.engines.local.learner import returned, say
+from syncline.engines.local.shared_memory import Region
+from syncline.engines.run import Task
+from syncline.learn.allreduce_session import AllReduceSession
+from syncline.ports import CollectivePort, PeerLost, Progress, Reduction, RunStopped
+from syncline.roles.allreduce_coordinator import Meet
+from syncline.roles.restore import restored
+from syncline.roles.run_plan import Seat
+from syncline.table.checkpoints import read
+
+SIGMAS = 64  # staleness up to here has a word of its own
+
+
+class ProgressBoard:
+    """What one learner shows the supervisor: how far it is, and whether it waits for the others."""
+
+    STARTED, VERSION, GRADIENTS, EXAMPLES, LOSS, WAITS, CALLS, HISTOGRAM = range(8)
+
+    def __init__(self, region: Region) -> None:
+        self.words = region.words
+
+    @staticmethod
+    def nbytes() -> int:
+        return 8 * (ProgressBoard.HISTOGRAM + SIGMAS)
+
+    def write(self, progress: Progress) -> None:
+        words = self.words
+        words[self.STARTED] = progress.started
+        words[self.VERSION] = progress.version
+        words[self.GRADIENTS] = progress.gradients
+        words[self.EXAMPLES] = progress.examples
+        words[self.LOSS] = struct.unpack("q", struct.pack("d", progress.loss))[0]
+        for sigma, count in progress.histogram.items():
+            words[self.HISTOGRAM + min(sigma, SIGMAS - 1)] = count
+
+    def read(self) -> Progress:
+        words = self.words
+        histogram = {sigma: count for sigma in range(SIGMAS) if (count := words[self.HISTOGRAM + sigma])}
+        loss = struct.unpack("d", struct.pack("q", words[self.LOSS]))[0]
+        return Progress(
+            words[self.STARTED],
+            words[self.VERSION],
+            words[self.GRADIENTS],
+            words[self.EXAMPLES],
+            loss,
+            histogram,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A collective failed under it: somebody else is gone."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceLearnerSpec:
+    """A learner's own part of its setup."""
+
+    seat: Seat
+    meeting: str  # a file without a name, in the supervisor's hands: where the group finds itself
+    board: Region
+    stop: Region  # its first word: the run is to end
+    nccl: bool
+    folder: str | None = None  # of checkpoints
+    resume: str | None = None  # a checkpoint to go on from
+
+
+class _Watched(Reduction):
+    """A reduction whose waiting is shown."""
+
+    def __init__(self, inner: Reduction, board: ProgressBoard) -> None:
+        self._inner, self._board = inner, board
+
+    def wait(self) -> None:
+        words = self._board.words
+        words[ProgressBoard.WAITS] = 1
+        try:
+            self._inner.wait()
+        finally:
+            words[ProgressBoard.WAITS] = 0
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+
+class LocalCollectivePort(CollectivePort):
+    """All that such a session asks, on this machine."""
+
+    def __init__(self, channel: Channel, spec: AllReduceLearnerSpec) -> None:
+        self.rank, self.learners = spec.seat.rank, spec.seat.plan.learners
+        self._channel, self._board = channel, ProgressBoard(spec.board)
+        self._stop = spec.stop.words
+        self._writer = Writer(Path(spec.folder), self.tell) if spec.folder and self.rank == 0 else None
+        self._board.words[ProgressBoard.WAITS] = 1
+        store = dist.FileStore(spec.meeting, self.learners)
+        self._group = CollectiveGroup(store, self.rank, self.learners, nccl=spec.nccl, host="127.0.0.1")
+        self._board.words[ProgressBoard.WAITS] = 0
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def spend(self, examples: int, share: float = 1.0) -> None:
+        pass
+
+    def reduce(self, buffer: Tensor) -> Reduction:
+        self._board.words[ProgressBoard.CALLS] += 1
+        return _Watched(self._group.reduce(buffer), self._board)
+
+    def broadcast(self, buffer: Tensor) -> None:
+        self._board.words[ProgressBoard.CALLS] += 1
+        self._board.words[ProgressBoard.WAITS] = 1
+        self._group.broadcast(buffer)
+        self._board.words[ProgressBoard.WAITS] = 0
+
+    def meet(self, what: str, value: Any) -> list[Any]:
+        self._channel.send(Meet(what, value))
+        return self._channel.receive()  # type: ignore[no-any-return]
+
+    def tell(self, message: Any) -> None:
+        self._channel.send(message)
+
+    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        assert self._writer is not None
+        self._board.words[ProgressBoard.WAITS] = 1
+        self._writer.write_after(number, name, tensors, notes)
+        self._board.words[ProgressBoard.WAITS] = 0
+
+    def note(self, progress: Progress) -> None:
+        self._board.write(progress)
+
+    def stopping(self) -> bool:
+        return self._stop[0] != 0
+
+    def close(self) -> None:
+        """Everybody leaves. Gloo's group may go with the process: that is quicker, and nothing complains."""
+        if not self._group.sliced:
+            self._group.close()
+
+
+def run_peer(channel: Channel, spec: AllReduceLearnerSpec) -> int:
+    """Call the user's function; say how it ended. Nobody leaves before the supervisor says so: others may still read."""
+    try:
+        task: Task = channel.receive()
+        if torch.device(spec.seat.device).type == "cuda":
+            torch.cuda.set_device(spec.seat.device)
+        port = LocalCollectivePort(channel, spec)
+        session = AllReduceSession(
+            port, spec.seat, restored(read(Path(spec.resume))) if spec.resume else None
+        )
+        session.seed()
+        try:
+            value = task.function(session, *task.arguments, **task.keywords)
+        except RunStopped:
+            value = None
+        session.close()
+        sys.stdout.flush()
+        channel.send(returned(value))
+        channel.receive()
+        port.close()
+    except Closed:
+        return 0
+    except PeerLost as error:
+        channel.try_send(Broken(str(error)))
+        return 1
+    except BaseException as error:
+        say(channel, error)
+        return 1
+    return 0

@@ -1,0 +1,248 @@
+"""The supervisor of an all-reduce run: starts its learners, keeps their record, and ends them all when one is gone.
+
+A thread of the caller's, as the servers' supervisor is. Nothing of a step passes here: learners reduce among themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from syncline import messages as m
+from syncline.dial import Sync
+from syncline.engines.collectives import wants_nccl
+from syncline.engines.local.allreduce_learner import AllReduceLearnerSpec, Broken, ProgressBoard
+from syncline.engines.local.evaluator import Evaluator
+from syncline.engines.local.hang_detection import HangDetection
+from syncline.engines.local.processes import Process
+from syncline.engines.local.shared_memory import Region
+from syncline.engines.local.statistics_requests import Questions, with_processes
+from syncline.engines.local.supervisor_thread import RunThread
+from syncline.engines.local.task_packing import pack_task
+from syncline.engines.recorder import learner_error, peer_record
+from syncline.engines.run import RunSpec
+from syncline.errors import RunError, UsageError
+from syncline.protocols.lifecycle import alone
+from syncline.protocols.staleness import StalenessClock
+from syncline.roles.allreduce_coordinator import apart, early
+
+GRACE = 10.0  # seconds that learners get to finish their step after a stop
+LOOK = 0.25  # seconds between looks at timers
+BLAME = 2.0  # seconds that a broken collective waits for whoever broke it
+
+
+class AllReduceSupervisor:
+    """One run, from its first process to its last; `thread.main` runs on a thread of the caller's."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        self._started = time.monotonic()
+        self.recorder, self._keeper = peer_record(
+            spec,
+            now=lambda: time.monotonic() - self._started,
+            evaluate=lambda epoch, state: self._evaluator.give(epoch, state),  # type: ignore[union-attr]
+            stop=self._stop,
+            reply=self._reply,
+            fail=lambda error: self.thread.fail(error),
+        )
+        self.thread = RunThread(
+            self.recorder, self._started, begin=self._begin, loop=self._loop, end=self._end
+        )
+        self._questions = Questions(self.thread)
+        self.learners: dict[int, Process] = {}  # by rank
+        self._meeting = os.memfd_create("syncline-meeting", os.MFD_CLOEXEC)
+        self._stop_word = Region(8)
+        self._boards = [Region(ProgressBoard.nbytes()) for _ in range(spec.plan.learners)]
+        self._evaluator: Evaluator | None = None
+        self._deadline: float | None = None
+        self._broken: tuple[float, int, str] | None = None  # (when, rank, what it said)
+        self._hanging = HangDetection(
+            spec.faults,
+            self.recorder,
+            others="the others wait for it",
+            end="ends such a learner, and the run",
+        )
+        self._looked = self._started
+
+    def command(self, command: Any) -> None:
+        """What the caller asks for."""
+        if isinstance(command, int):
+            raise UsageError(
+                "all-reduce has fixed membership: no learners can be added; use topology='servers'"
+            )
+        if isinstance(command, Sync):
+            raise UsageError(
+                "all-reduce cannot change its dial in the middle; give a course, such as 'hardsync until 1 then delayed:1'"
+            )
+        self.thread.command(command)
+
+    # -- the run -----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        spec = self.spec
+        task, evaluate = pack_task(spec)
+        self._processes = self.thread.open(self._heard, self._ended, self._asked)
+        meeting = f"/proc/{os.getpid()}/fd/{self._meeting}"
+        nccl = wants_nccl(spec.devices)
+        resume = spec.storage.restored.name if spec.storage.restored is not None else None
+        for rank in range(spec.plan.learners):
+            peer = AllReduceLearnerSpec(
+                spec.seat(rank),
+                meeting,
+                self._boards[rank],
+                self._stop_word,
+                nccl,
+                spec.storage.folder,
+                resume,
+            )
+            self.learners[rank] = self._processes.fork("learner", rank, rank, peer, None, self._threads())
+            self.learners[rank].channel.post(task)
+        task.close()
+        if evaluate is not None:
+            self._evaluator = Evaluator(self._processes, evaluate, self.recorder)
+
+    def _threads(self) -> int:
+        """Of a learner."""
+        if self.spec.threads is not None:
+            return self.spec.threads
+        return max(1, len(os.sched_getaffinity(0)) // self.spec.plan.learners)
+
+    def _loop(self) -> None:
+        while self.thread.error is None and not self._over():
+            self._processes.work(LOOK)
+            now = time.monotonic()
+            if now - self._looked > LOOK or self._broken is not None:
+                self._looked = now
+                self._check(now)
+
+    def _over(self) -> bool:
+        returned = all(process.state == "returned" for process in self.learners.values())
+        return returned and self.recorder.complete() and not self._keeper.cutting
+
+    def _asked(self, command: Any) -> None:
+        if isinstance(command, m.AskStatistics):
+            self._questions.answer(self._statistics(command.number))
+        elif command == "kill":
+            self.thread.fail(KeyboardInterrupt())
+        else:
+            self.thread.outcome.interrupted |= command == "interrupt"
+            self._stop()
+
+    def _stop(self) -> None:
+        """Learners agree on the step after which they leave."""
+        self._stop_word.words[0] = 1
+        if self._deadline is None:
+            self._deadline = time.monotonic() + GRACE
+
+    # -- processes ---------------------------------------------------------------------------------------
+
+    def _reply(self, rank: int, message: Any) -> None:
+        self.learners[rank].channel.post(message)
+
+    def _heard(self, process: Process, message: Any) -> None:
+        if process.role == "evaluator":
+            assert self._evaluator is not None
+            self._evaluator.hear(message)
+        elif isinstance(message, m.Returned):
+            process.state = "returned"
+            self.recorder.returned(process.rank, message)
+        elif isinstance(message, m.Raised):
+            process.state = "raised"
+            self.recorder.event("raised", process.rank, kind="raised")
+            self.thread.fail(learner_error(process.rank, message.error, message.traceback))
+        elif isinstance(message, Broken):
+            process.state = "broken"
+            self._broken = self._broken or (time.monotonic(), process.rank, message.text)
+        else:
+            self._keeper.hear(process.rank, message)
+
+    def _ended(self, process: Process, how: str) -> None:
+        """A process ended without a word."""
+        process.state = "lost"
+        if process.role == "learner":
+            what = f"lost: its process (pid {process.pid}) ended with {how}"
+            self.recorder.event(what, process.rank, kind="lost", pid=process.pid)
+        self.thread.fail(alone(f"{process.role} {process.rank} (pid {process.pid}) ended with {how}"))
+
+    def _check(self, now: float) -> None:
+        self._check_early()
+        if self._broken is not None and now - self._broken[0] > BLAME:
+            _, rank, text = self._broken
+            self.thread.fail(RunError(f"a collective failed in learner {rank}: {text}"))
+        running = [rank for rank, process in self.learners.items() if process.state == "running"]
+        if self._deadline is not None and now > self._deadline and running:
+            ranks = ", ".join(map(str, running))
+            self.thread.fail(
+                RunError(f"learners {ranks} did not finish their step within {GRACE:.0f} s of the stop")
+            )
+        self._look(now, running)
+
+    def _check_early(self) -> None:
+        """Somebody returned, or waits in a meeting, and another needs it for a collective."""
+        calls = {rank: self._boards[rank].words[ProgressBoard.CALLS] for rank in self.learners}
+        for rank, process in self.learners.items():
+            other = max(calls, key=lambda each: calls[each])
+            if process.state == "returned" and calls[other] > calls[rank]:
+                self.thread.fail(early(rank, self._keeper.closed[rank].steps, other, "a further step"))
+        meeting = self._keeper.waiting()
+        for rank, meet in meeting.items():
+            for other, count in calls.items():
+                if other not in meeting and count > calls[rank]:
+                    self.thread.fail(apart(rank, meet.what, other))
+
+    def _look(self, now: float, running: list[int]) -> None:
+        """Who should compute and has not been heard of?"""
+        progress = {rank: self._boards[rank].words[ProgressBoard.CALLS] for rank in running}
+        waiting = {rank for rank in running if self._boards[rank].words[ProgressBoard.WAITS]}
+        self._hanging.look(now, progress, waiting | self._keeper.waiting().keys(), self.learners, self._kill)
+
+    def _kill(self, process: Process, why: str) -> None:
+        self.recorder.event(f"killed: {why}", process.rank, kind="killed", pid=process.pid)
+        self._processes.kill(process)
+
+    # -- statistics --------------------------------------------------------------------------------------
+
+    def ask_statistics(self) -> m.Statistics:
+        """As the learners' boards show it; at the end exact."""
+        return self._questions.ask()
+
+    def _statistics(self, number: int) -> m.Statistics:
+        shown = [ProgressBoard(region).read() for region in self._boards]
+        first = shown[0]
+        clock = StalenessClock()
+        clock.histogram.update(first.histogram)
+        waiting = {
+            rank: first.version for rank in self.learners if self._boards[rank].words[ProgressBoard.WAITS]
+        }
+        missing = [rank for rank in self.learners if rank not in waiting] if waiting else []
+        table = m.TableStatistics(
+            first.version, first.gradients, 0, first.examples, clock.account(), waiting, missing, 0
+        )
+        steps = {rank: progress.started for rank, progress in enumerate(shown)}
+        losses = {
+            rank: each.loss for rank, each in enumerate(shown) if each.loss == each.loss and each.started
+        }
+        tables = {0: table} if self._keeper.layouts else {}
+        return self._with_processes(m.Statistics(number, tables, steps, losses), waiting)
+
+    def _with_processes(self, statistics: m.Statistics, waiting: dict[int, int]) -> m.Statistics:
+        return with_processes(
+            statistics,
+            self.thread.processes,
+            lambda process: "waits for the others" if process.rank in waiting else "computing",
+        )
+
+    # -- end ---------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Nothing stays behind, however it ended."""
+        outcome = self.thread.outcome
+        outcome.statistics = self._with_processes(outcome.statistics, {})
+        if self.thread.error is None:
+            for process in self.learners.values():
+                process.channel.post(None)  # they may leave
+        self.thread.close()
+        os.close(self._meeting)
+        for region in (self._stop_word, *self._boards):
+            region.release()

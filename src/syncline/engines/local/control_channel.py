@@ -1,0 +1,165 @@
+"""A control channel: whole objects over a Unix socket, with descriptors; never the fast path.
+
+`receive` and `send` wait. `take` and `post` never do, be the other end stopped in the middle of a message: they are for
+whoever has many channels and must hear them all.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import pickle
+import socket
+import struct
+import threading
+from collections import deque
+from typing import Any
+
+from syncline.engines.local.packing import Parcel, pack, unpack
+
+_HEAD = struct.Struct("QI")  # bytes that follow, descriptors that come with them
+_ROOM = socket.CMSG_LEN(4 * 253)  # for the descriptors of one message
+NOTHING = object()  # what `take` gives where no whole message is there
+
+
+class Closed(Exception):
+    """The other end is gone."""
+
+
+class Channel:
+    """Sends and receives objects. `send` to a dead party never blocks: it raises or is lost."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._sending = threading.Lock()  # one message at a time, whichever thread sends it
+        end.setblocking(True)
+        self._head, self._body, self._fds = bytearray(), bytearray(), []  # type: bytearray, bytearray, list[int]
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(mine), theirs
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    # -- sending -----------------------------------------------------------------------------------------
+
+    def send(self, message: Any) -> None:
+        """Waits until the message is on its way."""
+        if self._socket.fileno() < 0:
+            raise Closed
+        parcel = message if isinstance(message, Parcel) else pack(message)
+        try:
+            data, fds = _written(parcel)
+            with self._sending:
+                sent = socket.send_fds(self._socket, [data], fds) if fds else 0
+                self._socket.sendall(data[sent:])
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise Closed from error
+        finally:
+            if not isinstance(message, Parcel):
+                parcel.close()
+
+    def try_send(self, message: Any) -> None:
+        """A send whose failure does not matter: the party's death is noticed elsewhere."""
+        with contextlib.suppress(Closed):
+            self.send(message)
+
+    def post(self, message: Any) -> None:
+        """Without waiting: what the other end does not take now goes out with `flush`, or is lost with its death."""
+        if self._socket.fileno() < 0:
+            return
+        parcel = message if isinstance(message, Parcel) else pack(message)
+        data, fds = _written(parcel)
+        self._unsent.append((data, [os.dup(fd) for fd in fds]))
+        if not isinstance(message, Parcel):
+            parcel.close()
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what can be sent of what was posted; False if something is left."""
+        try:
+            while self._unsent:
+                data, fds = self._unsent[0]
+                sent = _send_some(self._socket, data, fds)
+                _close_all(fds)
+                self._unsent.popleft()
+                if sent < len(data):
+                    self._unsent.appendleft((data[sent:], []))
+        except BlockingIOError:
+            return False
+        except OSError:  # it is dead, or closed here
+            self._forget()
+        return True
+
+    # -- receiving ---------------------------------------------------------------------------------------
+
+    def receive(self) -> Any:
+        """Waits for a whole message."""
+        return self._read(0)
+
+    def take(self) -> Any:
+        """A message, if a whole one is there, else NOTHING; what there is of the next is kept."""
+        return self._read(socket.MSG_DONTWAIT)
+
+    def _read(self, flags: int) -> Any:
+        try:
+            while missing := self._missing():
+                if not self._read_some(missing, flags):
+                    raise Closed
+        except BlockingIOError:
+            return NOTHING
+        except OSError as error:
+            raise Closed from error
+        return self._finish()
+
+    def _read_some(self, missing: int, flags: int) -> int:
+        if len(self._head) < _HEAD.size:
+            got, control, _, _ = self._socket.recvmsg(missing, _ROOM, flags)  # recv_fds forgets the flags
+            self._head += got
+            for _, _, packed in control:
+                self._fds += array.array("i", packed[: len(packed) // 4 * 4])
+        else:
+            got = self._socket.recv(min(1 << 20, missing), flags)
+            self._body += got
+        return len(got)
+
+    def _missing(self) -> int:
+        """Bytes of the message that has begun."""
+        if len(self._head) < _HEAD.size:
+            return _HEAD.size - len(self._head)
+        return int(_HEAD.unpack(self._head)[0]) - len(self._body)
+
+    def _finish(self) -> Any:
+        body, fds = self._body, self._fds
+        self._head, self._body, self._fds = bytearray(), bytearray(), []
+        pickled, sizes, inline, bulk = pickle.loads(body)
+        return unpack(Parcel(pickled, sizes, inline, fds, bulk))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._forget()
+        _close_all(self._fds)
+        self._fds = []
+
+    def _forget(self) -> None:
+        while self._unsent:
+            _close_all(self._unsent.popleft()[1])
+
+
+def _written(parcel: Parcel) -> tuple[bytes, list[int]]:
+    body = pickle.dumps((parcel.pickled, parcel.sizes, parcel.inline, parcel.bulk))
+    return _HEAD.pack(len(body), len(parcel.fds)) + body, parcel.fds
+
+
+def _send_some(end: socket.socket, data: bytes, fds: list[int]) -> int:
+    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    return end.sendmsg([data], control, socket.MSG_DONTWAIT)  # send_fds forgets the flags
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

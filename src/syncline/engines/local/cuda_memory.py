@@ -1,0 +1,152 @@
+"""Memory of a card that processes share, and the order of their work on it (CUDA IPC).
+
+Its owner has it from the driver, others map it; both see it as a tensor. What a process had on the card goes with it. Orders are
+events on streams: no host waits for another's copies. Not responsible for what lies there, nor for who may look.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.engines.local.shared_memory import Region, SharedWords
+from syncline.errors import RunError
+
+RECORD = 16  # words of a handle's record: its length, then the handle
+OUT_OF_MEMORY = 2
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_byte * 64),)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(code: int, what: str) -> None:
+    if code == OUT_OF_MEMORY:
+        raise RunError(f'the card has no room for {what}; table_device="cpu" keeps the table beside the card')
+    if code:
+        raise RunError(f'CUDA error {code} for {what}; table_device="cpu" keeps the table beside the card')
+
+
+class CardMemory:
+    """A block of a card's memory, this process's own or, by its handle, another's."""
+
+    def __init__(self, device: str, nbytes: int, what: str, handle: bytes | None = None) -> None:
+        self._device, self._nbytes, self._owns = torch.device(device), nbytes, handle is None
+        self._address = ctypes.c_uint64()
+        torch.cuda.set_device(self._device)
+        torch.zeros(1, device=self._device)  # the driver needs this device's context
+        what = f"{nbytes / 2**20:,.1f} MiB of {what}"
+        if handle is None:
+            _check(_driver().cuMemAlloc_v2(ctypes.byref(self._address), ctypes.c_size_t(nbytes)), what)
+        else:
+            found = _Handle.from_buffer_copy(handle)
+            _check(
+                _driver().cuIpcOpenMemHandle_v2(ctypes.byref(self._address), found, ctypes.c_uint(1)), what
+            )
+
+    def handle(self) -> bytes:
+        handle = _Handle()
+        _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), self._address), "a handle of its memory")
+        return bytes(handle)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self._nbytes,),
+            "typestr": "|u1",
+            "data": (self._address.value, False),
+            "version": 3,
+        }
+
+    def tensor(self) -> Tensor:
+        """Its bytes; the block lives as long as a tensor looks at it."""
+        return torch.as_tensor(self, device=self._device)
+
+    def __del__(self) -> None:
+        if self._address.value:
+            driver = _driver()
+            (driver.cuMemFree_v2 if self._owns else driver.cuIpcCloseMemHandle)(self._address)
+
+
+class Handles:
+    """Records in shared memory through which handles are passed on: each is written once, by one process."""
+
+    def __init__(self, region: Region, offset: int) -> None:
+        self._cells = SharedWords(region, offset // 8)
+        self._events: dict[int, torch.cuda.Event] = {}  # of others, opened
+
+    @staticmethod
+    def nbytes(count: int) -> int:
+        return 8 * RECORD * count
+
+    def put(self, index: int, handle: bytes) -> None:
+        self._cells.write(index * RECORD + 1, handle)
+        self._cells.store(index * RECORD, len(handle))
+
+    def get(self, index: int) -> bytes | None:
+        length = self._cells.load(index * RECORD)
+        return self._cells.read(index * RECORD + 1, length) if length else None
+
+    def event(self, index: int, device: torch.device) -> torch.cuda.Event | None:
+        """Another process's; None: it has not begun."""
+        if index not in self._events and (handle := self.get(index)) is not None:
+            self._events[index] = torch.cuda.Event.from_ipc_handle(device, handle)
+        return self._events.get(index)
+
+    def clear(self, count: int) -> None:
+        for index in range(count):
+            self._cells.store(index * RECORD, 0)
+
+
+def share(
+    handles: Handles,
+    index: int,
+    device: str,
+    nbytes: int,
+    what: str,
+    *,
+    owner: bool,
+    wait: Callable[[], None],
+) -> Tensor:
+    """A block that its owner makes and the others map, as soon as they hear of it; they `wait` meanwhile."""
+    if owner:
+        memory = CardMemory(device, nbytes, what)
+        memory.tensor().zero_()
+        torch.cuda.current_stream().synchronize()
+        handles.put(index, memory.handle())
+        return memory.tensor()
+    while (handle := handles.get(index)) is None:
+        wait()
+    return CardMemory(device, nbytes, what, handle).tensor()
+
+
+class StreamOrder:
+    """This process's work on a card, so that others' comes after it, and theirs before its own: on streams alone."""
+
+    def __init__(self, device: str, handles: Handles, index: int) -> None:
+        self._device = torch.device(device)
+        with torch.cuda.device(self._device):
+            self._event = torch.cuda.Event(interprocess=True)
+            self._event.record()
+        handles.put(index, self._event.ipc_handle())
+
+    def signal(self) -> None:
+        """All that was begun here is done before what others begin after they hear of it."""
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def after(self, handles: Handles, indices: Sequence[int]) -> None:
+        """What they have signalled is done before what is begun here from now on."""
+        stream = torch.cuda.current_stream(self._device)
+        for index in indices:
+            if (event := handles.event(index, self._device)) is not None:
+                stream.wait_event(event)

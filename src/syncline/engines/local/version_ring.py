@@ -1,0 +1,160 @@
+"""A table's ring of versions in shared memory: shards write their parts of its places, readers copy them for themselves (M13).
+
+A word for each shard and place says which version lies there; a reader looks at it before and after. Not responsible for
+who may read what.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from syncline.engines.local.exchange import LINE, WordsLike
+from syncline.ports import WRITTEN, VersionMemory
+from syncline.table.layout import Layout
+from syncline.table.store import copy_segments
+
+Segments = list[Tensor]
+
+
+class Words:
+    """For each shard and place: the version that lies there."""
+
+    def __init__(self, cells: WordsLike, base: int, *, shards: int, places: int) -> None:
+        self._cells, self._places = cells, range(places)
+        self._first = [base + shard * self._room(places) for shard in range(shards)]
+
+    @staticmethod
+    def _room(places: int) -> int:
+        return -(-places // LINE) * LINE
+
+    @classmethod
+    def words(cls, shards: int, places: int) -> int:
+        return shards * cls._room(places)
+
+    def offer(self, shard: int, place: int, version: int) -> None:
+        cell = self._first[shard] + place
+        self._cells.store(cell, version + 1)
+        if version == WRITTEN:
+            self._cells.load(cell)  # what is written into the place comes after it
+
+    def find(self, shard: int, version: int) -> int | None:
+        """The place of a version."""
+        first, load = self._first[shard], self._cells.load
+        return next((place for place in self._places if load(first + place) == version + 1), None)
+
+    def newest(self, shard: int) -> int:
+        first, load = self._first[shard], self._cells.load
+        return max(load(first + place) for place in self._places) - 1
+
+    def hold(self, version: int, places: Sequence[int]) -> bool:
+        """It still lies there, in all shards: what was copied is whole."""
+        cells = [first + place for first, place in zip(self._first, places, strict=True)]
+        for cell in cells:
+            self._cells.load(cell)  # all that was copied was read before the words are
+        return all(self._cells.load(cell) == version + 1 for cell in cells)
+
+
+class CardOrder(Protocol):
+    """On a card copies go on after the words are said."""
+
+    def written(self) -> None:
+        """A version is whole."""
+
+    def write(self) -> None:
+        """A place is about to be written."""
+
+
+class RingPart(VersionMemory):
+    """A shard's part of the ring; `being_read` is for the port to say."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        shard: int,
+        ring: Sequence[Segments],
+        words: Words,
+        being_read: Callable[[], bool],
+        order: CardOrder | None = None,
+    ) -> None:
+        part = layout.parts[shard]
+        self.places = [part.segments(segments) for segments in ring]
+        self._layout, self._shard, self._words, self._being_read = layout, shard, words, being_read
+        self.newest = 0  # the place that was offered last
+        self._order = order
+
+    def offer(self, place: int, version: int) -> None:
+        if self._order is not None and version != WRITTEN:
+            self._order.written()
+        self._words.offer(self._shard, place, version)
+        if version != WRITTEN:
+            self.newest = place
+        elif self._order is not None:
+            self._order.write()
+
+    def being_read(self) -> bool:
+        return self._being_read()
+
+    def ahead(self) -> int:
+        """Of the slowest shard, in versions."""
+        newest = self._words.newest
+        return newest(self._shard) - min(newest(shard) for shard in range(self._layout.shards))
+
+    def deliver(self, inbox: Segments) -> None:
+        """The newest version into a learner's own memory."""
+        copy_segments(self._layout.parts[self._shard].segments(inbox), self.places[self.newest])
+
+
+class Reader:
+    """A learner's side; `scratch` is memory of its own, for entries whose parts lie in different places."""
+
+    def __init__(self, layout: Layout, ring: Sequence[Segments], words: Words, scratch: Segments) -> None:
+        self._layout, self._ring, self._words, self._scratch = layout, ring, words, scratch
+        flat = layout.parameters
+        self._views = [flat.views(segments) for segments in ring]
+        self._gathered = flat.views(scratch)
+        owners: dict[int, list[int]] = defaultdict(list)
+        for shard, part in enumerate(layout.parts):
+            for piece in part.pieces:
+                owners[piece.entry].append(shard)
+        self._owners = [owners[entry] for entry in range(len(flat.entries))]
+
+    def choose(self, released: int) -> tuple[int, list[int]] | None:
+        """The version that was released, or where that is gone the newest that all shards have; and where it lies."""
+        for version in (released, min(map(self._words.newest, self._shards))):
+            places = [self._words.find(shard, version) for shard in self._shards]
+            if version >= released and None not in places:
+                return version, places  # type: ignore[return-value]
+        return None
+
+    @property
+    def _shards(self) -> range:
+        return range(self._layout.shards)
+
+    def sources(self, places: Sequence[int]) -> list[Tensor]:
+        """One view per parameter."""
+        if len(set(places)) == 1:
+            return self._views[places[0]]
+        return [self._source(entry, owners, places) for entry, owners in enumerate(self._owners)]
+
+    def _source(self, entry: int, owners: Sequence[int], places: Sequence[int]) -> Tensor:
+        found = {places[shard] for shard in owners} or {0}
+        if len(found) == 1:
+            return self._views[found.pop()][entry]
+        for shard in owners:
+            self._gather(entry, shard, places[shard])
+        return self._gathered[entry]
+
+    def _gather(self, entry: int, shard: int, place: int) -> None:
+        part = self._layout.parts[shard]
+        mine, theirs = part.segments(self._scratch), part.segments(self._ring[place])
+        for piece in part.pieces:
+            if piece.entry == entry:
+                cut = slice(piece.position, piece.position + piece.stop - piece.start)
+                mine[piece.segment][cut].copy_(theirs[piece.segment][cut])
+
+    def hold(self, version: int, places: Sequence[int]) -> bool:
+        return self._words.hold(version, places)

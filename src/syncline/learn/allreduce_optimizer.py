@@ -1,0 +1,461 @@
+"""The optimizer that users step under all-reduce: averages the gradients of all learners, then runs the real one (A1–A3).
+
+Blocking reduces inside `step`; layer-wise while backward runs, bucket by bucket; delayed applies each average k steps later.
+All learners take the same steps in the same order, so their copies stay equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline.errors import UsageError
+from syncline.learn.allreduce_applications import Application, Applications
+from syncline.learn.allreduce_buckets import Header
+from syncline.learn.allreduce_hooks import Callbacks
+from syncline.learn.allreduce_reducer import Reducer, Round
+from syncline.learn.allreduce_state import as_in, cut_table, flight_of, load_table, plain_groups
+from syncline.learn.group_changes import GroupChanges
+from syncline.learn.session import UNSAID
+from syncline.ports import RunStopped
+from syncline.protocols.pipeline import Pipeline, Vote
+from syncline.protocols.sequence import Account as Counted
+from syncline.protocols.staleness import StalenessClock
+from syncline.roles.allreduce_coordinator import Account, Copy, Deeper
+from syncline.roles.pipeline_states import PipelineState
+from syncline.roles.restore import TableState
+from syncline.table.layout import Layout, Tensors
+from syncline.table.template import ELEMENTWISE
+from syncline.table.wrapping import look
+
+if TYPE_CHECKING:
+    from syncline.learn.allreduce_session import AllReduceSession
+
+
+class AllReduceOptimizer(torch.optim.Optimizer):
+    """One table's copy in a learner among equals; made by `session.optimizer`."""
+
+    def __init__(
+        self,
+        session: AllReduceSession,
+        number: int,
+        inner: torch.optim.Optimizer,
+        model: nn.Module,
+        layout: Layout,
+        tensors: Tensors,
+    ) -> None:
+        self.inner, self.kind, self.layout = inner, type(inner), layout
+        super().__init__(inner.param_groups, dict(inner.defaults))
+        self.state = inner.state
+        self.number, self.version = number, 0
+        self._session, self._port = session, session.port
+        self._parameters, self._buffers = tensors.parameters, tensors.buffers
+        topology, sync = session.topology, session.sync
+        self._order = topology.apply
+        self._pipeline = Pipeline(1 if sync.auto else sync.delay)
+        self._vote = Vote(limit=sync.delay, learners=session.learners) if sync.auto else None
+        self._flying: dict[int, Round] = {}
+        self._clock = StalenessClock()
+        self._examples = self._gradients = self._void = 0
+        self._loss_sum, self._loss_count = 0.0, 0
+        self.last_loss = float("nan")
+        self._last = session.port.now()
+        names = [entry.name for entry in layout.parameters.entries]
+        self.hooks = Callbacks(
+            model, list(zip(names, self._parameters, strict=True)), hooked=topology.layerwise
+        )
+        self._reducer = Reducer(session, number, self._parameters, names, self.hooks, self._pipeline)
+        self._by_bucket = self._groups_by_bucket()
+        self._wishes = GroupChanges(self, look(inner).optimizers)
+
+    def __repr__(self) -> str:
+        return f"AllReduceOptimizer(table {self.number}, {self.kind.__name__}, {len(self._reducer.buckets)} buckets)"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "_reducer" in self.__dict__:
+            raise UsageError(
+                "parameter groups cannot be added to a table that is open; give them to the optimizer's factory"
+            )
+        super().add_param_group(param_group)
+
+    @property
+    def started(self) -> int:
+        """Iterations whose reduction was started, those without any examples apart."""
+        return self._pipeline.started - self._void
+
+    @property
+    def iterations(self) -> int:
+        return self._pipeline.started
+
+    @property
+    def pending(self) -> bool:
+        """A batch was handed out that is in no gradient yet."""
+        return self._reducer.pending
+
+    def mark_last(self, epoch: int) -> None:
+        """The last gradient has ended this epoch."""
+        newest = max(self._flying, default=None)
+        if newest is None:
+            self._session.epoch_applied(epoch)
+        else:
+            self._flying[newest].epochs.append(epoch)
+
+    @property
+    def delay(self) -> int:
+        """k, as it is now."""
+        return self._pipeline.depth
+
+    # -- the step ----------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Average this gradient over all learners, and apply what is due."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._begin_step(loss)
+        while (due := self._pipeline.due()) is not None:
+            self._apply(self._flying.pop(due))
+        self._end_step()
+        if self.number == 0 and self._session.full:
+            self.flush()  # some in flight may have no examples: then there is more to do
+        self._session.step_over(self)
+        return loss
+
+    def _begin_step(self, loss: Any) -> None:
+        session = self._session
+        if session.ending and not session.lets_finish(self):
+            raise RunStopped
+        self._reducer.compute()
+        self._note_loss(loss)
+        self._reducer.refuse_torn()
+        self._reducer.refuse_edits()
+        self._reducer.finish()
+        self._start_iteration()
+
+    def _end_step(self) -> None:
+        now = self._port.now()
+        self._reducer.spent, self._last = now - self._last, now
+        self._session.stepped(self)
+
+    def flush(self) -> None:
+        """Apply what is in flight under delayed:k; every learner must call it."""
+        while (due := self._pipeline.flush()) is not None:
+            self._apply(self._flying.pop(due))
+            self._session.stepped(self)
+
+    def _note_loss(self, loss: Any) -> None:
+        session = self._session
+        said, session.loss = session.loss if loss is None else loss, UNSAID
+        self.last_loss = said.item() if isinstance(said, Tensor) else float(said)
+        if said is not UNSAID:
+            session.watch.loss(self.last_loss, self.started, session.epoch)
+
+    def _start_iteration(self) -> None:
+        current = self._reducer.take()
+        current.stamp, examples = self.version, current.weight
+        if examples and self.last_loss == self.last_loss:
+            current.loss = (self.last_loss * examples, examples)
+        if self.number == 0:
+            current.epochs = self._session.take_marks()
+        if self._session.plan.delay:
+            current.options = self._wishes.now()
+        self._pipeline.start()
+        self._flying[current.iteration] = current
+
+    # -- applying ----------------------------------------------------------------------------------------
+
+    def _apply(self, current: Round) -> None:
+        if self._order != "end":
+            self._apply_parts(current)
+            return
+        given = current.waited  # backward has done it, and the loop may have changed it since
+        if not given:
+            self._reducer.complete(current)
+        if current.header.examples:
+            delayed = bool(current.options)
+            own = [parameter.grad for parameter in self._parameters] if delayed else []
+            if not given:
+                self._reducer.give(current)
+            self._run(current)
+            for parameter, gradient in zip(self._parameters, own, strict=False):
+                parameter.grad = gradient
+        self._applied(current)
+
+    def _run(self, current: Round) -> None:
+        """The real optimizer, on all parameters."""
+        clip = self._session.plan.clip_norm
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, clip)
+        self.hooks.averaged(self)
+        self.hooks.applying(self._parameters)
+        with self._rates(current):
+            self.inner.step()
+
+    @contextlib.contextmanager
+    def _rates(self, current: Round) -> Iterator[None]:
+        """The options as they were with the gradient (M4), the rate times the dial's factor.
+
+        What the optimizer itself changes in its groups (counts, estimates) is state, and stays.
+        """
+        factor = self._session.factor
+        if factor == 1.0 and not current.options and not self._session.plan.saving.cuts:
+            yield
+        else:
+            with self._wishes.as_of(current.options, factor):
+                yield
+
+    def _applied(self, current: Round) -> None:
+        """Count, and hear what the others said."""
+        header = current.header
+        if header.examples:
+            self._clock.fold(self.version, [current.stamp] * int(header.gradients))
+            self.version += 1
+            self._gradients += int(header.gradients)
+            self._examples += int(header.examples)
+        else:
+            self._void += 1
+        self._loss_sum += current.loss[0]
+        self._loss_count += current.loss[1]
+        oldest = self._pipeline.oldest()
+        self._reducer.early = float(
+            oldest is not None and all(each.done() for each in self._flying[oldest].reductions)
+        )
+        self._session.heard(self, current.iteration, header)
+        if self._vote is not None:
+            self._adapt(header)
+        for epoch in current.epochs:
+            self._session.epoch_applied(epoch)
+
+    def _adapt(self, header: Header) -> None:
+        assert self._vote is not None
+        before = self._vote.depth
+        depth = self._vote.add(header.waited, header.spent, int(header.early))
+        if depth is not None:
+            self._pipeline.depth = depth
+            if self._session.rank == 0:
+                self._port.tell(Deeper(self.number, self.version, before, depth, self._vote.share))
+
+    # -- applying in parts -------------------------------------------------------------------------------
+
+    def _groups_by_bucket(self) -> list[list[list[nn.Parameter]]]:
+        """bucket -> group -> its parameters in that bucket"""
+        group_of = {i: number for number, group in enumerate(self.layout.groups) for i in group}
+        found = []
+        for bucket in self._reducer.buckets:
+            groups: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
+            for index in sorted(bucket.indices):
+                groups[group_of[index]].append(self._parameters[index])
+            found.append(groups)
+        return found
+
+    def _apply_parts(self, current: Round) -> None:
+        """Bucket by bucket: from the last layer to the first, or as they arrive."""
+        self.hooks.averaged(self)
+        self._reducer.read_header(current)
+        for number in self._handed_out(current):
+            self._apply_bucket(current, number)
+        self._applied(current)
+
+    @contextlib.contextmanager
+    def applications(self) -> Iterator[Applications]:
+        """In place of `step`: a queue that hands out this step's applications in any order (A8)."""
+        if self._pipeline.depth or self.kind not in ELEMENTWISE:
+            raise UsageError(
+                f"applications in any order need hardsync and an optimizer that works on each parameter by itself; this is "
+                f"{self._session.sync} with {self.kind.__name__}: use step()"
+            )
+        self._begin_step(None)
+        due = self._pipeline.due()
+        assert due is not None
+        current = self._flying.pop(due)
+        if self._order == "end" and not current.waited:
+            self._reducer.complete(current)
+            self._reducer.give(current)
+        elif self._order != "end":
+            self._reducer.read_header(current)
+        if self._session.plan.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._session.plan.clip_norm)
+        self.hooks.averaged(self)
+        parts = [self._application(current, number) for number in range(len(current.buckets))]
+        yield Applications(parts)
+        for part in parts:
+            part.apply()
+        self._applied(current)
+        self._end_step()
+        self._session.step_over(self)
+
+    def _application(self, current: Round, number: int) -> Application:
+        indices = current.buckets[number].indices
+        names = [self.layout.parameters.entries[index].name for index in indices]
+        parameters = [self._parameters[index] for index in indices]
+        return Application(
+            names,
+            parameters,
+            current.reductions[number].done,
+            lambda: self._apply_bucket(current, number),
+        )
+
+    def _handed_out(self, current: Round) -> Iterator[int]:
+        left = list(range(len(current.buckets)))
+        while left:
+            ready = left if self._order == "reverse" else [n for n in left if current.reductions[n].done()]
+            number = (ready or left)[0]
+            left.remove(number)
+            yield number
+
+    def _apply_bucket(self, current: Round, number: int) -> None:
+        """The real optimizer on one bucket's parameters."""
+        bucket = current.buckets[number]
+        if not current.waited:
+            self._reducer.wait_for(current, number)
+            bucket.open()
+            bucket.scale(self._reducer.factor(current))
+            self._reducer.give_bucket(bucket)
+        if not current.header.examples:
+            return
+        self.hooks.applying([self._parameters[index] for index in bucket.indices])
+        whole = [group["params"] for group in self.param_groups]
+        for group, part in zip(self.param_groups, self._by_bucket[number], strict=True):
+            group["params"] = part
+        try:
+            with self._rates(current):
+                self.inner.step()
+        finally:
+            for group, parameters in zip(self.param_groups, whole, strict=True):
+                group["params"] = parameters
+
+    # -- states and reports ------------------------------------------------------------------------------
+
+    def holds(self, parameters: set[int]) -> bool:
+        return any(id(parameter) in parameters for parameter in self._parameters)
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Learner 0's present values become everybody's."""
+        for parameter in self._parameters:
+            self._port.broadcast(parameter.data)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The real optimizer's."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Every learner must load the same."""
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self._wishes = GroupChanges(self, look(self.inner).optimizers)
+
+    def take_losses(self) -> tuple[float, int]:
+        """Since the last call."""
+        taken = self._loss_sum, self._loss_count
+        self._loss_sum, self._loss_count = 0.0, 0
+        return taken
+
+    def account(self) -> Account:
+        staleness = self._clock.account()
+        return Account(self.version, self._gradients, self._examples, staleness, self._checksum())
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(gradients, examples) so far"""
+        return self._gradients, self._examples
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        return self._clock.histogram
+
+    def _checksum(self) -> int:
+        checksum = 0
+        for parameter in self._parameters:
+            values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            checksum = zlib.crc32(memoryview(values.numpy()), checksum)  # type: ignore[arg-type]
+        return checksum
+
+    @torch.no_grad()
+    def copy(self) -> Copy:
+        """This learner's copy as it is; the parameters from learner 0 only."""
+        segments = None
+        if self._session.rank == 0:
+            flat = self.layout.parameters
+            segments = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
+            for view, parameter in zip(flat.views(segments), self._parameters, strict=True):
+                view.copy_(parameter)
+        return Copy(self.version, segments, self.buffers())
+
+    def buffers(self) -> list[Tensor]:
+        """Copies."""
+        return [buffer.detach().cpu().clone() for buffer in self._buffers]
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    @property
+    def optimizer_name(self) -> str:
+        return f"{self.kind.__module__}.{self.kind.__qualname__}"
+
+    @property
+    def losses(self) -> tuple[float, int]:
+        """Since the last epoch ended: (sum over examples, examples)."""
+        return self._loss_sum, self._loss_count
+
+    def losses_in_flight(self) -> list[tuple[float, int]]:
+        return [self._flying[iteration].loss for iteration in sorted(self._flying)]
+
+    def cut(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Parameters and the optimizer's state, copied: tensors by name, other values."""
+        return cut_table(self.layout, self.inner, self._parameters)
+
+    def pipeline(self) -> PipelineState:
+        """How far it is, and what is in flight."""
+        return PipelineState(
+            started=self._pipeline.started,
+            void=self._void,
+            depth=self._pipeline.depth,
+            groups=plain_groups(self._wishes.own()),
+            flights=[flight_of(self._reducer, self._flying[number]) for number in sorted(self._flying)],
+        )
+
+    def counted(self) -> Counted:
+        return Counted(version=self.version, gradients=self._gradients, histogram=dict(self._clock.histogram))
+
+    def resume(self, kept: TableState, pipeline: PipelineState, examples: int) -> None:
+        """Go on where a run before was."""
+        account = kept.account
+        self.version, self._gradients, self._examples = account.version, account.gradients, examples
+        self._clock.histogram.update(account.histogram or {})
+        load_table(self.inner, self._parameters, kept)
+        for group, values in zip(self.param_groups, pipeline.groups, strict=False):
+            group.update(as_in(group, values))
+        made = {key for values in pipeline.groups for key in values}
+        self._wishes = GroupChanges(self, look(self.inner).optimizers, made)
+        self._void = pipeline.void
+        self._pipeline.resume(pipeline.started, [flight.iteration for flight in pipeline.flights])
+        if self._vote is not None and pipeline.depth:
+            self._vote.depth = self._pipeline.depth = min(pipeline.depth, self._vote.limit)
+        for flight in pipeline.flights:
+            options = zip(self.param_groups, flight.options, strict=False)
+            again = self._reducer.again(flight, self._session.rank)
+            again.options = [as_in(group, option) for group, option in options]
+            self._flying[flight.iteration] = again
+
+    def resume_losses(self, losses: tuple[float, int]) -> None:
+        self._loss_sum, self._loss_count = losses
+
+    def named(self) -> dict[str, Tensor]:
+        """Copies of the parameters by name, tied ones by all their names."""
+        entries = self.layout.parameters.entries
+        found = {
+            entry.name: parameter.detach().cpu().clone()
+            for entry, parameter in zip(entries, self._parameters, strict=True)
+        }
+        return found | {alias: found[name] for alias, name in self.layout.aliases if name in found}
+
+    def release_hooks(self) -> None:
+        """Nothing is held after the learner's function."""
+        self._reducer.close()
+        self.hooks.remove()

@@ -1,0 +1,391 @@
+"""The reductions of one table: fills buckets, starts them in order, waits for them (A1, A2).
+
+Blocking starts all of them in `step`; layer-wise each as soon as backward has made its gradients. Not responsible for what is done with
+the averages.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline.errors import UsageError
+from syncline.learn.allreduce_buckets import Bucket, Header, make_buckets
+from syncline.learn.allreduce_hooks import Callbacks
+from syncline.ports import Reduction
+from syncline.protocols.buckets import Filling
+from syncline.protocols.pipeline import Pipeline, ahead, behind, turn
+from syncline.roles.allreduce_coordinator import left_out
+from syncline.roles.pipeline_states import MeanInFlight
+
+if TYPE_CHECKING:
+    from syncline.learn.allreduce_session import AllReduceSession
+
+FORWARD = 1 / 3  # of a gradient's time, where a clock is simulated
+
+
+@dataclass(slots=True)
+class Round:
+    """One iteration's reduction."""
+
+    buckets: list[Bucket]
+    weight: int  # of this learner's gradient in the mean
+    divisor: float
+    header: Header
+    iteration: int
+    stamp: int = 0
+    reductions: list[Reduction] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)  # that end with this gradient
+    loss: tuple[float, int] = (0.0, 0)  # (sum over examples, examples)
+    waited: bool = False  # all is there, and scaled
+    seen: dict[int, tuple[Tensor, int]] = field(
+        default_factory=dict
+    )  # gradients as they were started, by index
+    options: list[dict[str, Any]] = field(default_factory=list)  # of the groups, where it is applied later
+    factor: float | None = None  # from the sum to the mean, where another run has summed it
+
+
+class Reducer:
+    """One table's buckets, and the round that is being made."""
+
+    def __init__(
+        self,
+        session: AllReduceSession,
+        table: int,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        hooks: Callbacks,
+        pipeline: Pipeline,
+    ) -> None:
+        self._session, self._port, self._hooks, self._pipeline = session, session.port, hooks, pipeline
+        self._table, self._parameters, self._names = table, list(parameters), list(names)
+        topology = session.topology
+        self._order = topology.apply
+        self._limit = topology.bucket if topology.layerwise else None
+        self._slots = [self._new_buckets() for _ in range(session.plan.delay + 1)]
+        self.buckets = first = self._slots[0]
+        self._place = {index: (n, at) for n, b in enumerate(first) for at, index in enumerate(b.indices)}
+        self.carrier = next(n for n, bucket in enumerate(first) if bucket.carries_header)
+        self._filling = Filling([bucket.indices for bucket in first])
+        sizes = [bucket.flat.nbytes for bucket in first]
+        self._shares = [size / sum(sizes) for size in sizes]  # of backward's time, as good as can be said
+        self._computing = 0  # examples of the gradient that backward is making
+        self.round: Round | None = None
+        self._backward: weakref.ref[_End] | None = (
+            None  # while one runs; torch lets go of it also where that fails
+        )
+        self._batches = 0  # of the session's that are in gradients
+        self._given = 0  # of them, since the last step
+        self._used = 0  # the session's examples that this table has had in gradients
+        self._fresh = 0  # of them, since the last step
+        self._weight = 1  # of the last gradient with examples
+        self.waited = self.spent = self.early = 0.0  # what the next header says
+        self._handles = self._hook() if topology.layerwise else []
+
+    def _new_buckets(self) -> list[Bucket]:
+        return make_buckets(self._parameters, self._limit)
+
+    @property
+    def pending(self) -> bool:
+        """A batch was handed out that is in no gradient yet."""
+        return self._session.batches > self._batches or self.round is not None
+
+    def compute(self) -> None:
+        """Before a step whose gradient is not being reduced yet: its computation is done."""
+        if self.round is None:
+            self._port.spend(self._session.consumed - self._used)
+
+    def take(self) -> Round:
+        """All buckets of this gradient are started; the next one begins."""
+        taken, self.round = self.round, None
+        assert taken is not None
+        self._filling.begin()
+        self._fresh = self._given = 0
+        self._backward = None
+        return taken
+
+    def close(self) -> None:
+        """A backward without its step: nobody needs it, but it must be over."""
+        if self.round is not None:
+            for reduction in self.round.reductions:
+                reduction.wait()
+            self.round = None
+        for handle in self._handles:
+            handle.remove()
+
+    # -- one round ---------------------------------------------------------------------------------------
+
+    def _open_round(self) -> Round:
+        """The gradient of a new iteration is being made; its weight in the mean is known by now.
+
+        Examples since the last step count, the weight of the last gradient where there were no batches: a backward that
+        only passes through this table (a generator's, through the discriminator) takes none away from the next.
+        """
+        session = self._session
+        self._turn()
+        self._fresh += session.consumed - self._used
+        self._given += session.batches - self._batches
+        self._used, self._batches = session.consumed, session.batches
+        self._weight = self._fresh or self._weight
+        only_repeated = not self._fresh and (self._given > 0 or session.repeating)
+        weight = 0 if only_repeated else self._weight
+        started = self._pipeline.started
+        header = Header(
+            weight,
+            float(weight > 0),
+            float(session.port.stopping()),
+            float(session.wishes_cut()),
+            float(session.more),
+            self.waited,
+            self.spent,
+            self.early,
+            *turn(started),
+        )
+        divisor = (
+            1.0 if session.learners == 1 else session.learners * session.reference / weight if weight else 0.0
+        )
+        self.waited = 0.0
+        return Round(self._slots[started % len(self._slots)], weight, divisor, header, started)
+
+    def _turn(self) -> None:
+        """A course of dials may have turned with the epoch."""
+        sync = self._session.sync
+        if not sync.auto:
+            self._pipeline.depth = sync.delay
+
+    def finish(self) -> None:
+        """Whatever backward has not started is started now."""
+        if self.round is None:
+            self.round = self._open_round()
+        self._start(self._filling.rest())
+
+    def _start(self, numbers: range) -> None:
+        """Start these buckets' reductions; gradients that were not put there yet are."""
+        current = self.round
+        assert current is not None
+        for number in numbers:
+            bucket = current.buckets[number]
+            flags = [self._present(bucket, at, index) for at, index in enumerate(bucket.indices)]
+            bucket.seal(flags, current.header)
+            current.reductions.append(self._port.reduce(bucket.flat))
+
+    def _present(self, bucket: Bucket, at: int, index: int) -> float:
+        """A flag; the gradient is in its place afterwards."""
+        current = self.round
+        assert current is not None
+        gradient = self._parameters[index].grad
+        if gradient is None or not current.divisor:
+            return 0.0
+        if not self._filling.has(index):
+            bucket.put(at, gradient, current.divisor)
+        return 1.0
+
+    def refuse_edits(self) -> None:
+        """What is being averaged since backward cannot be changed any more."""
+        seen = self.round.seen if self.round is not None else {}
+        for index, (gradient, version) in seen.items():
+            if self._parameters[index].grad is not gradient or gradient._version != version:
+                name = self._names[index]
+                raise UsageError(
+                    f"the gradient of '{name}' was changed between backward and step, but it is being averaged since "
+                    "backward made it; use allreduce:blocking, or apply=end under hardsync, or clip_norm="
+                )
+
+    # -- layer-wise --------------------------------------------------------------------------------------
+
+    def _hook(self) -> list[Any]:
+        return [
+            parameter.register_post_accumulate_grad_hook(self._hook_of(index))
+            for index, parameter in enumerate(self._parameters)
+            if parameter.requires_grad
+        ]
+
+    def _hook_of(self, index: int) -> Callable[[Tensor], None]:
+        def made(parameter: Tensor) -> None:
+            self._hooks.made(parameter)
+            if not self._session.accumulating:
+                self._made(index, parameter)
+
+        return made
+
+    def _made(self, index: int, parameter: Tensor) -> None:
+        """Backward has made a parameter's gradient."""
+        self.refuse_torn()
+        if self._failed:
+            self.round = self._backward = None  # nothing of it is on its way
+        current = self.round
+        if current is None or (self._filling.complete and self._backward is None):
+            current = self.round = self._again(current)
+        if self._backward is None:
+            end = _End(self._backward_done)
+            self._backward = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        number, at = self._place[index]
+        if current.divisor and parameter.grad is not None:
+            bucket = current.buckets[number]
+            if self.early_bird and parameter.grad is bucket.views[at]:  # the last mean, and added to
+                parameter.grad = parameter.grad.clone()
+            bucket.put(at, parameter.grad, current.divisor)
+            if self.early_bird:
+                current.seen[index] = (parameter.grad, parameter.grad._version)
+        ready = self._filling.come(index)
+        for number in ready:
+            self._port.spend(self._computing, (1 - FORWARD) * self._shares[number])
+        self._start(ready)
+
+    def _again(self, before: Round | None) -> Round:
+        """A backward begins: the first of an iteration, or a further one, after which all is reduced once more."""
+        self._filling.begin()
+        fresh = self._session.consumed - self._used
+        if before is None or fresh:
+            self._computing = fresh
+            self._port.spend(fresh, FORWARD)
+        if before is not None:
+            if not before.waited:
+                self.read_header(before)
+            for reduction in before.reductions:
+                reduction.wait()
+        return self._open_round()
+
+    @property
+    def _failed(self) -> bool:
+        """A backward raised, and its end was never noticed."""
+        return self._backward is not None and self._backward() is None
+
+    def refuse_torn(self) -> None:
+        """What was started in a backward that failed can be neither completed nor taken back."""
+        if self._failed and self.round is not None and self.round.reductions:
+            raise UsageError(
+                f"a backward of learner {self._session.rank} failed when {len(self.round.reductions)} of "
+                f"{len(self.buckets)} buckets of its gradient were on their way to the others, who have them now: this step "
+                "can neither be tried again nor left out. Use allreduce:blocking where a backward may fail"
+            )
+
+    def _backward_done(self) -> None:
+        self._backward = None
+        rest = self._filling.rest()
+        for number in rest:
+            self._port.spend(self._computing, (1 - FORWARD) * self._shares[number])
+        self._start(rest)
+        current = self.round
+        assert current is not None
+        if not self.early_bird:
+            self.complete(current)
+            self.give(current)
+            self._detach()
+
+    def _detach(self) -> None:
+        """Where the dial may turn to a delay, gradients that are kept must not lie in what a later round reduces."""
+        if len(self._slots) > 1:
+            for parameter in self._parameters:
+                parameter.grad = parameter.grad.clone() if parameter.grad is not None else None
+
+    @property
+    def early_bird(self) -> bool:
+        """Reductions go on after backward: `p.grad` stays the learner's own until `step`."""
+        return self._order != "end" or self._pipeline.depth > 0
+
+    def complete(self, current: Round) -> None:
+        """Wait for all buckets; afterwards they hold the mean."""
+        before = self._port.now()
+        for reduction in current.reductions:
+            reduction.wait()
+        self.waited += self._port.now() - before
+        for bucket in current.buckets:
+            bucket.open()
+        self._hear(current)
+        factor = self.factor(current)
+        for bucket in current.buckets:
+            bucket.scale(factor)
+        current.waited = True
+
+    def factor(self, current: Round) -> float:
+        """From the sum of shares to the mean by example count."""
+        session, examples = self._session, current.header.examples
+        if current.factor is not None:
+            return current.factor
+        if session.learners == 1 or not examples:
+            return 1.0
+        return session.learners * session.reference / examples
+
+    def give(self, current: Round) -> None:
+        """Hang the means into `p.grad`."""
+        for bucket in current.buckets:
+            self.give_bucket(bucket)
+
+    def give_bucket(self, bucket: Bucket) -> None:
+        for index, view, present in zip(bucket.indices, bucket.views, bucket.present, strict=True):
+            self._parameters[index].grad = view if present else None
+
+    def wait_for(self, current: Round, number: int) -> None:
+        before = self._port.now()
+        current.reductions[number].wait()
+        self.waited += self._port.now() - before
+
+    def read_header(self, current: Round) -> None:
+        self.wait_for(current, self.carrier)
+        current.buckets[self.carrier].open()
+        self._hear(current)
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def sums(self, current: Round) -> dict[int, Tensor]:
+        """What a round in flight has come to, by parameter, where there are gradients; its header is heard."""
+        found: dict[int, Tensor] = {}
+        for reduction in current.reductions:
+            reduction.wait()
+        for bucket in current.buckets:
+            bucket.open()
+            for index, view, present in zip(bucket.indices, bucket.views, bucket.present, strict=True):
+                if present:
+                    found[index] = view.detach().cpu().clone()
+        current.header = current.buckets[self.carrier].header
+        return found
+
+    def again(self, flight: MeanInFlight, rank: int) -> Round:
+        """A round that another run has summed; what was wished with it then is over."""
+        header = Header(*flight.header)._replace(stop=0.0, cut=0.0)
+        buckets = self._new_buckets()
+        for bucket in buckets:
+            for index, view in zip(bucket.indices, bucket.views, strict=True):
+                if index in flight.gradients:
+                    view.copy_(flight.gradients[index])
+            bucket.seal([float(index in flight.gradients) for index in bucket.indices], header)
+        current = Round(buckets, 0, 0.0, header, flight.iteration, flight.stamp)
+        current.reductions = [_Here() for _ in buckets]
+        current.epochs, current.options = list(flight.epochs), flight.options
+        current.loss, current.factor = flight.losses.get(rank, (0.0, 0)), flight.factor
+        return current
+
+    def _hear(self, current: Round) -> None:
+        """What all have said; whether they are at the same step."""
+        header = current.header = current.buckets[self.carrier].header
+        if others := ahead(header.turns, current.iteration):
+            raise left_out(self._session.rank, self._table, current.iteration, others)
+        if others := behind(header.turns, current.iteration):
+            self._port.meet(f"a step of table {self._table} that {others} of the learners left out", None)
+
+
+class _Here(Reduction):
+    """A sum that is there."""
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+class _End:
+    """What torch calls at the end of a backward."""
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._done = done
+
+    def __call__(self) -> None:
+        self._done()

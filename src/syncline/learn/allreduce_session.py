@@ -1,0 +1,452 @@
+"""The session of learners among equals: what their loop sees under all-reduce (A1–A8).
+
+Opens tables and loaders, counts the examples that belong to the next gradient, agrees with the others on checkpoints and the end,
+and reports. All it asks of the world goes through its port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from syncline import messages as m
+from syncline.dial import Sync
+from syncline.errors import LayoutError, UsageError
+from syncline.learn.allreduce_buckets import Header
+from syncline.learn.allreduce_feed import AllReduceLoader, AllReduceSplitLoader
+from syncline.learn.allreduce_optimizer import AllReduceOptimizer
+from syncline.learn.inputs import check_data, check_function
+from syncline.learn.loader import identity, read_ahead
+from syncline.learn.parameter_owners import ParameterOwners, tables_of
+from syncline.learn.randomness import pack_random, seed_random, unpack_random
+from syncline.learn.server_session import (
+    check_batches,
+    check_joint,
+    check_policy,
+    copy_all,
+    make_optimizer,
+    numbers,
+    refuse_sparse,
+)
+from syncline.learn.session import Factory, Session
+from syncline.learn.usage_warnings import Watch
+from syncline.learn.zero_gradients import ZeroGradients
+from syncline.ports import CollectivePort, Progress
+from syncline.protocols.allreduce_rounds import equal_shares
+from syncline.protocols.checkpoint_schedule import JointCheckpointSchedule
+from syncline.roles.allreduce_checkpoints import Joint, PeerCut, own_losses
+from syncline.roles.allreduce_coordinator import PeerClosed, PeerEpoch, PeerTable
+from syncline.roles.means import brought, like, mean_of
+from syncline.roles.pipeline_states import FLIGHTS, PipelineState, flight_tensors
+from syncline.roles.restore import Restored, table_file
+from syncline.roles.run_plan import Seat
+from syncline.table.checkpoints import CheckpointError
+from syncline.table.layout import Layout, lay_out
+from syncline.table.template import ELEMENTWISE
+from syncline.table.wrapping import look
+from syncline.topologies import AllReduce
+
+
+class AllReduceSession(Session):
+    """One learner's view of an all-reduce run."""
+
+    def __init__(self, port: CollectivePort, seat: Seat, restored: Restored | None = None) -> None:
+        self.port, self.reader, self.plan = port, seat.reader, seat.plan
+        assert isinstance(seat.plan.topology, AllReduce)
+        self.topology = seat.plan.topology
+        self._restored = restored or Restored(name="the start", seed=self.plan.seed)
+        self._cadence = JointCheckpointSchedule(
+            every=self.plan.saving.every, seconds=self.plan.saving.seconds, now=port.now()
+        )
+        self._last_cut: int | None = None  # its version
+        self._at_agreement: dict[int, int] = {}  # table -> iterations when all agreed to stop
+        self._begun = False  # a loop has asked for a batch
+        self.rank, self.learners = seat.rank, self.plan.learners
+        self.device = torch.device(seat.device)
+        self.sync = self.plan.course.first
+        self.consumed = 0  # examples handed out so far
+        self.batches = 0  # handed out so far
+        self.repeating = False  # the last batch was a repeated one, without weight
+        self.more = True  # there are further batches of this epoch here
+        self.more_anywhere = True  # and at any learner, as of the last update
+        self.reference = 1  # a batch of so many examples is a whole one
+        self.accumulating = False
+        self._silence = ZeroGradients()
+        self._tables: list[AllReduceOptimizer] = []
+        self._owned = ParameterOwners()
+        self._loaders: list[AllReduceLoader | AllReduceSplitLoader] = []
+        self._same: dict[tuple[Any, ...], AllReduceLoader | AllReduceSplitLoader] = {}
+        self._marks: list[int] = []  # epochs that end with the next gradient
+        self._agreed = False  # to stop
+        self._since = 0  # the first iteration of this epoch
+        self.watch = Watch(self.rank, port.tell)
+
+    @property
+    def epoch(self) -> int | None:
+        """Of its first loader."""
+        return self._loaders[0].epoch if self._loaders else None
+
+    def seed(self) -> None:
+        """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
+        seed_random(self.plan.seed + self.rank)
+
+    def _restore_random(self) -> None:
+        kept = self._restored.learners.get(self.rank)
+        if kept is not None and kept.random:
+            unpack_random(kept.random, self.device)
+
+    @property
+    def ending(self) -> bool:
+        return self.full or self._agreed
+
+    @property
+    def stopped(self) -> bool:
+        """All have agreed to leave, before their time."""
+        return self._agreed
+
+    @property
+    def full(self) -> bool:
+        """All updates that were asked for have been started."""
+        limit = self.plan.limit
+        return limit is not None and bool(self._tables) and self._tables[0].started >= limit
+
+    @property
+    def iterations(self) -> int:
+        """Of all its tables, those without examples too."""
+        return sum(table.iterations for table in self._tables)
+
+    @property
+    def factor(self) -> float:
+        """Of the rate, as the dial says."""
+        return self.sync.factor(1, self.plan.joint_batch)
+
+    # -- tables ------------------------------------------------------------------------------------------
+
+    def optimizer(self, model: nn.Module, factory: Factory) -> AllReduceOptimizer:
+        """This learner's copy of the model and its real optimizer, as one whose `step` averages first."""
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")
+        refuse_sparse(model)
+        inner = make_optimizer(model, factory)
+        if self.topology.apply != "end" and type(inner) not in ELEMENTWISE:
+            raise LayoutError(
+                f"{self.topology} applies some parameters before others, which {type(inner).__name__} may not "
+                f"survive; use apply=end, or one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}"
+            )
+        number = len(self._tables)
+        layout, tensors = lay_out(
+            model, [group["params"] for group in inner.param_groups], cuttable=False, shards=1
+        )
+        names = [entry.name for entry in layout.parameters.entries]
+        named = list(zip(names, tensors.parameters, strict=True))
+        self._owned.check(named)
+        self._compare(number, layout)
+        self._owned.claim(named)
+        with torch.no_grad():
+            for tensor in (*tensors.parameters, *tensors.buffers, *tensors.others):
+                self.port.broadcast(tensor.data)
+        if self.rank == 0:
+            self.port.tell(PeerTable(number, layout))
+        table = AllReduceOptimizer(self, number, inner, model, layout, tensors)
+        self._resume_table(table, tensors.buffers)
+        self._tables.append(table)
+        self._silence.add(tensors.parameters)
+        self.watch.opened(tensors.parameters, table, inner, *look(inner).optimizers)
+        return table
+
+    def _resume_table(self, table: AllReduceOptimizer, buffers: list[Tensor]) -> None:
+        """Of a run that goes on: the weights, the optimizer's state, this learner's buffers and random states."""
+        found, number = self._restored, table.number
+        kept = found.tables.get(number)
+        if kept is None:
+            return
+        found.check_layout(number, table.layout)
+        found.check_optimizer(number, table.optimizer_name)
+        pipeline = found.pipelines.get(number) or PipelineState(started=kept.account.version)
+        table.resume(kept, pipeline, found.counts.examples.get(number, 0))
+        if number == 0:
+            table.resume_losses(own_losses(found.counts.losses, self.rank, self.learners))
+        own = found.learners.get(self.rank) or next(iter(found.learners.values()), m.Personal())
+        copy_all(buffers, own.buffers.get(number, buffers))
+        self._restore_random()
+
+    def _compare(self, number: int, layout: Layout) -> None:
+        layouts = self.port.meet(f"session.optimizer, its call {number + 1}", layout)
+        for rank, other in enumerate(layouts):
+            if difference := layouts[0].difference(other):
+                raise LayoutError(
+                    f"learner 0 and learner {rank} opened table {number} with different models: {difference}. Every "
+                    "learner must make the same model; its values may differ, its names, order, shapes and groups may not."
+                )
+
+    def put(self, model: nn.Module) -> None:
+        """Learner 0's present values of the model become everybody's; every learner must call it."""
+        for table in tables_of(model, self._tables):
+            table.put()
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
+
+    # -- data --------------------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        data: Dataset[Any],
+        *,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        policy: str = "ledger",
+        collate: Callable[[list[Any]], Any] | None = None,
+        ahead: int | None = None,
+    ) -> AllReduceLoader | AllReduceSplitLoader:
+        check_data("session.loader's data", data)
+        check_function("collate", collate)
+        check_policy(policy)
+        check_joint(batch_size, global_batch_size, self.learners)
+        if batch_size is not None:
+            batches = (batch_size,) * self.learners
+        else:
+            assert global_batch_size is not None
+            batches = equal_shares(global_batch_size, self.learners)
+        reads = read_ahead(data, ahead)
+        key = (id(data), batches, policy, identity(collate))
+        if key not in self._same:
+            self._same[key] = self._open_loader(data, batches, policy, collate, reads)
+        elif ahead is not None and isinstance(loader := self._same[key], AllReduceLoader):
+            loader.ahead = reads
+        return self._same[key]
+
+    def _open_loader(
+        self,
+        data: Any,
+        batches: tuple[int, ...],
+        policy: str,
+        collate: Callable[[list[Any]], Any] | None,
+        ahead: int,
+    ) -> AllReduceLoader | AllReduceSplitLoader:
+        number = len(self._loaders)
+        iterable = isinstance(data, IterableDataset)
+        size = -1 if iterable else len(data)
+        if not iterable:
+            check_batches(size, batches[self.rank])
+        opened = self.port.meet(f"session.loader, its call {number + 1}", (size, batches, policy))
+        if any(other != opened[0] for other in opened):
+            raise UsageError(
+                f"loader {number}: the learners' (size of the data, batches, policy) differ: {opened}. Every learner must "
+                "open the same loaders in the same order."
+            )
+        if not self._loaders:
+            self.reference = max(batches)
+        kept = self._restored.loaders.get(number)
+        self._restored.check_loader(number, size, policy)
+        loader: AllReduceLoader | AllReduceSplitLoader
+        if iterable:
+            loader = AllReduceSplitLoader(
+                self, number, data, batch_size=batches[self.rank], collate=collate, policy=policy, kept=kept
+            )
+        else:
+            loader = AllReduceLoader(
+                self, number, data, batches=batches, policy=policy, collate=collate, ahead=ahead, kept=kept
+            )
+        self._loaders.append(loader)
+        return loader
+
+    def goes_on(self) -> bool:
+        """A loop asks for its next batch: the place for checkpoints. False where the run is to end."""
+        if not self._begun:
+            self._begun = True
+            self._restore_random()
+        if self.ending:
+            self._cut_last()
+            return False
+        if self._cadence.take(self.port.now()):
+            self._cut()
+        return True
+
+    def consume(self, loader: int, count: int, *, more: bool) -> None:
+        """A batch was handed to the loop: it belongs to the next gradient, without weight if it is a repeated one."""
+        self.consumed += count
+        self.batches += 1
+        self.repeating, self.more = count == 0, more
+        self._silence.handed_out(loader, repeated=self.repeating)
+
+    def epoch_left(self) -> None:
+        """The loop over a loader is over: what follows is computed on something else."""
+        self.repeating = False
+        self._silence.end()
+
+    def epoch_begins(self, loader: int, epoch: int) -> None:
+        self.more = self.more_anywhere = True
+        self._since = self._tables[0].iterations if self._tables else 0
+        if loader == 0:
+            self.sync = self._dial(epoch)
+
+    def _dial(self, epoch: int) -> Sync:
+        return self.plan.course.dials[self.plan.course.at(epoch)][1]
+
+    def epoch_given(self, loader: int, epoch: int) -> None:
+        """All batches of an epoch were handed out: the gradient that takes the last of them ends it."""
+        if loader != 0 or not self._tables:
+            return
+        if self._tables[0].pending:
+            self._marks.append(epoch)
+        else:
+            self._tables[0].mark_last(epoch)
+
+    def take_marks(self) -> list[int]:
+        taken, self._marks = self._marks, []
+        return taken
+
+    # -- metrics -----------------------------------------------------------------------------------------
+
+    def log(self, **metrics: float) -> None:
+        self.port.tell(m.Log(numbers(metrics)))
+
+    def mean(self, value: float | Tensor) -> Any:
+        found = self.port.meet("session.mean", brought(value))
+        return like(mean_of(dict(enumerate(found))), value)
+
+    # -- what the tables say -----------------------------------------------------------------------------
+
+    def heard(self, table: AllReduceOptimizer, iteration: int, header: Header) -> None:
+        """An update was applied, with what all learners said when its gradients were made."""
+        if header.stop > 0 and not self._agreed:
+            self._agreed = True
+            self._at_agreement = {each.number: each.iterations for each in self._tables}
+        if self.plan.saving.cuts and table.number == 0 and header.examples:
+            self._cadence.applied(table.version, wished=header.cut > 0)
+        if iteration >= self._since:
+            self.more_anywhere = header.more > 0
+
+    def lets_finish(self, table: AllReduceOptimizer) -> bool:
+        """Agreed in the middle of a batch's steps: each table that lags behind others may take one more."""
+        if not self._agreed or self.full:
+            return False
+        at = self._at_agreement
+        return table.iterations == at.get(table.number) and table.iterations < max(at.values())
+
+    def step_over(self, table: AllReduceOptimizer) -> None:
+        """What was handed out is in gradients. A loop without loaders has its checkpoints here."""
+        for loader in self._loaders:
+            loader.settle()
+        last = table.number == len(self._tables) - 1
+        if not self._loaders and last and not self.ending and self._cadence.take(self.port.now()):
+            self._cut()
+
+    def stepped(self, table: AllReduceOptimizer) -> None:
+        if table.number == 0:
+            gradients, examples = table.counts
+            started = self.steps
+            self.port.note(
+                Progress(started, table.version, gradients, examples, table.last_loss, table.histogram)
+            )
+
+    def epoch_applied(self, epoch: int) -> None:
+        first = self._tables[0]
+        loss, count = first.take_losses()
+        copies = {table.number: table.copy() for table in self._tables} if self.plan.snapshots else {}
+        report = PeerEpoch(
+            epoch=epoch,
+            version=first.version,
+            examples=first.counts[1],
+            loss=loss,
+            count=count,
+            copies=copies,
+        )
+        self.port.tell(report)
+
+    @property
+    def steps(self) -> int:
+        """Of all its tables."""
+        return sum(table.started for table in self._tables)
+
+    def states(
+        self, buffers: dict[int, tuple[int, dict[str, Tensor]]]
+    ) -> dict[int, tuple[int, dict[str, Tensor]]]:
+        """Version and tensors by name of each table: this learner's parameters, the given buffers."""
+        return {
+            table.number: (buffers[table.number][0], {**table.named(), **buffers[table.number][1]})
+            for table in self._tables
+        }
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def wishes_cut(self) -> bool:
+        return self.plan.saving.cuts and self.rank == 0 and self._cadence.wishes(self.port.now())
+
+    def _cut_last(self) -> None:
+        """As it ends, with what is in flight: a run that goes on from there does as this one would have done."""
+        if self.plan.saving.cuts and self._tables and self._tables[0].version != self._last_cut:
+            self._cut()
+
+    def _cut(self) -> None:
+        """This learner's part of a checkpoint; the first one's holds what all have alike."""
+        number = self._last_cut = self._tables[0].version
+        self.port.tell(
+            PeerCut(
+                number=number,
+                personal=m.Personal(
+                    self.steps,
+                    pack_random(self.device),
+                    {table.number: table.buffers() for table in self._tables},
+                ),
+                losses=self._tables[0].losses,
+                flights={table.number: table.losses_in_flight() for table in self._tables},
+                joint=self._joint(number) if self.rank == 0 else None,
+            )
+        )
+
+    def _joint(self, number: int) -> Joint:
+        pipelines = {table.number: table.pipeline() for table in self._tables}
+        files = []
+        for table in self._tables:
+            files.append(table_file(table.number, 0))
+            self._save_table(number, files[-1], table)
+        if flying := flight_tensors(pipelines):
+            files.append(FLIGHTS)
+            self.port.save(number, FLIGHTS, flying, {})
+        return Joint(
+            files=files,
+            accounts={table.number: table.counted() for table in self._tables},
+            examples={table.number: table.counts[1] for table in self._tables},
+            optimizers={table.number: table.optimizer_name for table in self._tables},
+            pipelines={table: pipeline.without_tensors() for table, pipeline in pipelines.items()},
+            loaders={
+                each.number: m.OpenLoader(each.number, each.size, each.batch_size, each.policy, None)
+                for each in self._loaders
+            },
+            standings={loader.number: loader.standing() for loader in self._loaders},
+        )
+
+    def _save_table(self, number: int, name: str, table: AllReduceOptimizer) -> None:
+        try:
+            self.port.save(number, name, *table.cut())
+        except CheckpointError as error:  # the run goes on
+            self.port.tell(m.Saved(number, name, None, str(error)))
+
+    def close(self) -> None:
+        """The learner's function is over: everything in flight is applied, and the end reported."""
+        self._cut_last()
+        for table in self._tables:
+            table.flush()
+            table.release_hooks()
+        self._silence.end()
+        self.watch.close()
+        self.port.tell(
+            PeerClosed(
+                self.steps,
+                self._tables[0].last_loss if self._tables else float("nan"),
+                {table.number: table.account() for table in self._tables},
+                {table.number: table.copy() for table in self._tables},
+            )
+        )

@@ -1,0 +1,308 @@
+"""The feed: which examples a learner gets, and reading them ahead of the computation (M7, R5).
+
+`epoch_order` is the published rule, so that a run can be repeated in plain PyTorch. `Loader` turns portions of
+it into batches. Not responsible for who gets which portion: the ledger decides that.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+
+from syncline.errors import UsageError
+from syncline.learn.batches import to_device
+from syncline.learn.stepper import FeedWait, Portions, Rested
+from syncline.messages.to_leader import CloseLoader
+from syncline.ports import OUTSIDE, Portion
+
+if TYPE_CHECKING:
+    from syncline.learn.server_session import ServerSession
+
+POLICIES = ("ledger", "partition", "sample")
+AHEAD = (
+    2  # portions asked for ahead of the one in use; of those that are read ahead, as many more at most: an
+)
+# engine has room for hundreds, and many loaders may be read at once
+
+
+def epoch_order(size: int, *, seed: int, epoch: int, policy: str = "ledger", parts: int = 1) -> Tensor:
+    """The order of an epoch's examples: positions of the ledger to indices of the data set."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
+    if policy == "sample":
+        return torch.randint(size, (size,), generator=generator)
+    if policy == "ledger":
+        return torch.randperm(size, generator=generator)
+    own = torch.randperm(size, generator=torch.Generator().manual_seed(seed))  # the same subsets every epoch
+    pieces = []
+    for part in range(parts):
+        low, high = part * size // parts, (part + 1) * size // parts
+        pieces.append(own[low:high][torch.randperm(high - low, generator=generator)])
+    return torch.cat(pieces)
+
+
+def read_ahead(data: Dataset[Any], ahead: int | None = None) -> int:
+    """How many batches a thread reads before they are needed: as the user says, else none of tensors in memory."""
+    if ahead is not None:
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+            raise UsageError(
+                f"ahead must be a whole number of at least 0, the batches that are read before they are needed, got {ahead!r}"
+            )
+        return ahead
+    return 0 if isinstance(data, TensorDataset) else AHEAD
+
+
+def reader(data: Dataset[Any], collate: Callable[[list[Any]], Any] | None) -> Callable[[Tensor], Any]:
+    """Indices to a batch."""
+    if isinstance(data, TensorDataset) and collate is None:
+        tensors = data.tensors
+        return lambda indices: [tensor[indices] for tensor in tensors]
+    gather = collate or default_collate
+    several = getattr(data, "__getitems__", None)  # torch's own optional protocol of data sets
+    if several is not None:
+        return lambda indices: gather(several(indices.tolist()))
+    return lambda indices: gather([data[index] for index in indices.tolist()])
+
+
+def identity(function: Any) -> Hashable:
+    """The same for functions of one piece of code that have captured the same objects, such as a lambda in a loop."""
+    if isinstance(function, partial):
+        named = tuple(sorted((name, id(value)) for name, value in function.keywords.items()))
+        return identity(function.func), tuple(map(id, function.args)), named
+    if isinstance(function, MethodType):
+        return id(function.__self__), identity(function.__func__)
+    if isinstance(function, FunctionType):
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        captured = (*(function.__closure__ or ()), *defaults)
+        return id(function.__code__), tuple(id(_content(each)) for each in captured)
+    return id(function)
+
+
+def _content(captured: Any) -> Any:
+    try:
+        return captured.cell_contents if isinstance(captured, CellType) else captured
+    except ValueError:  # a variable that has no value yet
+        return None
+
+
+class _ReadAhead(NamedTuple):
+    """A batch that was read ahead."""
+
+    generation: int
+    portion: Portion
+    batch: Any
+    error: BaseException | None = None
+
+
+class Loader:
+    """Batches of one data set; iterate once per epoch."""
+
+    def __init__(
+        self,
+        session: ServerSession,
+        number: int,
+        data: Dataset[Any],
+        *,
+        batch_size: int,
+        policy: str,
+        collate: Callable[[list[Any]], Any] | None,
+        ahead: int,
+        parts: int,
+    ) -> None:
+        self.number, self.batch_size = number, batch_size
+        self.size = 0 if isinstance(data, IterableDataset) else len(data)  # type: ignore[arg-type]
+        self._session = session
+        self.generation = 0  # counts the servers it had to do with
+        self.data, self.collate = data, collate  # kept: the session knows its loaders by their identity
+        self.ahead = ahead  # in force from the next epoch on
+        self._policy, self._parts = policy, parts
+        self._read = reader(data, collate)
+        self._orders: dict[int, Tensor] = {}
+        self._iterating = False
+        self._portion = Portions(number, session.port.post, session.rest, lambda: session.resting)
+        self._drive(self._portion.welcome())
+
+    @property
+    def epoch(self) -> int:
+        """Of the next iteration."""
+        return self._portion.epoch
+
+    def _drive(self, steps: Generator[FeedWait, Any, Any]) -> Any:
+        """Block for what they wait for."""
+        found: Portion | None = None
+        while True:
+            try:
+                wait = steps.send(found)
+            except StopIteration as done:
+                return done.value
+            found = None
+            if isinstance(wait, Rested):
+                self._session.rested()
+            else:
+                found = self._session.port.portion(wait.loader, wait.number, block=wait.block)
+
+    def rejoin(self) -> None:
+        """The servers are new ones: what they handed out is void, an older epoch may come again."""
+        self.generation += 1
+        self._drive(self._portion.welcome())
+
+    def __len__(self) -> int:
+        """Batches of an epoch that one loop sees: exact in lockstep, elsewhere the mean over the learners."""
+        return -(-self.size // (self.batch_size * self._session.learners))
+
+    def __iter__(self) -> Iterator[Any]:
+        self._enter()
+        source = self._read_ahead() if self.ahead else ((p, self._batch(p)) for p in self._portions())
+        try:
+            for portion, batch in source:
+                self._session.consumed(self.number, portion.number + 1, portion.stop - portion.start)
+                yield to_device(batch, self._session.device)
+        finally:
+            source.close()
+            self._leave()
+            self._iterating = False
+
+    def _enter(self) -> None:
+        if self._iterating:
+            raise UsageError(f"loader {self.number} is being iterated already: one loop at a time")
+        self._iterating = True
+        self._portion.enter()
+        self._session.restore_random()
+
+    def look_ahead(self) -> None:
+        """A gradient of its batches is about to be published."""
+
+    def _batch(self, portion: Portion) -> Any:
+        order = self._orders.get(portion.epoch)
+        if order is None:
+            order = epoch_order(
+                self.size,
+                seed=self._session.plan.seed,
+                epoch=portion.epoch,
+                policy=self._policy,
+                parts=self._parts,
+            )
+            self._orders = {epoch: kept for epoch, kept in self._orders.items() if epoch >= portion.epoch - 1}
+            self._orders[portion.epoch] = order
+        return self._read(order[portion.start : portion.stop])
+
+    # -- portions ----------------------------------------------------------------------------------------
+
+    def _wanted(self) -> int:
+        """How many portions are asked for ahead."""
+        return AHEAD + min(self.ahead, AHEAD)
+
+    def _portions(self) -> Iterator[Portion]:
+        while not self._session.ending:
+            portion = self._next(block=True)
+            if portion is None or portion.end:
+                return
+            yield portion
+
+    def _next(self, *, block: bool) -> Portion | None:
+        """The next portion of this epoch; None: not there (or the run ends)."""
+        return self._session.insist(lambda: self._drive(self._portion.next(self._wanted(), block=block)))
+
+    def _leave(self) -> None:
+        """The epoch is over for this learner, by its end or by leaving the loop."""
+        self._session.push()
+        generation = self.generation
+        if not self._portion.ended and not self._session.ending:
+            self._session.insist(self._break)
+            if generation != self.generation:  # the epoch that new servers gave is not this one
+                return
+        elif self._portion.ended:
+            self._session.ended(self.number, self._portion.index)
+        self._portion.leave()
+
+    def _break(self) -> None:
+        used = self._session.used(self.number)
+        self._session.port.post(CloseLoader(self.number, used))
+        self._skip()
+
+    def _skip(self) -> None:
+        """Portions on their way when the loop was left go unused; the answer to CLOSE says how many came."""
+        port = self._session.port
+        answer = port.portion(self.number, OUTSIDE, block=True)
+        if answer is not None:
+            for index in range(self._portion.index, answer.start):
+                port.portion(self.number, index, block=False)
+            self._portion.index = self._portion.asked = answer.start
+
+    # -- reading ahead -----------------------------------------------------------------------------------
+
+    def _read_ahead(self) -> Generator[tuple[Portion, Any]]:
+        """A thread reads and collates; this one asks for portions and hands batches out."""
+        if not self._session.reader:
+            turns = _InTurn(self._read_one)
+            yield from self._hand_out(turns.put, turns.get)
+            return
+        wanted: queue.SimpleQueue[tuple[int, Portion] | None] = queue.SimpleQueue()
+        done: queue.SimpleQueue[_ReadAhead] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._reading, args=(wanted, done), daemon=True)
+        thread.start()
+        try:
+            yield from self._hand_out(wanted.put, done.get)
+        finally:
+            wanted.put(None)
+            thread.join()
+
+    def _hand_out(
+        self, want: Callable[[tuple[int, Portion]], None], get: Callable[[], _ReadAhead]
+    ) -> Iterator[tuple[Portion, Any]]:
+        waiting, more, generation = 0, True, self.generation
+        while True:
+            if generation != self.generation:  # new servers: there is more again
+                more, generation = True, self.generation
+            while more and waiting <= self.ahead and not self._session.ending:
+                portion = self._next(block=waiting == 0)
+                generation = self.generation
+                if portion is None:
+                    break
+                more = not portion.end
+                if more:
+                    want((self.generation, portion))
+                    waiting += 1
+            if waiting == 0:
+                return
+            read = get()
+            waiting -= 1
+            if read.generation != self.generation:
+                continue
+            if read.error is not None:
+                raise read.error
+            yield read.portion, read.batch
+
+    def _reading(
+        self, wanted: queue.SimpleQueue[tuple[int, Portion] | None], done: queue.SimpleQueue[_ReadAhead]
+    ) -> None:
+        while (item := wanted.get()) is not None:
+            done.put(self._read_one(item))
+
+    def _read_one(self, item: tuple[int, Portion]) -> _ReadAhead:
+        try:
+            return _ReadAhead(*item, self._batch(item[1]))
+        except BaseException as error:
+            return _ReadAhead(*item, None, error)
+
+
+class _InTurn:
+    """In the reading thread's place where everything must happen in one order: reads when a batch is wanted."""
+
+    def __init__(self, read: Callable[[tuple[int, Portion]], _ReadAhead]) -> None:
+        self._read = read
+        self._waiting: deque[tuple[int, Portion]] = deque()
+
+    def put(self, item: tuple[int, Portion]) -> None:
+        self._waiting.append(item)
+
+    def get(self) -> _ReadAhead:
+        return self._read(self._waiting.popleft())

@@ -1,0 +1,541 @@
+"""The session of learners that work with servers: what their loop sees (M1, M6, M7).
+
+Opens tables and loaders, counts the examples that belong to the next gradient, and gathers metrics. The same class
+runs in every engine; all it asks of the world goes through its port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from syncline import messages as m
+from syncline.dial import Sync
+from syncline.errors import LayoutError, LoopError, UsageError
+from syncline.learn.inputs import check_data, check_function
+from syncline.learn.loader import POLICIES, Loader, identity, read_ahead
+from syncline.learn.models import refuse_unready
+from syncline.learn.optimizer import SharedOptimizer
+from syncline.learn.parameter_owners import ParameterOwners, tables_of
+from syncline.learn.randomness import pack_random, seed_random, unpack_random
+from syncline.learn.session import Factory, Session
+from syncline.learn.stream_loader import StreamLoader
+from syncline.learn.usage_warnings import Watch
+from syncline.messages import to_leader as say
+from syncline.messages.to_leader import NO_LOADER
+from syncline.ports import LearnerPort, Reset
+from syncline.roles.means import brought, like
+from syncline.roles.run_plan import Seat
+from syncline.table.layout import Layout, Tensors, lay_out
+from syncline.table.template import (
+    ELEMENTWISE,
+    SCALE_INVARIANT,
+    OptimizerTemplate,
+    is_torchs,
+    refuse_unsupported,
+)
+from syncline.table.wrapping import look
+from syncline.topologies import Servers
+
+SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names the number of shards
+
+
+class ServerSession(Session):
+    """One learner's view of a run with servers."""
+
+    def __init__(self, port: LearnerPort, seat: Seat) -> None:
+        self.port, self.reader, self.plan = port, seat.reader, seat.plan
+        self.rank, self.learners = seat.rank, seat.plan.learners
+        self.device = torch.device(seat.device)
+        self._tables: list[SharedOptimizer] = []
+        self._owned = ParameterOwners()
+        self._loaders: list[Loader] = []
+        self._same: dict[tuple[Any, ...], Loader] = {}
+        self._count = 0
+        self._used: dict[int, int] = {}  # loader -> portions used
+        self._fresh: list[int] = []  # loaders used since the last step
+        self._rests: list[tuple[SharedOptimizer, int]] = []
+        self._rest_loader = -1  # whose data it waits for, where it rests
+        self._idle: tuple[int, int] | None = None  # the loader that ended, and its next portion
+        self.sync = self.plan.course.first  # as of the last read of any table
+        self._kept_random = b""
+        self._mark: Tensor | None = None
+        self._refused: UsageError | None = None  # why it is not where the others are
+        self.watch = Watch(self.rank, port.tell)
+
+    def seed(self) -> None:
+        """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
+        seed_random(self.plan.seed + self.rank)
+
+    def mark_random(self) -> None:
+        """A gradient is published: what torch draws from here on belongs to the next."""
+        if self.plan.saving.cuts:
+            self._mark = torch.get_rng_state()
+
+    def random_states(self, *, marked: bool = False) -> bytes:
+        """All random generators as they are now, torch's as it was marked, for a checkpoint; no pickle."""
+        return pack_random(self.device, self._mark if marked else None)
+
+    def restore_random(self) -> None:
+        """Once, before the first batch of a run that goes on."""
+        if self._kept_random:
+            unpack_random(self._kept_random, self.device)
+            self._kept_random = b""
+
+    def insist(self, action: Callable[[], Any]) -> Any:
+        """Do something with the servers, again if they were started anew meanwhile."""
+        while True:
+            try:
+                return action()
+            except Reset:
+                self.rejoin()
+
+    def rejoin(self) -> None:
+        """The servers are new ones: read their weights; what was not folded is lost, its batches come again."""
+        while True:
+            try:
+                back: m.Rejoined = self.port.ask(m.Rejoin(len(self._tables), len(self._loaders)))
+                self._rests, self._fresh, self._used = [], [], {}
+                self._idle = (self._idle[0], 0) if self._idle is not None else None
+                self._count = 0
+                for table, answer in zip(self._tables, back.tables, strict=True):
+                    table.rejoin(self.port.open(answer))
+                for loader in self._loaders:
+                    loader.rejoin()
+                return
+            except Reset:
+                continue
+
+    @property
+    def epoch(self) -> int | None:
+        """Of its first loader."""
+        return self._loaders[0].epoch if self._loaders else None
+
+    @property
+    def ending(self) -> bool:
+        """The run is to end: loaders end, steps do not return."""
+        limit = self.plan.limit
+        reached = limit is not None and bool(self._tables) and self._tables[0].version >= limit
+        return reached or self.port.stopping()
+
+    # -- tables ------------------------------------------------------------------------------------------
+
+    def _in_step(self) -> None:
+        """Refused once, it has not what the others have, and they would wait for each other for ever."""
+        if self._refused is not None:
+            raise LoopError(
+                f"learner {self.rank} cannot go on after an error that its code caught, because its loop is not where the "
+                f"others' loops are. Let that error end the learner, or return. It was: {self._refused}"
+            )
+
+    def refused(self, error: UsageError) -> None:
+        """It is not where the others are from here on."""
+        self._refused = error
+
+    def optimizer(self, model: nn.Module, factory: Factory) -> SharedOptimizer:
+        """The table of this model's parameters, as a torch optimizer whose `step` publishes and reads."""
+        self._in_step()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")
+        refuse_sparse(model)
+        inner = make_optimizer(model, factory)
+        held = look(inner)
+        held.refuse(inner)
+        refuse_weighted(self.sync, inner, *held.optimizers)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        given = [parameter for group in inner.param_groups for parameter in group["params"]]
+        named = [(names.get(id(parameter), "a parameter"), parameter) for parameter in given]
+        self._owned.check(named)
+        layout, tensors = self._lay_out(model, inner, wraps=held.wraps)
+        table = self.insist(lambda: self._open_table(inner, layout, tensors, wraps=held.wraps))
+        self._tables.append(table)
+        self._owned.claim(named)
+        self.watch.opened(given, table)
+        return table
+
+    def _lay_out(
+        self, model: nn.Module, inner: torch.optim.Optimizer, *, wraps: bool
+    ) -> tuple[Layout, Tensors]:
+        return lay_out(
+            model,
+            [group["params"] for group in inner.param_groups],
+            cuttable=type(inner) in ELEMENTWISE,
+            shards=shards_for(inner, self.plan.servers),
+        )
+
+    def _template(self, inner: torch.optim.Optimizer, layout: Layout) -> OptimizerTemplate:
+        return OptimizerTemplate.of(inner)
+
+    def _open_table(
+        self, inner: torch.optim.Optimizer, layout: Layout, tensors: Tensors, *, wraps: bool
+    ) -> SharedOptimizer:
+        number = len(self._tables)
+        answer = self._request(m.Open(number, layout))
+        if isinstance(answer, m.Initialise):
+            values = self.port.first_values(answer.handle, layout)
+            copy_all(values[0], [parameter.detach() for parameter in tensors.parameters])
+            copy_all(values[1], tensors.buffers)
+            copy_all(values[2], tensors.others)
+            answer = self._ask(m.Initialised(number, self._template(inner, layout)))
+        end = self.port.open(answer)
+        copy_all(tensors.buffers, end.buffers)
+        copy_all(tensors.others, end.others)
+        personal: m.Personal | None = answer.personal
+        if personal is not None:
+            copy_all(tensors.buffers, personal.buffers.get(number, tensors.buffers))
+            self._kept_random = personal.random
+        steps = personal.steps if personal is not None else 0
+        return SharedOptimizer(self, number, inner, end, tensors, steps, wraps=wraps)
+
+    def put(self, model: nn.Module) -> None:
+        """Make this learner's present values of the model global, with the next update (M6)."""
+        for table in tables_of(model, self._tables):
+            table.put()
+
+    # -- data --------------------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        data: Dataset[Any],
+        *,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        policy: str = "ledger",
+        collate: Callable[[list[Any]], Any] | None = None,
+        ahead: int | None = None,
+    ) -> Loader:
+        check_data("session.loader's data", data)
+        check_function("collate", collate)
+        check_policy(policy)
+        batch_size = batch_of_each(batch_size, global_batch_size, self.learners, self.sync)
+        reads = read_ahead(data, ahead)
+        key = (id(data), batch_size, policy, identity(collate))
+        if key not in self._same:
+            self._same[key] = self._open_loader(data, batch_size, policy, collate, reads)
+        elif ahead is not None:
+            self._same[key].ahead = reads
+        return self._same[key]
+
+    def _open_loader(
+        self,
+        data: Dataset[Any],
+        batch_size: int,
+        policy: str,
+        collate: Callable[[list[Any]], Any] | None,
+        ahead: int,
+    ) -> Loader:
+        number = len(self._loaders)
+        epochs = self.plan.epochs if number == 0 else None
+        stream = isinstance(data, IterableDataset)
+        if stream:
+            check_whole("batch_size", batch_size)
+            opening = m.OpenLoader(number, 0, batch_size, m.STREAM, epochs)
+        else:
+            check_batches(len(data), batch_size)  # type: ignore[arg-type]
+            opening = m.OpenLoader(number, len(data), batch_size, policy, epochs)  # type: ignore[arg-type]
+
+        def opened() -> Loader:
+            parts = self._request(opening)
+            if stream:
+                return StreamLoader(self, number, data, batch_size=batch_size, collate=collate)  # type: ignore[arg-type]
+            return Loader(
+                self,
+                number,
+                data,
+                batch_size=batch_size,
+                policy=policy,
+                collate=collate,
+                ahead=ahead,
+                parts=parts,
+            )
+
+        loader: Loader = self.insist(opened)
+        self._loaders.append(loader)
+        return loader
+
+    def _request(self, message: Any) -> Any:
+        if self._idle is not None:  # others must not wait for a gradient while this learner waits for them
+            self.rest(*self._idle)
+        elif self._fresh and self.sync.waits:  # nor for what it has not published yet
+            self.rest(NO_LOADER, 0)
+        answer = self._ask(message)
+        if self._fresh and self._rests and self.sync.lockstep:  # the others may have gone on
+            self._rests = [(table, table.reread(later=later)) for table, later in self._in_turn()]
+            self._rest_loader = NO_LOADER
+            self.rested()
+        return answer
+
+    def _ask(self, message: Any) -> Any:
+        """Who is refused something that the others get cannot go on with them."""
+        self._in_step()
+        try:
+            return self.port.ask(message)
+        except UsageError as error:
+            self._refused = error
+            raise
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Nothing is communicated before `step` here: accumulation needs no special care."""
+        yield
+
+    # -- metrics -----------------------------------------------------------------------------------------
+
+    def log(self, **metrics: float) -> None:
+        """Metrics of this learner, for the run's record."""
+        self.port.tell(m.Log(numbers(metrics)))
+
+    def mean(self, value: float | Tensor) -> Any:
+        """The mean of a number or tensor over all live learners; every learner must call it."""
+        self._in_step()
+        held = brought(value)
+        try:
+            mean: Tensor = self.insist(lambda: self._meet(m.MeanOf(held)))
+        except LoopError as error:
+            self._refused = error
+            raise
+        except UsageError:  # all of the meeting hear it, and may go on
+            self._met()
+            raise
+        self._met()
+        return like(mean, value)
+
+    def _meet(self, message: Any) -> Any:
+        """It rests until the meeting is over: nobody need wait for its gradient, wherever in its loop it is."""
+        self.rest(NO_LOADER, 0)
+        self.port.post(say.Meet())
+        return self.port.ask(message)
+
+    def _met(self) -> None:
+        """All of the meeting count again: read what was folded meanwhile."""
+        try:
+            self.rested()
+        except Reset:
+            self.rejoin()
+        if self._idle is not None and not self.sync.lockstep:
+            self.rest(*self._idle)
+
+    def push(self) -> None:
+        """What learners that step by themselves have not pushed yet, unless they were refused."""
+        for table in self._tables if self._refused is None else ():
+            table.push()
+
+    def close(self) -> None:
+        """The learner's function is over."""
+        if not self.ending and self._refused is None:
+            self.push()
+        if self.plan.saving.cuts and self._tables:
+            with contextlib.suppress(Reset):
+                self._tables[0].farewell()
+        for table in self._tables:
+            table.release_hooks()
+        self.watch.close()
+        if not self.ending and sys.exception() is None:
+            self.port.tell(m.Closed())
+
+    # -- between the loaders and the tables --------------------------------------------------------------
+
+    def consumed(self, loader: int, upto: int, count: int) -> None:
+        """A batch was handed to the loop: it belongs to the next gradient."""
+        self._in_step()
+        self._idle = None
+        self._used[loader] = upto
+        if loader not in self._fresh:
+            self._fresh.append(loader)
+        self._count += count
+
+    @property
+    def examples(self) -> int:
+        """Of the gradient that is being made."""
+        return self._count
+
+    def count(self, examples: int) -> None:
+        self._count += examples
+
+    def used(self, loader: int) -> int:
+        return self._used.get(loader, 0)
+
+    def take_usage(self) -> tuple[int, int, int]:
+        """(examples, loader, portions used) of the gradient that is published now."""
+        self._in_step()
+        count, self._count = self._count, 0
+        if self._rests:
+            self._rests, self._idle = [], None
+        if not self._fresh:
+            return count or 1, -1, 0
+        for loader in self._fresh:
+            self._loaders[loader].look_ahead()
+        *further, last = self._fresh
+        for loader in further:
+            self.port.post(say.Used(loader, self._used[loader]), later=True)
+        self._fresh = []
+        return count or 1, last, self._used[last]
+
+    def ended(self, loader: int, index: int) -> None:
+        """A loader's epoch is over, and its batches are in gradients: there may be nothing to compute for long.
+
+        In lockstep a last step after the loop must still meet the others': there only waiting makes it rest.
+        """
+        if not self._fresh:
+            self._idle = (loader, index)
+            if not self.sync.lockstep:
+                self.rest(loader, index)
+
+    def awaits(self, table: int, number: int) -> None:
+        """It does nothing until this ticket is let go, though it had gone on: steps of other tables may wait for it."""
+        if len(self._tables) > 1:
+            self.port.post(say.Await(table, number))
+
+    def rest(self, loader: int, index: int) -> None:
+        """Nothing to compute: nobody need wait for this learner, be it under a dial that it does not know yet."""
+        if not self._rests or self._rest_loader != loader:
+            self._rests, self._rest_loader = [], loader
+            for table, later in self._in_turn():
+                self._rests.append((table, table.rest(loader, index, later=later)))
+
+    def _in_turn(self) -> list[tuple[SharedOptimizer, bool]]:
+        """All tables, and whether there is one after it."""
+        return [(table, table is not self._tables[-1]) for table in self._tables]
+
+    @property
+    def resting(self) -> bool:
+        return bool(self._rests)
+
+    def rested(self) -> None:
+        """There is data again: read what the others have by now."""
+        for table, number in self._rests:
+            table.rested(number)
+        self._rests = []
+
+
+def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
+    """Run the user's factory on the model's parameters, or on the model where it asks for `model`."""
+    refuse_unready(model)
+    if next(iter(model.parameters()), None) is None:
+        raise LayoutError(
+            f"{type(model).__name__} has no parameters: there is nothing to train. "
+            "Register layers as attributes, or parameters as nn.Parameter."
+        )
+    if not callable(factory):
+        raise UsageError(
+            f"the optimizer must be a callable that makes one, got {type(factory).__name__}; "
+            "give a callable such as partial(torch.optim.SGD, lr=0.1)"
+        )
+    try:
+        first = next(iter(inspect.signature(factory).parameters), None)
+    except (TypeError, ValueError):
+        first = None
+    inner = factory(model if first == "model" else model.parameters())
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise UsageError(
+            f"the optimizer factory returned {type(inner).__name__}, not a torch.optim.Optimizer; "
+            "give a callable such as partial(torch.optim.SGD, lr=0.1)"
+        )
+    refuse_unsupported(inner)
+    vars(inner).setdefault("defaults", {})  # a wrapper may have none
+    return inner
+
+
+def shards_for(optimizer: torch.optim.Optimizer, servers: Servers, size: int | None = None) -> int:
+    """Of a table: all there are where the user named their number, else only as many as are worth it.
+
+    An optimizer that is not torch's may compute something over all its parameters: one shard has them all. One that holds
+    others goes to one shard in any case.
+    """
+    if look(optimizer).wraps:
+        return 1
+    if servers.fixed:
+        return servers.shards
+    if not is_torchs(optimizer):
+        return 1
+    if size is None:
+        size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
+    return max(1, min(servers.shards, size // SHARD_BYTES))
+
+
+def refuse_weighted(sync: Sync, *optimizers: torch.optim.Optimizer) -> None:
+    """Weights in the mean of a fold mean nothing to an optimizer that divides them out again (M4)."""
+    for optimizer in optimizers:
+        if sync.weighs and isinstance(optimizer, SCALE_INVARIANT):
+            raise UsageError(
+                f"{sync} weights each gradient by its staleness, but {type(optimizer).__name__} divides a gradient's "
+                "scale out again: use SGD, or rate=share, which changes the learning rate itself"
+            )
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise LayoutError(
+                f"'{name}' is an embedding with sparse=True: sparse gradients do not travel; use sparse=False"
+            )
+
+
+def check_batches(size: int, batch_size: int) -> None:
+    check_whole("batch_size", batch_size)
+    if size == 0:
+        raise UsageError("the data set is empty")
+    if batch_size > size:
+        raise UsageError(
+            f"batch_size {batch_size} is larger than the data set of {size} examples; use at most {size}"
+        )
+
+
+def check_joint(batch_size: int | None, joint: int | None, learners: int) -> None:
+    """Either the batch of each learner or that of all together (A6)."""
+    if (batch_size is None) == (joint is None):
+        raise UsageError(
+            f"give either batch_size= (of each learner) or global_batch_size= (of all together), got "
+            f"batch_size={batch_size} and global_batch_size={joint}"
+        )
+    if joint is not None:
+        check_whole("global_batch_size", joint)
+        if joint < learners:
+            raise UsageError(
+                f"global_batch_size={joint} over {learners} learners: each needs at least one example; use fewer learners"
+            )
+
+
+def batch_of_each(batch_size: int | None, joint: int | None, learners: int, sync: Sync) -> int:
+    """The batch of each learner with servers, from one of the two."""
+    check_joint(batch_size, joint, learners)
+    if joint is None:
+        assert batch_size is not None
+        return batch_size
+    if not sync.lockstep or joint % learners:
+        raise UsageError(
+            f"global_batch_size={joint} over {learners} learners with {sync}: with servers every learner has the same "
+            "batch_size, and only in lockstep is an update of all; give batch_size=, or use topology='allreduce'"
+        )
+    return joint // learners
+
+
+def check_whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        raise UsageError(f"policy {policy!r} is none of {', '.join(POLICIES)}")
+
+
+def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics without tensors, where they are single numbers."""
+    return {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in metrics.items()
+    }

@@ -1,0 +1,299 @@
+"""Gradients on their way up a tree (M14): a node adds what its children published and passes one sum on, with its tickets.
+
+Events in, decisions out, the same for leaves and the nodes above them; `Intake` is the root's side. Nothing is taken from a child
+for good before the root has taken it, so whatever is lost or refused on the way is sent again by who made it. Not responsible
+for the numbers that are added, nor for when gradients become an update (`sequence`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from syncline.protocols.folding import Ticket
+from syncline.protocols.sequence import Decision, Sequence
+
+Key = tuple[int, int]  # learner, number of its ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What one sender has under way: the tickets of all that is in it, and which of its children's sums that were."""
+
+    sender: int  # a node, or a learner at its leaf
+    number: int  # counts what the sender sent
+    tickets: tuple[Ticket, ...]
+    parts: tuple[tuple[int, int], ...] = ()  # (child, number of its sum), in the order they are added
+
+    @property
+    def iteration(self) -> int:
+        """Of a sum in lockstep."""
+        return self.tickets[0].iteration
+
+    @property
+    def keys(self) -> frozenset[Key]:
+        return frozenset((ticket.learner, ticket.number) for ticket in self.tickets)
+
+
+def of_one(ticket: Ticket) -> Sum:
+    """A learner's gradient."""
+    return Sum(ticket.learner, ticket.number, (ticket,))
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """To the node above: add these parts, in this order."""
+
+    sum: Sum
+
+
+@dataclass(frozen=True, slots=True)
+class SumDone:
+    """To a child: its sum is taken by the root, or never will be; what it lies in is free."""
+
+    child: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """To a child: its sum was refused; make it anew without these, and with iterations counted so."""
+
+    child: int
+    number: int
+    without: frozenset[Key] = frozenset()
+    counted: Mapping[int, int] = field(default_factory=dict)
+
+
+Passed = Up | SumDone | Again
+
+
+class Node:
+    """One node's way up: at most one sum is under way until the root has taken or refused it.
+
+    In lockstep a sum holds one iteration of all children that the leader last counted as active (of a node: that anybody below
+    it is); otherwise what has come when the way is free. `leaf`: children are learners.
+    """
+
+    def __init__(self, node: int, *, leaf: bool, lockstep: bool) -> None:
+        self.node, self._leaf, self._lockstep = node, leaf, lockstep
+        self._held: dict[int, deque[Sum]] = {}  # child -> what came and is not under way
+        self._gone: set[int] = set()  # children that are lost
+        self._number = 0
+        self._under_way: tuple[Sum, list[Sum]] | None = None  # and the parts it was made of
+        self._next: dict[int, int] = {}  # learner -> iteration of what it publishes next
+        self._active: set[int] = set()
+        self._sent: dict[int, int] = {}  # child -> the iteration after the last that is on its way
+
+    @property
+    def free(self) -> bool:
+        return self._under_way is None
+
+    @property
+    def held(self) -> list[Sum]:
+        """What is not under way."""
+        return [each for queue in self._held.values() for each in queue]
+
+    # -- what the leader says --------------------------------------------------------------------------------
+
+    def count(self, active: Mapping[int, int]) -> list[Passed]:
+        """The children that the leader counts as active, and the iteration each is at."""
+        self._active = set(active)
+        for child, iteration in active.items():
+            self._next[child] = max(self._next.get(child, 0), iteration)
+            self._sent[child] = max(self._sent.get(child, 0), iteration)
+        return self._send()
+
+    def turn(self, *, lockstep: bool) -> list[Passed]:
+        """Another dial."""
+        self._lockstep = lockstep
+        return self._send()
+
+    def flush(self) -> list[Passed]:
+        """Send what there is, complete or not (the end of a run)."""
+        return self._send(complete=False)
+
+    # -- what children send ----------------------------------------------------------------------------------
+
+    def publish(self, sum_: Sum) -> list[Passed]:
+        """A child has something for the root."""
+        if sum_.sender in self._gone:
+            return []
+        if self._leaf:
+            sum_ = replace(sum_, tickets=tuple(self._numbered(ticket) for ticket in sum_.tickets))
+        self._held.setdefault(sum_.sender, deque()).append(sum_)
+        return self._send()
+
+    def _numbered(self, ticket: Ticket) -> Ticket:
+        iteration = self._next.get(ticket.learner, ticket.stamp)
+        self._next[ticket.learner] = iteration + 1
+        return replace(ticket, iteration=iteration)
+
+    def lose(self, child: int) -> list[Passed]:
+        """A child is gone: what is not under way goes with it; of the rest the root decides."""
+        self._gone.add(child)
+        self._held.pop(child, None)
+        self._active.discard(child)
+        return self._send()
+
+    def welcome(self, child: int) -> None:
+        """It came from another node, or is new."""
+        self._gone.discard(child)
+
+    # -- what the root answers -------------------------------------------------------------------------------
+
+    def taken(self, number: int) -> list[Passed]:
+        """The root has taken the sum that was under way."""
+        if self._under_way is None or self._under_way[0].number != number:
+            return []
+        _, parts = self._under_way
+        self._under_way = None
+        return [*(SumDone(part.sender, part.number) for part in parts), *self._send()]
+
+    def again(
+        self, number: int, without: frozenset[Key] = frozenset(), counted: Mapping[int, int] | None = None
+    ) -> list[Passed]:
+        """The root refuses the sum: some of it counts already, is of nobody any more, or is of other iterations."""
+        if self._under_way is None or self._under_way[0].number != number:
+            return []
+        _, parts = self._under_way
+        self._under_way = None
+        out: list[Passed] = []
+        for part in reversed(parts):
+            if part.keys - without:  # else it has nothing more of that iteration
+                self._sent[part.sender] = min(self._sent.get(part.sender, 0), part.iteration)
+            out += self._take_back(part, without, counted or {})
+        if self._leaf and counted:
+            self._renumber(counted)
+        return [*out, *self._send()]
+
+    def moved(self, taken: Mapping[int, int]) -> list[Passed]:
+        """The node above is another: what was under way counts where the root says so, else it goes again."""
+        if self._under_way is None:
+            return []
+        sum_ = self._under_way[0]
+        if all(ticket.number <= taken.get(ticket.learner, -1) for ticket in sum_.tickets):
+            return self.taken(sum_.number)
+        return self.again(sum_.number)
+
+    def _take_back(self, part: Sum, without: frozenset[Key], counted: Mapping[int, int]) -> list[Passed]:
+        """A part of a refused sum: it waits again, is no more, or is made anew by the child."""
+        if part.sender in self._gone:
+            return []
+        if self._leaf and part.keys & without:
+            return [SumDone(part.sender, part.number)]
+        if not self._leaf and (part.keys & without or counted):
+            return [Again(part.sender, part.number, without, counted)]
+        self._held.setdefault(part.sender, deque()).appendleft(part)
+        return []
+
+    def _renumber(self, counted: Mapping[int, int]) -> None:
+        for learner, iteration in counted.items():
+            queue = self._held.get(learner, deque())
+            for index, sum_ in enumerate(queue):
+                queue[index] = replace(
+                    sum_, tickets=tuple(replace(ticket, iteration=iteration) for ticket in sum_.tickets)
+                )
+                iteration += 1
+            self._next[learner] = iteration
+            self._sent[learner] = min(self._sent.get(learner, iteration), counted[learner])
+
+    # -- the way up ------------------------------------------------------------------------------------------
+
+    def _send(self, *, complete: bool = True) -> list[Passed]:
+        if self._under_way is not None or not any(self._held.values()):
+            return []
+        parts = _apart(self._round(complete) if self._lockstep else self.held)
+        if not parts:
+            return []
+        for part in parts:
+            self._held[part.sender].remove(part)
+        parts.sort(key=lambda part: (min(ticket.rank for ticket in part.tickets), part.number))
+        tickets = tuple(ticket for part in parts for ticket in part.tickets)
+        for part in parts:
+            self._sent[part.sender] = max(self._sent.get(part.sender, 0), part.iteration + 1)
+        self._number += 1
+        sum_ = Sum(self.node, self._number, tickets, tuple((part.sender, part.number) for part in parts))
+        self._under_way = (sum_, parts)
+        return [Up(sum_)]
+
+    def _round(self, complete: bool) -> list[Sum]:
+        """The oldest iteration, if all that are waited for are there."""
+        heads = [queue[0] for queue in self._held.values() if queue]
+        iteration = min(part.iteration for part in heads)
+        missing = (  # whoever has a later one here has none of this iteration
+            each for each in self._active if not self._held.get(each) and self._sent.get(each, 0) <= iteration
+        )
+        if complete and any(True for _ in missing):
+            return []
+        return [part for part in heads if part.iteration == iteration]
+
+
+def _apart(sums: list[Sum]) -> list[Sum]:
+    """Those that share no gradient with one before: who lost its leaf may have come a second time, by another."""
+    chosen: list[Sum] = []
+    seen: set[Key] = set()
+    for sum_ in sums:
+        if not seen & sum_.keys:
+            chosen.append(sum_)
+            seen |= sum_.keys
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The root's answer to a sum; it took it where nothing is wrong with it."""
+
+    without: frozenset[Key] = frozenset()
+    counted: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def taken(self) -> bool:
+        return not self.without and not self.counted
+
+
+class Intake:
+    """The root's side: a sum goes into the sequence whole, once, and only if all of it counts."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self.taken: dict[int, int] = {}  # learner -> its last ticket that was taken
+
+    def arrive(self, sum_: Sum) -> tuple[Verdict, list[Decision]]:
+        verdict = self.judge(sum_.tickets)
+        if not verdict.taken:
+            return verdict, []
+        self.take(sum_)
+        return verdict, self._sequence.take_sum(sum_.tickets)
+
+    def take(self, sum_: Sum) -> None:
+        """It counts."""
+        self.taken |= {ticket.learner: ticket.number for ticket in sum_.tickets}
+
+    def judge(self, tickets: Collection[Ticket]) -> Verdict:
+        members = self._sequence.members
+        bad = frozenset(
+            (ticket.learner, ticket.number)
+            for ticket in tickets
+            if ticket.learner not in members or ticket.number <= self.taken.get(ticket.learner, -1)
+        )
+        if not self._sequence.sync.lockstep:
+            return Verdict(bad)
+        counted = self._sequence.iterations(ticket.learner for ticket in tickets if ticket.learner in members)
+        if bad:
+            return Verdict(bad, counted)
+        twice = len(counted) < len(tickets)
+        wrong = any(ticket.iteration != counted[ticket.learner] for ticket in tickets)
+        return Verdict(counted=counted) if twice or wrong or len(set(counted.values())) > 1 else Verdict()
+
+    def active(self, below: Mapping[int, Iterable[int]]) -> dict[int, int]:
+        """Children of a node (with the learners below each) that it waits for in lockstep, and the iteration each is at."""
+        live = self._sequence.members.live
+        counted = {
+            child: self._sequence.iterations(
+                each for each in learners if each in live and not live[each].resting
+            ).values()
+            for child, learners in below.items()
+        }
+        return {child: min(iterations) for child, iterations in counted.items() if iterations}

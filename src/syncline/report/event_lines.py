@@ -1,0 +1,96 @@
+"""events.jsonl: one JSON object a line, appended and flushed line by line; readers tolerate what is torn.
+
+A line that could not be written in whole is taken back, so that a full disk leaves complete lines only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from syncline.engines.checkpoint_options import EVENTS
+from syncline.errors import RunError
+
+__all__ = ["EVENTS", "LineWriter", "plain", "read_lines", "write_whole"]
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: numbers that are not finite become null, what it does not know becomes its text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return plain(value.item()) if callable(getattr(value, "item", None)) and _single(value) else str(value)
+
+
+def _single(value: Any) -> bool:
+    """A number of numpy's or torch's."""
+    return getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0
+
+
+class LineWriter:
+    """Appends lines to a file; an error is raised once per line, and leaves whole lines only."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error.strerror}; give another run folder") from error
+        size = os.fstat(self._fd).st_size
+        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"  # by a run that was killed
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """One line, or OSError and nothing."""
+        text = json.dumps(plain(line), separators=(",", ":"), ensure_ascii=False) + "\n"
+        content = ("\n" + text if self._torn else text).encode("utf-8", "replace")
+        start = os.fstat(self._fd).st_size
+        try:
+            written = os.write(self._fd, content)
+            if written < len(content):  # the disk is full: this says so
+                os.write(self._fd, content[written:])
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._fd, start)
+            raise
+        self._torn = False
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of a file that may be growing or damaged; what is no JSON object is left out."""
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there in whole or not at all; raises OSError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise

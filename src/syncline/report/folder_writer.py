@@ -1,0 +1,425 @@
+"""Follows a run and writes its folder, on a thread of its own: the run never waits for a disk.
+
+What cannot be written is said once, and the run goes on. Not responsible for refusing folders (engines/checkpoint_options.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import queue
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from syncline.engines.run import (
+    Began,
+    Engine,
+    EpochRecord,
+    Event,
+    Handle,
+    Logged,
+    Outcome,
+    RunSpec,
+    Sampled,
+    Snapshot,
+)
+from syncline.errors import LearnerError, RunError, SynclineWarning
+from syncline.learn.training import Training
+from syncline.messages import Clocks, Statistics
+from syncline.nn.net_file import layer_notes
+from syncline.report import weights
+from syncline.report.clocks import CLOCKS, append_clocks, cut_clocks
+from syncline.report.event_lines import EVENTS, LineWriter, plain, read_lines, write_whole
+from syncline.report.page import page
+from syncline.report.run_record import Line, RunRecord, better, judged
+from syncline.report.tensorboard import TensorBoardWriter, installed
+from syncline.table.checkpoints import CheckpointError
+
+OFTEN, SELDOM = 0.25, 1.0  # seconds between two statistics
+SOON = 20.0  # seconds of a run with OFTEN
+LONGEST = 30.0  # seconds that the end of a run waits for its folder
+REPORT = "report.html"
+
+
+class Recording:
+    """The folder of one run while it is written; `record` is what it holds, for displays."""
+
+    def __init__(self, folder: Path, spec: RunSpec, engine: Engine, model: nn.Module | None) -> None:
+        self.folder, self._model = folder, model
+        self.record = RunRecord(folder)
+        self.problem = ""  # why something could not be written
+        self.stopped = False  # somebody asked the run to end
+        self._now: Callable[[], float] = lambda: 0.0
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._virtual = engine.virtual
+        self._lock = spec.storage.lock
+        self._best = weights.best_so_far(folder) if spec.storage.restored else None
+        self._board: TensorBoardWriter | None = None
+        self._gone: dict[int, str] = {}  # rank -> how, in a simulated run
+        self._before = (
+            spec.storage.restored.counts.examples.get(0, 0) if spec.storage.restored else 0
+        )  # examples
+        self._first: tuple[int, float] | None = None  # examples and seconds when the first were folded
+        self._read_past()
+        self._keep_clocks(None, spec.storage.restored.version if spec.storage.restored else 0)
+        self._lines = LineWriter(folder / EVENTS)
+        options = describe(spec, engine, model)
+        started = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
+        self._kept = {**options, "started": started}
+        self._began, self._took = time.monotonic(), self.record.took or 0.0  # of the sessions before
+        self._keep()
+        self._add("start", **self._beginning(spec, options))
+
+    def _keep(self) -> None:
+        self._whole("run.json", json.dumps(plain(self._kept), indent=2) + "\n")
+
+    def _read_past(self) -> None:
+        """A run that goes on appends."""
+        if (self.folder / EVENTS).exists():
+            for line in read_lines(self.folder / EVENTS):
+                self.record.feed(line)
+
+    def _beginning(self, spec: RunSpec, options: Line) -> Line:
+        restored = spec.storage.restored
+        line: Line = {"run": options, "resumed": None, "seconds": 0.0}
+        if restored is not None:
+            known = {each["epoch"] for each in self.record.epochs}
+            early = sorted(each for each in known if each > restored.epoch and restored.has_done(each))
+            line["resumed"] = {"version": restored.version, "epoch": restored.epoch, "early": early}
+        if not self._virtual:  # else run.json has it: these lines are the same every time
+            line.update(pid=os.getpid(), host=socket.gethostname())
+        return line
+
+    # -- what the run says (on its own thread) ------------------------------------------------------------
+
+    def heard(self, record: Any) -> None:
+        """A listener of the run."""
+        if isinstance(record, Began):
+            self._now = record.now
+        else:
+            self._inbox.put(record)
+
+    def follow(self, handle: Handle) -> None:
+        """Write until the run has ended."""
+        self._thread = threading.Thread(
+            target=self._main, args=(handle,), name="syncline-recording", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """The run has ended: wait until its folder is complete."""
+        self._inbox.put(None)
+        if self._thread is not None:
+            self._thread.join(LONGEST)
+
+    def keep(self, name: str, text: str) -> None:
+        """Another file of the folder, in whole or not at all."""
+        self._whole(name, text)
+
+    # -- the thread --------------------------------------------------------------------------------------
+
+    def _main(self, handle: Handle) -> None:
+        self._open_board()
+        outcome: Outcome | None = None
+        failure: BaseException | None = None
+        sampled = 0.0
+        while outcome is None and failure is None:
+            now = time.monotonic()
+            period = OFTEN if self.record.seconds < SOON else SELDOM
+            try:
+                self._take(self._inbox.get(timeout=max(0.0, sampled + period - now)))
+            except queue.Empty:
+                sampled = now
+                self._sample(handle)
+            try:
+                outcome = handle.wait(0)
+            except TimeoutError:
+                pass
+            except BaseException as raised:
+                failure = raised
+        self._end(outcome, failure)
+
+    def _open_board(self) -> None:
+        try:
+            self._board = TensorBoardWriter(self.folder) if installed() else None
+        except Exception as error:  # an installation may be broken in ways that are not ours
+            self._failed(f"TensorBoard: {error}")
+
+    def _take(self, record: Any) -> None:
+        if isinstance(record, EpochRecord):
+            self._add(
+                "epoch",
+                seconds=record.seconds,
+                epoch=record.epoch,
+                version=record.version,
+                examples=record.examples,
+                loss=record.loss,
+                losses=record.losses,
+                metrics=record.metrics,
+                **({"notes": record.notes} if record.notes else {}),
+            )
+        elif isinstance(record, Clocks):
+            self._keep_clocks(record.rows)
+        elif isinstance(record, Event):
+            self._look_who_is_gone(record)
+            if record.kind == "recovered":
+                self._keep_clocks(None, record.details["version"])
+            self._add(
+                "event",
+                seconds=record.seconds,
+                event=record.kind,
+                what=record.what,
+                rank=record.rank,
+                details=record.details,
+            )
+        elif isinstance(record, Logged):
+            self._add("log", seconds=record.seconds, rank=record.rank, metrics=record.metrics)
+        elif isinstance(record, Snapshot):
+            self._keep_best(record)
+        elif isinstance(record, Sampled):
+            self._sampled(record.statistics, record.seconds)
+
+    def _look_who_is_gone(self, event: Event) -> None:
+        """Simulated learners are no processes whose state one could ask for."""
+        if event.kind == "begun anew":
+            self._gone.clear()
+        elif event.rank is None:
+            return
+        elif event.kind in ("lost", "raised"):
+            killed = event.kind == "lost" and "killed" in event.what
+            self._gone[event.rank] = "killed" if killed else event.kind
+        elif event.kind in ("joined", "replaced"):
+            self._gone.pop(event.rank, None)
+
+    def _sample(self, handle: Handle) -> None:
+        if self._virtual:  # it says by itself how it stands, at moments of its own time
+            return
+        try:
+            statistics = handle.statistics()
+        except Exception:  # it has not begun
+            return
+        self._sampled(statistics, self._now())
+
+    def _sampled(self, statistics: Statistics, seconds: float) -> None:
+        if found := of_statistics(statistics, self._gone):
+            if self._first is None and found["examples"] > self._before:
+                self._first = found["examples"], seconds
+            self._add("statistics", seconds=seconds, **found)
+
+    def _keep_best(self, snapshot: Snapshot) -> None:
+        found = judged(snapshot.record.metrics)
+        if found is None:
+            return
+        metric, value = found
+        if not better(metric, value, self._best[1] if self._best and self._best[0] == metric else None):
+            return
+        notes = {
+            "metric": metric,
+            "value": value,
+            "epoch": snapshot.record.epoch,
+            "version": snapshot.record.version,
+        }
+        if self._save(weights.BEST, snapshot.state, notes):
+            self._best = found
+            self._add("best", seconds=snapshot.record.seconds, **notes)
+
+    def _end(self, outcome: Outcome | None, error: BaseException | None) -> None:
+        try:
+            while not self._inbox.empty():
+                self._take(self._inbox.get())
+            if outcome is not None:
+                self._add("end", **self._ending(outcome))
+            else:
+                self._add("end", seconds=self._now(), how="failed", error=_short(error))
+            kept = error.outcome if isinstance(error, RunError) else outcome
+            for table, (version, state) in kept.tables.items() if kept is not None else ():
+                name = weights.MODEL if table == 0 else f"model.{table}.safetensors"
+                self._save(name, state, {"version": version}, table)
+            if self._virtual:
+                self._kept["took"] = self._took + time.monotonic() - self._began
+                self._keep()
+            self._whole(REPORT, page(self.record))
+        except Exception as raised:  # the run's result must not depend on its report
+            self._failed(f"{type(raised).__name__}: {raised}")
+        finally:
+            self._lines.close()
+            if self._board is not None:
+                self._board.close()
+            if self._lock is not None:
+                self._lock.release()
+
+    def _ending(self, outcome: Outcome) -> Line:
+        found = of_statistics(outcome.statistics, self._gone) or {}
+        return {
+            "seconds": outcome.seconds,
+            "how": "stopped" if outcome.interrupted or self.stopped else "finished",
+            "throughput": self._throughput(found.get("examples", 0), outcome.seconds),
+            **found,
+        }
+
+    def _throughput(self, examples: int, seconds: float) -> float:
+        """Examples a second since the first update: starting processes is no training."""
+        first, since = self._first or (self._before, 0.0)
+        if first >= examples:  # all in one look
+            first, since = self._before, 0.0
+        return (examples - first) / (seconds - since) if seconds > since else 0.0
+
+    # -- writing: nothing of it may hurt the run -----------------------------------------------------------
+
+    def _add(self, kind: str, **content: Any) -> None:
+        now = {} if self._virtual else {"time": time.time()}  # a simulated run is the same every time
+        line = plain({"kind": kind, **now, **content})
+        self.record.feed(line)
+        try:
+            self._lines.write(line)
+            if self._board is not None:
+                self._board.feed(line)
+        except OSError as error:
+            self._failed(f"{self.folder / EVENTS}: {error.strerror}")
+
+    def _keep_clocks(self, rows: bytes | None, version: int = 0) -> None:
+        """More of them; or (None) the run goes on from that version."""
+        try:
+            if rows is None:
+                cut_clocks(self.folder, version)
+            else:
+                append_clocks(self.folder, rows)
+        except OSError as error:
+            self._failed(f"{self.folder / CLOCKS}: {error.strerror}")
+
+    def _whole(self, name: str, text: str) -> None:
+        try:
+            write_whole(self.folder / name, text)
+        except OSError as error:
+            self._failed(f"{self.folder / name}: {error.strerror}")
+
+    def _save(self, name: str, state: dict[str, torch.Tensor], notes: Line, table: int = 0) -> bool:
+        try:
+            model = self._model if table == 0 else None
+            weights.save(
+                self.folder / name, weights.whole_state(model, state), {**notes, **layer_notes(model)}
+            )
+        except CheckpointError as error:
+            self._failed(str(error))
+            return False
+        return True
+
+    def _failed(self, words: str) -> None:
+        """Said once; the run goes on."""
+        if self.problem:
+            return
+        self.problem = words
+        try:
+            text = f"the run folder is not complete: {words}. The run goes on; this is said once."
+            warnings.warn(text, SynclineWarning, stacklevel=2)
+        except SynclineWarning:  # warnings are errors here, and this thread has to go on
+            pass
+
+
+def record_run(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Recording | None:
+    """A recording for a run that has a folder."""
+    return Recording(Path(spec.storage.folder).parent, spec, engine, model) if spec.storage.folder else None
+
+
+# -- records to lines ------------------------------------------------------------------------------------------
+
+
+def of_statistics(statistics: Statistics, gone: Mapping[int, str]) -> Line | None:
+    """The first table and the learners."""
+    table = statistics.tables.get(0)
+    if table is None:
+        return None
+    staleness = table.staleness
+    missing = list(table.missing)
+    return {
+        "version": table.version,
+        "gradients": table.gradients,
+        "dropped": table.dropped,
+        "examples": table.examples,
+        "staleness": {"mean": staleness.mean, "max": staleness.max, "histogram": dict(staleness.histogram)},
+        "missing": missing,
+        "learners": _learners(statistics, gone),
+    }
+
+
+def _learners(statistics: Statistics, gone: Mapping[int, str]) -> list[Line]:
+    """One for each rank: the last process that had it."""
+    found: dict[int, Line] = {}
+    for each in statistics.processes:
+        if each.role == "learner":
+            found[each.rank] = {
+                "rank": each.rank,
+                "pid": each.pid,
+                "state": each.state,
+                "steps": each.steps,
+                "loss": each.loss,
+            }
+    if not found:  # simulated learners are no processes
+        for rank, steps in (dict.fromkeys(gone, 0) | statistics.steps).items():
+            loss = statistics.losses.get(rank)
+            found[rank] = {"rank": rank, "state": gone.get(rank, "simulated"), "steps": steps, "loss": loss}
+    return [found[rank] for rank in sorted(found)]
+
+
+def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
+    """The options of a run, for run.json and the start line."""
+    plan = next((each for each in spec.task.arguments if isinstance(each, Training)), None)
+    data = spec.batch.data if spec.batch is not None else plan.data if plan else None
+    return {
+        "sync": spec.sync,
+        "engine": type(engine).__name__.lower(),
+        "cluster": engine.cluster_name,
+        "learners": spec.plan.learners,
+        "topology": str(spec.plan.topology),
+        "shards": spec.plan.topology.shards,
+        "batch_size": spec.plan.batch_size,
+        "epochs": spec.plan.epochs,
+        "steps": spec.plan.limit,
+        "seed": spec.plan.seed,
+        "threads": spec.threads,
+        "devices": sorted(set(spec.devices)),
+        "clip_norm": spec.plan.clip_norm,
+        "warmstart": spec.plan.warm,
+        **dataclasses.asdict(spec.faults),
+        "checkpoint_every": spec.plan.saving.every or spec.plan.saving.seconds,
+        "clocks": spec.plan.saving.clocks,
+        "policy": plan.policy if plan else None,
+        "function": getattr(spec.task.function, "__qualname__", str(spec.task.function)),
+        "model": type(model).__name__ if model is not None else None,
+        "parameters": sum(p.numel() for p in model.parameters()) if model is not None else None,
+        "examples": _length(data),
+        "method": repr(spec.batch.method) if spec.batch is not None else None,
+        "machine": f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}",
+        "versions": {
+            "syncline": importlib.metadata.version("syncline"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def _short(error: BaseException | None) -> str:
+    """What was raised; of a learner's traceback the last line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if len(lines) == 1 or isinstance(error, LearnerError):
+        return lines[0] if isinstance(error, RunError) else f"{type(error).__name__}: {lines[0]}"
+    return f"{lines[0]} {lines[-1]}"

@@ -1,0 +1,313 @@
+"""A run as its lines tell it: fed live by `Recording`, or read from a folder, finished or growing.
+
+Responsible for what the numbers mean (rates, the best epoch, how a run ended); not for how they are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from syncline.dial import SANDBLASTER
+from syncline.errors import UsageError
+from syncline.report.event_lines import EVENTS, read_lines
+
+MOST_SAMPLES = 2000  # beyond, every second one goes
+QUIET = (
+    "checkpoint",
+    "left",
+    "warning",
+    "delay",
+    "dial",
+    "joined",
+    "missed",
+    "replaced",
+    "recovered",
+    "paused",
+)  # events that are no faults
+SILENCE = 15.0  # seconds without a line after which a run on another machine counts as gone
+GONE = ("lost", "raised", "killed")  # states of learners that are no more
+Line = dict[str, Any]
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """Everything a display needs; `feed` takes the lines in order."""
+
+    path: Path
+    options: Line = field(default_factory=dict)
+    epochs: list[Line] = field(default_factory=list)
+    events: list[Line] = field(default_factory=list)
+    samples: list[Line] = field(default_factory=list)  # statistics
+    best: Line | None = None
+    end: Line | None = None
+    starts: list[Line] = field(default_factory=list)
+    last_time: float = 0.0  # of the last line, by the machine's clock
+    _offset: float = 0.0  # seconds of the sessions before this one
+    _seconds: float = 0.0
+
+    def feed(self, line: Line) -> None:
+        """One line; a kind that is not known is passed over, so that later versions may add some."""
+        kind = line.get("kind")
+        self.last_time = _number(line.get("time")) or self.last_time
+        if kind == "start":
+            self._start(line)
+        line = {**line, "seconds": self._offset + (_number(line.get("seconds")) or 0.0)}
+        self._seconds = max(self._seconds, line["seconds"])
+        if kind == "epoch" and isinstance(line.get("epoch"), int):
+            self._epoch(line)
+        elif kind == "event":
+            self.events.append(line)
+        elif kind == "statistics" and isinstance(line.get("version"), int):
+            self.samples.append(line)
+            if len(self.samples) > MOST_SAMPLES:
+                del self.samples[1:-1:2]
+        elif kind == "best":
+            self.best = line
+        elif kind == "end":
+            self.end = line
+
+    def _start(self, line: Line) -> None:
+        """Of the run, or of a session that goes on from a checkpoint: what came after that is forgotten."""
+        before = self.options.get("engine")
+        self.end = None
+        self.starts.append(line)
+        self.options = line["run"] if isinstance(line.get("run"), dict) else {}
+        resumed = line.get("resumed")
+        if isinstance(resumed, dict):
+            epoch, version = _number(resumed.get("epoch")) or 0, _number(resumed.get("version")) or 0
+            early = resumed.get("early")  # done before an earlier one
+            ahead = early if isinstance(early, list) else []
+            self.epochs = [each for each in self.epochs if each["epoch"] < epoch or each["epoch"] in ahead]
+            self.samples = [each for each in self.samples if each["version"] <= version]
+        if before == self.options.get("engine") == "sim":  # virtual time goes on from the checkpoint's moment
+            kept = (each["seconds"] for each in (*self.epochs, *self.samples))
+            self._seconds = max(kept, default=self._offset)
+        else:
+            self._offset = self._seconds
+
+    def _epoch(self, line: Line) -> None:
+        self.epochs = [each for each in self.epochs if each["epoch"] != line["epoch"]] + [line]
+        self.epochs.sort(key=lambda each: each["epoch"])
+
+    # -- what follows from it ----------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.path.name or str(self.path)
+
+    @property
+    def state(self) -> str:
+        """finished, stopped, failed, running, or gone: ended without a word."""
+        if self.end is not None:
+            return str(self.end.get("how", "finished"))
+        return "running" if self._alive() else "gone"
+
+    @property
+    def started(self) -> Line:
+        """Process, machine and time of the last start; a simulated run keeps them out of its lines."""
+        start = self.starts[-1] if self.starts else {}
+        kept = self._kept("started") if start and "pid" not in start else None
+        return kept if isinstance(kept, dict) else start
+
+    def _kept(self, key: str) -> Any:
+        """Of run.json."""
+        try:
+            return json.loads((self.path / "run.json").read_text(encoding="utf-8")).get(key)
+        except (OSError, ValueError, AttributeError):
+            return None
+
+    @property
+    def virtual(self) -> bool:
+        """Its seconds are those of a simulated cluster."""
+        return self.options.get("engine") == "sim"
+
+    @property
+    def took(self) -> float | None:
+        """Seconds that a simulated run really took, where that is known."""
+        return _number(self._kept("took")) if self.virtual else None
+
+    def _alive(self) -> bool:
+        start = self.started
+        if start.get("host") != socket.gethostname():
+            return time.time() - self.last_time < SILENCE
+        try:
+            os.kill(int(start["pid"]), 0)
+        except PermissionError:
+            return True
+        except (OSError, KeyError, TypeError, ValueError, OverflowError):
+            return False
+        return True
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds
+
+    @property
+    def last(self) -> Line:
+        """The newest statistics; the end's where there is one."""
+        if self.end is not None and isinstance(self.end.get("version"), int):
+            return self.end
+        return self.samples[-1] if self.samples else {}
+
+    def metric(self, name: str) -> list[tuple[float, float, float]]:
+        """(epochs done, seconds, value) of a test metric, or of `loss`, the training loss."""
+        found = []
+        for each in self.epochs:
+            value = (
+                each.get("loss")
+                if name == "loss"
+                else _inner(each, "metrics").get(name.removeprefix("test "))
+            )
+            if (number := _number(value)) is not None:
+                found.append((each["epoch"] + 1.0, each["seconds"], number))
+        return found
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of all test metrics, as `test NAME`."""
+        names = {name: None for each in self.epochs for name in _inner(each, "metrics")}
+        return [f"test {name}" for name in names]
+
+    @property
+    def word(self) -> str:
+        """What a record of the history is of."""
+        return "iteration" if self.options.get("sync") == SANDBLASTER else "epoch"
+
+    def noted(self, name: str) -> list[tuple[float, float]]:
+        """(iterations done, value) of what a batch method says of itself."""
+        found = []
+        for each in self.epochs:
+            if (number := _number(_inner(each, "notes").get(name))) is not None:
+                found.append((each["epoch"] + 1.0, number))
+        return found
+
+    @property
+    def staleness(self) -> Line:
+        return _inner(self.last, "staleness")
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """Staleness to gradients."""
+        found = {}
+        for sigma, count in _inner(self.staleness, "histogram").items():
+            if str(sigma).isdecimal() and isinstance(count, int):
+                found[int(sigma)] = count
+        return dict(sorted(found.items()))
+
+    @property
+    def examples(self) -> int:
+        return int(_number(self.last.get("examples")) or 0)
+
+    @property
+    def throughput(self) -> float:
+        """Examples a second over the last session, from its first statistics on."""
+        if self.end is not None and (given := _number(self.end.get("throughput"))) is not None:
+            return given
+        return self.rate("examples", window=30.0)
+
+    def rate(self, key: str, *, window: float = 5.0) -> float:
+        """How fast a number of the statistics has grown lately, per second."""
+        return _growth([(each["seconds"], _number(each.get(key)) or 0.0) for each in self._recent(window)])
+
+    def learner_rates(self, *, window: float = 5.0) -> dict[int, float]:
+        """Gradients a second, by rank."""
+        points: dict[int, list[tuple[float, float]]] = {}
+        for sample in self._recent(window):
+            for each in learners_of(sample):
+                points.setdefault(each["rank"], []).append(
+                    (sample["seconds"], _number(each.get("steps")) or 0.0)
+                )
+        return {rank: _growth(values) for rank, values in sorted(points.items())}
+
+    def _recent(self, window: float) -> list[Line]:
+        if not self.samples:
+            return []
+        since = max(self.samples[-1]["seconds"] - window, self._offset)
+        return [each for each in self.samples if each["seconds"] >= since]
+
+    @property
+    def faults(self) -> list[Line]:
+        return [each for each in self.events if each.get("event") not in QUIET]
+
+    @property
+    def warnings(self) -> list[Line]:
+        return [each for each in self.events if each.get("event") == "warning"]
+
+    @property
+    def progress(self) -> float | None:
+        """The part that is done, where the end is known."""
+        if self.end is not None and self.end.get("how") == "finished":
+            return 1.0
+        steps, epochs = _number(self.options.get("steps")), _number(self.options.get("epochs"))
+        size = _number(self.options.get("examples"))
+        if steps:
+            return min(1.0, (_number(self.last.get("version")) or 0) / steps)
+        if epochs and size:
+            return min(1.0, self.examples / (epochs * size))
+        return len(self.epochs) / epochs if epochs else None
+
+
+def learners_of(sample: Mapping[str, Any]) -> list[Line]:
+    """The learners of one line of statistics, by rank."""
+    found = sample.get("learners")
+    rows = (
+        [each for each in found if isinstance(each, dict) and isinstance(each.get("rank"), int)]
+        if isinstance(found, list)
+        else []
+    )
+    return sorted(rows, key=lambda each: each["rank"])
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """The record of a run folder."""
+    path = Path(folder)
+    if path.name == EVENTS:
+        path = path.parent
+    record = RunRecord(path)
+    try:
+        for line in read_lines(path / EVENTS):
+            record.feed(line)
+    except OSError as error:
+        raise UsageError(
+            f"{folder}: no run folder, {EVENTS} cannot be read: {error.strerror or error}"
+        ) from error
+    if not record.starts:
+        raise UsageError(f"{folder}: {EVENTS} holds no run")
+    return record
+
+
+def better(metric: str, new: float, old: float | None) -> bool:
+    """Accuracy should be large, everything else small."""
+    if new != new:
+        return False
+    return old is None or (new > old if metric == "accuracy" else new < old)
+
+
+def judged(metrics: Mapping[str, float]) -> tuple[str, float] | None:
+    """The metric that decides which model is best: accuracy, else loss, else the first there is."""
+    for name in ("accuracy", "loss", *metrics):
+        if name in metrics:
+            return name, float(metrics[name])
+    return None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _inner(line: Mapping[str, Any], key: str) -> Line:
+    value = line.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _growth(points: list[tuple[float, float]]) -> float:
+    if len(points) < 2 or points[-1][0] <= points[0][0]:
+        return 0.0
+    return max(0.0, (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0]))

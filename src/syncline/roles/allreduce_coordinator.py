@@ -1,0 +1,272 @@
+"""Keeps the record of an all-reduce run: what its learners report, put together for the recorder.
+
+Also where they meet: layouts are compared, means are taken. A role that engines host where it suits them (the supervisor, rank 0
+under torchrun, the simulated world); nothing here is on a step's path. All learners report the same epochs and the same end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from syncline import messages as m
+from syncline.errors import RunError
+from syncline.protocols.staleness import Staleness
+from syncline.roles.allreduce_checkpoints import AllReduceCheckpoints, GatheredCut, PeerCut
+from syncline.roles.learner_states import joint_buffers
+from syncline.table.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """A learner's contribution to its next meeting, after so many collectives; answered by everybody's, by rank."""
+
+    what: str
+    value: Any
+    calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTable:
+    """Learner 0 has opened a table."""
+
+    table: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One learner's copy of a table; `segments` from learner 0 only, they are the same everywhere."""
+
+    version: int
+    segments: list[Tensor] | None
+    buffers: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerEpoch:
+    """The gradient that ended an epoch was applied."""
+
+    epoch: int
+    version: int
+    examples: int
+    loss: float  # sum over examples
+    count: int  # of examples in it
+    copies: dict[int, Copy] = field(default_factory=dict)  # by table, where snapshots are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What one learner counted of one table."""
+
+    version: int
+    gradients: int
+    examples: int
+    staleness: Staleness
+    checksum: int  # of all parameters' bits
+
+
+@dataclass(frozen=True, slots=True)
+class PeerClosed:
+    """Its function is over, and everything in flight is applied."""
+
+    steps: int  # of all its tables
+    loss: float
+    accounts: dict[int, Account]
+    copies: dict[int, Copy]
+
+
+@dataclass(frozen=True, slots=True)
+class Deeper:
+    """The vote of `delayed:auto<=k` has changed the depth."""
+
+    table: int
+    version: int
+    before: int
+    depth: int
+    share: float  # of the time that was spent waiting
+
+
+class AllReduceCoordinator:
+    """One run's reports."""
+
+    def __init__(
+        self,
+        learners: int,
+        *,
+        emit: Callable[[Any], None],
+        event: Callable[..., None],
+        reply: Callable[[int, Any], None],
+        fail: Callable[[BaseException], None],
+        keep: Callable[[GatheredCut], None],
+    ) -> None:
+        self._learners = learners
+        self._emit, self._event, self._reply, self._fail, self._keep = emit, event, reply, fail, keep
+        self._cuts = AllReduceCheckpoints(learners)
+        self.layouts: dict[int, Layout] = {}
+        self._met = [0] * learners  # meetings of each
+        self._meetings: dict[int, dict[int, Meet]] = {}
+        self._epochs: dict[int, dict[int, PeerEpoch]] = {}
+        self.closed: dict[int, PeerClosed] = {}
+
+    def hear(self, rank: int, message: Any) -> None:
+        if isinstance(message, Meet):
+            self._meet(rank, message)
+        elif isinstance(message, m.Log):
+            self._emit((rank, message))
+        elif isinstance(message, PeerTable):
+            self.layouts[message.table] = message.layout
+        elif isinstance(message, PeerEpoch):
+            self._epoch(rank, message)
+        elif isinstance(message, PeerClosed):
+            self._close(rank, message)
+        elif isinstance(message, PeerCut | m.Saved):
+            if (cut := self._cuts.add(rank, message)) is not None:
+                self._keep(cut)
+        elif isinstance(message, Deeper):
+            what = (
+                f"delay {message.before} → {message.depth}: {message.share:.0%} of the time was spent waiting"
+            )
+            self._event(what, kind="delay", version=message.version, table=message.table, delay=message.depth)
+        else:
+            self._emit(message)
+
+    @property
+    def cutting(self) -> bool:
+        """A checkpoint is being written."""
+        return self._cuts.open
+
+    # -- meetings ----------------------------------------------------------------------------------------
+
+    def _meet(self, rank: int, message: Meet) -> None:
+        number = self._met[rank]
+        self._met[rank] += 1
+        meeting = self._meetings.setdefault(number, {})
+        meeting[rank] = message
+        other = next((each for each in meeting if meeting[each].what != message.what), None)
+        if other is not None:
+            self._fail(
+                RunError(
+                    f"learner {rank} is at {message.what} while learner {other} is at {meeting[other].what}: under "
+                    "all-reduce all learners must do the same in the same order"
+                )
+            )
+        elif len(meeting) == self._learners:
+            del self._meetings[number]
+            values = [meeting[each].value for each in range(self._learners)]
+            for each in range(self._learners):
+                self._reply(each, values)
+        else:
+            self._check_absent()
+
+    def waiting(self) -> dict[int, Meet]:
+        """Who waits in which meeting."""
+        return {rank: meet for meeting in self._meetings.values() for rank, meet in meeting.items()}
+
+    def _check_absent(self) -> None:
+        for meeting in self._meetings.values():
+            gone = [rank for rank in self.closed if rank not in meeting]
+            if gone:
+                rank, there = gone[0], min(meeting)
+                self._fail(early(rank, self.closed[rank].steps, there, meeting[there].what))
+
+    # -- reports -----------------------------------------------------------------------------------------
+
+    def _epoch(self, rank: int, report: PeerEpoch) -> None:
+        reports = self._epochs.setdefault(report.epoch, {})
+        reports[rank] = report
+        if len(reports) < self._learners:
+            return
+        del self._epochs[report.epoch]
+        self._emit_copies(f"epoch:{report.epoch}", [reports[each].copies for each in range(self._learners)])
+        first = reports[0]
+        count = sum(each.count for each in reports.values())
+        total = sum(each.loss for each in reports.values())
+        losses = {each: reports[each].loss / reports[each].count for each in reports if reports[each].count}
+        mean = total / count if count else float("nan")
+        self._emit(
+            m.EpochEnd(
+                0,
+                first.epoch,
+                first.version,
+                first.examples,
+                mean,
+                dict(sorted(losses.items())),
+                len(first.copies),
+                first.epoch + 1,
+            )
+        )
+
+    def _close(self, rank: int, report: PeerClosed) -> None:
+        self.closed[rank] = report
+        self._check_absent()
+        if len(self.closed) < self._learners:
+            return
+        self._emit_copies("final", [self.closed[each].copies for each in range(self._learners)])
+        self._emit(m.Finished(self._statistics()))
+        if problem := _difference(self.closed):
+            self._fail(RunError(problem))
+
+    def _statistics(self) -> m.Statistics:
+        tables = {
+            table: m.TableStatistics(
+                account.version, account.gradients, 0, account.examples, account.staleness, {}, [], 0
+            )
+            for table, account in self.closed[0].accounts.items()
+        }
+        ranks = range(self._learners)
+        losses = {rank: self.closed[rank].loss for rank in ranks}
+        return m.Statistics(
+            -1,
+            tables,
+            {rank: self.closed[rank].steps for rank in ranks},
+            {rank: loss for rank, loss in losses.items() if loss == loss},
+        )
+
+    def _emit_copies(self, tag: str, copies: list[dict[int, Copy]]) -> None:
+        for table, first in copies[0].items():
+            assert first.segments is not None
+            buffers = joint_buffers([each[table].buffers for each in copies if table in each])
+            self._emit(m.WeightsPart(tag, table, 0, first.version, first.segments, buffers))
+
+
+def _difference(closed: dict[int, PeerClosed]) -> str | None:
+    """Whether the copies are still one."""
+    for table, first in closed[0].accounts.items():
+        for rank, report in sorted(closed.items()):
+            other = report.accounts.get(table)
+            if other is None or (other.version, other.checksum) != (first.version, first.checksum):
+                return (
+                    f"the copies of table {table} differ at the end: learner {rank} is at version "
+                    f"{other.version if other else None}, learner 0 at {first.version}, and their bits are not the same. "
+                    "Under all-reduce all learners must change gradients and parameters in the same way"
+                )
+    return None
+
+
+def apart(rank: int, what: str, other: int) -> RunError:
+    """Somebody waits in a meeting to which another does not come."""
+    return RunError(
+        f"learner {rank} is at {what} while learner {other} is at a further collective, such as a step: under all-reduce "
+        "all learners must do the same in the same order"
+    )
+
+
+def left_out(rank: int, table: int, steps: int, others: int) -> RunError:
+    """Somebody did not take a step that others took."""
+    return RunError(
+        f"learner {rank} has taken {steps} steps of table {table} where {others} other learners have taken {steps + 1}: it "
+        f"left out the step after backward {steps + 1}. Layer-wise, gradients are averaged while backward runs, so all "
+        "learners must step after the same backwards: decide together (session.mean), or use allreduce:blocking"
+    )
+
+
+def early(rank: int, steps: int, other: int, what: str) -> RunError:
+    """Somebody left while the others go on."""
+    return RunError(
+        f"learner {rank} returned after {steps} steps while learner {other} is at {what}: under all-reduce all "
+        "learners must take the same number of steps (session.loader sees to that)"
+    )

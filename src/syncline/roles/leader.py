@@ -1,0 +1,550 @@
+"""Making the log: the leading shard runs the pure protocols on what learners and the coordinator say.
+
+Decisions of the sequences and ledgers become log entries, portions and reports, in their order. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from syncline import messages as m
+from syncline.messages import log
+from syncline.messages import to_leader as say
+from syncline.ports import Portion, ServerPort
+from syncline.protocols.checkpoint_schedule import CheckpointSchedule
+from syncline.protocols.folding import Ticket
+from syncline.protocols.meetings import STEP, MeetingPlace, Met, Uncross, Unmet
+from syncline.protocols.meetings import Decision as MeetingDecision
+from syncline.protocols.sequence import Change, Decision, Drop, Fold, Full, Sequence, Take
+from syncline.protocols.spans import Decision as LedgerDecision
+from syncline.protocols.spans import End, EpochDone, Grant, Standing
+from syncline.protocols.waiting import Release
+from syncline.roles.barrier import Barrier
+from syncline.roles.counters import Counters
+from syncline.roles.data_dispatcher import DataDispatcher
+from syncline.roles.learner_states import LearnerStates
+from syncline.roles.log_applier import LogApplier
+from syncline.roles.options_check import OptionsCheck
+from syncline.roles.restore import LEARNERS, table_file
+from syncline.roles.tree_root import TreeRoot
+from syncline.roles.vector_clocks import VectorClocks
+from syncline.roles.worklist import Worklist
+
+Usage = list[tuple[int, int]]  # (loader, upto)
+NOTHING: Usage = []
+
+
+class Leader:
+    """Makes the log: the pure protocols, fed by what learners and the coordinator say."""
+
+    def __init__(self, port: ServerPort, replay: LogApplier) -> None:
+        self._port, self._replay = port, replay
+        self._sequences: dict[int, Sequence] = {}
+        self._ranks: dict[int, int] = {}
+        self._work = Worklist(self._carry_out, self._cut)
+        self._decided = self._work.add
+        self._feeding = DataDispatcher(port, self._ranks, self._decided)
+        self._gathering = Barrier(port, self._feeding, self, self._decided)
+        self._agreement = OptionsCheck(port, replay)
+        self._tally, self._belongings = Counters(), LearnerStates()
+        self._usage: dict[int, Usage] = defaultdict(list)
+        self._open: dict[tuple[int, int, int], tuple[say.Gradient, Usage]] = {}  # by table, learner, number
+        self._shards_of: dict[int, int] = {}
+        self._spread: set[int] = set()  # tables on several shards: the others need not wake for the rest
+        self._buffered: set[int] = set()  # tables with buffers
+        self._cadence: CheckpointSchedule | None = None
+        self._stamps: VectorClocks | None = None  # where vector clocks are wanted
+        self._course: dict[int, int] = {}  # epoch -> number of the dial that begins with it
+        self._passed = 0  # epochs of the first loader, in order: dials begin when all before them are done
+        self._late: dict[int, list[m.JoinTable]] = defaultdict(list)  # who waits for the warm start's end
+        self._finished = False
+        self._trunk: TreeRoot | None = None  # over a tree
+        self.watch: Callable[[int, Any], None] | None = (
+            None  # told of every decision before it is carried out
+        )
+        replay.buffers = self._belongings.joint
+        self._handlers: dict[type, Callable[[int, Any], None]] = {
+            say.Gradient: self._gradient,
+            say.Sum: self._sum,
+            say.AskBatch: self._feeding.ask,
+            say.Used: lambda learner, used: self._usage[learner].append((used.loader, used.upto)),
+            say.CloseLoader: self._feeding.close,
+            say.StreamEnded: self._feeding.ended,
+            say.Blocked: self._blocked,
+            say.Rest: self._rest,
+            say.Reread: self._reread,
+            say.Meet: self._meet,
+            say.Farewell: lambda learner, farewell: self._keep_states(learner, farewell.states),
+            say.Fetch: self._fetch,
+            say.Await: self._await,
+            say.Put: self._put,
+            say.AskState: lambda learner, ask: self._log(log.GiveState(ask.table, learner, ask.number)),
+            say.Load: self._load,
+        }
+
+    # -- the coordinator's events ------------------------------------------------------------------------
+
+    def dial(self, event: m.Dial) -> None:
+        """A dial for later, or for all tables from now on."""
+        if event.epoch is not None:
+            self._course[event.epoch] = event.number
+        elif not self._finished:  # else nobody is left to follow it
+            self._change(event.number)
+
+    def resume(self, event: m.Resume) -> None:
+        """Where a run goes on; and how often checkpoints are cut."""
+        self._cadence = CheckpointSchedule(event.every) if event.cuts else None
+        self._stamps = VectorClocks(self._port.report) if event.clocks else None
+        self._tally.resume(event.counts)
+        self._gathering.resume(event)
+
+    def make_table(self, make: m.MakeTable) -> None:
+        self._sequences[make.table] = Sequence(
+            self._replay.dials[make.dial],
+            initial=make.initial,
+            batch_size=make.batch_size,
+            limit=make.limit,
+            learners=make.learners,
+            warm=make.warm,
+            sums=make.tree,
+            account=make.account,
+        )
+        if make.tree:
+            self._trunk = self._trunk or TreeRoot(self._port, self._ranks, self._log)
+            self._trunk.add(make.table, self._sequences[make.table])
+        self._shards_of[make.table] = make.layout.shards
+        if make.layout.shards > 1:
+            self._spread.add(make.table)
+        if make.layout.buffers.entries:
+            self._buffered.add(make.table)
+
+    def join_table(self, join: m.JoinTable) -> None:
+        self._ranks[join.learner] = join.rank
+        if join.table and self._sequences[0].cold(join.learner):  # it reads this one after the first
+            self._late[join.learner].append(join)
+            return
+        if join.buffers is not None:
+            self._belongings.bring(join.table, join.learner, join.buffers)
+        sequence = self._sequences[join.table]
+        self._decided(join.table, sequence.join(join.learner, join.rank, 0))
+        self._gathering.join(join.learner, cold=sequence.cold(join.learner))
+        self._start_sums()
+
+    def make_loader(self, make: m.MakeLoader) -> None:
+        self._feeding.make_loader(make, lockstep=self._replay.dials[make.dial].lockstep)
+        if make.loader == 0:
+            self._passed = self._feeding.done(0)
+
+    def join_loader(self, join: m.JoinLoader) -> None:
+        for learner, rank in join.learners.items():
+            self._ranks[learner] = rank
+            cold = 0 in self._sequences and self._sequences[0].cold(learner)
+            self._feeding.join(join.loader, learner, later=cold)
+
+    def leave(self, learner: int, rank: int, *, lost: bool, closed: bool = False) -> None:
+        back, pending = self._feeding.going(learner)
+        if lost:
+            self._port.report(m.Left(learner, rank, back, pending))
+            self._belongings.lose(learner)
+        for table, sequence in self._sequences.items():
+            self._decided(table, sequence.leave(learner))
+        self._late.pop(learner, None)
+        self._feeding.leave(learner, lost=lost)
+        if closed:
+            self._gathering.closed(learner, self._ranks)
+        self._gathering.leave(learner)
+        self._gathering.untangle()
+        self._start_sums()
+        leaves = log.Leave(learner)
+        self._port.append(leaves)
+        self._replay.replay(leaves)
+
+    def finish(self, *, cut: bool) -> None:
+        self._finished = True
+        for table, sequence in self._sequences.items():
+            self._decided(table, sequence.finish())
+        if cut and self._cadence is not None and self._sequences and self._cadence.begin():
+            self._cut()
+        for table, sequence in self._sequences.items():
+            self._log(log.Finish(table, sequence.version))
+
+    # -- what learners say -------------------------------------------------------------------------------
+
+    def note(self, learner: int, message: say.ToLeader) -> None:
+        """`learner`: who says it; of a sum the node."""
+        self._handlers[type(message)](learner, message)
+        if self._trunk is not None:
+            self._trunk.recount()
+
+    def _sum(self, node: int, sum_: say.Sum) -> None:
+        assert self._trunk is not None
+        table, sequence = sum_.table, self._sequences[sum_.table]
+        tickets = self._trunk.arrive(node, sum_)
+        if tickets is None:
+            return
+        for index, (learner, gradient) in enumerate(sum_.gradients):
+            self._opened(learner, gradient)
+            if table in self._buffered:
+                self._belongings.keep(table, learner, sum_.buffers[index])
+            if self._gathering.meeting:
+                self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
+        self._decided(table, sequence.take_sum(tickets))
+        if self._gathering.tangled:
+            self._gathering.untangle()
+
+    def moved(self) -> None:
+        """Nodes have others below them now."""
+        if self._trunk is not None:
+            self._trunk.recount(anew=True)
+
+    def _start_sums(self) -> None:
+        if self._trunk is not None:
+            for node, sum_ in self._trunk.early():
+                self._sum(node, sum_)
+            self._trunk.recount()
+
+    def _gradient(self, learner: int, gradient: say.Gradient) -> None:
+        self._opened(learner, gradient)
+        ticket = Ticket(
+            learner,
+            self._ranks[learner],
+            gradient.number,
+            gradient.stamp,
+            gradient.step,
+            gradient.examples,
+            silent=gradient.silent,
+        )
+        sequence = self._sequences[gradient.table]
+        if self._gathering.meeting:
+            self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
+        self._decided(gradient.table, sequence.gradient(ticket))
+        if self._gathering.tangled:
+            self._gathering.untangle()
+
+    def _opened(self, learner: int, gradient: say.Gradient) -> None:
+        """What it brings beside its values."""
+        if gradient.loader >= 0:
+            self._usage[learner].append((gradient.loader, gradient.upto))
+        table, number = gradient.table, gradient.number
+        self._open[table, learner, number] = (gradient, self._usage.pop(learner, NOTHING))
+        self._tally.steps[self._ranks[learner]] += 1
+        if gradient.states:
+            self._keep_states(learner, gradient.states)
+
+    def _blocked(self, learner: int, blocked: say.Blocked) -> None:
+        self._feeding.block(learner, blocked)
+        self._gathering.untangle()
+
+    def _rest(self, learner: int, rest: say.Rest) -> None:
+        self._keep_states(learner, rest.states)
+        sequence = self._sequences[rest.table]
+        if self._feeding.rest(rest.loader, learner, rest.index):
+            self._decided(rest.table, sequence.rest(learner, rest.number))
+        else:  # the portion was on its way already
+            self._decided(rest.table, sequence.reread(learner, rest.number))
+
+    def _reread(self, learner: int, reread: say.Reread) -> None:
+        self._keep_states(learner, reread.states)
+        self._feeding.met([learner])
+        self._decided(reread.table, self._sequences[reread.table].reread(learner, reread.number))
+
+    def _meet(self, learner: int, _: say.Meet) -> None:
+        self._gathering.come(learner)
+        self._gathering.untangle()
+
+    def _fetch(self, learner: int, fetch: say.Fetch) -> None:
+        sequence = self._sequences[fetch.table]
+        if not fetch.deliver:
+            self._decided(fetch.table, sequence.fetch(learner, fetch.number))
+        elif learner in sequence.members:
+            deliver = log.Release(fetch.table, learner, fetch.number, sequence.version, self._keeps(), True)
+            self._log(deliver)
+
+    def _keeps(self) -> bool:
+        """A checkpoint follows."""
+        return self._cadence is not None and self._cadence.armed
+
+    def _await(self, learner: int, waits: say.Await) -> None:
+        self._sequences[waits.table].awaits(learner, waits.number)
+        self._gathering.untangle()
+
+    def _put(self, learner: int, put: say.Put) -> None:
+        version = self._sequences[put.table].version
+        self._log(log.PutValues(put.table, learner, put.number, self._ranks[learner], version))
+
+    def _load(self, learner: int, load: say.Load) -> None:
+        version = self._sequences[load.table].version
+        self._log(log.LoadState(load.table, learner, load.number, version))
+
+    def _keep_states(self, learner: int, states: bytes) -> None:
+        if states:
+            self._belongings.random[self._ranks[learner]] = states
+
+    def stepping(self) -> dict[int, MeetingPlace]:
+        """Who waits for others' gradients, and of which table."""
+        return {
+            learner: MeetingPlace(STEP, table)
+            for table, sequence in self._sequences.items()
+            for learner in sequence.stepping()
+        }
+
+    def crossing(self, members: int) -> bool:
+        """So many may stand still, some of them in steps of different tables."""
+        if len(self._sequences) < 2:
+            return False
+        waiting = [sequence.at_gate for sequence in self._sequences.values()]
+        return sum(waiting) >= members and sum(map(bool, waiting)) > 1
+
+    # -- decisions to effects ----------------------------------------------------------------------------
+
+    def _log(self, entry: log.OfTable) -> None:
+        if entry.table in self._spread:
+            self._port.append(entry)
+        self._replay.replay(entry)
+
+    def _carry_out(self, place: int, decision: Decision | LedgerDecision | MeetingDecision) -> None:
+        """`place` is the table, or the loader of a ledger's decision."""
+        if self.watch is not None:
+            self.watch(place, decision)
+        kind = type(decision)
+        if kind is Take:
+            self._take(place, decision)  # type: ignore[arg-type]
+        elif kind is Fold:
+            self._fold(place, decision)  # type: ignore[arg-type]
+        elif kind is Release:
+            self._release(place, decision)  # type: ignore[arg-type]
+        elif isinstance(decision, Grant):
+            portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
+            self._grant(portion, decision.learner)
+        elif isinstance(decision, Drop):
+            self._log(log.Free(place, *self.named(place, decision.ticket.learner, decision.ticket.number)))
+            self._work.later(self._drop, place, decision.ticket)
+        elif isinstance(decision, Full):
+            self._port.report(m.Reached(decision.version))
+        elif isinstance(decision, End):
+            self._grant(Portion(place, decision.index, decision.epoch, 0, 0, 1), decision.learner)
+        elif isinstance(decision, EpochDone):
+            self._epoch_done(place, decision.epoch, self._feeding.done(place))
+        elif isinstance(decision, Change):
+            self._turn(place, decision.dial)
+        elif isinstance(decision, Met | Unmet):
+            self._met(decision)
+        elif isinstance(decision, Uncross):
+            self._decided(decision.table, self._sequences[decision.table].go_on_without())
+
+    def _release(self, table: int, release: Release) -> None:
+        if self._gathering.cold and table == 0 and self._gathering.warmed(release.learner):
+            for join in self._late.pop(release.learner, ()):
+                self.join_table(join)
+            self._feeding.welcome_late(release.learner)
+        learner, number = release.learner, release.number
+        if release.read:
+            self._log(log.Release(table, learner, number, release.version, self._keeps(), False))
+
+    def _take(self, table: int, take: Take) -> None:
+        ticket = take.ticket
+        gradient, usage = self._open[table, ticket.learner, ticket.number]
+        if self._trunk is not None:
+            self._trunk.take(table, ticket)
+        else:
+            self._take_alone(table, ticket, gradient)
+        if usage:
+            self._work.later(self._taken, table, ticket)
+
+    def _take_alone(self, table: int, ticket: Ticket, gradient: say.Gradient) -> None:
+        if table in self._buffered:  # before it is taken, which may free the draft
+            buffers = self._port.slot(table, ticket.learner, ticket.number).buffers
+            self._belongings.keep(table, ticket.learner, buffers)
+        following = self._work.following
+        alone = isinstance(following, Fold) and following.tickets == (ticket,)
+        self._log(
+            log.Take(
+                table,
+                ticket.learner,
+                ticket.number,
+                gradient.options,
+                gradient.full,
+                ticket.count,
+                ticket.rank,
+                ticket.iteration,
+                alone,
+                ticket.weight,
+            )
+        )
+
+    def _taken(self, table: int, ticket: Ticket) -> None:
+        _, usage = self._open[table, ticket.learner, ticket.number]
+        self._feeding.taken(ticket.learner, usage)
+
+    def _fold(self, table: int, fold: Fold) -> None:
+        tickets = fold.tickets
+        first = tickets[0]
+        if len(tickets) > 1:
+            first = max((t for t in tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
+            if self._replay.options_changed and self._trunk is None:
+                self._replay.options_changed = False
+                self._agreement.check(table, tickets, lockstep=self._sequences[table].sync.lockstep)
+        named = self.named(table, first.learner, first.number)
+        self._log(log.Fold(table, *named, first.iteration, fold.version, fold.factor))
+        if self._stamps is not None and table == 0:
+            self._stamps.fold(fold.version, tickets)
+        for ticket in tickets:
+            self._work.later(self._account, table, ticket)
+        if self._cadence is not None and table == max(self._sequences):
+            self._work.cut_due = self._cadence.folded(fold.version)
+
+    def named(self, table: int, learner: int, number: int) -> tuple[int, int]:
+        """A gradient as the shards know it: over a tree it lies in a node's sum."""
+        return self._trunk.named(table, learner, number) if self._trunk else (learner, number)
+
+    def _account(self, table: int, ticket: Ticket) -> None:
+        """A folded gradient: examples and loss are counted, its batches are done."""
+        gradient, usage = self._open[table, ticket.learner, ticket.number]
+        epochs = self._feeding.epochs(ticket.learner, usage)
+        self._tally.folded(table, ticket.rank, ticket.count, gradient.loss, epochs)
+        self._settle(table, ticket)
+
+    def _settle(self, table: int, ticket: Ticket) -> None:
+        _, usage = self._open.pop((table, ticket.learner, ticket.number))
+        self._feeding.settled(ticket.learner, usage)
+        if self._trunk is not None:
+            self._trunk.done(table, ticket)
+
+    def _drop(self, table: int, ticket: Ticket) -> None:
+        """Near a run's set end it may be dropped before others of its learner are folded."""
+        learner, opened = ticket.learner, self._open
+        _, usage = opened.pop((table, learner, ticket.number))
+        before = [opened[table, learner, each][1] for each in self._sequences[table].unfolded(learner)]
+        self._feeding.dropped(learner, usage, before)
+
+    # -- the feed ----------------------------------------------------------------------------------------
+
+    def _grant(self, portion: Portion, learner: int) -> None:
+        if self._feeding.grant(portion, learner):
+            for table, sequence in self._sequences.items():
+                self._decided(table, sequence.resume(learner))
+
+    def _epoch_done(self, loader: int, epoch: int, done: int) -> None:
+        """`done`: epochs up to here, in order; one may be done before an earlier one."""
+        mean, losses = self._tally.epoch(epoch) if loader == 0 else (float("nan"), {})
+        primary = self._sequences.get(0)
+        tables = 0
+        if loader in self._feeding.evaluated:
+            for table in self._sequences:
+                self._log(log.Snapshot(table, epoch))
+                tables += 1
+        self._port.report(
+            m.EpochEnd(
+                loader,
+                epoch,
+                primary.version if primary else 0,
+                self._tally.examples[0],
+                mean,
+                losses,
+                tables,
+                done,
+            )
+        )
+        if loader == 0:
+            passed, self._passed = self._passed, done
+            for begin in range(passed + 1, done + 1):
+                if begin in self._course:
+                    self._change(self._course.pop(begin))
+
+    def _change(self, number: int) -> None:
+        """Another dial for all tables; the loaders turn with the first of them."""
+        sync = self._replay.dials[number]
+        for table, sequence in self._sequences.items():
+            self._decided(table, sequence.change(sync, number))
+
+    def _turn(self, table: int, number: int) -> None:
+        self._log(log.Change(table, number))
+        if table == 0:
+            self._feeding.change(lockstep=self._replay.dials[number].lockstep)
+
+    # -- meetings ----------------------------------------------------------------------------------------
+
+    def _met(self, decision: Met | Unmet) -> None:
+        """All of them count again before one can publish: lockstep rounds stay whole."""
+        self._feeding.met(decision.learners)
+        for table, sequence in self._sequences.items():
+            self._decided(table, sequence.met(decision.learners))
+        self._gathering.over(decision)
+
+    def opening(self, event: m.Opening) -> None:
+        self._gathering.opening(event)
+        self._gathering.untangle()
+
+    def standstill(self, event: m.Standstill) -> None:
+        self._gathering.standstill(event)
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def ask_cut(self) -> None:
+        if self._cadence is not None:
+            self._cadence.ask()
+
+    def cut_done(self) -> None:
+        if self._cadence is not None:
+            self._cadence.written()
+
+    def _cut(self) -> None:
+        """A checkpoint of everything as it is now; the gradients that are in it are accounted for."""
+        self._work.cut_due = False
+        self._tally.read()
+        if self._stamps is not None:
+            self._stamps.tell()
+        number = self._sequences[0].version
+        files = []
+        for table in self._sequences:
+            self._log(log.Cut(table, number))
+            files += [table_file(table, shard) for shard in range(self._shards_of[table])]
+        self._port.save(number, LEARNERS, self._belongings.tensors(self._ranks), {})
+        self._port.report(
+            m.Cut(
+                number,
+                [*files, LEARNERS],
+                {table: sequence.account() for table, sequence in self._sequences.items()},
+                self._feeding.standings(),
+                self._tally.counts(),
+            )
+        )
+
+    def standings(self) -> dict[int, Standing]:
+        return self._feeding.standings()
+
+    # -- reports -----------------------------------------------------------------------------------------
+
+    def examples(self, table: int) -> int:
+        """In its updates so far; 0 where it is not open yet."""
+        return self._tally.examples.get(table, 0)
+
+    def last_staleness(self, table: int) -> float:
+        """Mean over the gradients of the last update."""
+        return self._sequences[table].clock.last_update
+
+    def statistics(self, number: int) -> m.Statistics:
+        losses = self._tally.last_losses()
+        if self._stamps is not None:
+            self._stamps.tell()
+        ranks = self._ranks
+        return m.Statistics(
+            number,
+            {
+                table: m.TableStatistics(
+                    sequence.version,
+                    sequence.gradients,
+                    sequence.dropped,
+                    self._tally.examples[table],
+                    sequence.clock.account(),
+                    {ranks[learner]: version for learner, version in sequence.waiting().items()},
+                    sequence.missing(),
+                    sequence.pending,
+                )
+                for table, sequence in self._sequences.items()
+            },
+            dict(self._tally.steps),
+            losses,
+        )

@@ -1,0 +1,271 @@
+"""Carrying out the log: what every shard does with the leading shard's decisions (M3, M11).
+
+Not responsible for making any: the same log gives the same weights on every shard.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from syncline import messages as m
+from syncline.dial import Sync
+from syncline.messages import log
+from syncline.ports import Reading, ServerPort
+from syncline.roles.restore import table_file
+from syncline.table.checkpoints import CheckpointError
+from syncline.table.promised import PromisedPart
+from syncline.table.shard import Shard, total_norm
+from syncline.table.slot import SlotPart
+from syncline.table.store import fill
+from syncline.table.template import Options
+
+OPTIONS_KEPT = 256  # gradients of one learner that may wait for a fold
+
+
+class _Told:
+    """The group options that came with one learner's last gradients; parsed only when they changed."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, Options] = {}
+        self._serial, self._last = -1, []  # type: int, Options
+
+    def take(self, number: int, serial: int, part: SlotPart | PromisedPart) -> bool:
+        """True if they changed."""
+        changed = serial != self._serial
+        if changed:
+            self._serial, self._last = serial, part.slot.read_options()
+        self.by_number[number] = self._last
+        if len(self.by_number) > OPTIONS_KEPT:
+            del self.by_number[next(iter(self.by_number))]
+        return changed
+
+
+class LogApplier:
+    """Carries out the log on this shard's part of every table."""
+
+    def __init__(self, port: ServerPort) -> None:
+        self._port = port
+        self._shards: dict[int, Shard] = {}
+        self._parts: dict[tuple[int, int, Any], SlotPart | PromisedPart] = {}  # (table, learner, slot)
+        self._options: dict[tuple[int, int], _Told] = {}
+        self._blobs: dict[tuple[int, int, int], m.LoadState] = {}
+        self._queue: deque[log.Entry] = deque()
+        self._lying: dict[int, list[log.Take]] = defaultdict(list)  # taken, and folded where they lie
+        self._norms_of: log.Fold | None = None  # the fold that waits for the other shards' norms
+        self.dials: dict[int, Sync] = {}
+        self._dial: dict[int, int] = {}  # table -> number of the dial in force
+        self.options_changed = False  # since somebody last looked
+        self.buffers: Callable[[int], list[Tensor] | None] = lambda table: None
+        self.watch: Callable[[log.Entry], None] | None = None  # told of every entry that was carried out
+        self._doing: dict[type, Callable[[Any], None]] = {
+            log.Take: self._take,
+            log.Fold: self._fold,
+            log.Release: self._release,
+            log.Free: self._free,
+            log.PutValues: self._put,
+            log.GiveState: self._state,
+            log.LoadState: self._load,
+            log.Snapshot: lambda entry: self._tell(entry.table, f"epoch:{entry.epoch}"),
+            log.Finish: self._finish,
+            log.Change: self._change,
+            log.Cut: self._cut,
+            log.Leave: self._leave,
+        }
+
+    # -- tables and learners -----------------------------------------------------------------------------
+
+    def make_table(self, make: m.MakeTable) -> None:
+        if self._port.shard >= make.layout.shards:
+            return
+        memory = self._port.memory(make.table)
+        if make.values is not None:
+            fill(memory.places[0], make.layout, self._port.shard, make.values)
+        self._shards[make.table] = Shard(
+            make.layout,
+            self._port.shard,
+            make.template,
+            memory,
+            sync=self.dials[make.dial],
+            clip_norm=make.clip_norm,
+            version=make.account.version,
+        )
+        self._dial[make.table] = make.dial
+        if make.first:
+            shard = self._shards[make.table]
+            first = m.WeightsPart(m.FIRST, make.table, self._port.shard, shard.version, shard.snapshot())
+            self._port.report(first)
+
+    @property
+    def settled(self) -> bool:
+        """All that was logged is carried out."""
+        return self._norms_of is None
+
+    def shard(self, table: int) -> Shard:
+        return self._shards[table]
+
+    def _leave(self, leave: log.Leave) -> None:
+        self._parts = {key: part for key, part in self._parts.items() if key[1] != leave.learner}
+
+    def keep_blob(self, learner: int, blob: m.LoadState) -> None:
+        self._blobs[blob.table, learner, blob.number] = blob
+
+    def options(self, table: int, learner: int, number: int) -> Options:
+        return self._options[table, learner].by_number[number]
+
+    # -- the log -----------------------------------------------------------------------------------------
+
+    def replay(self, entry: log.Entry) -> None:
+        if not isinstance(entry, log.Leave) and entry.table not in self._shards:
+            return
+        if self._norms_of is not None:
+            self._queue.append(entry)
+        else:
+            self._do(entry)
+
+    def norms(self, event: m.Norms) -> None:
+        """All shards' norms of the fold are in: clip, apply, go on."""
+        entry, self._norms_of = self._norms_of, None
+        assert entry is not None
+        assert (entry.table, entry.version) == (event.table, event.version)
+        shard = self._shards[entry.table]
+        shard.clip(total_norm(shard.layout, event.norms))
+        self._apply(entry, shard)
+        if self.watch is not None:
+            self.watch(entry)
+        while self._queue and self._norms_of is None:
+            self._do(self._queue.popleft())
+
+    def _do(self, entry: log.Entry) -> None:
+        self._doing[type(entry)](entry)
+        if self.watch is not None and self._norms_of is None:
+            self.watch(entry)
+
+    def _cut(self, entry: log.Cut) -> None:
+        name = table_file(entry.table, self._port.shard)
+        try:
+            tensors, notes = self._shards[entry.table].cut()
+        except CheckpointError as error:  # optimizer state that is neither tensor nor plain
+            self._port.report(m.Saved(entry.checkpoint, name, None, str(error)))
+        else:
+            self._port.save(entry.checkpoint, name, tensors, notes)
+
+    def _part(self, entry: log.Take | log.PutValues) -> SlotPart | PromisedPart:
+        slot = self._port.slot(entry.table, entry.learner, entry.number)
+        key = (entry.table, entry.learner, slot)
+        part = self._parts.get(key)
+        if part is None:
+            part = self._parts[key] = slot.part(self._shards[entry.table].part)
+        return part
+
+    def _take(self, entry: log.Take) -> None:
+        part = self._part(entry)
+        told = self._options.get((entry.table, entry.learner))
+        if told is None:
+            told = self._options[entry.table, entry.learner] = _Told()
+        if told.take(entry.number, entry.options, part):
+            self.options_changed = True
+        added = self._shards[entry.table].take(
+            part,
+            full=entry.full,
+            count=entry.examples,
+            rank=entry.rank,
+            iteration=entry.iteration,
+            alone=entry.alone,
+            damping=entry.weight,
+        )
+        if added:
+            self._port.spend(log.Take, entry.table)
+        if added or isinstance(part, PromisedPart):
+            self._free(entry)
+        else:
+            self._lying[entry.table].append(entry)
+
+    def _fold(self, entry: log.Fold) -> None:
+        shard = self._shards[entry.table]
+        if added := shard.gather(entry.iteration):
+            self._port.spend(log.Take, entry.table, added)
+        if shard.clip_norm is None:
+            self._apply(entry, shard)
+        elif shard.layout.shards == 1:
+            shard.clip_alone()
+            self._apply(entry, shard)
+        else:
+            self._norms_of = entry
+            self._port.share(entry.table, entry.version, shard.norms())
+
+    def _apply(self, entry: log.Fold, shard: Shard) -> None:
+        shard.apply(self.options(entry.table, entry.learner, entry.number), entry.factor)
+        self._port.spend(log.Fold, entry.table)
+        self._free_folded(entry)
+        if shard.version != entry.version:
+            raise AssertionError(
+                f"shard {self._port.shard} made version {shard.version}, the log says {entry.version}"
+            )
+
+    def _free_folded(self, fold: log.Fold) -> None:
+        """What was folded where it lay; in lockstep later rounds lie there already."""
+        lying = self._lying[fold.table]
+        if lying:
+            lockstep = self.dials[self._dial[fold.table]].lockstep
+            self._lying[fold.table] = [
+                take for take in lying if lockstep and take.iteration != fold.iteration
+            ]
+            for take in lying:
+                if not lockstep or take.iteration == fold.iteration:
+                    self._free(take)
+
+    def _free(self, entry: log.Take | log.Free | log.PutValues) -> None:
+        """This shard needs the draft no more."""
+        self._port.release(entry.table, entry.learner, entry.number, None)
+
+    def _release(self, entry: log.Release) -> None:
+        self._let_go(entry, keep=entry.keep, delivered=entry.deliver)
+
+    def _let_go(
+        self,
+        entry: log.Release | log.PutValues | log.LoadState,
+        *,
+        keep: bool = False,
+        delivered: bool = False,
+    ) -> None:
+        """The learner of this ticket goes on."""
+        reading = Reading(entry.version, self._dial[entry.table], keep, delivered)
+        self._port.release(entry.table, entry.learner, entry.number, reading)
+
+    def _put(self, entry: log.PutValues) -> None:
+        part = self._part(entry)
+        assert isinstance(part, SlotPart)
+        self._shards[entry.table].put(entry.rank, part.segments)
+        self._free(entry)
+        self._let_go(entry)
+
+    def _change(self, entry: log.Change) -> None:
+        self._dial[entry.table] = entry.dial
+        self._shards[entry.table].change(self.dials[entry.dial])
+
+    def _state(self, entry: log.GiveState) -> None:
+        shard = self._shards[entry.table]
+        options, state = shard.state()
+        whole = shard.whole_state()
+        self._port.report(
+            m.StatePart(entry.table, entry.number, entry.learner, self._port.shard, options, state, whole)
+        )
+
+    def _load(self, entry: log.LoadState) -> None:
+        blob = self._blobs.pop((entry.table, entry.learner, entry.number))
+        self._shards[entry.table].load(blob.options, blob.state, blob.whole)
+        self._let_go(entry)
+
+    def _finish(self, entry: log.Finish) -> None:
+        self._shards[entry.table].settle()
+        self._tell(entry.table, "final")
+
+    def _tell(self, table: int, tag: str) -> None:
+        """The weights as they are."""
+        shard, index = self._shards[table], self._port.shard
+        values, buffers, own = shard.snapshot(), self.buffers(table), shard.own_options()
+        self._port.report(m.WeightsPart(tag, table, index, shard.version, values, buffers, own))

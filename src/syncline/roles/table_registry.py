@@ -1,0 +1,256 @@
+"""Tables and loaders that learners open: layouts are compared, the lowest rank initialises, all begin together (M6, M7).
+
+The coordinator's part: shards hear of what is made and who joins it, learners get their answers. Not responsible for
+learners that wait for each other elsewhere (`waiting_room`), nor for what a checkpoint holds (`restore`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from syncline import messages as m
+from syncline.errors import LayoutError, UsageError
+from syncline.ports import CoordinatorPort
+from syncline.protocols.rendezvous import Rendezvous
+from syncline.protocols.sequence import Account
+from syncline.roles.pending_requests import PendingRequests
+from syncline.roles.restore import Restored, TableState
+from syncline.roles.run_plan import RunPlan
+from syncline.table.layout import Layout
+from syncline.table.template import OptimizerTemplate
+from syncline.topologies import Trees
+
+
+@dataclass(slots=True)
+class Table:
+    """One that somebody has opened."""
+
+    layout: Layout
+    template: OptimizerTemplate | None = None  # once it is made
+    start: TableState | None = None  # its first values, where a lost shard may need them
+    firsts: dict[int, list[Tensor]] = field(default_factory=dict)  # parts of them, by shard
+    initialiser: int | None = None
+    waiting: set[int] = field(default_factory=set)
+
+    @property
+    def made(self) -> bool:
+        return self.template is not None
+
+    @property
+    def optimizer(self) -> str:
+        assert self.template is not None
+        return _name(self.template)
+
+
+class TableRegistry:
+    """All tables and loaders of a run; `dial` is the number of the dial to begin with."""
+
+    def __init__(
+        self,
+        port: CoordinatorPort,
+        plan: RunPlan,
+        live: Mapping[int, int],
+        room: PendingRequests,
+        dial: Callable[[], int],
+    ) -> None:
+        self._port, self._plan, self._room, self._dial = port, plan, room, dial
+        self._live = live  # learner -> rank
+        self.tables: dict[int, Table] = {}
+        self.loaders: dict[int, m.OpenLoader] = {}
+        self.initial: dict[int, int] = {}  # the first fold and the first epoch wait for these
+        self._restored = Restored(name="the start", seed=plan.seed)
+        self._together = Rendezvous(())
+
+    def expect(self, learners: Mapping[int, int], restored: Restored) -> None:
+        """These begin together, there; in a warm start one alone."""
+        self._restored = restored
+        self.initial = dict(learners)
+        if learners and restored.version < self._plan.warm:
+            first = min(learners, key=lambda learner: learners[learner])
+            self.initial = {first: learners[first]}
+        self._together = Rendezvous(self.initial)
+
+    def leave(self, learner: int) -> None:
+        """Nobody waits for it to open a loader."""
+        for (_, loader), brought in self._together.leave(learner):
+            self._join_loader(loader, self._room.by_rank(brought))
+
+    def hand_over(self, learner: int) -> None:
+        """It is gone: if it was to initialise a table, another does."""
+        for number, table in self.tables.items():
+            table.waiting.discard(learner)
+            if table.initialiser == learner and not table.made:
+                table.initialiser = None
+            self._choose_initialiser(number, table)
+
+    def make_again(self) -> None:
+        """The shards are new ones: tell them of all there is."""
+        for number, table in sorted(self.tables.items()):
+            table.waiting.clear()
+            if table.made:
+                self._make(number, table)
+            else:
+                table.initialiser = None
+        for opened in self.loaders.values():
+            self._make_loader(opened)
+
+    def join_again(self, back: Mapping[int, m.Rejoin]) -> dict[int, list[m.Opened]]:
+        """These had opened so many tables and loaders; their answers."""
+        opened = {
+            learner: [self._opened(number, self.tables[number], learner) for number in range(rejoin.tables)]
+            for learner, rejoin in back.items()
+        }
+        for loader in self.loaders:
+            joining = {learner: self._live[learner] for learner in back if back[learner].loaders > loader}
+            if joining:
+                self._port.tell_shards(m.JoinLoader(loader, joining))
+        return opened
+
+    def alone(self, learner: int) -> None:
+        """It opens further loaders by itself."""
+        self.initial.pop(learner, None)
+        self.leave(learner)
+
+    # -- tables ------------------------------------------------------------------------------------------
+
+    def open(self, learner: int, message: m.Open) -> None:
+        table = self.tables.setdefault(message.table, Table(message.layout))
+        if difference := table.layout.difference(message.layout):
+            rank = self._live[learner]
+            raise LayoutError(
+                f"table {message.table}: learner {rank} built another layout than the learners before it, {difference}. "
+                "Every learner must create the same model and optimizer in the same order; "
+                "seeds may differ, shapes and groups may not."
+            )
+        self._restored.check_layout(message.table, message.layout)
+        if table.made:
+            self._join(message.table, table, learner)
+            return
+        table.waiting.add(learner)
+        self._choose_initialiser(message.table, table)
+
+    def _choose_initialiser(self, number: int, table: Table) -> None:
+        """The lowest live rank's parameters initialise the table (M6)."""
+        if table.made or table.initialiser is not None or not self._live:
+            return
+        lowest = min(self._live, key=lambda learner: self._live[learner])
+        if lowest in table.waiting:
+            table.initialiser = lowest
+            self._room.reply(lowest, m.Initialise(number, table.layout))
+
+    def initialised(self, learner: int, message: m.Initialised) -> None:
+        table = self.tables[message.table]
+        if message.table in self._restored.tables:
+            self._restored.check_optimizer(message.table, _name(message.template))
+        table.template = message.template
+        self._make(message.table, table)
+        for waiting in sorted(table.waiting, key=lambda waiting: self._live[waiting]):
+            self._join(message.table, table, waiting)
+        table.waiting.clear()
+
+    def _make(self, number: int, table: Table) -> None:
+        """Tell the shards of a table: its first values, or those of the checkpoint."""
+        plan, kept = self._plan, self._restored.tables.get(number)
+        assert table.template is not None
+        known = kept or table.start
+        self._port.tell_shards(
+            m.MakeTable(
+                table=number,
+                layout=table.layout,
+                template=known.of(table.template) if known else table.template,
+                dial=self._dial(),
+                initial={learner: rank for learner, rank in self.initial.items() if learner in self._live},
+                learners=plan.learners,
+                warm=plan.warm if number == 0 else 0,
+                batch_size=plan.batch_size,
+                limit=plan.limit if number == 0 else None,
+                clip_norm=plan.clip_norm,
+                values=known.values if known else None,
+                first=plan.saving.cuts and known is None,
+                account=known.account if known else Account(),
+                tree=isinstance(plan.topology, Trees),
+            )
+        )
+
+    def first(self, part: m.WeightsPart) -> None:
+        """A shard's part of a table's first weights: what a shard that is lost before a checkpoint begins with again."""
+        table = self.tables[part.table]
+        table.firsts[part.shard] = part.segments
+        if len(table.firsts) == table.layout.shards:
+            parts, table.firsts = table.firsts, {}
+            template, flat = table.template, table.layout.parameters
+            assert template is not None
+            whole = [torch.cat(segments) for segments in zip(*(parts[i] for i in sorted(parts)), strict=True)]
+            table.start = TableState(
+                layout=table.layout, optimizer=_name(template), values=flat.views(whole), state=template.state
+            )
+
+    def _join(self, number: int, table: Table, learner: int) -> None:
+        self._room.reply(learner, self._opened(number, table, learner))
+
+    def _opened(self, number: int, table: Table, learner: int) -> m.Opened:
+        rank = self._live[learner]
+        personal = self._restored.learners.get(rank)
+        buffers = personal.buffers.get(number) if personal else None
+        self._port.tell_shards(m.JoinTable(number, learner, rank, buffers))
+        return m.Opened(number, table.layout, personal)
+
+    # -- loaders -----------------------------------------------------------------------------------------
+
+    def open_loader(self, learner: int, message: m.OpenLoader) -> None:
+        first = self.loaders.get(message.loader, message)
+        if first != message:
+            raise UsageError(
+                f"learner {self._live[learner]} opened loader {message.loader} with {message}, another learner with {first}. "
+                "Every learner must open the same loaders in the same order."
+            )
+        if message.loader not in self.loaders:
+            self._make_loader(message)
+            self.loaders[message.loader] = message
+        if learner in self.initial:  # all begin with the first epoch, and a joint round is cut for all
+            brought = self._together.bring(("loader", message.loader), learner, message)
+            if brought is not None:
+                self._join_loader(message.loader, self._room.by_rank(brought))
+        else:
+            self._join_loader(message.loader, [learner])
+
+    def _make_loader(self, opened: m.OpenLoader) -> None:
+        kept = self._restored.loaders.get(opened.loader)
+        self._restored.check_loader(opened.loader, opened.size, opened.policy)
+        self._port.tell_shards(
+            m.MakeLoader(
+                loader=opened.loader,
+                size=opened.size,
+                batch_size=opened.batch_size,
+                policy=opened.policy,
+                epochs=opened.epochs,
+                dial=self._dial(),
+                parts=self.parts_of(opened.loader),
+                snapshot=self._plan.snapshots and opened.loader == 0,
+                standing=kept.standing if kept else None,
+            )
+        )
+
+    def parts_of(self, loader: int) -> int:
+        kept = self._restored.loaders.get(loader)
+        return kept.parts if kept else self._plan.learners
+
+    def _join_loader(self, loader: int, learners: Sequence[int]) -> None:
+        self._port.tell_shards(m.JoinLoader(loader, {learner: self._live[learner] for learner in learners}))
+        for learner in learners:
+            self._room.reply(learner, self.parts_of(loader))
+
+    def withdraw(self, learner: int, opening: m.Open | m.OpenLoader) -> None:
+        """It waits no more for others to open this too: its loop differs from theirs."""
+        if isinstance(opening, m.Open):
+            self.tables[opening.table].waiting.discard(learner)
+        else:
+            self._together.withdraw(("loader", opening.loader), learner)
+
+
+def _name(template: OptimizerTemplate) -> str:
+    return f"{template.kind.__module__}.{template.kind.__qualname__}"

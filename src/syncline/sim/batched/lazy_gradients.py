@@ -1,0 +1,320 @@
+"""Gradients that are promised when a learner reads, and made when they are wanted.
+
+At its read a built-in learner knows the weights (a version) and the examples: that is a `Promise`. A `Computer` makes
+the gradient, at the latest in `fold`. `EachAlone` is the plain one: each by itself, at once, on the module, with
+the bits that a learner's own process would give. Not responsible for when learners read or shards fold.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
+
+import torch
+from torch import Tensor
+
+from syncline.learn.replica import refuse_sparse_gradients
+from syncline.sim.owned_memory import Traffic
+from syncline.sim.random_states import Random
+from syncline.table.accumulator import Mean
+from syncline.table.layout import Layout, Part
+from syncline.table.promised import Made, Maker, PromisedPart, Taken
+
+if TYPE_CHECKING:
+    from syncline.sim.batched.shared_model import SharedModel
+
+
+class GradientPlace(Protocol):
+    """Memory for one version's weights; free again when nobody holds this."""
+
+    @property
+    def segments(self) -> list[Tensor]: ...
+
+
+@dataclass(slots=True, eq=False)
+class Loose:
+    """A place in memory of its own."""
+
+    segments: list[Tensor]
+
+
+Home = dict[int, "weakref.ref[Version]"]  # versions that somebody holds, by number
+
+
+class Version:
+    """Weights that somebody computes on: shared by all of them, never changed once every shard has filled it."""
+
+    __slots__ = ("__weakref__", "_flat", "_home", "filled", "number", "place")
+
+    def __init__(self, layout: Layout, number: int, place: GradientPlace, home: Home) -> None:
+        self._flat, self.number, self.place, self._home = layout.parameters, number, place, home
+        self.filled: set[int] = set()  # by which shards
+
+    def __del__(self) -> None:
+        kept = self._home.get(self.number)
+        if kept is not None and kept() in (None, self):  # else it is another's by now
+            del self._home[self.number]
+
+    @property
+    def segments(self) -> list[Tensor]:
+        return self.place.segments
+
+    @property
+    def views(self) -> list[Tensor]:
+        """One per parameter."""
+        return self._flat.views(self.segments)
+
+    def fill(self, source: Sequence[Tensor]) -> None:
+        for mine, theirs in zip(self.segments, source, strict=True):
+            mine.copy_(theirs)
+
+
+class Versions:
+    """The versions of one table that somebody still needs: one copy of each."""
+
+    def __init__(self, layout: Layout, place: Callable[[], GradientPlace]) -> None:
+        self._layout, self._place = layout, place
+        self._kept: Home = {}
+
+    def get(self, number: int) -> Version:
+        """Empty where it is new; whoever wants it must hold it."""
+        version = self.wanted(number)
+        if version is None:
+            version = Version(self._layout, number, self._place(), self._kept)
+            self._kept[number] = weakref.ref(version)
+        return version
+
+    def wanted(self, number: int) -> Version | None:
+        """Only if somebody holds it."""
+        found = self._kept.get(number)
+        return None if found is None else found()
+
+    def own(self, source: Sequence[Tensor]) -> Version:
+        """A copy that is nobody else's."""
+        version = Version(self._layout, -1, self._place(), {})
+        version.fill(source)
+        return version
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+@dataclass(slots=True, eq=False)
+class Own:
+    """What a learner does not share: the states of its random generators, and its model's buffers."""
+
+    rank: int
+    random: Random
+    buffers: list[Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class Gradient:
+    """One gradient, flat; `present` says which parameters have one."""
+
+    segments: list[Tensor]
+    views: list[Tensor]  # one per parameter
+    present: list[bool]
+
+    @classmethod
+    def empty(cls, layout: Layout) -> Gradient:
+        flat = layout.parameters
+        segments = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
+        return cls(segments, flat.views(segments), [False] * len(flat.entries))
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Promise:
+    """A gradient that may be wanted: all that it depends on. Whoever wants it holds it; else it is never made."""
+
+    version: Version
+    indices: Tensor  # of its examples, in the data set
+    size: int  # how many there are
+    own: Own
+    gradient: Gradient | None = None
+    loss: SupportsFloat = float("nan")
+    buffers: list[Tensor] = field(default_factory=list)  # as they are after it
+    row: Any = None  # where the computer keeps the gradient until its fold
+
+
+class Computer(Maker):
+    """Makes promised gradients; one for all learners of a run."""
+
+    alarm: Callable[[int | None, float], None] = staticmethod(
+        lambda rank, loss: None
+    )  # of losses that are not finite
+
+    @property
+    @abstractmethod
+    def versions(self) -> Versions:
+        """That its gradients are computed at."""
+
+    @abstractmethod
+    def promise(self, promise: Promise) -> None:
+        """A learner has read: it begins this gradient now. A learner's gradients are promised in their order.
+
+        From here on `promise.loss` can be read as a number, at the latest after the fold.
+        """
+
+    @abstractmethod
+    def make(self, promise: Promise) -> Gradient:
+        """This one, now: for learners that step by themselves, and for their buffers."""
+
+    def fills(self, version: Version) -> bool:
+        """A step that waits makes this version, and fills it."""
+        return False
+
+    def buffers(self, promise: Promise) -> list[Tensor]:
+        """Of its learner's model, as they are after this gradient."""
+        self.make(promise)
+        return promise.buffers
+
+
+class PromisedSlot:
+    """Stands where a slot's memory would: a promise, and what travels with a gradient."""
+
+    def __init__(self, computer: Computer) -> None:
+        self._computer = computer
+        self.promise: Promise | None = None
+        self._options, self._states = b"[]", b""
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        assert self.promise is not None
+        return self._computer.buffers(self.promise)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """One view per parameter, for whoever looks on."""
+        assert self.promise is not None
+        return self._computer.make(self.promise).views
+
+    @property
+    def mask(self) -> Tensor:
+        assert self.promise is not None
+        return torch.tensor(self._computer.make(self.promise).present, dtype=torch.uint8)
+
+    def part(self, part: Part) -> PromisedPart:
+        return PromisedPart(self, part, self._computer)
+
+    def write_options(self, text: bytes) -> None:
+        self._options = text
+
+    def read_options(self) -> list[dict[str, Any]]:
+        return _parsed(self._options)
+
+    def write_states(self, states: bytes) -> None:
+        self._states = states
+
+    def read_states(self) -> bytes:
+        return self._states
+
+
+@lru_cache(maxsize=64)
+def _parsed(options: bytes) -> list[dict[str, Any]]:
+    """The same list for the same text: shards notice a change by that."""
+    return json.loads(options)
+
+
+class PromisedLane(Traffic):
+    """Between one built-in learner and the shards of one table: promises there, shared versions back."""
+
+    def __init__(self, computer: Computer, slots: int) -> None:
+        super().__init__(slots)
+        self._computer = computer
+        self.slots = [PromisedSlot(computer) for _ in range(slots)]
+        self.arriving: dict[int, Version] = {}  # by number
+
+    def inbox(self, version: Version, shard: int) -> list[Tensor] | None:
+        """Where the shard's part of this version goes; None where it is there already, or will be."""
+        self.arriving[version.number] = version
+        if shard in version.filled:
+            return None
+        version.filled.add(shard)
+        if self._computer.fills(version):
+            return None
+        return version.segments
+
+
+class EachAlone(Computer):
+    """The plain way: each gradient by itself, when it is promised, by `backward` on the module."""
+
+    def __init__(self, workshop: SharedModel) -> None:
+        self._shop = workshop
+        self._loaded: Version | None = None  # what the module's parameters hold
+
+    @cached_property
+    def versions(self) -> Versions:
+        layout = self._shop.layout
+        return Versions(layout, lambda: Loose(layout.parameters.new(self._shop.device)))
+
+    def promise(self, promise: Promise) -> None:
+        shop, own = self._shop, promise.own
+        outside = Random()
+        own.random.restore()
+        try:
+            batch = shop.read(promise.indices)
+            self._load(promise)
+            for parameter in shop.parameters:
+                parameter.grad = None
+            loss = promise.loss = shop.plan.way(shop.model, batch).item()
+        finally:
+            own.random.save()
+            outside.restore()
+        if not math.isfinite(loss):
+            self.alarm(own.rank, loss)
+        promise.gradient = self._gradient()
+        self._keep_buffers(promise)
+
+    def _load(self, promise: Promise) -> None:
+        if self._loaded is not promise.version:
+            torch._foreach_copy_([p.data for p in self._shop.parameters], promise.version.views)
+            self._loaded = promise.version
+        if promise.own.buffers:
+            torch._foreach_copy_(self._shop.buffers, promise.own.buffers)
+
+    def _gradient(self) -> Gradient:
+        made = Gradient.empty(self._shop.layout)
+        grads = [parameter.grad for parameter in self._shop.parameters]
+        made.present = [grad is not None for grad in grads]
+        refuse_sparse_gradients(grad for grad in grads if grad is not None)
+        pairs = [(view, grad) for view, grad in zip(made.views, grads, strict=True) if grad is not None]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [grad.detach() for _, grad in pairs])
+        return made
+
+    def _keep_buffers(self, promise: Promise) -> None:
+        if promise.own.buffers:
+            torch._foreach_copy_(promise.own.buffers, self._shop.buffers)
+            promise.buffers = [buffer.clone() for buffer in self._shop.buffers]
+
+    def make(self, promise: Promise) -> Gradient:
+        assert promise.gradient is not None
+        return promise.gradient
+
+    def fold(self, part: Part, taken: Sequence[Taken]) -> Made:
+        """In place of the first: its memory is nobody's else by now, and shards' parts do not overlap."""
+        first, *others = [(_Cut(self.make(each.promise), part, self._shop.layout), each) for each in taken]
+        mean = Mean(first[0].segments, first[0].views)
+        mean.start(first[0], first[0].present(), first[1].examples, first[1].damping)
+        for gradient, each in others:
+            mean.add(gradient, gradient.present(), each.examples, each.damping)
+        return Made(mean.views, mean.present)
+
+
+class _Cut:
+    """A shard's part of a gradient, as `Mean` takes it."""
+
+    def __init__(self, gradient: Gradient, part: Part, layout: Layout) -> None:
+        self.segments = part.segments(gradient.segments)
+        self.views = part.views(self.segments, layout.parameters.entries)
+        self._present = tuple(gradient.present[piece.entry] for piece in part.pieces)
+
+    def present(self) -> tuple[bool, ...]:
+        return self._present

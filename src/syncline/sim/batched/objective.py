@@ -1,0 +1,90 @@
+"""What gradients are computed of: objective, model and data on one device, as functions of flat weights.
+
+Not responsible for which gradients, nor for when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import Dataset
+
+from syncline.errors import UsageError
+from syncline.learn.gradients import Objective, check_scalar
+from syncline.learn.models import copied
+from syncline.sim.batched.example_batches import examples_of
+from syncline.table.layout import DTYPES, Layout
+
+
+class _Asked(nn.Module):
+    """The objective as a module, so that `functional_call` reaches the model's parameters."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.model, self._objective = model, objective
+
+    def forward(self, batch: Any) -> Tensor:
+        value = self._objective(self.model, batch)
+        check_scalar(value)
+        return value.reshape(())
+
+
+class SimTask:
+    """Losses and gradients of one model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        layout: Layout,
+        data: Dataset[Any],
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.device, self.layout = torch.device(device), layout
+        self.model = copied(model).to(self.device).train()
+        self._asked = _Asked(self.model, objective)
+        self._names = [f"model.{entry.name}" for entry in layout.parameters.entries]
+        named = dict(self._asked.named_parameters())
+        missing = [name.removeprefix("model.") for name in self._names if name not in named]
+        if missing:
+            raise UsageError(f"the optimizer holds {missing[0]}, which is no parameter of the model")
+        self.wanted = [named[name].requires_grad for name in self._names]
+        self.examples = examples_of(data, collate, self.device)
+
+    def segments(self, *shape: int) -> list[Tensor]:
+        """Zeros: the table's segments with leading dimensions."""
+        flat = self.layout.parameters
+        return [
+            torch.zeros(*shape, length, dtype=DTYPES[dtype], device=self.device)
+            for length, dtype in zip(flat.lengths, flat.dtypes, strict=True)
+        ]
+
+    def views(self, segments: Sequence[Tensor]) -> list[Tensor]:
+        """One tensor for each parameter; leading dimensions of the segments stay."""
+        flat = self.layout.parameters
+        return [
+            segments[segment][..., start : start + entry.numel].unflatten(-1, entry.shape)
+            if entry.shape
+            else segments[segment][..., start]
+            for entry, (segment, start) in zip(flat.entries, flat.places, strict=True)
+        ]
+
+    def leaves(self, segments: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters, as the leaves of a gradient."""
+        views = self.views(segments)
+        return [view.detach().requires_grad_(wanted) for view, wanted in zip(views, self.wanted, strict=True)]
+
+    def loss(self, parameters: Sequence[Tensor], batch: Any) -> Tensor:
+        return functional_call(self._asked, dict(zip(self._names, parameters, strict=True)), (batch,))
+
+    def gradients(self, loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """One for each parameter, None where the loss does not depend on it."""
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+        return [next(found) if leaf.requires_grad else None for leaf in leaves]

@@ -1,0 +1,83 @@
+"""The simulated coordinator's port: its effects as events of virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from syncline import messages as m
+from syncline.engines.checkpoint_files import commit
+from syncline.ports import CoordinatorPort
+from syncline.roles.restore import restored, upto
+from syncline.sim.random_states import OUTSIDE
+from syncline.table.checkpoints import Written, find
+
+if TYPE_CHECKING:
+    from syncline.sim.simulation import Simulation
+
+
+class SimCoordinator(CoordinatorPort):
+    """The simulated coordinator's effects."""
+
+    def __init__(self, world: Simulation) -> None:
+        self._world, self.shards = world, world.spec.plan.topology.shards
+
+    def reply(self, learner: int, message: Any) -> None:
+        target, told = self._world.learners[learner], self._with_own(learner, message)
+        self._world.soon(lambda: target.answer(told))
+
+    def _with_own(self, learner: int, message: Any) -> Any:
+        world = self._world
+        if isinstance(message, m.Initialise):
+            world.tables.setdefault(message.table, world.make_table(message.layout))
+            return replace(message, handle=world.tables[message.table])
+        if isinstance(message, m.Opened):
+            return replace(
+                message, handle=world.tables[message.table], lane=world.lanes[message.table, learner]
+            )
+        if isinstance(message, m.Rejoined):
+            tables = [self._with_own(learner, opened) for opened in message.tables]
+            return replace(message, tables=tables, desk=world.servers[0])
+        return message
+
+    def tell_shards(self, message: Any) -> None:
+        if isinstance(message, m.MakeTable) and message.table == 0:
+            self._world.version = message.account.version
+        elif isinstance(message, m.JoinTable):
+            memory = self._world.tables[message.table]
+            self._world.lanes[message.table, message.learner] = self._world.make_lane(memory.layout)
+        elif isinstance(message, m.Dial):
+            self._world.dials[message.number] = message.sync
+        for server in reversed(self._world.servers):
+            self._world.soon(lambda server=server: server.handle(message))  # type: ignore[misc]
+
+    def announce(self, what: m.Stop | m.Renewed | m.Call) -> None:
+        world = self._world
+        if isinstance(what, m.Stop):
+            world.stop()
+            return
+        for learner in world.live.values():
+            world.soon(learner.call if isinstance(what, m.Call) else learner.wake)
+
+    def commit(self, number: int, manifest: dict[str, Any] | None, files: Sequence[Written]) -> bool:
+        world = self._world
+        assert world.folder is not None
+        if manifest is None:
+            world.folder.abandon(number)
+            return False
+        manifest["history"] = upto(number, world.recorder.history())
+        exact = world.goes_on()
+        manifest["simulated"] = world.moment(exact=exact).record()
+        done = commit(world.folder, number, manifest, files, world.spec.storage.keep)
+        self.emit(done)
+        if not done.problem:
+            world.supervision.checkpointed(Path(done.path))
+            if exact:
+                world.next = restored(find(Path(done.path)))
+        return not done.problem
+
+    def emit(self, record: Any) -> None:
+        self._world.streams.enter(OUTSIDE)
+        self._world.recorder.emit(record)

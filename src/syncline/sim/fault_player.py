@@ -1,0 +1,79 @@
+"""Playing a script in a simulated run: its moments are moments of virtual time, or versions as the leading shard makes them.
+
+Not responsible for what a line may say (`engines.script`), nor for carrying it out (the world).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from syncline.dial import Course, as_sync
+from syncline.engines.fault_script import Fault, parse_script
+from syncline.engines.run import RunSpec
+from syncline.errors import DialError, UsageError
+from syncline.topologies import Trees
+
+
+class Script:
+    """What is still to happen; lines of the same moment happen in the order they stand."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults = list(faults)
+        self.timed = [fault for fault in self.faults if fault.version is None]
+        self._versioned = [fault for fault in self.faults if fault.version is not None]
+
+    @classmethod
+    def of(cls, script: str | Iterable[Fault] | None) -> Script:
+        """From a text, or lines that are parsed already."""
+        return cls(parse_script(script) if isinstance(script, str) else script or ())
+
+    def reached(self, version: int, play: Callable[[Fault], None]) -> None:
+        """The first table has this version now."""
+        if not self._versioned:
+            return
+        due = [fault for fault in self._versioned if fault.due(version, 0.0)]
+        self._versioned = [fault for fault in self._versioned if fault not in due]
+        for fault in due:
+            play(fault)
+
+    def rest(self, played: Iterable[str]) -> Script:
+        """Without the lines that happened."""
+        happened, left = list(played), []
+        for fault in self.faults:
+            if fault.text in happened:
+                happened.remove(fault.text)
+            else:
+                left.append(fault)
+        return Script(left)
+
+    def after(self, version: int, seconds: float) -> Script:
+        """Without those whose moment was before, in the run that goes on."""
+        return Script(
+            fault
+            for fault in self.faults
+            if (fault.seconds or 0.0) > seconds or (fault.version is not None and fault.version > version)
+        )
+
+    def missed(self, played: Iterable[str]) -> list[str]:
+        """What a run that is over says of the lines whose moment has not come; a stop is not missed."""
+        left = [fault.text for fault in self.rest(played).faults if fault.action != "stop"]
+        return [f"not played, the run was over before: {text}" for text in left]
+
+
+def check_script(script: Script, spec: RunSpec) -> None:
+    """Dials that this run could not change to are refused before it starts."""
+    topology = spec.plan.topology
+    for fault in script.faults:
+        if fault.role == "node" and (fault.action != "kill" or not isinstance(topology, Trees)):
+            raise UsageError(
+                f"script, '{fault.text}': nodes are those of a tree, and can be killed; this run is over {topology}"
+            )
+        if fault.action == "change":
+            dial = as_sync(fault.dial)
+            topology.check(Course.of(dial), spec.faults, clip_norm=spec.plan.clip_norm, warm=spec.plan.warm)
+            dial.check(spec.plan.learners, spec.plan.batch_size)
+            if dial.delay > spec.plan.delay:
+                raise DialError(
+                    f"script, '{fault.text}': {dial} keeps {dial.delay + 1} versions, this run was started to keep "
+                    f"{spec.plan.delay + 1}"
+                )

@@ -1,0 +1,366 @@
+"""An account of one table of its own: gradients, versions, who may go on (DESIGN's "What always holds" 1–3, M2, M3).
+
+Follows what learners post and what the leading shard decides, and counts members, clocks and quorums itself. Knows
+nothing of tensors; a decision that cannot be is a `Broken`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from syncline.dial import Sync
+from syncline.protocols.folding import Ticket
+from syncline.protocols.sequence import Account, Drop, Fold
+from syncline.protocols.waiting import Release
+from syncline.sim.invariants.feed import Broken, Span
+
+Key = tuple[int, int]  # learner, number
+
+
+@dataclass(slots=True)
+class Gradient:
+    """One published gradient."""
+
+    stamp: int
+    step: int
+    usage: list[tuple[int, Span]] = field(default_factory=list)  # (loader, positions)
+    fate: str = "published"  # then taken, folded, dropped or lost
+    iteration: int = -1
+
+
+@dataclass(slots=True)
+class Member:
+    """A learner that the table counts."""
+
+    last: int  # the version it read last
+    clock: int = 0
+    rested: bool = False  # since the dial began
+    aware: bool = True  # it has read since then: before, it may not know
+    resting: int | None = None  # with this ticket
+    took: Key = (-1, -1)  # number and iteration of its last gradient that was taken
+
+
+class TableAccount:
+    """Gradients and versions of one table."""
+
+    def __init__(
+        self,
+        number: int,
+        sync: Sync,
+        *,
+        initial: set[int],
+        learners: int,
+        limit: int | None,
+        account: Account,
+        warm: int = 0,
+        batch_size: int | None = None,
+        sums: bool = False,
+    ) -> None:
+        self.number, self.sync, self.sums = number, sync, sums
+        self.version = self.base = account.version
+        self.learners, self.limit, self.warm, self.batch_size = learners, limit, warm, batch_size
+        self.expected = set(initial)
+        self.members: dict[int, Member] = {}
+        self.gradients: dict[Key, Gradient] = {}  # not settled
+        self.pending: list[Key] = []  # taken, in their order
+        self.folded, self.dropped = account.gradients, account.dropped
+        self.finishing = False
+        self._uncrossed = 0  # the last version that was made without some that step another table
+        self._uncrossing = False  # it is to be made
+        self._short: str | None = (
+            None  # an update of too few gradients: right only before a change of the dial
+        )
+
+    # -- learners ----------------------------------------------------------------------------------------
+
+    def joins(self, learner: int) -> None:
+        """Who waits for the warm start's end is not waited for."""
+        if self.version < self.warm and self.members:
+            self.expected.discard(learner)
+
+    def published(self, learner: int, number: int, gradient: Gradient) -> None:
+        key = (learner, number)
+        if key in self.gradients:
+            raise Broken(f"learner {learner} publishes ticket {number} twice")
+        self.gradients[key] = gradient
+
+    def left(self, learner: int) -> list[Gradient]:
+        """The gradients that are lost with it: they were not taken yet."""
+        self.expected.discard(learner)
+        self.members.pop(learner, None)
+        lost = [key for key, g in self.gradients.items() if key[0] == learner and g.fate == "published"]
+        return [self.gradients.pop(key) for key in lost]
+
+    def rests(self, learner: int, number: int) -> None:
+        if learner in self.members:
+            self.members[learner].resting = number
+            self.members[learner].rested = True
+
+    def roused(self, learner: int) -> None:
+        if learner in self.members:
+            member = self.members[learner]
+            member.resting, member.rested = None, True
+
+    def uncross(self) -> None:
+        """Who steps another table is not waited for this once, and counts from where the others are."""
+        self._uncrossing = True
+        for member in self.members.values():
+            member.rested = True
+
+    def active(self) -> set[int]:
+        return {learner for learner, member in self.members.items() if member.resting is None}
+
+    @property
+    def _full(self) -> bool:
+        return self.limit is not None and self.version >= self.limit
+
+    def quorum(self) -> int:
+        """Of the next update, by the dial's own words."""
+        present = len(self.active()) if self.sync.waits else len(self.members)
+        return max(1, self.sync.quorum(max(1, present), self.learners))
+
+    # -- decisions ---------------------------------------------------------------------------------------
+
+    def taken(self, ticket: Ticket) -> None:
+        self._not_short()
+        gradient = self._of(ticket, "published", "taken")
+        gradient.fate, gradient.iteration = "taken", ticket.iteration
+        if ticket.learner not in self.members:
+            raise Broken(f"a gradient of learner {ticket.learner} is taken, but it has left or never joined")
+        member = self.members[ticket.learner]
+        member.clock += 1
+        member.took = (ticket.number, ticket.iteration)
+        if member.resting is not None and member.resting < ticket.number:
+            member.resting = None
+        if self.sync.late == "drop" and ticket.stamp < self.version:
+            raise Broken(
+                f"a gradient of version {ticket.stamp} is taken at version {self.version}: it is late"
+            )
+        self.pending.append((ticket.learner, ticket.number))
+
+    def drop(self, decision: Drop) -> Gradient:
+        self._not_short()
+        ticket = decision.ticket
+        self._of(ticket, "published", "dropped")
+        late = self.sync.late == "drop" and ticket.stamp < self.version
+        beyond = self.limit is not None and self.version + self.sync.delay >= self.limit
+        if not late and not beyond:
+            raise Broken(
+                f"a gradient of version {ticket.stamp} is dropped at version {self.version}: it is not late"
+            )
+        self.dropped += 1
+        return self.gradients.pop((ticket.learner, ticket.number))
+
+    def fold(self, fold: Fold) -> list[Gradient]:
+        """The gradients that are in an update now."""
+        if fold.version != self.version + 1:
+            raise Broken(f"version {fold.version} follows version {self.version}")
+        if self.expected:
+            raise Broken(
+                f"version {fold.version} is made before learners {sorted(self.expected)} have started"
+            )
+        keys = [(ticket.learner, ticket.number) for ticket in fold.tickets]
+        if not keys or len(set(keys)) < len(keys):
+            raise Broken(f"version {fold.version} is made of tickets {keys}")
+        if self.limit is not None and fold.version > self.limit:
+            raise Broken(f"version {fold.version} is made, the run was to end with {self.limit}")
+        found = [self._of(ticket, "taken", "folded") for ticket in fold.tickets]
+        for ticket in fold.tickets:
+            self._check_stamp(ticket)
+        self._check_quorum(fold)
+        self._check_factor(fold)
+        for key in keys:
+            self.pending.remove(key)
+            del self.gradients[key]
+        if self._uncrossing:
+            self._uncrossed = fold.version
+        self.version += 1
+        self.folded += len(keys)
+        return found
+
+    def _of(self, ticket: Ticket, before: str, after: str) -> Gradient:
+        gradient = self.gradients.get((ticket.learner, ticket.number))
+        if gradient is None:
+            raise Broken(
+                f"ticket {ticket.number} of learner {ticket.learner} is {after}, but it was folded, dropped or lost before, "
+                "or never published"
+            )
+        if gradient.fate != before or (gradient.stamp, gradient.step) != (ticket.stamp, ticket.step):
+            raise Broken(f"{gradient} of learner {ticket.learner} is {after} as {ticket}")
+        return gradient
+
+    def _check_stamp(self, ticket: Ticket) -> None:
+        sync, sigma = self.sync, self.version - ticket.stamp
+        if sigma < 0:
+            raise Broken(f"a gradient of version {ticket.stamp} is folded into version {self.version + 1}")
+        member = self.members.get(ticket.learner)
+        unaware = (ticket.silent and not sync.local) or (member is not None and not member.aware)
+        if unaware or ticket.stamp < max(self.base, self._uncrossed):  # computed under the dial before
+            return
+        if sync.lockstep and sigma != min(self.version - self.base, sync.delay):
+            raise Broken(
+                f"σ = {sigma} in version {self.version + 1} under {sync}: "
+                f"it is min({self.version - self.base}, {sync.delay}) there"
+            )
+        if sync.late == "drop" and sigma:
+            raise Broken(
+                f"σ = {sigma} in version {self.version + 1} under {sync}, which folds fresh gradients only"
+            )
+
+    def _check_quorum(self, fold: Fold) -> None:
+        """Too few are right at the end of the run, and where the dial changes next."""
+        if self.finishing or self._uncrossing:
+            return
+        if self.sync.lockstep:
+            missing = self.active() - {ticket.learner for ticket in fold.tickets}
+            if missing:
+                self._short = (
+                    f"version {fold.version} is made without learners {sorted(missing)}, which compute"
+                )
+            if len({ticket.iteration for ticket in fold.tickets}) > 1:
+                raise Broken(f"version {fold.version} is made of several iterations: {fold.tickets}")
+        elif len(fold.tickets) < self.quorum():
+            self._short = f"version {fold.version} is made of {len(fold.tickets)} gradients, the quorum is {self.quorum()}"
+
+    def _check_factor(self, fold: Fold) -> None:
+        """M4, by the learners that live."""
+        factor = self.sync.factor(max(1, len(self.members)), self.batch_size)
+        if self.sums and self.sync.rate == "share":
+            factor = len(fold.tickets) / max(1, len(self.members))
+        if self.sync.rate == "staleness" and not self.sync.weighs:
+            sigmas = [self.version - ticket.stamp for ticket in fold.tickets]
+            factor /= max(1.0, sum(sigmas) / len(sigmas))
+        if abs(fold.factor - factor) > 1e-9:
+            raise Broken(
+                f"version {fold.version} is made at {fold.factor:g} of the rate, {self.sync} says {factor:g}"
+            )
+
+    def _not_short(self) -> None:
+        if self._short is not None:
+            raise Broken(self._short)
+
+    def change(self, sync: Sync) -> None:
+        """Nothing that was taken is left."""
+        self._short = None
+        if self.pending:
+            raise Broken(
+                f"the dial changes to {sync} while {len(self.pending)} gradients wait for their fold"
+            )
+        self.sync, self.base = sync, self.version
+        for member in self.members.values():
+            member.clock, member.rested, member.aware = 0, False, False
+
+    def release(self, release: Release) -> None:
+        """It goes on."""
+        self._not_short()
+        if release.version > self.version:
+            raise Broken(f"learner {release.learner} may read version {release.version} of {self.version}")
+        member = self.members.get(release.learner)
+        if member is None:
+            self._enters(release)
+            return
+        gradient = self.gradients.get((release.learner, release.number))
+        if gradient is not None and gradient.fate == "published":
+            raise Broken(f"learner {release.learner} goes on before its ticket {release.number} is taken")
+        if not release.read:
+            return
+        if release.version < member.last:
+            raise Broken(f"learner {release.learner} reads version {release.version} after {member.last}")
+        if release.same and release.version != member.last:
+            raise Broken(
+                f"learner {release.learner} is said to have version {release.version}, it has {member.last}"
+            )
+        if self.sync.lockstep:
+            self._check_delay(release, member)
+        elif gradient is not None:
+            self._check_lead(release)
+        self._check_slack(release, member)
+        member.last, member.aware = release.version, True
+
+    def _enters(self, release: Release) -> None:
+        clocks = [each.clock for learner, each in self.members.items() if learner in self.active()]
+        later = release.learner not in self.expected
+        if self.version < self.warm and self.members:
+            raise Broken(
+                f"learner {release.learner} begins at version {self.version}, the warm start goes to {self.warm}"
+            )
+        self.expected.discard(release.learner)
+        self.members[release.learner] = Member(release.version, min(clocks, default=0), rested=later)
+
+    def _check_delay(self, release: Release, member: Member) -> None:
+        number, iteration = member.took
+        needed = max(self.base, iteration + 1 - self.sync.delay)
+        if number == release.number and release.version != needed:
+            raise Broken(
+                f"learner {release.learner} reads version {release.version} after its iteration {iteration}, "
+                f"{self.sync} says {needed}"
+            )
+
+    def _check_lead(self, release: Release) -> None:
+        """Its gradient is taken and not folded."""
+        if self.sync.lead == 0:
+            raise Broken(
+                f"learner {release.learner} goes on at version {release.version} before the fold of its gradient"
+            )
+        if self.quorum() <= len(self.pending) and not self._full:
+            raise Broken(
+                f"learner {release.learner} goes on before its gradient is folded, which completed a quorum"
+            )
+
+    def _check_slack(self, release: Release, member: Member) -> None:
+        """By the account's own clocks; who has rested since the dial began counts from where the others were."""
+        if self.sync.slack is None or member.rested or release.same:
+            return
+        others = [
+            each.clock
+            for learner, each in self.members.items()
+            if learner in self.active() and not each.rested
+        ]
+        if others and member.clock > min(others) + self.sync.slack:
+            raise Broken(
+                f"learner {release.learner} starts step {member.clock} under {self.sync}, the slowest has made {min(others)}"
+            )
+
+    # -- after every event -------------------------------------------------------------------------------
+
+    def due(self) -> None:
+        """No update that could be made is missing."""
+        self._not_short()
+        self._uncrossing = False
+        if self.expected or not self.pending or self._full:
+            return
+        if self.sync.lockstep:
+            ready = {key[0] for key in self.pending if self.gradients[key].iteration == self.version}
+            if ready and not self.active() - ready:
+                raise Broken(f"all have published for version {self.version + 1}, and it is not made")
+        elif len(self.pending) >= self.quorum():
+            raise Broken(
+                f"{len(self.pending)} gradients wait, the quorum of version {self.version + 1} is {self.quorum()}"
+            )
+
+    def bounded(self, slots: int) -> None:
+        """Nobody has more gradients under way than slots."""
+        held: dict[int, int] = {}
+        for (learner, _), gradient in self.gradients.items():
+            if gradient.fate == "published" or self.sync.lockstep:  # else it was added to a mean
+                held[learner] = held.get(learner, 0) + 1
+        for learner, count in held.items():
+            if count > slots:
+                raise Broken(f"learner {learner} has {count} gradients under way, and {slots} slots")
+
+    def over(self) -> None:
+        """The end of the run: nothing that was taken is left."""
+        if self.pending:
+            raise Broken(f"the run is over, and {len(self.pending)} gradients were taken and never folded")
+        if waiting := [
+            key for key, g in self.gradients.items() if g.fate == "published" and key[0] in self.members
+        ]:
+            raise Broken(f"the run is over, and tickets {waiting} were neither taken nor dropped")
+
+    def words(self) -> str:
+        """The state of the parties."""
+        members = ", ".join(
+            f"{learner}: version {m.last}, clock {m.clock}" + (" (rests)" if m.resting is not None else "")
+            for learner, m in sorted(self.members.items())
+        )
+        return f"table {self.number} at version {self.version} under {self.sync}; taken {self.pending}; members {members}"

@@ -1,0 +1,155 @@
+"""Weights of one table as they must be: a plain fold beside the shards' own (M3, M4), kept for the last versions.
+
+Checks what each shard makes of an update, that all shards carry out one log, and that readers get one version of all
+of them. Folds are recomputed for plain SGD; under other optimizers the shards' own results stand.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from syncline.messages import log
+from syncline.protocols.folding import Ticket
+from syncline.protocols.sequence import Fold
+from syncline.sim.invariants.feed import Broken
+from syncline.table.layout import Layout
+from syncline.table.shard import Shard
+from syncline.table.template import OptimizerTemplate, Options
+
+KEPT = 64  # versions
+TOLERANCE = 1e-4
+
+Key = tuple[int, int]
+
+
+class Values:
+    """Gradients, weights and logs of one table."""
+
+    def __init__(
+        self, layout: Layout, template: OptimizerTemplate, weights: Sequence[Tensor], version: int, clip: bool
+    ) -> None:
+        self.layout = layout
+        self.plain = not clip and _is_plain(template)
+        self._newest = self.version = version
+        self._weights = {version: [segment.clone() for segment in weights]}
+        self._made: dict[int, set[int]] = {
+            version: set(range(layout.shards))
+        }  # version -> shards that have it
+        self._gradients: dict[Key, list[Tensor]] = {}
+        self._log: list[deque[log.Entry]] = [
+            deque() for _ in range(layout.shards)
+        ]  # of each, what others had first
+        self._ahead = 0  # entries that some shard has carried out
+        self._done = [0] * layout.shards
+        self._put = False  # weights were overwritten: the next update is not what it was computed to be
+
+    def published(
+        self, learner: int, number: int, gradients: Sequence[Tensor], present: Sequence[bool]
+    ) -> None:
+        """A copy of what lies in the slot."""
+        if self.plain:
+            flat = self.layout.parameters
+            copies = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
+            for view, value, has in zip(flat.views(copies), gradients, present, strict=True):
+                if has:
+                    view.copy_(value)
+            self._gradients[learner, number] = copies
+
+    def forget(self, learner: int, number: int) -> None:
+        self._gradients.pop((learner, number), None)
+
+    def folded(self, fold: Fold, options: Callable[[], Options]) -> None:
+        """What the next version must be."""
+        before = self._weights[self._newest]
+        after = [segment.clone() for segment in before]
+        if self.plain and not self._put:
+            rate = float(options()[0]["lr"]) * fold.factor
+            for index, mean in enumerate(self._mean(fold.tickets)):
+                after[index] -= rate * mean
+        for ticket in fold.tickets:
+            self.forget(ticket.learner, ticket.number)
+        self._newest = fold.version
+        self._weights[fold.version], self._made[fold.version] = after, set()
+        self._weights.pop(fold.version - KEPT, None)
+        self._made.pop(fold.version - KEPT, None)
+
+    def _mean(self, tickets: Sequence[Ticket]) -> list[Tensor]:
+        total = sum(ticket.count for ticket in tickets)
+        found = [self._gradients[ticket.learner, ticket.number] for ticket in tickets]
+        return [
+            sum(  # type: ignore[misc]
+                ticket.count * ticket.weight * segments[index]
+                for ticket, segments in zip(tickets, found, strict=True)
+            )
+            / total
+            for index in range(len(found[0]))
+        ]
+
+    # -- shards ------------------------------------------------------------------------------------------
+
+    def carried_out(self, index: int, entry: log.Entry, shard: Shard) -> None:
+        """By this shard: all carry out the same, whoever comes first."""
+        if self._done[index] == self._ahead:
+            self._ahead += 1
+            for other, behind in enumerate(self._log):
+                if other != index:
+                    behind.append(entry)
+        elif (expected := self._log[index].popleft()) != entry or type(expected) is not type(entry):
+            raise Broken(f"shard {index} carries out {entry}, another one {expected}")
+        self._done[index] += 1
+        if isinstance(entry, log.PutValues):
+            self._put = True
+        elif isinstance(entry, log.Fold):
+            self._check_shard(index, entry.version, shard)
+
+    def _check_shard(self, index: int, version: int, shard: Shard) -> None:
+        if shard.version != version:
+            raise Broken(f"shard {index} is at version {shard.version}, the log at {version}")
+        expected = shard.part.segments(self._weights[version])
+        for mine, theirs in zip(expected, shard.weights, strict=True):
+            if (
+                self.plain
+                and not self._put
+                and not torch.allclose(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+            ):
+                off = float((mine - theirs).abs().max())
+                raise Broken(
+                    f"shard {index} made version {version} {off:g} away from the mean of its gradients"
+                )
+            mine.copy_(theirs)
+        self._made[version].add(index)
+        if len(self._made[version]) == self.layout.shards:
+            self._put = False
+
+    def read(self, learner: int, version: int, weights: Sequence[Tensor]) -> None:
+        """What a learner takes over must be this version, whole."""
+        if version not in self._weights:
+            return
+        missing = set(range(self.layout.shards)) - self._made[version]
+        if missing:
+            raise Broken(
+                f"learner {learner} reads version {version}, which shards {sorted(missing)} have not made"
+            )
+        known = self.layout.parameters.views(self._weights[version])
+        for index, (mine, theirs) in enumerate(zip(known, weights, strict=True)):
+            if not torch.equal(mine, theirs):
+                raise Broken(
+                    f"learner {learner} reads parameter {index} of version {version}, and gets other weights"
+                )
+
+    def over(self) -> None:
+        for index, left in enumerate(self._log):
+            if left:
+                raise Broken(f"shard {index} never carried out {left[0]} and {len(left) - 1} more")
+
+
+def _is_plain(template: OptimizerTemplate) -> bool:
+    """One group of plain SGD: its step is lr times the mean."""
+    if template.kind is not torch.optim.SGD or len(template.options) != 1:
+        return False
+    options = template.options[0]
+    return not any(options.get(name) for name in ("momentum", "weight_decay", "nesterov", "maximize"))

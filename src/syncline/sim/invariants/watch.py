@@ -1,0 +1,341 @@
+"""Looks on at a simulated run: feeds the accounts, checks after every event, and says what is broken, when, and who does what.
+
+`WatchedRole` is a shard that is looked at. Not responsible for what always holds: `tables`, `feed` and `values` are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from syncline import messages as m
+from syncline.errors import InvariantError
+from syncline.messages import to_leader as say
+from syncline.messages.log import Entry, Leave
+from syncline.ports import ServerPort
+from syncline.protocols.meetings import Met, Uncross, Unmet
+from syncline.protocols.sequence import Change, Drop, Fold, Take
+from syncline.protocols.spans import End, EpochDone, Grant
+from syncline.protocols.waiting import Release
+from syncline.roles.server import ServerRole
+from syncline.sim.invariants.feed import Broken, FeedAccount, Span, StreamAccount
+from syncline.sim.invariants.tables import Gradient, TableAccount
+from syncline.sim.invariants.values import Values
+
+if TYPE_CHECKING:
+    from syncline.sim.simulation import Simulation
+
+
+class Watch:
+    """All accounts of one simulated run."""
+
+    def __init__(self, world: Simulation) -> None:
+        self._world = world
+        self.events = 0
+        self.most: int | None = None  # a run of more events never ends
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tables: dict[int, TableAccount] = {}
+        self._values: dict[int, Values] = {}
+        self._feeds: dict[int, FeedAccount | StreamAccount] = {}
+        self._examples: dict[int, int] = defaultdict(int)  # in updates, by table
+        self._used: dict[int, list[tuple[int, int]]] = {}  # learner -> (loader, upto) of the next gradient
+        self._resting: dict[int, int] = {}  # learner -> loader it waits for
+        self._gone: set[int] = set()
+        self._touched: set[int] = set()  # tables that something happened to
+        self._moved = False  # positions came back
+        self._cut_short = False  # stopped, or by a set number of updates: epochs need not be whole
+
+    # -- errors ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _checking(self) -> Iterator[None]:
+        try:
+            yield
+        except Broken as broken:
+            error = self.error(str(broken))
+            self._world.fail(error)  # before anything unwinds
+            raise error from None
+
+    def error(self, what: str) -> InvariantError:
+        """With the moment, and the state of the parties."""
+        states = [table.words() for _, table in sorted(self._tables.items())]
+        states += [
+            f"loader {number}: {feed.done} epochs done" for number, feed in sorted(self._feeds.items())
+        ]
+        return InvariantError(
+            f"event {self.events} at {self._world.clock.now:.6g} s: {what}.\n  "
+            + "\n  ".join([*states, f"who waits for what: {self._world.waiting()}"])
+        )
+
+    # -- what learners do --------------------------------------------------------------------------------
+
+    def posted(self, learner: int, message: say.ToLeader) -> None:
+        """On its way to the leading shard, from a learner that belongs to the present servers."""
+        if isinstance(message, say.Used):
+            self._used.setdefault(learner, []).append((message.loader, message.upto))
+        elif isinstance(message, say.Gradient):
+            with self._checking():
+                self._published(learner, message)
+
+    def _published(self, learner: int, made: say.Gradient) -> None:
+        used = self._used.pop(learner, [])
+        if made.loader >= 0:
+            used.append((made.loader, made.upto))
+        usage = [(loader, span) for loader, upto in used for span in self._feeds[loader].used(learner, upto)]
+        table, lane = self._tables[made.table], self._world.lanes[made.table, learner]
+        table.published(learner, made.number, Gradient(made.stamp, made.step, usage))
+        table.bounded(len(lane.slots))
+        slot = lane.slots[lane.numbers.index(made.number)]
+        present = [True] * len(slot.gradients) if made.full else [bool(has) for has in slot.mask.tolist()]
+        self._values[made.table].published(learner, made.number, slot.gradients, present)
+
+    def read(self, learner: int, table: int, version: int, weights: list[Tensor]) -> None:
+        """A learner takes over a version."""
+        with self._checking():
+            self._values[table].read(learner, version, weights)
+
+    # -- what the leading shard is told ------------------------------------------------------------------
+
+    def noted(self, learner: int, message: say.ToLeader) -> None:
+        """Before the leading shard handles it."""
+        with self._checking():
+            if isinstance(message, say.Rest | say.Reread) and learner not in self._gone:
+                self._rest(learner, message)
+            elif isinstance(message, say.CloseLoader | say.StreamEnded):
+                self._moved = True
+                self._feeds[message.loader].closed(learner, message.upto)
+
+    def _rest(self, learner: int, said: say.Rest | say.Reread) -> None:
+        self._touched.add(said.table)
+        if isinstance(said, say.Reread) or self._given(learner, said.loader) > said.index:
+            self._resting.pop(learner, None)
+            self._tables[said.table].roused(learner)
+        else:
+            self._resting[learner] = said.loader
+            self._tables[said.table].rests(learner, said.number)
+
+    def _given(self, learner: int, loader: int) -> int:
+        feed = self._feeds.get(loader)  # none: it waits for others, not for data
+        return feed.given.get(learner, 0) if feed is not None else 0
+
+    def told(self, event: Any) -> None:
+        """Before the leading shard handles what the coordinator says."""
+        with self._checking():
+            if isinstance(event, m.Resume):
+                self._examples.update(event.counts.examples)
+            elif isinstance(event, m.MakeTable):
+                self._make_table(event)
+            elif isinstance(event, m.MakeLoader):
+                self._make_loader(event)
+            elif isinstance(event, m.JoinTable):
+                self._tables[event.table].joins(event.learner)
+            elif isinstance(event, m.Leave):
+                self._left(event.learner)
+            elif isinstance(event, m.Finish):
+                for table in self._tables.values():
+                    table.finishing = True
+
+    def _make_loader(self, make: m.MakeLoader) -> None:
+        if make.policy == m.STREAM:
+            self._feeds[make.loader] = StreamAccount(make.epochs, make.standing)
+        else:
+            self._feeds[make.loader] = FeedAccount(make.size, make.epochs, make.standing)
+
+    def _make_table(self, make: m.MakeTable) -> None:
+        self._tables[make.table] = TableAccount(
+            make.table,
+            self._world.dials[make.dial],
+            initial=set(make.initial),
+            learners=make.learners,
+            limit=make.limit,
+            account=make.account,
+            warm=make.warm,
+            batch_size=make.batch_size,
+            sums=make.tree,
+        )
+        first = [segment.clone() for segment in self._world.tables[make.table].weights]
+        for view, value in zip(make.layout.parameters.views(first), make.values or (), strict=False):
+            view.copy_(value)
+        self._values[make.table] = Values(
+            make.layout, make.template, first, make.account.version, make.clip_norm is not None
+        )
+        self._cut_short |= make.limit is not None
+
+    def _left(self, learner: int) -> None:
+        self._gone.add(learner)
+        self._moved = True
+        self._resting.pop(learner, None)
+        for number, table in self._tables.items():
+            self._touched.add(number)
+            for gradient in table.left(learner):
+                self._each(gradient.usage, lambda feed, span: feed.back([span], "lost with a gradient"))
+        for feed in self._feeds.values():
+            feed.left(learner)
+
+    def _each(
+        self, usage: Iterable[tuple[int, Span]], action: Callable[[FeedAccount | StreamAccount, Span], None]
+    ) -> None:
+        for loader, span in usage:
+            action(self._feeds[loader], span)
+
+    # -- what it decides, and what all shards do ---------------------------------------------------------
+
+    def decided(self, place: int, decision: Any) -> None:
+        with self._checking():
+            if isinstance(decision, Grant | End | EpochDone):
+                self._fed(place, decision)
+            elif isinstance(decision, Met | Unmet):
+                self._met(decision)
+            elif isinstance(decision, Uncross):
+                self._touched.add(decision.table)
+                self._tables[decision.table].uncross()
+            else:
+                self._touched.add(place)
+                self._sequenced(place, self._tables[place], decision)
+
+    def _sequenced(self, number: int, table: TableAccount, decision: Any) -> None:
+        if isinstance(decision, Take):
+            table.taken(decision.ticket)
+        elif isinstance(decision, Drop):
+            gradient = table.drop(decision)
+            self._values[number].forget(decision.ticket.learner, decision.ticket.number)
+            self._each(gradient.usage, lambda feed, span: feed.settled([span], "dropped"))
+        elif isinstance(decision, Fold):
+            self._fold(number, table, decision)
+        elif isinstance(decision, Release):
+            table.release(decision)
+        elif isinstance(decision, Change):
+            table.change(self._world.dials[decision.dial])
+
+    def _fold(self, number: int, table: TableAccount, fold: Fold) -> None:
+        gradients = table.fold(fold)
+        first = max((t for t in fold.tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
+        role = self._world.roles[0]
+        self._values[number].folded(fold, lambda: role.options(number, first.learner, first.number))
+        for ticket, gradient in zip(fold.tickets, gradients, strict=True):
+            self._each(gradient.usage, lambda feed, span: feed.settled([span], f"in version {fold.version}"))
+            counted = [
+                span for loader, span in gradient.usage if isinstance(self._feeds[loader], FeedAccount)
+            ]
+            held = sum(stop - start for _, start, stop in counted)
+            if counted and len(counted) == len(gradient.usage) and held != ticket.count:
+                raise Broken(f"a gradient of {ticket.count} examples is folded, its batches hold {held}")
+            self._examples[number] += ticket.count
+
+    def _fed(self, loader: int, decision: Grant | End | EpochDone) -> None:
+        feed = self._feeds[loader]
+        if isinstance(decision, EpochDone):
+            feed.epoch_done(decision.epoch, decision.skipped)
+            return
+        if isinstance(decision, Grant):
+            feed.granted(decision.learner, decision.index, (decision.epoch, decision.start, decision.stop))
+        else:
+            feed.ended(decision.learner, decision.index)
+        if self._resting.get(decision.learner) == loader:
+            del self._resting[decision.learner]
+            for number, table in self._tables.items():
+                self._touched.add(number)
+                table.roused(decision.learner)
+
+    def _met(self, decision: Met | Unmet) -> None:
+        """Who was in a meeting is there again."""
+        for learner in decision.learners:
+            self._resting.pop(learner, None)
+            for number, table in self._tables.items():
+                self._touched.add(number)
+                table.roused(learner)
+
+    def carried_out(self, shard: int, entry: Entry) -> None:
+        if not isinstance(entry, Leave):
+            with self._checking():
+                role = self._world.roles[shard]
+                self._values[entry.table].carried_out(shard, entry, role.shard(entry.table))
+
+    # -- the run -----------------------------------------------------------------------------------------
+
+    def after(self) -> None:
+        """An event is over."""
+        self.events += 1
+        if self.most is not None and self.events > self.most:
+            raise self.error(f"the run goes on after {self.most} events")
+        if self._touched:
+            with self._checking():
+                for number in self._touched:
+                    self._tables[number].due()
+                for feed in self._feeds.values():
+                    feed.due()
+            self._touched.clear()
+        if self._moved:
+            self._moved = False
+            self._compare()
+
+    def _compare(self) -> None:
+        """The ledgers know of all that is not settled."""
+        with self._checking():
+            for loader, standing in self._world.roles[0].standings().items():
+                self._feeds[loader].compare(standing)
+
+    def went_back(self) -> None:
+        """The servers are new ones: the accounts begin with what these are told."""
+        self._begin()
+        self._cut_short = self._world.stopping
+
+    def stopped(self) -> None:
+        """Epochs need not be whole."""
+        self._cut_short = True
+
+    def over(self) -> None:
+        """The run has ended well: is everything accounted for?"""
+        with self._checking():
+            for table in self._tables.values():
+                table.over()
+            for values in self._values.values():
+                values.over()
+            if not self._cut_short:
+                for feed in self._feeds.values():
+                    feed.complete()
+            self._same_counts()
+
+    def _same_counts(self) -> None:
+        """What the run says of itself is what was counted here."""
+        said = self._world.recorder.outcome.statistics.tables
+        for number, table in self._tables.items():
+            theirs = (
+                said[number].version,
+                said[number].gradients,
+                said[number].dropped,
+                said[number].pending,
+                said[number].examples,
+            )
+            mine = (table.version, table.folded, table.dropped, 0, self._examples[number])
+            if theirs != mine:
+                raise Broken(
+                    f"table {number}: the run says version, gradients, dropped, pending, examples {theirs}, "
+                    f"counted were {mine}"
+                )
+            if said[number].staleness.gradients != table.folded:
+                raise Broken(f"staleness of {said[number].staleness.gradients} of {table.folded} gradients")
+
+
+class WatchedRole(ServerRole):
+    """A shard that is looked at."""
+
+    def __init__(self, port: ServerPort, watch: Watch) -> None:
+        super().__init__(port)
+        self._look, self._index = watch, port.shard
+        self.watch(watch.decided, lambda entry: watch.carried_out(port.shard, entry))
+
+    def note(self, learner: int, message: say.ToLeader) -> None:
+        self._look.noted(learner, message)
+        super().note(learner, message)
+
+    def handle(self, event: Any) -> None:
+        if self._index == 0:
+            self._look.told(event)
+        super().handle(event)

@@ -1,0 +1,505 @@
+"""A simulated learner: its session's port, and the fiber that the user's loop runs on."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from syncline import messages as m
+from syncline.engines.recorder import learner_error
+from syncline.engines.simulated_times import LearnerTimes
+from syncline.errors import InvariantError, UsageError
+from syncline.learn.models import without_graph
+from syncline.learn.randomness import pack_random
+from syncline.learn.server_session import ServerSession
+from syncline.messages.to_leader import Gradient, Put, ToLeader
+from syncline.ports import OUTSIDE, Draft, LearnerPort, Portion, Reading, Reset, RunStopped, TablePort
+from syncline.sim.clock import Action, ClockPause
+from syncline.sim.fibers import Fiber, Killed, make_fiber
+from syncline.sim.owned_memory import DRAFT, Drafts, Releases, SimTable, poison
+from syncline.table.layout import Layout
+
+if TYPE_CHECKING:
+    from syncline.sim.simulation import Simulation
+
+BULK = (Gradient, Put)
+COMPUTING, WAITING, TICKET = "computing", "waiting", "ticket"  # what a learner does while it gives way
+
+
+class SimLearner(LearnerPort):
+    """One simulated learner: the session's port, and the fiber it runs on."""
+
+    __slots__ = (  # thousands of them: objects with many attributes are large and slow without
+        "_answers",
+        "_arrival",
+        "_called",
+        "_communication",
+        "_computation",
+        "_compute",
+        "_copying",
+        "_incoming",
+        "_leader",
+        "_outbox",
+        "_pace",
+        "_steps",
+        "_waiting",
+        "_world",
+        "dead",
+        "decided",
+        "fiber",
+        "handled",
+        "learner",
+        "machine",
+        "pause",
+        "portions",
+        "rank",
+        "step",
+        "stepped",
+        "waits_for",
+    )
+
+    def __init__(self, world: Simulation, learner: int, rank: int) -> None:
+        self._world, self.learner, self.rank = world, learner, rank
+        self.machine = world.cluster.machine_of_learner(rank)
+        self._pace = world.cluster.pace(rank, seed=world.seed, learners=world.spec.plan.learners)
+        self.fiber = self._make_fiber()
+        self.dead = self.started = False
+        self._leader = world.servers[0]  # the one that it knows
+        self.pause = ClockPause()
+        self.stepped = False  # it has said something to the leading shard
+        self._outbox: list[Action] = []  # what waits for a gradient that is being copied
+        self._copying = False
+        self._incoming: dict[int, list[tuple[float, Action]]] = {}  # by shard: what it is copying
+        self._arrival = 0.0  # of the last thing it sent: nothing overtakes
+        self.portions: dict[tuple[int, int], Portion] = {}
+        self._answers: list[Any] = []
+        self._called = False  # it is to ask why it waits
+        self.waits_for: str | None = None
+        self._computation = 0  # counts computations, for those that were cut off
+        self.step = 0  # computations so far, those before a checkpoint included
+        self._compute = self._communication = self._waiting = 0.0
+        self._steps = 0
+        self.handled = self.decided = 0.0  # when the leader had its last gradient, and released it
+
+    def _make_fiber(self) -> Fiber:
+        return make_fiber(self._main)
+
+    def _main(self) -> None:
+        world, spec = self._world, self._world.spec
+        try:
+            config = dataclasses.replace(spec.seat(self.rank), reader=False)
+            session = ServerSession(self, config)
+            session.seed()
+            arguments, keywords = copy_arguments((spec.task.arguments, spec.task.keywords))
+            try:
+                value = spec.task.function(session, *arguments, **keywords)
+            except RunStopped:
+                value = None
+            finally:
+                session.close()
+            self.send(lambda: world.returned(self, value))
+        except Killed:
+            return
+        except InvariantError as error:
+            world.fail(error)
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error))
+            failure = learner_error(self.rank, error, text)
+            self.send(lambda: world.raised(self, failure))
+
+    def start(self) -> None:
+        """Begin (from the scheduler)."""
+        if not self.dead:
+            self.started = True
+            self._resume()
+
+    def _resume(self) -> None:
+        self._world.streams.enter(self.learner)
+        self.fiber.resume()
+
+    def states(self) -> bytes:
+        """Its random states as they are now (from the scheduler); nothing, if it has not begun."""
+        if not self.started or self.dead:
+            return b""
+        self._world.streams.enter(self.learner)
+        return pack_random(torch.device(self._world.spec.seat(self.rank).device))
+
+    def kill(self) -> None:
+        """It ends where it is; what it sent arrives (from the scheduler)."""
+        self.dead = True
+        self._world.machines.cancel(self.machine, self._computed)
+        if not self.fiber.done:
+            self._world.streams.enter(self.learner)
+            self.fiber.end()
+        self._world.streams.forget(self.learner)
+
+    def last_words(self) -> float:
+        """When everything that has left it will have arrived."""
+        return max(self._arrival, self.now() + self._world.cluster.card.latency)
+
+    def times(self) -> LearnerTimes:
+        return LearnerTimes(
+            compute=self._compute,
+            communication=self._communication,
+            waiting=self._waiting,
+            steps=self._steps,
+        )
+
+    # -- waiting -----------------------------------------------------------------------------------------
+
+    def until(self, ready: Callable[[], bool], what: str, time: str = WAITING) -> None:
+        """Give way until it is so."""
+        if self.dead:
+            raise Killed
+        began = self.now()
+        while not ready():
+            self.waits_for = what
+            self.fiber.block()
+        self.waits_for = None
+        self.passed(began, time)
+
+    def until_served(self, ready: Callable[[], bool], what: str, time: str = WAITING) -> None:
+        """The same; nobody waits for servers that are gone."""
+        self.until(lambda: ready() or self.stale, what, time)
+        if not ready():
+            raise Reset
+
+    @property
+    def stale(self) -> bool:
+        """It knows only servers that are gone."""
+        return self._leader is not self._world.servers[0]
+
+    def until_released(self, ready: Callable[[], bool], what: str) -> None:
+        """The same, in a step: there it may be called, and asks why."""
+        while not ready():
+            self.until_served(lambda: ready() or self._called, what, TICKET)
+            if not ready():
+                self._called = False
+                self.ask(m.Called())
+
+    def call(self) -> None:
+        self._called = True
+        self.wake()
+
+    def wake(self) -> None:
+        if self.waits_for is None or self.fiber.done:
+            return
+        if self._world.clock.now < self.pause.until:
+            self._world.clock.at(self.pause.until, self.wake)
+        else:
+            self._resume()
+
+    def passed(self, began: float, time: str) -> None:
+        """The account of time; a wait for a ticket is communication, but for the time that others took."""
+        seconds = self._world.clock.now - began
+        if time == COMPUTING:
+            self._compute += seconds
+        elif time == WAITING:
+            self._waiting += seconds
+        else:
+            others = min(seconds, max(0.0, self.decided - max(self.handled, began)))
+            self._waiting += others
+            self._communication += seconds - others
+
+    # -- sending -----------------------------------------------------------------------------------------
+
+    def send(self, action: Action, target: int | None = None, nbytes: int = 0) -> None:
+        """To a machine, or to the coordinator; after all that it sent before."""
+        if self.dead:
+            return
+        if self._copying:
+            self._outbox.append(partial(self._send, action, target, nbytes))
+        else:
+            self._send(action, target, nbytes)
+
+    def _send(self, action: Action, target: int | None, nbytes: int) -> None:
+        world = self._world
+        clock = world.clock
+        if target is None:
+            arrival = clock.now + world.cluster.card.latency
+        else:
+            arrival = world.network.send(clock.now, self.machine, target, nbytes)
+        if arrival > self._arrival:
+            self._arrival = arrival
+        clock.at(self._arrival, action)
+
+    def _send_bulk(self, message: Gradient | Put, parts: list[int], action: Action) -> None:
+        """Each shard's part goes to its machine; the message is there with the leading shard's."""
+        world = self._world
+        lane = world.lanes.get((message.table, self.learner)) if len(parts) > 1 else None
+        for shard in range(1, len(parts)):
+            if lane is not None:
+                arrival = world.network.send(
+                    world.clock.now, self.machine, world.cluster.machine_of_shard(shard), parts[shard]
+                )
+                lane.under_way[shard, message.number] = arrival
+        self._send(action, world.first_machine, parts[0])
+
+    def _send_to_leaf(self, message: Gradient) -> None:
+        if self.stale:
+            return
+        leaf = self._world.leaf_of(self.learner)
+        nbytes = sum(self._world.tables[message.table].part_bytes)
+        self._send(partial(leaf.gradient, self, message), leaf.machine, nbytes)
+
+    def publish_again(self) -> None:
+        """Its leaf is another: what the root may not have goes there."""
+        for (_, learner), lane in sorted(self._world.lanes.items(), key=lambda item: item[0]):
+            if learner == self.learner:
+                for number in sorted(set(lane.numbers) & lane.said.keys()):
+                    if (0, number) not in lane.freed:
+                        self._send_to_leaf(lane.said[number])
+
+    def _copied(self) -> None:
+        """The gradient lies ready: it leaves, and what waited behind it."""
+        self._copying = False
+        while self._outbox and not self._copying:
+            self._outbox.pop(0)()
+
+    def take_in(self, shard: int, seconds: float, arrive: Action) -> None:
+        """What a shard sent is here: it is copied, after all that this shard sent before."""
+        line = self._incoming.get(shard)
+        if line is None:
+            line = self._incoming[shard] = []
+        if not line and not seconds:
+            arrive()
+            return
+        line.append((seconds, arrive))
+        if len(line) == 1:
+            self._copy_in(line)
+
+    def _copy_in(self, line: list[tuple[float, Action]]) -> None:
+        while line:
+            seconds, arrive = line[0]
+            if seconds:
+                self._world.machines.run(self.machine, seconds, partial(self._copied_in, line), self)
+                return
+            line.pop(0)
+            arrive()
+
+    def _copied_in(self, line: list[tuple[float, Action]]) -> None:
+        _, arrive = line.pop(0)
+        arrive()
+        self._copy_in(line)
+
+    # -- the port ----------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._world.clock.now
+
+    def spend(self, examples: int) -> None:
+        self.until(self.start_computing(examples), "its own computation", COMPUTING)
+
+    def start_computing(self, examples: int) -> Callable[[], bool]:
+        """One gradient's computation begins; says whether it is done. Wakes the learner then."""
+        self._begin_computing(examples)
+        number = self._computation
+        return lambda: not self.pause.working or number != self._computation
+
+    def _begin_computing(self, examples: int) -> None:
+        world = self._world
+        seconds = self._pace * world.cluster.one_step(
+            examples, rank=self.rank, step=self.step, seed=world.seed
+        )
+        self.step += 1
+        self._steps += 1
+        self._computation += 1
+        self.pause.working = True
+        world.machines.run(self.machine, seconds, self._computed, self)
+
+    def _computed(self) -> None:
+        pause = self.pause
+        if pause.debt:
+            self._world.clock.after(pause.owed(), self._computed)
+            return
+        pause.working = False
+        if not self.dead:
+            self.wake()
+
+    def post(self, message: ToLeader, *, later: bool = False) -> None:
+        if self.dead:
+            return
+        self.stepped = True
+        world = self._world
+        if world.watch is not None and not self.stale:
+            world.watch.posted(self.learner, message)
+        server = self._leader
+        arrive = partial(server.note, self, message)
+        if not isinstance(message, BULK):
+            self.send(arrive, server.machine)
+            return
+        parts = world.tables[message.table].part_bytes
+        leave = partial(self._send_bulk, message, parts, arrive)
+        if world.nodes and isinstance(message, Gradient):
+            world.lanes[message.table, self.learner].said[message.number] = message
+            leave = partial(self._send_to_leaf, message)
+        seconds = world.cluster.copy.seconds(sum(parts))
+        if self._copying:
+            self._outbox.append(partial(self._copy_first, seconds, leave))
+        else:
+            self._copy_first(seconds, leave)
+
+    def _copy_first(self, seconds: float, leave: Action) -> None:
+        if seconds:
+            self._copying = True
+            self._world.machines.run(self.machine, seconds, partial(self._leave, leave), self)
+        else:
+            leave()
+
+    def _leave(self, leave: Action) -> None:
+        leave()
+        self._copied()
+
+    def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
+        key = (loader, index)
+        if block:
+            self._await_portion(key)
+        return self.portions.pop(key, None)
+
+    def _await_portion(self, key: tuple[int, int]) -> None:
+        try:
+            self.until_served(lambda: key in self.portions or self.stopping(), f"data of loader {key[0]}")
+        except Killed:
+            if (
+                key[1] != OUTSIDE
+            ):  # else a loop is being left, where nothing may be raised: it ends with the next wait
+                raise
+
+    def give(self, portion: Portion) -> None:
+        self.portions[portion.loader, portion.number] = portion
+        self.wake()
+
+    def ask(self, message: Any) -> Any:
+        if isinstance(message, m.Rejoin):
+            self.portions.clear()  # before the new servers' come in
+        self.send(lambda: self._world.coordinator.from_learner(self.learner, message))
+        self.until(lambda: bool(self._answers), f"an answer to {type(message).__name__}")
+        answer = self._answers.pop()
+        if isinstance(answer, m.Refused):
+            raise answer.error
+        if isinstance(answer, m.Stale):
+            raise Reset
+        if isinstance(answer, m.Rejoined):
+            self._leader = answer.desk
+        return answer
+
+    def answer(self, message: Any) -> None:
+        self._answers.append(message)
+        self.wake()
+
+    @property
+    def watched(self) -> bool:
+        """Somebody looks on at what it reads."""
+        return self._world.watch is not None
+
+    def reads(self, table: int, version: int, weights: list[Tensor]) -> None:
+        if self._world.watch is not None and not self.stale:  # what it does before it rejoins is void
+            self._world.watch.read(self.learner, table, version, weights)
+
+    def tell(self, message: Any) -> None:
+        self.send(lambda: self._world.coordinator.from_learner(self.learner, message))
+
+    def first_values(
+        self, handle: SimTable, layout: Layout
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        return layout.parameters.views(handle.weights), handle.buffers, handle.others
+
+    def open(self, opened: m.Opened) -> TwinTable:
+        if opened.personal is not None:
+            self.step = max(self.step, opened.personal.steps)
+        return TwinTable(self, opened, self._world)
+
+    def stopping(self) -> bool:
+        world = self._world
+        return (
+            world.stopping or self.dead or world.recorder.error is not None
+        )  # unwinding asks for nothing more
+
+
+class TwinTable(TablePort):
+    """A simulated learner's end of one table."""
+
+    def __init__(self, learner: SimLearner, opened: m.Opened, world: Simulation) -> None:
+        self._learner, self._lane, self._world = learner, opened.lane, world
+        self.layout = opened.layout
+        self.buffers, self.others = opened.handle.buffers, opened.handle.others
+        self._views = opened.layout.parameters.views(opened.lane.inbox)
+        self._table = opened.table
+        self._releases = Releases(opened.lane, opened.layout.shards)
+        self._drafts = Drafts(opened.lane, opened.layout.shards, world.clock)
+
+    def draft(self, *, block: bool = True) -> Draft | None:
+        if (place := self._drafts.find()) is None:
+            if not block:
+                return None
+            for time in self._drafts.known():
+                self._world.clock.at(time, self._learner.wake)
+            self._learner.until_released(lambda: self._drafts.find() is not None, DRAFT)
+            place = self._drafts.find()
+            assert place is not None
+        self._drafts.hold(place)
+        slot = self._lane.slots[place]
+        return Draft(slot.gradients, slot.buffers, place)
+
+    def publish(
+        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+    ) -> None:
+        slot = self._lane.slots[draft.place]
+        self._lane.numbers[draft.place] = message.number
+        if isinstance(message, Gradient):
+            slot.write_options(options)
+            if not message.full:
+                slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
+        self._lane.sent[draft.place].memory.copy_(slot.memory)
+        self._learner.post(message)
+        if self._world.poisons:
+            poison([*slot.gradients, *slot.buffers])
+
+    def wait(self, number: int, *, block: bool = True) -> Reading | None:
+        if block:
+            what = f"ticket {number} of table {self._table}"
+            self._learner.until_released(lambda: self._releases.reading(number) is not None, what)
+        return self._releases.reading(number)
+
+    def read(self, reading: Reading, into: list[Tensor]) -> int:
+        if into:
+            self._learner.reads(self._table, reading.version, self._views)
+            torch._foreach_copy_(into, self._views)
+        return reading.version
+
+
+def copy_arguments(arguments: Any) -> Any:
+    """What a process would get: its own copy of everything but the data sets, which are only read."""
+    shared: dict[int, Any] = {}
+    _find_data(arguments, shared)
+    try:
+        return copy.deepcopy(arguments, memo=dict(shared))
+    except Exception as error:  # whatever the user's objects raise when they are copied
+        raise UsageError(
+            f"every simulated learner has its own copy of what it is given, and that cannot be copied: {error}; make it "
+            "inside the function that learners run, or in a function that makes it (model=)"
+        ) from error
+
+
+def _find_data(value: Any, found: dict[int, Any]) -> None:
+    if isinstance(value, Dataset):
+        found[id(value)] = value
+    elif isinstance(value, nn.Module):
+        found.update(without_graph(value))
+    elif isinstance(value, dict):
+        for each in value.values():
+            _find_data(each, found)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _find_data(each, found)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            _find_data(getattr(value, name), found)

@@ -1,0 +1,110 @@
+"""The network of a cluster: when data that is sent arrives. Pure; time is passed in and never goes back.
+
+Every machine has one card, which carries one transfer at a time each way; what does not fit waits. Inside a machine
+data moves at the memory's speed. Messages without bulk data only take the latency. What one machine sends to
+another arrives in the order it was sent.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from syncline.cluster.record import Cluster
+
+
+class Way:
+    """One direction of a card: when it is taken. Spans that touch are one."""
+
+    __slots__ = ("_ends", "_starts", "busy")
+
+    def __init__(self) -> None:
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+        self.busy = 0.0  # seconds
+
+    def book(self, now: float, ready: float, seconds: float) -> float:
+        """The start of the first free time of that length, not before `ready`; it is taken then."""
+        self.busy += seconds
+        starts, ends = self._starts, self._ends
+        if ends and ends[0] <= now:
+            past = bisect_right(ends, now)
+            del starts[:past], ends[:past]
+        if not ends or ends[-1] < ready:
+            starts.append(ready)
+            ends.append(ready + seconds)
+            return ready
+        place = bisect_right(ends, ready)  # the first span that ends later
+        start = ready
+        while place < len(starts) and starts[place] < start + seconds:
+            start = ends[place]
+            place += 1
+        self._insert(place, start, start + seconds)
+        return start
+
+    def _insert(self, place: int, start: float, end: float) -> None:
+        starts, ends = self._starts, self._ends
+        before = place > 0 and ends[place - 1] == start
+        after = place < len(starts) and starts[place] == end
+        if before and after:
+            ends[place - 1] = ends[place]
+            del starts[place], ends[place]
+        elif before:
+            ends[place - 1] = end
+        elif after:
+            starts[place] = start
+        else:
+            starts.insert(place, start)
+            ends.insert(place, end)
+
+
+class SimNetwork:
+    """All cards of a cluster, made as they are used."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._card, self._memory = cluster.card, cluster.memory
+        self._far, self._near = cluster.card.latency, cluster.memory.latency  # of messages without bulk data
+        self._out: dict[int, Way] = {}
+        self._in: dict[int, Way] = {}
+        self._last: dict[int, float] = {}  # source and target in one number -> the last arrival
+        self.moved = 0  # bytes between machines
+        self.copied = 0  # bytes inside machines
+
+    def send(self, now: float, source: int, target: int, nbytes: int = 0) -> float:
+        """When what leaves the source now (or as soon as its card is free) has arrived."""
+        if nbytes:
+            arrival = self._arrival(now, source, target, nbytes)
+        else:
+            arrival = now + (self._near if source == target else self._far)
+        pair = (source << 32) + target
+        last = self._last.get(pair, 0.0)
+        if last > arrival:
+            return last
+        self._last[pair] = arrival
+        return arrival
+
+    def _arrival(self, now: float, source: int, target: int, nbytes: int) -> float:
+        if source == target:
+            self.copied += nbytes
+            link = self._memory
+            return now + link.latency + (link.setup + link.seconds(nbytes))
+        link = self._card
+        self.moved += nbytes
+        seconds = link.seconds(nbytes)
+        if not seconds:
+            return now + link.latency + link.setup
+        sender, receiver = self._out.get(source), self._in.get(target)
+        if sender is None:
+            sender = self._out[source] = Way()
+        if receiver is None:
+            receiver = self._in[target] = Way()
+        out = sender.book(now, now + link.setup, seconds)
+        return receiver.book(now, out + link.latency, seconds) + seconds
+
+    def cards(self) -> dict[int, tuple[float, float]]:
+        """Seconds for which each machine's card was sending, and receiving."""
+        machines = sorted(self._out.keys() | self._in.keys())
+        return {each: (_busy(self._out.get(each)), _busy(self._in.get(each))) for each in machines}
+
+
+def _busy(way: Way | None) -> float:
+    return way.busy if way is not None else 0.0

@@ -1,0 +1,148 @@
+"""A simulated run's memory: tables, and each learner's slots and inbox. Not responsible for when anything moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from syncline.messages.to_leader import Gradient
+from syncline.ports import Reading
+from syncline.sim.clock import Clock
+from syncline.table.layout import Layout
+from syncline.table.slot import private_slot
+from syncline.table.store import OwnMemory, copy_segments
+
+DRAFT = "a draft that is free"  # what a learner waits for
+NEVER, HELD = -1, -2  # in place of a ticket: nothing was published there, or it is being filled
+
+
+class SimTable:
+    """What a table begins with."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        self.weights = layout.parameters.segments(
+            torch.zeros(layout.parameters.nbytes, dtype=torch.uint8, device=device)
+        )
+        flats = (layout.buffers, layout.others)
+        self.buffers, self.others = (
+            flat.views(flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))) for flat in flats
+        )
+        self.part_bytes = part_bytes(layout)
+
+
+class ShardMemory(OwnMemory):
+    """A shard's versions; what others read of them is sent."""
+
+    def __init__(self, table: SimTable, shard: int, places: int) -> None:
+        super().__init__(table.layout, shard, places, table.device)
+        self.part, self._entries = table.layout.parts[shard], table.layout.parameters.entries
+        copy_segments(self.places[0], self.part.segments(table.weights))
+        self._offered: dict[int, int] = {}  # place -> version
+
+    def offer(self, place: int, version: int) -> None:
+        self._offered[place] = version
+
+    def views(self, whole: list[Tensor]) -> list[Tensor]:
+        """This shard's pieces of something as large as the table; what lies between them is nobody's."""
+        return self.part.views(self.part.segments(whole), self._entries)
+
+    def of(self, version: int) -> list[Tensor]:
+        return next(self.places[place] for place, held in self._offered.items() if held == version)
+
+
+class Traffic:
+    """What goes to and fro between one learner and the shards of one table."""
+
+    def __init__(self, slots: int) -> None:
+        self.numbers = [NEVER] * slots  # tickets whose drafts lie in the slots
+        self.said: dict[int, Gradient] = {}  # over a tree: what was published with them
+        self.released: dict[int, tuple[int, Reading]] = {}  # by shard, with its ticket
+        self.freed: dict[tuple[int, int], float] = {}  # (shard, ticket) -> when the learner knows of it
+        self.served: dict[int, int] = {}  # by shard: the version that was sent last
+        self.under_way: dict[tuple[int, int], float] = {}  # (shard, ticket) -> when its part is there
+
+
+class Drafts:
+    """Which slots of a learner's lane it may fill."""
+
+    def __init__(self, lane: Traffic, shards: int, clock: Clock) -> None:
+        self._lane, self._shards, self._clock = lane, range(shards), clock
+
+    def find(self) -> int | None:
+        """The first that is free."""
+        for place, number in enumerate(self._lane.numbers):
+            if number == NEVER or (number >= 0 and self._free(number)):
+                return place
+        return None
+
+    def _free(self, number: int) -> bool:
+        freed, now = self._lane.freed, self._clock.now
+        return all(freed.get((shard, number), math.inf) <= now for shard in self._shards)
+
+    def known(self) -> list[float]:
+        """When it will know of what has been freed."""
+        return [time for time in self._lane.freed.values() if time > self._clock.now]
+
+    def hold(self, place: int) -> None:
+        """It is being filled."""
+        for shard in self._shards:
+            self._lane.freed.pop((shard, self._lane.numbers[place]), None)
+        self._lane.numbers[place] = HELD
+
+
+class SimLane(Traffic):
+    """One learner's slots and inbox of one table."""
+
+    def __init__(self, layout: Layout, slots: int) -> None:
+        super().__init__(slots)
+        self.slots = [private_slot(layout) for _ in range(slots)]  # the learner's drafts
+        self.sent = [private_slot(layout) for _ in range(slots)]  # what the shards have of them
+        flat = layout.parameters
+        self.inbox = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
+
+
+class Releases:
+    """What the shards have released to a learner through its lane."""
+
+    def __init__(self, lane: Traffic, shards: int) -> None:
+        self._lane, self._shards, self._one = lane, range(shards), shards == 1
+
+    def there(self, number: int) -> bool:
+        """All shards have released this ticket."""
+        if self._one:
+            last = self._lane.released.get(0)
+            return last is not None and last[0] >= number
+        return self.reading(number) is not None
+
+    def reading(self, number: int) -> Reading | None:
+        """What to read, once all shards have released this ticket."""
+        readings = self._lane.released
+        if self._one:
+            last = readings.get(0)
+            return last[1] if last is not None and last[0] >= number else None
+        if len(readings) < len(self._shards) or any(done < number for done, _ in readings.values()):
+            return None
+        versions = {reading.version for _, reading in readings.values()}
+        if len(versions) != 1:
+            raise AssertionError(f"shards released ticket {number} with versions {sorted(versions)}")
+        return readings[0][1]
+
+
+def poison(tensors: Iterable[Tensor]) -> None:
+    """What is not somebody's any more is no number to it."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+
+
+def part_bytes(layout: Layout) -> list[int]:
+    """Bytes of every shard's part of the parameters."""
+    sizes = layout.parameters.item_sizes
+    return [
+        sum((high - low) * size for (low, high), size in zip(part.slices, sizes, strict=True))
+        for part in layout.parts
+    ]

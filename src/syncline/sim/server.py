@@ -1,0 +1,285 @@
+"""A simulated shard: its role's port, and the queue of what comes in while it works.
+
+What the role decides happens at once in memory; its effects go out when the work before them is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from syncline.cluster.record import Cost
+from syncline.engines.checkpoint_files import write_part
+from syncline.messages.log import Entry, Fold, Leave, PutValues, Take
+from syncline.messages.to_leader import ToLeader
+from syncline.ports import Portion, Reading, ServerPort, VersionMemory
+from syncline.roles.restore import LEARNERS
+from syncline.sim.batched.lazy_gradients import PromisedLane, PromisedSlot
+from syncline.sim.checkpoint_moment import with_states
+from syncline.sim.clock import Action, ClockPause
+from syncline.sim.owned_memory import DRAFT, ShardMemory, SimLane, Traffic, poison
+from syncline.table.slot import Slot
+from syncline.table.store import copy_segments, places_for
+
+if TYPE_CHECKING:
+    from syncline.messages.to_nodes import ToNodes
+    from syncline.sim.learner import SimLearner
+    from syncline.sim.simulation import Simulation
+    from syncline.sim.tree_nodes import SimNode
+
+Kind = type[Take | Fold]
+
+
+class SimServer(ServerPort):
+    """One simulated shard."""
+
+    def __init__(self, world: Simulation, shard: int) -> None:
+        self._world, self.shard, self.shards = world, shard, world.spec.plan.topology.shards
+        self.machine = world.cluster.machine_of_shard(shard)
+        self.role = world.make_role(self)
+        self.pause = ClockPause()
+        self.dead = False  # nothing reaches it, and what it sent is lost
+        self._inputs: deque[tuple[Entry | None, SimLearner | SimNode | None, Any]] = deque()
+        self._work: deque[tuple[float, Action | None]] = deque()  # what the input in hand costs and causes
+        self._busy = False
+        self._leaving: list[int] = []  # learners whose leaving is in the log
+        cluster = world.cluster
+        self._clock, self._message, self._reply = world.clock, cluster.message, cluster.reply
+        self._shared = world.machines.shared
+        self._costs: dict[Kind, Cost] = {Take: cluster.take, Fold: cluster.fold}
+        self._memories: dict[int, ShardMemory] = {}
+        self._known_costs: dict[tuple[Kind, int], float] = {}  # by kind and table
+
+    # -- what comes in -----------------------------------------------------------------------------------
+
+    def note(self, learner: SimLearner | SimNode, message: ToLeader) -> None:
+        """What a learner says has arrived (leading shard only)."""
+        if not self.dead:
+            self._inputs.append((None, learner, message))
+            if not self._busy:
+                self._next()
+
+    def handle(self, event: Any) -> None:
+        """An event from the coordinator or another shard has arrived."""
+        self.receive(lambda: self.role.handle(event))
+
+    def entry(self, entry: Entry) -> None:
+        """A decision of the leading shard has arrived."""
+        self.receive(partial(self._carry_out, entry), entry)
+
+    def _carry_out(self, entry: Entry) -> None:
+        self.role.entry(entry)
+        if isinstance(entry, Leave):
+            self._leaving.append(entry.learner)
+
+    def receive(self, action: Action, entry: Entry | None = None) -> None:
+        """One thing after another, in the order they came."""
+        if not self.dead:
+            self._inputs.append((entry, None, action))
+            self._next()
+
+    def _next(self) -> None:
+        clock, inputs = self._clock, self._inputs
+        while inputs and not self._busy and not self.dead:
+            entry, learner, what = inputs[0]
+            ready = self.pause.until
+            if entry is not None:
+                ready = max(ready, self._there(entry))
+            if ready > clock.now:
+                clock.at(ready, self._next)
+                return
+            inputs.popleft()
+            if self._message:
+                self._work.append((self._message, None))
+            if learner is None:
+                what()
+            else:
+                learner.handled = clock.now
+                self.role.note(learner.learner, what)
+            while self._leaving and self.role.settled:  # nothing more is needed of them
+                self._world.forget(self._leaving.pop())
+            if self._work:
+                self._go_on()
+
+    def _there(self, entry: Entry) -> float:
+        """When this shard's part of what the entry speaks of has arrived."""
+        if not isinstance(entry, Take | PutValues):
+            return 0.0
+        lane = self._world.lanes.get((entry.table, entry.learner))
+        return lane.under_way.get((self.shard, entry.number), 0.0) if lane is not None else 0.0
+
+    # -- work --------------------------------------------------------------------------------------------
+
+    def spend(self, kind: Kind, table: int, times: int = 1) -> None:
+        if kind is Fold and table == 0 and self.shard == 0:
+            self._effect(self._world.folded)
+        seconds = self._known_costs.get((kind, table))
+        if seconds is None:
+            nbytes = self._world.tables[table].part_bytes[self.shard]
+            seconds = self._known_costs[kind, table] = self._costs[kind].seconds(nbytes)
+        self._add_work(times * seconds)
+
+    def _add_work(self, seconds: float) -> None:
+        if seconds:
+            self._work.append((seconds, None))
+
+    def _effect(self, action: Action) -> None:
+        """After the work that came before it."""
+        if self._work:
+            self._work.append((0.0, action))
+        else:
+            action()
+
+    def _go_on(self) -> None:
+        self._busy, work = False, self._work
+        while work and not self.dead:
+            seconds, action = work.popleft()
+            if action is not None:
+                action()
+            else:
+                self._busy = self.pause.working = True
+                if self._shared:
+                    self._world.machines.run(self.machine, seconds, self._worked, self)
+                else:
+                    self._clock.after(seconds, self._worked)
+                return
+
+    def _worked(self) -> None:
+        pause = self.pause
+        if pause.debt:
+            self._clock.after(pause.owed(), self._worked)
+            return
+        pause.working = False
+        if self._work:
+            self._go_on()
+        else:
+            self._busy = False
+        if self._inputs and not self._busy:
+            self._next()
+
+    # -- the port ----------------------------------------------------------------------------------------
+
+    def append(self, entry: Entry) -> None:
+        if isinstance(entry, Leave):
+            self._leaving.append(entry.learner)
+        for server in self._world.servers[1:]:
+            self._effect(
+                partial(self._world.send, self.machine, server.machine, partial(server.entry, entry))
+            )
+
+    def memory(self, table: int) -> VersionMemory:
+        delay = self._world.spec.plan.delay
+        places = places_for(delay) if delay else 1  # what others read is sent: nobody is reading here
+        memory = self._memories[table] = ShardMemory(self._world.tables[table], self.shard, places)
+        return memory
+
+    def slot(self, table: int, learner: int, number: int) -> Slot | PromisedSlot:
+        lane = self._world.lanes[table, learner]
+        slots = lane.sent if isinstance(lane, SimLane) else lane.slots
+        return slots[lane.numbers.index(number)]
+
+    def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
+        world = self._world
+        lane = world.lanes.get((table, learner))
+        if lane is None:
+            return
+        if learner < 0:  # a node of a tree
+            self._effect(partial(self._free_sum, lane, world.nodes_by_name[learner], table, number))
+            return
+        target = world.learners[learner]
+        if reading is None:
+            if self.shard:
+                lane.under_way.pop((self.shard, number), None)
+            if world.poisons and isinstance(lane, SimLane):
+                sent = lane.sent[lane.numbers.index(number)]
+                poison(self._memories[table].views(sent.segments))
+                poison(sent.buffers if self.shard == 0 else ())
+            self._effect(partial(self._free, lane, target, number))
+            return
+        nbytes, bulk = 0, None
+        if lane.served.get(self.shard, -1) != reading.version:  # R4: not what it has
+            lane.served[self.shard] = reading.version
+            nbytes, bulk = self._to_move(table, target), self._sent(table, lane, reading.version)
+        if self.shard == 0:
+            target.decided = self._clock.now
+            self._add_work(self._reply)
+        arrive = partial(self._arrive, lane, target, number, reading, bulk)
+        self._effect(partial(world.send_weights, self, target, nbytes, arrive))
+
+    def _free(self, lane: Traffic, target: SimLearner, number: int) -> None:
+        """No event of its own, where nobody waits for it: it goes with what is sent next."""
+        link = self._world.cluster.memory if self.machine == target.machine else self._world.cluster.card
+        arrival = lane.freed[self.shard, number] = self._clock.now + link.latency
+        if target.waits_for == DRAFT:
+            self._clock.at(arrival, target.wake)
+
+    def _free_sum(self, lane: Traffic, node: SimNode, table: int, number: int) -> None:
+        lane.under_way.pop((self.shard, number), None)
+        if self._world.poisons and isinstance(lane, SimLane) and number in lane.numbers:
+            sent = lane.sent[lane.numbers.index(number)]
+            poison(self._memories[table].views(sent.segments))
+        lane.freed[self.shard, number] = self._clock.now
+        self._world.send(self.machine, node.machine, partial(node.freed, table, number))
+
+    def tell_nodes(self, message: ToNodes, node: int | None = None) -> None:
+        world = self._world
+        for each in world.nodes_by_name.values():
+            if node is None or each.learner == node:
+                self._effect(partial(world.send, self.machine, each.machine, partial(each.hear, message)))
+
+    def _arrive(
+        self, lane: Traffic, target: SimLearner, number: int, reading: Reading, bulk: Action | None
+    ) -> None:
+        if not self.dead:
+            if bulk is not None:
+                bulk()
+            lane.released[self.shard] = (number, reading)
+            target.wake()
+
+    def _to_move(self, table: int, target: SimLearner) -> int:
+        """Bytes of weights that go to a learner."""
+        nbytes = self._world.tables[table].part_bytes[self.shard]
+        if self.machine != target.machine:  # else it copies for itself
+            self._add_work(self._world.cluster.serve.seconds(nbytes))
+        return nbytes
+
+    def _sent(self, table: int, lane: Traffic, version: int) -> Action | None:
+        """This shard's part of a version, as it is now; what is to happen where it arrives."""
+        if isinstance(lane, PromisedLane):
+            shop = self._world.workshop
+            assert shop is not None
+            if (into := lane.inbox(shop.versions.get(version), self.shard)) is not None:
+                shop.computer.settle()
+                memory = self._memories[table]
+                copy_segments(memory.part.segments(into), memory.of(version))
+        elif isinstance(lane, SimLane):
+            memory = self._memories[table]
+            values = [segment.clone() for segment in memory.of(version)]
+            return partial(copy_segments, memory.part.segments(lane.inbox), values)
+        return None
+
+    def grant(self, learner: int, portion: Portion) -> None:
+        target = self._world.learners[learner]
+        arrive = partial(self._if_alive, target.give, portion)
+        self._effect(partial(self._world.send, self.machine, target.machine, arrive))
+
+    def _if_alive(self, action: Callable[[Any], None], what: Any) -> None:
+        if not self.dead:
+            action(what)
+
+    def share(self, table: int, version: int, norms: Tensor) -> None:
+        self._effect(lambda: self._world.share_norms(self.shard, table, version, norms))
+
+    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        assert self._world.folder is not None
+        if name == LEARNERS and self._world.exact:
+            tensors = with_states(tensors, self._world.states())
+        self.report(write_part(self._world.folder, (number, name, tensors, notes)))
+
+    def report(self, message: Any) -> None:
+        arrive = partial(self._if_alive, self._world.coordinator.from_shard, message)
+        self._effect(partial(self._world.soon, arrive))

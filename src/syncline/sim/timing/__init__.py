@@ -1,0 +1,1 @@
+"""Timing only: how long runs would take, from sizes alone."""

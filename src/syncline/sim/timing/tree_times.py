@@ -1,0 +1,490 @@
+"""Timing only, over trees of servers (R7, R8): gradients up in sums, versions down, as flows of a cluster.
+
+Who sends when is decided by the pure nodes (`protocols.sums`, `protocols.copies`) and the sequence of any table; here are their
+messages, their work and what the links carry. A node works on one thing at a time; with `broadcast` copies go down beside it. Data goes
+to whoever asks. Not responsible for flat servers (`sized`), nor for losses.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from syncline.cluster.record import Cluster
+from syncline.dial import Sync
+from syncline.engines.run import EpochRecord
+from syncline.engines.simulated_times import LearnerTimes
+from syncline.errors import UsageError
+from syncline.protocols.folding import Ticket
+from syncline.protocols.sequence import Decision, Fold, Sequence
+from syncline.protocols.tree_down import Buffers, Downcast, Fetch, Give, Relay, Send
+from syncline.protocols.tree_shape import ROOT, Tree
+from syncline.protocols.tree_up import Again, Intake, Node, Passed, Sum, SumDone, Up, of_one
+from syncline.protocols.waiting import Release
+from syncline.sim.clock import Action, Clock
+from syncline.sim.network import SimNetwork
+from syncline.sim.timing.sizes_only import OnUpdate, Sizes
+from syncline.topologies import Trees
+
+DRAFTS = 2  # of a learner with broadcast: published and not taken by the root
+
+
+class Worker:
+    """One thing after another."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._free = clock, 0.0
+
+    def do(self, seconds: float, then: Action) -> None:
+        self._free = max(self._free, self._clock.now) + seconds
+        self._clock.at(self._free, then)
+
+
+@dataclass
+class TimedLearner:
+    """One learner: what it has, what it waits for, where its time went."""
+
+    rank: int
+    machine: int
+    number: int = 0
+    steps: int = 0
+    version: int = 0  # that it computes on
+    examples: int = 0  # of the gradient in hand
+    computed: float = 0.0  # when that was there
+    sending: bool = False  # its leaf does not have its last gradient yet
+    under_way: set[int] = field(default_factory=set)  # published, not taken by the root
+    buffers: Buffers = field(default_factory=lambda: Buffers(0))
+    waits: bool = False  # with broadcast: its gradient is there and may not be published yet
+    leaving: bool = False
+    others: float = 0.0  # seconds of the present wait that are others' making
+    times: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # compute, communication, waiting
+
+
+class TimedNode:
+    """A leaf or a node above: its decisions, its place, its work."""
+
+    def __init__(self, node: int, tree: Tree, sync: Sync, clock: Clock, machine: int, *, casts: bool) -> None:
+        self.node, self.machine = node, machine
+        self.up = Node(node, leaf=node in tree.leaves, lockstep=sync.lockstep)
+        self.copies = Relay(keep=sync.delay + 1)
+        self.cast = Downcast(tree.children(node))
+        self.work = Worker(clock)
+        self.down = Worker(clock) if casts else self.work
+
+
+class TimedTree:
+    """All of a run over a tree, as events of one clock."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        sizes: Sizes,
+        sync: Sync,
+        topology: Trees,
+        *,
+        learners: int,
+        batch_size: int,
+        epochs: int | None,
+        limit: int | None,
+        warm: int = 0,
+        seed: int = 0,
+    ) -> None:
+        if sync.local:
+            raise UsageError(
+                f"timing over a tree takes dials without steps of learners' own, got {sync}; use shards="
+            )
+        self._cluster, self._sizes, self._sync, self._batch, self._seed = (
+            cluster,
+            sizes,
+            sync,
+            batch_size,
+            seed,
+        )
+        self.clock, self.network = Clock(), SimNetwork(cluster)
+        self.tree = Tree(range(learners), topology.fan_in)
+        self.casts = topology.broadcast and not sync.waits
+        self.learners = [TimedLearner(rank, cluster.machine_of_learner(rank)) for rank in range(learners)]
+        self._pace = [cluster.pace(rank, seed=seed, learners=learners) for rank in range(learners)]
+        self.nodes = {
+            node: TimedNode(node, self.tree, sync, self.clock, self._machine(node), casts=self.casts)
+            for node in self.tree.nodes
+        }
+        self._parts = sizes.part_bytes(topology.shards)
+        self._shards = [Worker(self.clock) for _ in self._parts]
+        self._casters = [Worker(self.clock) for _ in self._parts] if self.casts else self._shards
+        self._places = [cluster.machine_of_shard(shard) for shard in range(topology.shards)]
+        self._cast = Downcast(self.tree.children(ROOT))
+        ids = {rank: rank for rank in range(learners)}
+        self.sequence = Sequence(
+            sync, initial=ids, batch_size=batch_size, limit=limit, warm=warm, sums=True, account=None
+        )
+        self._intake = Intake(self.sequence)
+        self._left = None if epochs is None else epochs * sizes.examples
+        self.going = set(ids)
+        self._counted: dict[int, dict[int, int]] = {}
+        self._published: dict[tuple[int, int], float] = {}
+        self._last: dict[int, float] = {}  # version -> when the last of its gradients was published
+        self._taken_at: dict[int, float] = {}
+        self.examples = 0  # folded
+        self.history: list[EpochRecord] = []
+        self.on_update: OnUpdate | None = None
+
+    def _machine(self, node: int) -> int:
+        """That of its first learner."""
+        first = min(rank for ranks in self.tree.below(node).values() for rank in ranks)
+        return self._cluster.machine_of_learner(first)
+
+    @property
+    def _bytes(self) -> int:
+        return sum(self._parts)
+
+    def run(self, seconds: float | None = None) -> None:
+        for learner in self.learners:
+            self._decide(self.sequence.join(learner.rank, learner.rank, 0))
+        if seconds is not None:
+            self.clock.at(seconds, self.going.clear)
+        self.clock.run(self.going)
+        self._decide(self.sequence.finish())
+        while self.clock.step():
+            pass
+
+    # -- learners --------------------------------------------------------------------------------------------
+
+    def _compute(self, learner: TimedLearner) -> None:
+        left = self._left
+        if learner.rank not in self.going:
+            return
+        if left is not None and left <= 0:
+            self._leave(learner)
+            return
+        within = self._sizes.examples if left is None else (left - 1) % self._sizes.examples + 1
+        learner.examples = min(self._batch, within)
+        if left is not None:
+            self._left = left - learner.examples
+        seconds = self._pace[learner.rank] * self._cluster.one_step(
+            learner.examples, rank=learner.rank, step=learner.steps, seed=self._seed
+        )
+        learner.times[0] += seconds
+        learner.computed = self.clock.now + seconds
+        self.clock.after(seconds, partial(self._computed, learner))
+
+    def _computed(self, learner: TimedLearner) -> None:
+        """With broadcast it goes on as soon as its leaf has its former gradient and it has a draft left; it never merges two."""
+        learner.waits = self.casts
+        if not self.casts or self._may_publish(learner):
+            self._publish(learner)
+
+    def _may_publish(self, learner: TimedLearner) -> bool:
+        return learner.waits and not learner.sending and len(learner.under_way) < DRAFTS
+
+    def _publish(self, learner: TimedLearner) -> None:
+        now = self.clock.now
+        learner.number += 1
+        learner.steps += 1
+        learner.under_way.add(learner.number)
+        learner.sending, learner.waits = True, False
+        self._published[learner.rank, learner.number] = now
+        ticket = Ticket(
+            learner.rank,
+            learner.rank,
+            learner.number,
+            learner.version,
+            learner.steps - 1,
+            learner.examples,
+            silent=self.casts,
+        )
+        leaf = self.nodes[self.tree.leaf[learner.rank]]
+        copied = self._cluster.copy.seconds(self._bytes)
+        arrival = self.network.send(now + copied, learner.machine, leaf.machine, self._bytes)
+        self.clock.at(arrival, partial(self._gather, leaf, of_one(ticket)))
+        if self.casts:
+            learner.times[1] += now + copied - learner.computed
+            learner.version = learner.buffers.swap()
+            self.clock.after(copied, partial(self._compute, learner))
+            self._refill(learner)
+
+    def _go_on(self, learner: TimedLearner, version: int) -> None:
+        """What it waited for is there."""
+        stood = self.clock.now - learner.computed if learner.steps else 0.0
+        others = min(stood, max(0.0, learner.others))
+        learner.times[1] += stood - others
+        learner.times[2] += others
+        learner.version = version
+        self._compute(learner)
+
+    def _leave(self, learner: TimedLearner) -> None:
+        """No data is left for it; what it published is delivered first."""
+        learner.leaving = True
+        if not learner.under_way:
+            self.going.discard(learner.rank)
+            self._decide(self.sequence.leave(learner.rank))
+
+    # -- up --------------------------------------------------------------------------------------------------
+
+    def _gather(self, node: TimedNode, sum_: Sum) -> None:
+        seconds = self._cluster.message + self._cluster.take.seconds(self._bytes)
+        node.work.do(seconds, partial(self._gathered, node, sum_))
+
+    def _gathered(self, node: TimedNode, sum_: Sum) -> None:
+        if node.node in self.tree.leaves:
+            learner = self.learners[sum_.sender]
+            learner.sending = False
+            if self._may_publish(learner):
+                self._publish(learner)
+        self._pass_on(node, node.up.publish(sum_))
+
+    def _pass_on(self, node: TimedNode, passed: Iterable[Passed]) -> None:
+        for each in passed:
+            if isinstance(each, Up):
+                self._send_up(node, each.sum)
+            elif isinstance(each, SumDone) and node.node in self.tree.leaves:
+                learner = self.learners[each.child]
+                self._after(node.machine, learner.machine, partial(self._delivered, learner, each.number))
+            else:
+                child = self.nodes[each.child]
+                self._after(node.machine, child.machine, partial(self._answered, child, each))
+
+    def _answered(self, node: TimedNode, answer: SumDone | Again) -> None:
+        up = node.up
+        if isinstance(answer, SumDone):
+            self._pass_on(node, up.taken(answer.number))
+        else:
+            self._pass_on(node, up.again(answer.number, answer.without, answer.counted))
+
+    def _delivered(self, learner: TimedLearner, number: int) -> None:
+        learner.under_way.discard(number)
+        if learner.leaving:
+            self._leave(learner)
+        elif self._may_publish(learner):
+            self._publish(learner)
+
+    def _send_up(self, node: TimedNode, sum_: Sum) -> None:
+        above, now = self.tree.parent[node.node], self.clock.now
+        if above != ROOT:
+            parent = self.nodes[above]
+            arrival = self.network.send(now, node.machine, parent.machine, self._bytes)
+            self.clock.at(arrival, partial(self._gather, parent, sum_))
+            return
+        arrivals = [
+            self.network.send(now, node.machine, place, part)
+            for place, part in zip(self._places, self._parts, strict=True)
+        ]
+        self.clock.at(max(arrivals), partial(self._at_root, node, sum_))
+
+    def _at_root(self, node: TimedNode, sum_: Sum) -> None:
+        """Its ticket when all shards have their part (M12); each adds it."""
+        take, message = self._cluster.take, self._cluster.message
+        for shard, part in zip(self._shards[1:], self._parts[1:], strict=True):
+            shard.do(message + take.seconds(part), _nothing)
+        self._shards[0].do(message + take.seconds(self._parts[0]), partial(self._arrive, node, sum_))
+
+    def _arrive(self, node: TimedNode, sum_: Sum) -> None:
+        verdict, decisions = self._intake.arrive(sum_)
+        answer = (
+            SumDone(node.node, sum_.number)
+            if verdict.taken
+            else Again(node.node, sum_.number, verdict.without, verdict.counted)
+        )
+        for ticket in sum_.tickets:
+            self._taken_at[ticket.learner] = self.clock.now
+        self._after(self._places[0], node.machine, partial(self._answered, node, answer))
+        self._decide(decisions)
+
+    # -- the root --------------------------------------------------------------------------------------------
+
+    def _decide(self, decisions: Iterable[Decision]) -> None:
+        self._recount()
+        for decision in decisions:
+            if isinstance(decision, Fold):
+                self._fold(decision)
+            elif isinstance(decision, Release) and decision.read:
+                self._shards[0].do(self._cluster.reply, partial(self._release, decision, self.clock.now))
+
+    def _recount(self) -> None:
+        if not self._sync.lockstep:
+            return
+        for node in self.nodes.values():
+            active = self._intake.active(self.tree.below(node.node))
+            if active.keys() != self._counted.get(node.node, {}).keys():
+                self._counted[node.node] = active
+                count = partial(node.up.count, active)
+                self._after(
+                    self._places[0],
+                    node.machine,
+                    lambda node=node, count=count: self._pass_on(node, count()),  # type: ignore[misc]
+                )
+
+    def _fold(self, fold: Fold) -> None:
+        keys = [(ticket.learner, ticket.number) for ticket in fold.tickets]
+        self._last[fold.version] = max(self._published.pop(key) for key in keys)
+        self.examples += sum(ticket.count for ticket in fold.tickets)
+        staleness = self.sequence.clock.last_update
+        waiting = deque(self._shards)
+        for shard, part in zip(self._shards, self._parts, strict=True):
+
+            def done() -> None:
+                waiting.popleft()
+                if not waiting:
+                    self._made(fold.version, staleness)
+
+            shard.do(self._cluster.fold.seconds(part), done)
+        self._record(fold.version)
+
+    def _made(self, version: int, staleness: float) -> None:
+        """All shards have this version."""
+        if self.on_update is not None:
+            self.on_update(version, self.clock.now, staleness)
+        if self.casts:
+            self._cast_down(None, self._cast.arrived(version))
+        if self.sequence.full and version == self.sequence.version:
+            self.going.clear()
+
+    def _record(self, version: int) -> None:
+        size = self._sizes.examples
+        while self.examples >= size * (len(self.history) + 1):
+            self.history.append(
+                EpochRecord(
+                    epoch=len(self.history),
+                    version=version,
+                    seconds=self.clock.now,
+                    examples=self.examples,
+                    loss=float("nan"),
+                    losses={},
+                )
+            )
+
+    # -- down, asked for -------------------------------------------------------------------------------------
+
+    def _release(self, release: Release, decided: float) -> None:
+        """Down the tree to the learner's leaf, which has the version or fetches it."""
+        learner = self.learners[release.learner]
+        if self._sync.lockstep:
+            learner.others = self._last.get(release.version, 0.0) - learner.computed
+        else:
+            learner.others = decided - self._taken_at.get(learner.rank, decided)
+        leaf = self.nodes[self.tree.leaf[learner.rank]]
+        if release.version == learner.version or not learner.steps:  # it has them, or starts with them (R4)
+            wakes: Action = partial(self._go_on, learner, release.version)
+        else:
+            wakes = partial(self._ask, leaf, learner.rank, release.number, release.version)
+        self._hop([self._places[0], *reversed(self._machines(learner)), leaf.machine], wakes)
+
+    def _machines(self, learner: TimedLearner) -> list[int]:
+        return [self.nodes[node].machine for node in self.tree.route(learner.rank)[1:]]
+
+    def _hop(self, machines: list[int], then: Action) -> None:
+        if len(machines) < 2:
+            then()
+        else:
+            self._after(machines[0], machines[1], partial(self._hop, machines[1:], then))
+
+    def _ask(self, node: TimedNode, child: int, number: int, version: int) -> None:
+        self._relay(node, node.copies.ask(child, number, version, exact=self._sync.lockstep))
+
+    def _relay(self, node: TimedNode, answers: Iterable[Fetch | Give]) -> None:
+        for each in answers:
+            if isinstance(each, Give):
+                self._give(node, each)
+            elif self.tree.parent[node.node] == ROOT:
+                self._after(node.machine, self._places[0], partial(self._serve, node, each))
+            else:
+                above = self.nodes[self.tree.parent[node.node]]
+                ask = partial(self._relay_ask, above, node.node, each)
+                self._after(node.machine, above.machine, ask)
+
+    def _relay_ask(self, above: TimedNode, child: int, fetch: Fetch) -> None:
+        self._relay(above, above.copies.ask(child, 0, fetch.version, exact=fetch.exact))
+
+    def _serve(self, node: TimedNode, fetch: Fetch) -> None:
+        """The root's newest, or exactly that one, from all shards."""
+        version = fetch.version if fetch.exact else self.sequence.version
+        then = partial(self._copied, node, version)
+        self._from_shards(self._shards, node, then)
+
+    def _copied(self, node: TimedNode, version: int) -> None:
+        self._relay(node, node.copies.arrived(version))
+
+    def _give(self, node: TimedNode, give: Give) -> None:
+        leaf = node.node in self.tree.leaves
+        target = self.learners[give.child] if leaf else self.nodes[give.child]
+        then = (
+            partial(self._received, self.learners[give.child], give.version)
+            if leaf
+            else partial(self._copied, self.nodes[give.child], give.version)
+        )
+        serve = self._cluster.serve.seconds(self._bytes)
+        node.down.do(serve, partial(self._move, node.machine, target.machine, self._bytes, then))
+
+    def _received(self, learner: TimedLearner, version: int) -> None:
+        self.clock.after(self._cluster.copy.seconds(self._bytes), partial(self._go_on, learner, version))
+
+    # -- down, unasked ---------------------------------------------------------------------------------------
+
+    def _cast_down(self, node: TimedNode | None, sends: Iterable[Send]) -> None:
+        for send in sends:
+            if node is None:
+                then = partial(self._cast_at, None, send.child, send.version)
+                self._from_shards(self._casters, self.nodes[send.child], then)
+            elif node.node in self.tree.leaves:
+                self._fill(node, self.learners[send.child], send.version)
+            else:
+                then = partial(self._cast_at, node, send.child, send.version)
+                work = partial(self._move, node.machine, self.nodes[send.child].machine, self._bytes, then)
+                node.down.do(self._cluster.serve.seconds(self._bytes), work)
+
+    def _cast_at(self, sender: TimedNode | None, child: int, version: int) -> None:
+        target = self.nodes[child]
+        self._cast_down(target, target.cast.arrived(version))
+        cast = self._cast if sender is None else sender.cast
+        self._cast_down(sender, cast.sent(child))
+
+    def _fill(self, leaf: TimedNode, learner: TimedLearner, version: int) -> None:
+        learner.buffers.begin(version)
+        then = partial(self._filled, leaf, learner)
+        work = partial(self._move, leaf.machine, learner.machine, self._bytes, then)
+        leaf.down.do(self._cluster.serve.seconds(self._bytes), work)
+
+    def _filled(self, leaf: TimedNode, learner: TimedLearner) -> None:
+        learner.buffers.complete()
+        if learner.buffers.room:
+            self._cast_down(leaf, leaf.cast.sent(learner.rank))
+
+    def _refill(self, learner: TimedLearner) -> None:
+        """It has swapped: a copy that was held for it is used."""
+        leaf = self.nodes[self.tree.leaf[learner.rank]]
+        if learner.buffers.room:
+            self._cast_down(leaf, leaf.cast.sent(learner.rank))
+
+    # -- links -----------------------------------------------------------------------------------------------
+
+    def _from_shards(self, workers: list[Worker], node: TimedNode, then: Action) -> None:
+        waiting = deque(self._parts)
+
+        def arrived() -> None:
+            waiting.popleft()
+            if not waiting:
+                then()
+
+        for worker, place, part in zip(workers, self._places, self._parts, strict=True):
+            move = partial(self._move, place, node.machine, part, arrived)
+            worker.do(self._cluster.serve.seconds(part), move)
+
+    def _move(self, source: int, target: int, nbytes: int, then: Action) -> None:
+        self.clock.at(self.network.send(self.clock.now, source, target, nbytes), then)
+
+    def _after(self, source: int, target: int, then: Action) -> None:
+        self.clock.at(self.network.send(self.clock.now, source, target), then)
+
+    def times(self) -> LearnerTimes:
+        """Of all learners together."""
+        compute, communication, waiting = (
+            sum(learner.times[index] for learner in self.learners) for index in range(3)
+        )
+        steps = sum(learner.steps for learner in self.learners)
+        return LearnerTimes(compute=compute, communication=communication, waiting=waiting, steps=steps)
+
+
+def _nothing() -> None:
+    """Work without an effect of its own."""

@@ -1,0 +1,267 @@
+"""The nodes of a simulated tree (R7, M14): each adds what its children published, in memory of its own, and publishes the mean.
+
+What it does when is decided by `protocols.sums`. Versions go from the shards to learners directly; `timed_trees` has the times of
+versions that pass the nodes. Not responsible for who is below whom (`protocols.tree`), nor for what becomes of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from syncline.messages.to_leader import Gradient
+from syncline.messages.to_leader import Sum as Told
+from syncline.messages.to_nodes import Counted, Refused, Taken, ToNodes
+from syncline.protocols.folding import Ticket
+from syncline.protocols.tree_shape import ROOT
+from syncline.protocols.tree_up import Node, Passed, Sum, SumDone, Up, of_one
+from syncline.sim.clock import Action
+from syncline.sim.owned_memory import NEVER, SimLane
+from syncline.table.accumulator import Mean
+from syncline.table.layout import Layout
+from syncline.table.slot import private_slot
+
+if TYPE_CHECKING:
+    from syncline.sim.learner import SimLearner
+    from syncline.sim.simulation import Simulation
+
+
+@dataclass(slots=True, eq=False)
+class NodePart:
+    """A copy of what a child published."""
+
+    segments: list[Tensor]
+    views: list[Tensor]
+    mask: tuple[bool, ...]
+    examples: int
+    options: list[tuple[int, int, bytes]]  # (−step, rank, text) of each gradient
+    gradients: tuple[tuple[int, Gradient], ...]
+    buffers: tuple[list[Tensor], ...]
+
+    def present(self) -> tuple[bool, ...]:
+        return self.mask
+
+
+class NodeTable:
+    """One table's way through a node."""
+
+    def __init__(self, node: Node, layout: Layout, lane: SimLane) -> None:
+        self.node, self.layout, self.lane = node, layout, lane
+        self.parts: dict[tuple[int, int], NodePart] = {}  # by child and number
+        self.options, self.text = 0, b""
+
+
+class SimNode:
+    """One node; to the shards it is who publishes."""
+
+    waits_for = None
+
+    def __init__(self, world: Simulation, node: int) -> None:
+        self._world, self.node = world, node
+        self.learner = -1 - node  # its name where learners have theirs
+        first = min(world.tree.under(node), default=None)
+        self.machine = world.cluster.machine_of_learner(0) if first is None else world.learners[first].machine
+        self.dead = False
+        self.handled = self.decided = 0.0
+        self._tables: dict[int, NodeTable] = {}
+        self._free = 0.0
+
+    def _table(self, number: int) -> NodeTable:
+        table = self._tables.get(number)
+        if table is None:
+            world = self._world
+            layout = world.tables[number].layout
+            lane = SimLane(layout, 2)
+            world.lanes[number, self.learner] = lane
+            lockstep = world.spec.plan.course.first.lockstep
+            node = Node(self.node, leaf=self.node in world.tree.leaves, lockstep=lockstep)
+            table = self._tables[number] = NodeTable(node, layout, lane)
+        return table
+
+    def _work(self, number: int, then: Action) -> None:
+        """Adding takes as long as at a shard; one thing after another."""
+        nbytes = sum(self._world.tables[number].part_bytes)
+        now = self._world.clock.now
+        self._free = max(self._free, now) + self._world.cluster.take.seconds(nbytes)
+        self._world.clock.at(self._free, lambda: None if self.dead else then())
+
+    # -- up --------------------------------------------------------------------------------------------------
+
+    def gradient(self, learner: SimLearner, message: Gradient) -> None:
+        """A learner's has arrived."""
+        lane = self._world.lanes.get((message.table, learner.learner))
+        if self.dead or not isinstance(lane, SimLane) or message.number not in lane.numbers:
+            return  # it has left, and nothing of it is needed
+        slot, table = lane.sent[lane.numbers.index(message.number)], self._table(message.table)
+        segments = [segment.clone() for segment in slot.segments]
+        mask = tuple(map(bool, slot.mask.tolist())) if not message.full else (True,) * len(slot.mask)
+        options = [(-message.step, learner.rank, bytes(slot.options_text()))]
+        buffers = ([each.clone() for each in slot.buffers],)
+        views = table.layout.parameters.views(segments)
+        part = NodePart(
+            segments, views, mask, message.examples, options, ((learner.learner, message),), buffers
+        )
+        ticket = Ticket(
+            learner.learner, learner.rank, message.number, message.stamp, message.step, message.examples
+        )
+        self._gather(message.table, of_one(ticket), part)
+
+    def moved(self) -> None:
+        """The node above is another: what was under way there goes again."""
+        for number, table in self._tables.items():
+            self._pass_on(number, table.node.moved({}))
+
+    def _gather(self, number: int, sum_: Sum, part: NodePart) -> None:
+        table = self._table(number)
+        table.parts[sum_.sender, sum_.number] = part
+        self._work(number, lambda: self._pass_on(number, table.node.publish(sum_)))
+
+    def _pass_on(self, number: int, passed: Iterable[Passed]) -> None:
+        world, table = self._world, self._table(number)
+        for each in passed:
+            if isinstance(each, Up):
+                self._send_up(number, each.sum, self._added(table, each.sum))
+            elif isinstance(each, SumDone):
+                table.parts.pop((each.child, each.number), None)
+                self._done(number, each.child, each.number)
+            else:
+                refused = Refused(number, each.number, each.without, each.counted)
+                if (child := world.nodes.get(each.child)) is not None:
+                    world.send(self.machine, child.machine, partial(child.hear, refused))
+
+    def _added(self, table: NodeTable, sum_: Sum) -> NodePart:
+        """The mean of the parts, by examples, in the order of the sum."""
+        parts = [table.parts[key] for key in sum_.parts]
+        weighted = [part for part in parts if part.examples] or parts[:1]
+        segments = [segment.clone() for segment in weighted[0].segments]
+        mean = Mean(segments, table.layout.parameters.views(segments))
+        mean.present, mean.total = weighted[0].mask, weighted[0].examples
+        for part in weighted[1:]:
+            mean.add(part, part.mask, part.examples)
+        return NodePart(
+            segments,
+            mean.views,
+            mean.present,
+            sum(part.examples for part in parts),
+            [option for part in parts for option in part.options],
+            tuple(gradient for part in parts for gradient in part.gradients),
+            tuple(buffers for part in parts for buffers in part.buffers),
+        )
+
+    def _send_up(self, number: int, sum_: Sum, body: NodePart) -> None:
+        world, above = self._world, self._world.tree.parent[self.node]
+        parts = world.tables[number].part_bytes
+        if above != ROOT:
+            parent = world.nodes[above]
+            arrive = partial(parent._arrive, self, number, sum_, body)
+            world.send(self.machine, parent.machine, arrive, sum(parts))
+            return
+        lane = self._fill(number, sum_, body)
+        for shard in range(1, len(parts)):
+            arrival = world.network.send(
+                world.clock.now, self.machine, world.cluster.machine_of_shard(shard), parts[shard]
+            )
+            lane.under_way[shard, sum_.number] = arrival
+        table = self._table(number)
+        told = Told(
+            number,
+            sum_.number,
+            sum_.iteration,
+            body.gradients,
+            table.options,
+            all(body.mask),
+            body.buffers,
+        )
+        world.send(self.machine, world.first_machine, partial(self._at_root, told), parts[0])
+
+    def _at_root(self, told: Told) -> None:
+        if not self.dead:
+            self._world.servers[0].note(self, told)
+
+    def _arrive(self, child: SimNode, number: int, sum_: Sum, body: NodePart) -> None:
+        if not self.dead and not child.dead:
+            self._gather(number, sum_, body)
+
+    def _fill(self, number: int, sum_: Sum, body: NodePart) -> SimLane:
+        """The draft that the shards read."""
+        table = self._table(number)
+        lane = table.lane
+        if NEVER not in lane.numbers:  # in lockstep they lie there until all have come
+            lane.numbers.append(NEVER)
+            lane.sent.append(private_slot(table.layout))
+        place = lane.numbers.index(NEVER)
+        lane.numbers[place] = sum_.number
+        slot = table.lane.sent[place]
+        torch._foreach_copy_(slot.segments, body.segments)
+        slot.mask.copy_(torch.tensor(body.mask, dtype=torch.uint8))
+        text = min(body.options)[2]
+        if text != table.text:
+            table.options, table.text = table.options + 1, text
+        slot.write_options(text)
+        return table.lane
+
+    # -- what comes back -------------------------------------------------------------------------------------
+
+    def freed(self, number: int, sum_number: int) -> None:
+        """A shard needs this sum no more."""
+        table = self._table(number)
+        freed = [key for key in table.lane.freed if key[1] == sum_number]
+        if len(freed) == table.layout.shards and sum_number in table.lane.numbers and not self.dead:
+            for key in freed:
+                del table.lane.freed[key]
+            table.lane.numbers[table.lane.numbers.index(sum_number)] = NEVER
+
+    def _done(self, number: int, child: int, done: int) -> None:
+        world = self._world
+        if self.node not in world.tree.leaves:
+            if (below := world.nodes.get(child)) is not None:
+                world.send(self.machine, below.machine, partial(below.taken, number, done))
+            return
+        lane, learner = world.lanes.get((number, child)), world.learners[child]
+        if lane is not None:
+            arrival = world.clock.now + world.cluster.memory.latency
+            for shard in range(world.tables[number].layout.shards):
+                lane.freed[shard, done] = arrival
+            world.clock.at(arrival, learner.wake)
+
+    def taken(self, number: int, sum_number: int) -> None:
+        """The node above says so."""
+        if not self.dead:
+            self._pass_on(number, self._table(number).node.taken(sum_number))
+
+    def hear(self, message: ToNodes) -> None:
+        """The leading shard, or the node above, has something to say."""
+        if self.dead or message.table not in self._world.tables:
+            return
+        table, node = message.table, self._table(message.table).node
+        if isinstance(message, Taken):
+            self.taken(table, message.number)
+        elif isinstance(message, Refused):
+            lane = self._table(table).lane
+            if message.number in lane.numbers:
+                lane.numbers[lane.numbers.index(message.number)] = NEVER
+            self._pass_on(table, node.again(message.number, message.without, message.counted))
+        elif isinstance(message, Counted):
+            below = self._world.tree.below(self.node)
+            counted = {
+                child: [message.active[each] for each in learners if each in message.active]
+                for child, learners in below.items()
+            }
+            self._pass_on(table, node.turn(lockstep=message.lockstep))
+            active = {child: min(each) for child, each in counted.items() if each}
+            self._pass_on(table, node.count(active))
+
+    # -- who comes and goes ----------------------------------------------------------------------------------
+
+    def lose(self, child: int) -> None:
+        for number, table in self._tables.items():
+            self._pass_on(number, table.node.lose(child))
+
+    def welcome(self, child: int) -> None:
+        for table in self._tables.values():
+            table.node.welcome(child)

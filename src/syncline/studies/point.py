@@ -1,0 +1,184 @@
+"""One point of a study as a run: the job with the point's dial, learners, batch and seed, and the row that comes of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import time
+from collections.abc import Callable
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from syncline.engines.run import EpochRecord
+from syncline.errors import LearnerError, UsageError
+from syncline.jobs import Job
+from syncline.learn.gradients import way_of
+from syncline.learn.training import evaluation_of
+from syncline.sim.engine import Sim
+from syncline.sim.timing.run_times import Follow, Timing
+from syncline.studies.grid import Point
+from syncline.studies.rows import StudyRow, asked
+from syncline.topologies import Servers, Trees, parse_topology
+from syncline.train import Result, train
+
+Moved = Callable[[int], None]  # gets the number of epochs that are done
+
+
+def overrides(point: Point) -> list[str]:
+    """What a point changes in a job."""
+    return [
+        f"sync='{point.sync}'",
+        f"learners={point.learners}",
+        f"batch_size={point.batch_size}",
+        f"seed={point.seed}",
+    ]
+
+
+def run_point(
+    job: Job, point: Point, moved: Moved = lambda epochs: None, *, timing: bool = False
+) -> StudyRow:
+    """Run a job that is set to the point, or only time it; what goes wrong is in the row."""
+    began = time.monotonic()
+    try:
+        known = _timed(job) if timing else _trained(job, moved)
+    except Exception as error:
+        known = {"error": said(error)}
+    return asked(point, **known, wall_seconds=round(time.monotonic() - began, 3), **made_by())
+
+
+def _trained(job: Job, moved: Moved) -> dict[str, Any]:
+    arguments = job.build()
+    done = count(1)  # epochs; they need not be done in order
+    arguments["callbacks"] = (*arguments["callbacks"], lambda record: moved(next(done)))
+    result: Result = train(**arguments)
+    return _known(result, arguments)
+
+
+def _known(result: Result, arguments: dict[str, Any]) -> dict[str, Any]:
+    metrics = _metrics(result, arguments)
+    accuracy = metrics.get("accuracy")
+    table = result.statistics.tables.get(0)
+    size = _size(arguments["data"])
+    return {
+        "epochs": round(table.examples / size, 6) if table and size else float(len(result.history)),
+        "seconds": round(result.seconds, 9),
+        "updates": result.updates,
+        "gradients": result.gradients,
+        "dropped": result.dropped,
+        "mean_staleness": result.staleness.mean,
+        "max_staleness": result.staleness.max,
+        "test_error": None if accuracy is None else round(1 - accuracy, 9),
+        "test_accuracy": accuracy,
+        "test_loss": metrics.get("loss"),
+        "loss": result.history[-1].loss if result.history else None,
+        "throughput": round(result.throughput, 6),
+        "overlap": round(result.simulated.overlap, 6) if result.simulated is not None else None,
+    }
+
+
+def _size(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def _metrics(result: Result, arguments: dict[str, Any]) -> dict[str, float]:
+    """Of the last version: what the last epoch's test said, or a test now where the run ended between epochs."""
+    last: EpochRecord | None = result.history[-1] if result.history else None
+    if last is not None and last.version == result.version:
+        return last.metrics
+    test = evaluation_of(
+        result.model,  # type: ignore[arg-type]  # `train` always has one
+        arguments["evaluate"],
+        way_of(arguments["gradient"], result.model, arguments["loss"], arguments["objective"]),  # type: ignore[arg-type]
+        arguments["batch_size"],
+        arguments["collate"],
+    )
+    return test(result.state_dict()) if test is not None else {}
+
+
+# -- timing only -----------------------------------------------------------------------------------------------
+
+
+def time_job(job: Job, follow: Follow | None = None) -> Timing:
+    """How long a job's run would take on its simulator, by the sizes of its model and data."""
+    made = job.build()
+    engine, topology = made["engine"], parse_topology(job.topology)
+    if not isinstance(engine, Sim):
+        raise UsageError(f"timing is the simulator's, this job runs on {job.engine}")
+    model = made["model"] if isinstance(made["model"], nn.Module) else made["model"]()
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    count = sum(each.numel() for each in parameters)
+    where: dict[str, Any] = {}
+    if topology.fixed_members:
+        where = {"topology": job.topology, "layers": [each.numel() for each in parameters if each.numel()]}
+    elif isinstance(topology, Trees):
+        where["topology"] = job.topology
+    elif isinstance(topology, Servers) and topology.fixed:
+        where["shards"] = topology.shards
+    return engine.timing(
+        parameters=count,
+        itemsize=round(sum(each.numel() * each.element_size() for each in parameters) / count),
+        examples=len(made["data"]),
+        learners=job.learners,
+        batch_size=job.batch_size,
+        sync=made["sync"],
+        epochs=job.epochs or (None if job.steps else 1),
+        steps=job.steps,
+        policy=job.policy,
+        warmstart=job.warmstart,
+        seed=job.seed,
+        follow=follow,
+        **where,
+    )
+
+
+def _timed(job: Job) -> dict[str, Any]:
+    timing = time_job(job)
+    return {
+        "epochs": None if job.steps else float(len(timing.history)),
+        "seconds": round(timing.seconds, 9),
+        "updates": timing.updates,
+        "gradients": timing.gradients,
+        "dropped": timing.dropped,
+        "mean_staleness": timing.staleness.mean,
+        "max_staleness": timing.staleness.max,
+        "throughput": round(timing.throughput, 6),
+        "overlap": round(timing.overlap, 6),
+    }
+
+
+# -- what went wrong, who made it ------------------------------------------------------------------------------
+
+
+def said(error: BaseException) -> str:
+    """On one line."""
+    text = error.traceback if isinstance(error, LearnerError) else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    if isinstance(error, LearnerError):
+        return f"learner {error.rank} raised {lines[-1]}"
+    words = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+    return f"{type(error).__name__}: {words}"
+
+
+@cache
+def made_by() -> dict[str, str]:
+    """The library's version, and its commit where it runs from a checkout."""
+    return {"commit": _commit(), "version": importlib.metadata.version("syncline")}
+
+
+def _commit() -> str:
+    here = Path(__file__).resolve()
+    if not (here.parents[3] / ".git").exists():
+        return ""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=here.parent, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

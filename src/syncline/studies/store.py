@@ -1,0 +1,188 @@
+"""The folder of a study: job.toml, tradeoff.csv with a row for each run as it ends, pictures.
+
+One process writes at a time. A line that was torn is cut off, so that what is there is whole; a folder of another job is
+refused with the difference. Not responsible for what rows mean (rows.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from syncline.errors import RunError, UsageError
+from syncline.jobs.toml import dumps
+from syncline.report.event_lines import write_whole
+from syncline.studies.grid import Point
+from syncline.studies.rows import StudyRow, head, line_of, ordered, rows_of
+
+TABLE, JOB, LOG, LOCK = "tradeoff.csv", "job.toml", "log.txt", ".lock"
+MARK = "# syncline tradeoff, job "
+VARIED = ("sync", "learners", "batch_size", "seed")  # keys that the grid sets
+ELSEWHERE = (
+    "run_dir",
+    "resume",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "clocks",
+)  # a study's runs leave rows only
+
+
+def common(table: Mapping[str, Any]) -> dict[str, Any]:
+    """What all runs of a study share: the job without what the grid sets."""
+    return {key: value for key, value in table.items() if key not in (*VARIED, *ELSEWHERE)}
+
+
+def digest(table: Mapping[str, Any]) -> str:
+    """Of the job, whatever the order of its keys."""
+    return hashlib.sha256(dumps(_sorted(common(table))).encode()).hexdigest()[:16]
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return [_sorted(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> list[str]:
+    """`epochs: 5 there, 2 here`, key by key."""
+    found: list[str] = []
+    for key in dict.fromkeys([*before, *now]):
+        old, new, path = before.get(key), now.get(key), f"{above}{key}"
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += differences(old, new, f"{path}.")
+        elif old != new:
+            found.append(f"{path}: {_said(old)} there, {_said(new)} here")
+    return found
+
+
+def _said(value: Any) -> str:
+    return "none" if value is None else repr(value)
+
+
+class StudyStore:
+    """A study's folder, open for writing; use it in a `with`."""
+
+    def __init__(self, folder: Path, table: Mapping[str, Any], *, fresh: bool = False) -> None:
+        self.folder = folder
+        self.job = common(table)
+        with ExitStack() as opened:
+            try:
+                if not fresh:
+                    self._refuse_other_jobs()  # before anything is left there
+                folder.mkdir(parents=True, exist_ok=True)
+                opened.enter_context(self._locked())
+                if fresh:
+                    self._set_aside()
+                self._refuse_other_jobs()
+                self.rows = self._begin()
+            except OSError as error:
+                raise RunError(
+                    f"cannot use {folder} for a study: {error.strerror}; give another --out"
+                ) from error
+            self._opened = opened.pop_all()
+
+    def _locked(self) -> IO[bytes]:
+        file = (self.folder / LOCK).open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UsageError(
+                f"another study is writing to {self.folder}; wait for it, or give another --out"
+            ) from None
+        return file
+
+    def _set_aside(self) -> None:
+        """What was there is kept once, under another name."""
+        for name in (JOB, TABLE):  # a job without a table would be somebody else's
+            with suppress(FileNotFoundError):
+                os.replace(self.folder / name, self.folder / f"{name}.old")
+
+    def _refuse_other_jobs(self) -> None:
+        path = self.folder / TABLE
+        if not path.exists():
+            if (self.folder / JOB).exists():
+                raise UsageError(f"{self.folder} has a {JOB} that is not of a study; give another --out")
+            return
+        with path.open(encoding="utf-8", errors="replace") as file:
+            first = file.readline()
+        if not first.endswith("\n"):  # torn, or empty
+            return
+        if not first.startswith(MARK):
+            raise UsageError(f"{path} is no table of a study; give another --out")
+        if first.removeprefix(MARK).split()[0] != digest(self.job):
+            told = "; ".join(self._differences()) or "its job.toml is gone"
+            raise UsageError(
+                f"{self.folder} holds the rows of another job ({told}); give another --out, or start anew with --fresh"
+            )
+
+    def _differences(self) -> list[str]:
+        try:
+            before = tomllib.loads((self.folder / JOB).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return []
+        return differences(common(before), self.job)
+
+    def _begin(self) -> list[StudyRow]:
+        """The rows that are there; the file then ends with a whole line."""
+        path = self.folder / TABLE
+        rows = read_rows(self.folder) if path.exists() else []
+        self._write(rows)
+        write_whole(self.folder / JOB, dumps(self.job))
+        return rows
+
+    def _write(self, rows: Sequence[StudyRow]) -> None:
+        text = f"{MARK}{digest(self.job)}\n{head()}{''.join(map(line_of, rows))}"
+        write_whole(self.folder / TABLE, text)
+
+    def add(self, row: StudyRow) -> None:
+        """A run has ended: its line is on the disk when this returns, in whole."""
+        self.rows = [each for each in self.rows if each.point != row.point] + [row]
+        content, path = line_of(row).encode("utf-8", "replace"), self.folder / TABLE
+        try:
+            with path.open("ab", buffering=0) as file:
+                start = os.fstat(file.fileno()).st_size
+                try:
+                    if file.write(content) != len(content):
+                        raise OSError(28, "No space left on device")
+                    os.fsync(file.fileno())
+                except OSError:
+                    os.ftruncate(file.fileno(), start)
+                    raise
+        except OSError as error:
+            raise RunError(
+                f"cannot write {path}: {error.strerror}; make room, and run again to go on"
+            ) from error
+
+    def finish(self, points: Sequence[Point]) -> None:
+        """Rows in the order of the grid, one for each point, whoever ended first."""
+        self.rows = ordered(self.rows, points)
+        try:
+            self._write(self.rows)
+        except OSError as error:
+            raise RunError(f"cannot write {self.folder / TABLE}: {error.strerror}") from error
+
+    def __enter__(self) -> StudyStore:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._opened.close()
+
+
+def read_rows(folder: Path) -> list[StudyRow]:
+    """The rows of a study, finished or not."""
+    path = folder / TABLE
+    try:
+        content = path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{folder} is no study: there is no {TABLE} in it") from None
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from error
+    whole = content[: content.rfind("\n") + 1].splitlines()
+    return rows_of(line for line in whole if not line.startswith("#"))

@@ -1,0 +1,230 @@
+"""Plays one case of the hunt: a tiny model, gradients that tell which examples they are of, everything checked.
+
+A failure is a broken invariant, a run that stands still or never ends, or an error nobody asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from syncline.dial import Course
+from syncline.engines.fault_script import parse_script
+from syncline.engines.run import Outcome, RunSpec, Storage, Task
+from syncline.errors import InvariantError, LostError
+from syncline.learn.gradients import Supervised
+from syncline.learn.session import Session
+from syncline.learn.training import Training, run_training
+from syncline.protocols.lifecycle import Faults
+from syncline.roles.run_plan import RunPlan, Saving
+from syncline.sim.allreduce import AllReduceSimulation
+from syncline.sim.engine import Sim
+from syncline.sim.simulation import Simulation
+from syncline.testing.hunt.case import Case
+from syncline.testing.hunt.scratch_folders import scratch
+
+MOST_EVENTS = 60_000  # a run of the hunt has a few thousand
+WIDTH = 70  # parameters of a layer: two shards' worth of the smallest cut
+BOUNDED = (
+    "all learners are lost",
+    "times without a checkpoint in between",
+)  # ends that scripts may bring about
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong."""
+
+    kind: str  # the first words, which a shortened case must share
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Tiny(nn.Module):
+    """Two tensors of different shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.b = nn.Parameter(torch.ones(2, 3))
+        self.register_buffer("seen", torch.zeros(1))
+
+
+def play(case: Case, *, check: bool = True) -> Failure | None:
+    """Run it; None if all is well."""
+    try:
+        run(case, check=check)
+    except InvariantError as error:
+        return Failure(_kind(str(error).partition(": ")[2]), str(error))
+    except LostError as error:
+        return None if _asked_for(case, str(error)) else Failure(_kind(str(error)), str(error))
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        return Failure(_kind(f"{type(error).__name__} {text.rstrip().splitlines()[-1]}"), text)
+    return None
+
+
+def _kind(text: str) -> str:
+    """Without numbers, which differ from case to case."""
+    first = text.split("\n")[0]
+    return " ".join(word for word in first.split() if word.isalpha())[:60]
+
+
+def _asked_for(case: Case, text: str) -> bool:
+    """The script kills everybody, or the same shard again and again."""
+    kills = [fault for fault in parse_script(case.script) if fault.action == "kill"]
+    learners = sum(fault.role == "learner" for fault in kills)
+    return (BOUNDED[0] in text and learners >= case.learners) or (
+        BOUNDED[1] in text and len(kills) - learners > 3
+    )
+
+
+def run(case: Case, *, check: bool = True) -> Outcome:
+    """The outcome; raises what went wrong."""
+    engine = Sim(case.cluster, script=case.script, seed=case.seed, check=check)
+    saved = contextlib.nullcontext() if case.checkpoint_every is None else scratch()
+    with warnings.catch_warnings(), saved as folder:
+        warnings.simplefilter("ignore")
+        return engine.run(_spec(case, folder), _bounded)
+
+
+def _bounded(world: Simulation | AllReduceSimulation) -> None:
+    if isinstance(world, Simulation) and world.watch is not None:
+        world.watch.most = MOST_EVENTS
+
+
+def digest(outcome: Outcome) -> str:
+    """Of everything that must be the same when a case is played again."""
+    found = hashlib.sha256(repr((outcome.seconds, outcome.staleness, outcome.statistics.tables)).encode())
+    for table, (version, state) in sorted(outcome.tables.items()):
+        found.update(f"{table} {version}".encode())
+        for name, value in sorted(state.items()):
+            found.update(name.encode() + value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def _spec(case: Case, folder: str | None) -> RunSpec:
+    return RunSpec(
+        task=Task(run_training, (_training(case),))
+        if case.loop == "train"
+        else Task(OWN_LOOPS[case.loop], (case,)),
+        plan=RunPlan(
+            course=Course.of(case.sync),
+            learners=case.learners,
+            topology=case.topology(),
+            seed=case.seed,
+            warm=case.warmstart,
+            batch_size=case.batch_size,
+            limit=case.steps,
+            epochs=case.epochs if case.loop in ("train", "own") and case.steps is None else None,
+            clip_norm=0.5 if case.clip else None,
+            saving=Saving(cuts=folder is not None, every=case.checkpoint_every),
+        ),
+        threads=1,
+        faults=Faults(replace=case.replace, patience=None),
+        storage=Storage(folder),
+    )
+
+
+def _data(case: Case) -> TensorDataset:
+    return TensorDataset(torch.arange(case.examples))
+
+
+# -- the loops ---------------------------------------------------------------------------------------------
+
+
+def _own(session: Session, case: Case) -> int:
+    """A plain loop; the gradients need no backward pass."""
+    model = Tiny()
+    optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
+    loader = session.loader(_data(case), batch_size=case.batch_size, policy=case.policy)
+    steps = 0
+    while not session.ending and (case.steps is not None or loader.epoch < case.epochs):
+        for (batch,) in loader:
+            _gradient(model, batch)
+            optimizer.step()
+            steps += 1
+        if case.seed % 3 == 1:
+            session.mean(float(session.rank))
+    return steps
+
+
+def _odd(session: Session, case: Case) -> int:
+    """One that meets the others, leaves loops early, puts several batches into a gradient, and has a second loader."""
+    model = Tiny()
+    optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
+    loader = session.loader(_data(case), batch_size=case.batch_size, policy=case.policy)
+    other = session.loader(TensorDataset(torch.arange(3)), batch_size=1)
+    while not session.ending and loader.epoch < case.epochs:
+        for number, (batch,) in enumerate(loader):
+            _gradient(model, batch)
+            if number % 3 == 1 and case.seed % 2:
+                continue  # its examples belong to the next gradient
+            optimizer.step()
+            if number == 2 and session.rank == case.seed % 5:
+                break
+        for (batch,) in other:
+            _gradient(model, batch)
+            optimizer.step()
+        if case.seed % 3 == 0:
+            session.mean(float(session.rank))
+    return 0
+
+
+def _bare(session: Session, case: Case) -> int:
+    """One without a loader of the session's."""
+    model = Tiny()
+    optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
+    steps = case.examples * case.epochs // (case.batch_size * case.learners) + 1
+    for step in range(steps if case.steps is None else case.steps):
+        _gradient(model, torch.tensor([step, session.rank]))
+        if case.seed % 3 == 2 and step % 4 == 1:
+            session.mean(float(session.rank))
+        optimizer.step()
+    return steps
+
+
+OWN_LOOPS: dict[str, Callable[[Session, Case], int]] = {"own": _own, "odd": _odd, "bare": _bare}
+
+
+@torch.no_grad()
+def _gradient(model: Tiny, batch: Tensor) -> None:
+    """Of these examples, and of the weights it is computed on."""
+    where = (batch * 13) % WIDTH
+    model.a.grad = torch.zeros(WIDTH).index_add_(0, where, torch.ones(len(batch))) + 0.01 * model.a
+    model.b.grad = torch.full((2, 3), float(batch.sum() % 7)) - model.b
+    assert isinstance(model.seen, Tensor)
+    model.seen += 1
+
+
+def _training(case: Case) -> Training:
+    """For `train`'s own loop."""
+    generator = torch.Generator().manual_seed(case.seed)
+    inputs = torch.randn(case.examples, 3, generator=generator)
+    model = nn.Linear(3, WIDTH)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return Training(
+        model=model,
+        data=TensorDataset(inputs, inputs.sum(1, keepdim=True).expand(-1, WIDTH)),
+        objective=Supervised(F.mse_loss),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        schedule=None,
+        batch_size=case.batch_size,
+        epochs=case.epochs if case.steps is None else None,
+        policy=case.policy,
+        collate=None,
+    )

@@ -1,0 +1,252 @@
+"""`train` and `launch`. `train`'s learners run `learn.training`, a loop that any user could have written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from syncline.batch.commands import BatchMethod
+from syncline.dial import Course
+from syncline.engines.checkpoint_options import AUTO, Checkpoints
+from syncline.engines.run import Callback, Engine, Task
+from syncline.learn.gradients import Backprop, Loss, Objective, way_of
+from syncline.learn.regularisers import regularised
+from syncline.learn.server_session import check_whole
+from syncline.learn.stop_rules import read_stop, refuse_streams, with_norm
+from syncline.learn.training import Training, evaluation_of, run_training
+from syncline.protocols.lifecycle import PATIENCE, Faults
+from syncline.roles.run_plan import RunPlan
+from syncline.train.batch import batch_spec, wants_batch
+from syncline.train.checks import (
+    batches_of,
+    built,
+    check_call,
+    check_callbacks,
+    check_data,
+    check_evaluate,
+    check_loop,
+    check_optimizer,
+    check_schedule,
+    check_seed,
+)
+from syncline.train.groups import GroupBatches, check_group, cut_over
+from syncline.train.run import Run
+from syncline.train.spec import DEFAULT_LEARNERS, Dial, engine_of, learners_of, run_spec, topology_of
+
+
+def launch(
+    function: Callable[..., Any],
+    *arguments: Any,
+    learners: int = DEFAULT_LEARNERS,
+    sync: Dial = "hardsync",
+    topology: str = "servers",
+    engine: str | Engine = "local",
+    device: str | Sequence[str] | None = None,
+    table_device: str | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    clip_norm: float | None = None,
+    batch_size: int | None = None,
+    warmstart: int = 0,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    checkpoint_every: int | str | None = AUTO,
+    keep_checkpoints: int = 2,
+    clocks: bool = False,
+    on_error: str = "raise",
+    replace: bool = False,
+    patience: float | None = PATIENCE,
+    kill_hung: bool = False,
+    wait: bool = True,
+    group: int = 1,
+    plan: Any = None,
+    **keywords: Any,
+) -> Any:
+    """Run `function(session, *arguments, **keywords)` in every learner; a `Result`, or a `Run` with wait=False.
+
+    `batch_size` is needed only by dials whose rate depends on it. Everything else a learner needs is passed
+    through: models, data and functions defined in a script or notebook travel, tensors are shared. For faults and
+    checkpoints see `train`. With `group` processes for each learner the function runs in every seat (`session.seat`), on
+    `sl.partition(model, plan, example)`. A function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
+    """
+    runner = engine_of(engine)
+    learners = learners_of(runner, learners, topology, wait)
+    check_group(group, plan, runner, topology)
+    check_call(function, arguments, keywords)
+    check_seed(seed)
+    check_whole("learners", learners)
+    if batch_size is not None:
+        check_whole("batch_size", batch_size)
+    course = Course.of(sync)
+    description = RunPlan(
+        course=course,
+        learners=learners,
+        topology=topology_of(topology, learners, course),
+        seed=seed,
+        warm=warmstart,
+        batch_size=batch_size,
+        joint_batch=batch_size * learners if batch_size else None,
+        clip_norm=clip_norm,
+    )
+    spec = run_spec(
+        runner,
+        Task(function, arguments, keywords),
+        description,
+        group=group,
+        cut=plan,
+        device=device,
+        table_device=table_device,
+        threads=threads,
+        faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
+        checkpoints=Checkpoints(
+            run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
+        ),
+    )
+    run = Run(runner, spec, None)
+    return run.wait() if wait else run
+
+
+def train(
+    model: nn.Module | Callable[[], nn.Module],
+    data: Dataset[Any] | tuple[torch.Tensor, ...],
+    *,
+    loss: Loss | None = None,
+    objective: Objective | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | BatchMethod,
+    schedule: Callable[[Any], Any] | None = None,
+    sync: Dial = "softsync:1",
+    topology: str = "servers",
+    engine: str | Engine = "local",
+    learners: int = DEFAULT_LEARNERS,
+    batch_size: int = 32,
+    global_batch_size: int | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    evaluate: Dataset[Any] | tuple[torch.Tensor, ...] | Callable[[nn.Module], dict[str, float]] | None = None,
+    clip_norm: float | None = None,
+    warmstart: int = 0,
+    device: str | Sequence[str] | None = None,
+    table_device: str | None = None,
+    seed: int = 0,
+    policy: str = "ledger",
+    collate: Callable[[list[Any]], Any] | None = None,
+    threads: int | None = None,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    checkpoint_every: int | str | None = AUTO,
+    keep_checkpoints: int = 2,
+    clocks: bool = False,
+    on_error: str = "raise",
+    replace: bool = False,
+    patience: float | None = PATIENCE,
+    kill_hung: bool = False,
+    callbacks: Callback | Sequence[Callback] = (),
+    gradient: str | Callable[[nn.Module, Any], torch.Tensor] = "backprop",
+    regulariser: Callable[[nn.Module], torch.Tensor] | None = None,
+    stop: Mapping[str, Any] | None = None,
+    wait: bool = True,
+    group: int = 1,
+    plan: Any = None,
+    check: bool = False,
+) -> Any:
+    """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
+
+    A callable `model` makes it, with this seed, in every learner; `data` is a Dataset, or a tuple of tensors.
+    Give `loss(output, target)` for (input, target) batches, or `objective(model, batch)` for any other. The run ends after
+    `epochs`, or after `steps` updates. `global_batch_size`, of all learners together, takes the place of `batch_size`. `evaluate` is a data set like `data`, or a function of the model; it
+    runs beside the learners at each epoch's end, on one version. A callback gets each epoch's record and ends the run by returning True.
+
+    `gradient` is the way to one: back-propagation, `"cd:k"` or `"pcd:k"` (contrastive divergence of energy models), or a
+    function (model, batch) -> loss that fills `.grad`; only the first has a `loss` or `objective`, a net's own losses apart.
+    `regulariser`, a function of the model, is added to every gradient. `stop` ends the run before its end: at a `loss`, after a
+    `plateau` of so many epochs without a better one, or at a `gradient_norm` of the data.
+
+    The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
+    number) or seconds (a text such as "30s"; "auto" is a minute, "end" or None the last one alone) and at the end; `resume` goes
+    on from one. With `clocks` the vector clock of every update is kept there too. A learner that dies is left out, with `replace`
+    another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner not heard of for
+    `patience` seconds is named, and ended with `kill_hung`.
+
+    `group` processes, seats, hold one model together and are one learner, with one batch; `plan` says how its layers are cut over
+    them: "auto" (the cheapest, see `sl.plan`), "data", a Plan, or by hand, {"fc*": "model"}. With `check` the first batch is
+    compared with the whole model.
+
+    With `sync="sandblaster"` the optimizer is a batch method such as `sl.LBFGS()`: `steps` counts iterations, `batch_size` is a portion of
+    the batch, which is all data or, with `global_batch_size` or `schedule` (iteration -> examples), a sample. See docs/batch_methods.md.
+
+    Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
+    `.result` is what was trained. A second Ctrl-C does not wait.
+    """
+    given = dict(locals())
+    runner = engine_of(engine)
+    if wants_batch(sync, optimizer):
+        batch, whole = batch_spec(runner, **given)
+        run = Run(runner, batch, whole)
+        return run.wait() if wait else run
+    learners = learners_of(runner, learners, topology, wait)
+    check_group(group, plan, runner, topology)
+    each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)
+    check_loop(loss, objective, epochs, steps, policy, collate)
+    data, evaluate = check_data(data, each), check_evaluate(evaluate)
+    whole, sent = built(model, seed)
+    way = way_of(gradient, whole, loss, objective)
+    trained, rule = regularised(way, regulariser), read_stop(stop)
+    refuse_streams(rule, data)
+    made = check_optimizer(whole, optimizer, sync)
+    check_schedule(schedule, made)
+    if steps is None and epochs is None:
+        epochs = 1
+    aim = trained.objective if isinstance(trained, Backprop) else None
+    batches = GroupBatches(data, collate, each, learners)
+    plain = aim if regulariser is None else None
+    cut = cut_over(group, plan, model=whole, objective=plain, batches=batches)
+    training = Training(
+        model=sent,
+        data=data,
+        objective=aim,
+        gradient=None if aim is not None else trained,
+        optimizer=optimizer,  # type: ignore[arg-type]
+        schedule=schedule,
+        batch_size=each,
+        global_batch_size=joint,
+        epochs=epochs,
+        policy=policy,
+        collate=collate,
+        check=check,
+    )
+    course = Course.of(sync)
+    description = RunPlan(
+        course=course,
+        learners=learners,
+        topology=topology_of(topology, learners, course),
+        seed=seed,
+        warm=warmstart,
+        batch_size=each,
+        joint_batch=joint or each * learners,
+        limit=steps,
+        epochs=epochs,
+        clip_norm=clip_norm,
+    )
+    spec = run_spec(
+        runner,
+        Task(run_training, (training,)),
+        description,
+        group=group,
+        cut=cut,
+        device=device,
+        table_device=table_device,
+        threads=threads,
+        faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
+        checkpoints=Checkpoints(
+            run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
+        ),
+        evaluate=with_norm(evaluation_of(sent, evaluate, way, each, collate), rule, training),
+        callbacks=(*check_callbacks(callbacks), *([rule] if rule is not None else [])),
+    )
+    run = Run(runner, spec, whole, made)
+    return run.wait() if wait else run

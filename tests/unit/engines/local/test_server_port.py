@@ -1,0 +1,61 @@
+"""A shard's two sources, the log and the supervisor: neither is ahead of what it needs of the other."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from syncline import messages as m
+from syncline.dial import Sync
+from syncline.engines.local.control_channel import Channel
+from syncline.engines.local.exchange import LINE, Ring
+from syncline.engines.local.server import (
+    ENTRY,
+    LOG_ENTRIES,
+    LocalServerPort,
+    MemoryGeometry,
+    ServerSpec,
+    _Loop,
+)
+from syncline.engines.local.shared_memory import Region, SharedWords, WakeUp
+from syncline.messages.log import Change, GiveState
+
+
+def test_what_the_log_has_no_room_for_follows_in_order() -> None:
+    log, beats = Region(8 * Ring.words(LOG_ENTRIES, 2)), Region(8 * LINE * 3)
+    channel, theirs = Channel.pair()
+    bells = [WakeUp() for _ in range(3)]
+    port = LocalServerPort(channel, ServerSpec(0, 3, log, bells, MemoryGeometry(2, 0), 0, beats))
+    followers = Ring(SharedWords(log), 0, capacity=LOG_ENTRIES, form=ENTRY, readers=2)
+    count = LOG_ENTRIES + 300
+    for number in range(count):
+        port.append(GiveState(0, 0, number))
+    assert not port.keeps_up()
+    seen: list[list[int]] = [[], []]
+    for reader, every in ((0, 1), (1, 2)):  # one reads all there is, the other lags
+        for _ in range(LOG_ENTRIES // every):
+            record = followers.pop(reader)
+            assert record is not None
+            seen[reader].append(int(record[3]))
+    assert port.keeps_up()
+    for reader in (0, 1):
+        while (record := followers.pop(reader)) is not None:
+            seen[reader].append(int(record[3]))
+    assert seen == [list(range(count))] * 2
+    channel.close()
+    theirs.close()
+
+
+def test_a_follower_reads_the_dial_that_the_log_turns_to_before_it_turns() -> None:
+    log, beats = Region(8 * Ring.words(LOG_ENTRIES, 1)), Region(8 * LINE * 2)
+    channel, theirs = Channel.pair()
+    supervisor = Channel(theirs)
+    bells = [WakeUp() for _ in range(2)]
+    leader = LocalServerPort(channel, ServerSpec(0, 2, log, bells, MemoryGeometry(2, 0), 0, beats))
+    follower = _Loop(channel, ServerSpec(1, 2, log, bells, MemoryGeometry(2, 0), 0, beats))
+    cast(Any, follower)._port.shelves[0] = None  # a table that it knows of
+    leader.append(Change(0, 1))
+    supervisor.send(m.Dial(1, Sync.parse("async"), None))  # said to the leader first
+    follower._read_log()
+    assert set(follower._role._replay.dials) == {1}
+    channel.close()
+    supervisor.close()

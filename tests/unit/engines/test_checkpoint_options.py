@@ -1,0 +1,81 @@
+"""Where checkpoints go and how often, and who may write there: decided before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncline.dial import Course
+from syncline.engines.checkpoint_options import Checkpoints
+from syncline.engines.run import Storage
+from syncline.engines.run_lock import LOCK, RunLock
+from syncline.errors import UsageError
+from syncline.roles.run_plan import RunPlan, Saving
+
+
+def opened(folder: Path | None, every: Any, **options: Any) -> tuple[Saving, Storage]:
+    plan = RunPlan(course=Course.of("async"), learners=2)
+    saving, storage = Checkpoints(folder, None, every, 2, **options).opened(plan)
+    if storage.lock is not None:
+        storage.lock.release()
+    return saving, storage
+
+
+@pytest.mark.parametrize(
+    "every, virtual, updates, seconds",
+    [
+        ("auto", False, None, 60.0),
+        ("auto", True, None, None),
+        ("end", False, None, None),
+        (None, False, None, None),
+        ("2.5s", True, None, 2.5),
+        (7, False, 7, None),
+    ],
+)
+def test_how_often(
+    every: Any, virtual: bool, updates: int | None, seconds: float | None, tmp_path: Path
+) -> None:
+    saving, storage = opened(tmp_path, every, virtual=virtual)
+    assert saving == Saving(cuts=True, every=updates, seconds=seconds)
+    assert storage.folder == str(tmp_path / "checkpoints")
+
+
+def test_without_a_folder_there_is_nothing_to_write_to() -> None:
+    saving, storage = opened(None, "auto")
+    assert not saving.cuts and storage.folder is None
+    with pytest.raises(UsageError, match="checkpoint_every=7 needs run_dir="):
+        opened(None, 7)
+
+
+def test_the_first_rank_of_torchrun_has_the_folder_and_all_know_of_it(tmp_path: Path) -> None:
+    first, second = (opened(tmp_path, "auto", rank=rank) for rank in (0, 1))
+    assert first[0].cuts and second[0].cuts
+    assert first[1].folder is not None and second[1].folder is None
+    (tmp_path / "events.jsonl").touch()
+    assert "holds a run already" in str(opened(tmp_path, "auto", rank=0)[1].refused)
+
+
+def test_one_holds_the_lock_and_its_file_goes_with_it(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "run")
+    with pytest.raises(UsageError, match=rf"alive: process {os.getpid()} on \S+ since .*run_dir"):
+        RunLock(tmp_path / "run")
+    lock.release()
+    lock.release()
+    assert list((tmp_path / "run").iterdir()) == []
+    RunLock(tmp_path / "run").release()
+
+
+def test_a_process_that_was_killed_holds_no_lock(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from syncline.engines.run_lock import RunLock; "
+        "lock = RunLock(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=100)
+    assert done.returncode == -9 and (tmp_path / LOCK).exists()
+    RunLock(tmp_path).release()

@@ -1,0 +1,118 @@
+"""Strangers at rank 0's door, on real sockets: they keep nobody waiting, and what was heard once cannot be said again."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from syncline.dial import Course
+from syncline.engines.run import RunSpec, Task
+from syncline.engines.torchrun.control_connection import ControlConnection
+from syncline.engines.torchrun.engine import Line
+from syncline.engines.torchrun.handshake import MOST, introduce
+from syncline.engines.torchrun.run_server import Failed, RunServer
+from syncline.errors import LostError
+from syncline.roles.allreduce_coordinator import Meet
+from syncline.roles.run_plan import RunPlan
+from syncline.topologies import AllReduce
+
+PATIENCE = 20.0  # seconds until something counts as hung
+ANSWER = 32 + 4 + 32
+
+
+@pytest.fixture
+def clerk() -> Iterator[RunServer]:
+    plan = RunPlan(course=Course.of("hardsync"), learners=1, topology=AllReduce())
+    clerk = RunServer(RunSpec(task=Task(print), plan=plan), "127.0.0.1")
+    clerk.start()
+    yield clerk
+    with contextlib.suppress(OSError, LostError), call(clerk) as end:  # it may have ended
+        introduce(end, 0, clerk.token)
+        ControlConnection(end).send(Failed(LostError("enough")))
+    clerk.join()
+    assert not any(thread.name == "syncline-clerk" for thread in threading.enumerate())
+
+
+def call(clerk: RunServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", clerk.port), timeout=PATIENCE)
+
+
+def meets(clerk: RunServer) -> None:
+    """A learner comes in, and is answered."""
+    found: list[object] = []
+    line = Line(ControlConnection(call(clerk)), 0, clerk.token)
+    asking = threading.Thread(target=lambda: found.append(line.ask(Meet("a test", 7))), daemon=True)
+    asking.start()
+    asking.join(PATIENCE)
+    line.send(Failed(LostError("enough")))
+    line.why(PATIENCE)
+    line.close()
+    assert found == [[7]]
+
+
+def exactly(end: socket.socket, length: int) -> bytes:
+    return end.recv(length, socket.MSG_WAITALL)
+
+
+def closed(end: socket.socket) -> bool:
+    try:
+        while end.recv(100):
+            pass
+    except ConnectionResetError:
+        pass
+    return True  # else the timeout is raised
+
+
+def test_strangers_that_stay_silent_keep_nobody_waiting(clerk: RunServer) -> None:
+    silent = [call(clerk) for _ in range(3)]
+    meets(clerk)
+    for end in silent:
+        end.close()
+
+
+def test_more_strangers_than_there_is_room_for_drive_each_other_out(clerk: RunServer) -> None:
+    crowd = [call(clerk) for _ in range(MOST + 3)]
+    assert all(closed(end) for end in crowd[:3])
+    meets(clerk)
+    for end in crowd:
+        end.close()
+
+
+@pytest.mark.parametrize(
+    "said", [bytes(ANSWER), b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" + bytes(ANSWER)]
+)
+def test_who_says_something_else_is_turned_away(clerk: RunServer, said: bytes) -> None:
+    with call(clerk) as end:
+        end.sendall(said)
+        assert closed(end)
+    meets(clerk)
+
+
+def test_what_was_heard_once_cannot_be_said_again(clerk: RunServer) -> None:
+    """Somebody between a learner and rank 0 passes everything on, and says it again to rank 0 later."""
+    ours, between = socket.socketpair()
+    with ours, between, call(clerk) as there:
+        learner = threading.Thread(target=introduce, args=(ours, 0, clerk.token))
+        learner.start()
+        between.sendall(exactly(there, 32))
+        answer = exactly(between, ANSWER)
+        there.sendall(answer)
+        between.sendall(exactly(there, 32))
+        learner.join(PATIENCE)
+        assert not learner.is_alive()
+        with call(clerk) as again:
+            again.sendall(answer)
+            assert closed(again)
+        assert clerk.recorder.error is None
+
+
+def test_rank_0_has_to_prove_itself_too() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(bytes(64))
+        with pytest.raises(LostError, match="is not rank 0 of this run"):
+            introduce(ours, 1, b"word" * 8)

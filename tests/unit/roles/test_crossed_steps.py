@@ -1,0 +1,208 @@
+"""Steps of several tables that wait for each other (M8): equal loops always go on, whoever joins, leaves or is told late;
+loops that differ end by name.
+
+The leading shard as it is, over queues whose messages take any time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import MagicMock
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from syncline import messages as m
+from syncline.dial import as_sync
+from syncline.messages.log import Entry, Release
+from syncline.messages.to_leader import NO_LOADER, Gradient, Meet, Rest, ToLeader
+from syncline.ports import ServerPort
+from syncline.protocols.meetings import STEP, MeetingPlace
+from syncline.roles.leader import Leader
+from syncline.roles.log_applier import LogApplier
+from syncline.roles.pending_requests import differing
+
+many = settings(max_examples=200, deadline=None)
+TABLES = {"a": 0, "b": 1}
+words = st.text("abm", max_size=6)  # steps of two tables, and meetings
+dials = st.sampled_from(["hardsync", "delayed:1", "ssp:0", "ssp:1", "backup:1", "softsync:1"])
+
+
+class Crew:
+    """Learners that go through their loops and return; who is told that loops differ ends."""
+
+    def __init__(
+        self, loops: list[str], sync: str, choose: Callable[[int], int], leavers: tuple[int, ...] = ()
+    ) -> None:
+        self._choose, self._loops = choose, dict(enumerate(loops))
+        self._queues: dict[str, deque[Callable[[], None]]] = defaultdict(deque)
+        self._tickets: dict[tuple[int, int], int] = defaultdict(int)
+        self._waits: dict[int, Any] = {}  # what a learner waits for: (table, number), or a meeting
+        self._read: dict[tuple[int, int], int] = defaultdict(int)  # the version that it has of a table
+        self._leavers = set(leavers)
+        self.told: dict[int, m.Met] = {}
+        self.over: set[int] = set()
+        port = MagicMock(spec=ServerPort, shard=0, shards=1)
+        port.report.side_effect = self._reported
+        replay = MagicMock(spec=LogApplier, dials={0: as_sync(sync)}, options_changed=False)
+        replay.replay.side_effect = self._entry
+        self._leader = Leader(port, replay)
+        learners = {each: each for each in self._loops}
+        self._leader.resume(m.Resume(initial=tuple(learners)))
+        for table in TABLES.values():
+            self._make(table, learners)
+        for learner in learners:
+            self._enter(learner)
+
+    def _make(self, table: int, learners: dict[int, int]) -> None:
+        layout = MagicMock(shards=1)
+        layout.buffers.entries = []
+        self._leader.make_table(
+            m.MakeTable(
+                table=table,
+                layout=layout,
+                template=MagicMock(),
+                dial=0,
+                initial=learners,
+                learners=len(learners),
+                warm=0,
+                batch_size=None,
+                limit=None,
+                clip_norm=None,
+                handle=None,
+            )
+        )
+
+    def add(self, loop: str) -> None:
+        """It joins some time."""
+        learner = len(self._loops)
+        self._loops[learner] = loop
+        self._queues[f"new {learner}"].append(lambda: self._enter(learner))
+
+    def _enter(self, learner: int) -> None:
+        for table in TABLES.values():
+            self._tickets[learner, table] = 0
+            self._leader.join_table(m.JoinTable(table, learner, learner, None))
+        self._go_on(learner)
+
+    def play(self) -> None:
+        """Whatever queue's first message may arrive next."""
+        while waiting := sorted(name for name, queue in self._queues.items() if queue):
+            self._queues[waiting[self._choose(len(waiting))]].popleft()()
+
+    # -- what learners do --------------------------------------------------------------------------------
+
+    def _post(self, learner: int, message: ToLeader) -> None:
+        self._queues[f"notes {learner}"].append(partial(self._leader.note, learner, message))
+
+    def _go_on(self, learner: int) -> None:
+        self._waits.pop(learner, None)
+        loop = self._loops[learner]
+        if not loop or (learner in self._leavers and self._choose(2)):
+            self._leave(learner)
+            return
+        self._loops[learner] = loop[1:]
+        if loop[0] == "m":
+            for table in TABLES.values():
+                self._post(learner, Rest(table, self._ticket(learner, table), NO_LOADER, 0))
+            self._waits[learner] = "m"
+            self._post(learner, Meet())
+        else:
+            table = TABLES[loop[0]]
+            number = self._ticket(learner, table)
+            self._waits[learner] = (table, number)
+            stamp = self._read[learner, table]
+            self._post(
+                learner, Gradient(table, number, stamp, 0, 1, NO_LOADER, 0, 0, True, False, b"", math.nan)
+            )
+
+    def _ticket(self, learner: int, table: int) -> int:
+        self._tickets[learner, table] += 1
+        return self._tickets[learner, table]
+
+    def _leave(self, learner: int) -> None:
+        """It returned, raised or died; what it said before comes before."""
+        self.over.add(learner)
+        self._waits.pop(learner, None)
+        leave = partial(self._leader.leave, learner, learner, lost=False)
+        self._queues[f"notes {learner}"].append(leave)
+
+    # -- what they hear ----------------------------------------------------------------------------------
+
+    def _entry(self, entry: Entry) -> None:
+        if isinstance(entry, Release):
+            hear = partial(self._released, entry.learner, (entry.table, entry.number), entry.version)
+            self._queues[f"to {entry.learner}"].append(hear)
+
+    def _released(self, learner: int, what: tuple[int, int], version: int) -> None:
+        self._read[learner, what[0]] = version
+        if self._waits.get(learner) == what:
+            self._go_on(learner)
+
+    def _reported(self, message: Any) -> None:
+        if isinstance(message, m.Met):
+            for learner in message.learners:
+                self._queues[f"to {learner}"].append(partial(self._met, learner, message))
+            for learner, place in message.others.items():
+                assert place.what == STEP
+                self._queues[f"to {learner}"].append(partial(self._called, learner, message))
+
+    def _met(self, learner: int, message: m.Met) -> None:
+        if message.others:
+            self._refuse(learner, message)
+        elif learner not in self.over:
+            self._go_on(learner)
+
+    def _called(self, learner: int, message: m.Met) -> None:
+        if learner in self._waits:
+            self._refuse(learner, message)
+
+    def _refuse(self, learner: int, message: m.Met) -> None:
+        self.told[learner] = message
+        self._leave(learner)
+
+
+@many
+@given(words, st.integers(2, 4), dials, st.integers(0, 2), st.data())
+def test_equal_loops_always_go_on(loop: str, learners: int, sync: str, joiners: int, data: Any) -> None:
+    """Some leave anywhere, others join at any time."""
+    crew = Crew([loop] * learners, sync, lambda count: data.draw(st.integers(0, count - 1)), leavers=(1, 5))
+    for _ in range(joiners):
+        crew.add(loop)
+    crew.play()
+    assert crew.told == {} and crew.over == set(range(learners + joiners))
+
+
+@many
+@given(st.lists(words, min_size=2, max_size=4), dials, st.data())
+def test_loops_that_differ_never_wait_for_ever(loops: list[str], sync: str, data: Any) -> None:
+    crew = Crew(loops, sync, lambda count: data.draw(st.integers(0, count - 1)))
+    crew.play()
+    assert crew.over == set(range(len(loops)))
+    for told in crew.told.values():
+        tables = {place.number for place in told.others.values()}
+        assert tables == {0, 1} or told.learners
+
+
+@many
+@given(st.sampled_from(["hardsync", "delayed:1", "ssp:0", "ssp:1"]), st.integers(2, 4), st.data())
+def test_steps_of_different_tables_are_told(sync: str, learners: int, data: Any) -> None:
+    """Each has steps that the others never make."""
+    loops = ["aaaa", "bbbb", "aaaa", "m"][:learners]
+    crew = Crew(loops, sync, lambda count: data.draw(st.integers(0, count - 1)))
+    crew.play()
+    assert crew.told and crew.over == set(range(learners))
+    places = {place for told in crew.told.values() for place in told.others.values()}
+    assert places == {MeetingPlace(STEP, 0), MeetingPlace(STEP, 1)}
+
+
+def test_the_words_say_who_steps_what() -> None:
+    assert differing({None: [2], MeetingPlace(STEP, 0): [0], MeetingPlace(STEP, 1): [1, 3]}) == (
+        "learners' loops differ, and all wait for each other: learners [2] wait in session.mean, learners [0] wait in a "
+        "step of table 0, learners [1, 3] wait in a step of table 1. Every learner must step the same tables in the same "
+        "order and call session.mean equally often."
+    )

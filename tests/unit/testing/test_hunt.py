@@ -1,0 +1,445 @@
+"""The fault hunt: it finds nothing in the protocols as they are, and everything that is planted in them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.errors import UsageError
+from syncline.messages.log import Change, Entry
+from syncline.protocols.epoch_positions import EpochPositions
+from syncline.protocols.folding import Folding, Ticket
+from syncline.protocols.ledger import Ledger
+from syncline.protocols.meetings import Meetings
+from syncline.protocols.membership import Members
+from syncline.protocols.sequence import Sequence
+from syncline.protocols.waiting import Gate, Release
+from syncline.roles.counters import Counters
+from syncline.roles.log_applier import LogApplier
+from syncline.sim.owned_memory import Drafts
+from syncline.table.accumulator import Mean
+from syncline.table.shard import Shard
+from syncline.testing.hunt import DIALS, Case, hunt, play, random_case, shorten
+from syncline.testing.hunt.case import LOOPS, POLICIES
+from syncline.testing.hunt.scratch_folders import SHARED, scratch, sweep
+
+Patch = pytest.MonkeyPatch
+
+
+def test_nothing_is_broken() -> None:
+    assert hunt(range(3), DIALS) is None
+
+
+def test_all_loops_policies_and_faults_are_drawn() -> None:
+    cases = [random_case(seed, dial) for seed in range(40) for dial in DIALS]
+    assert {case.loop for case in cases} == set(LOOPS) and {case.policy for case in cases} == set(POLICIES)
+    scripts = "; ".join(case.script for case in cases)
+    for words in (
+        "kill learner",
+        "kill shard",
+        "pause learner",
+        "pause shard",
+        "add",
+        "change to",
+        "stop",
+        "version",
+    ):
+        assert words in scripts
+    assert any(case.warmstart for case in cases) and any(case.steps for case in cases)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_case_is_drawn_the_same_way_every_time_and_its_command_says_all(seed: int) -> None:
+    case = random_case(seed, "ssp:2")
+    assert case == random_case(seed, "ssp:2") != random_case(seed, "async")
+    plain = Case(seed=seed, sync="ssp:2", learners=case.learners, shards=case.shards, script=case.script)
+    assert plain.changed(case.settings()) == case
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UsageError, match="loop is one of train, own, odd, bare, got 'round'"):
+        Case(loop="round")
+    with pytest.raises(UsageError, match="--set depth=3: write key=value with one of batch_size"):
+        Case().changed(["depth=3"])
+    with pytest.raises(UsageError, match="replace is true or false"):
+        Case().changed(["replace=perhaps"])
+
+
+# -- planted bugs ------------------------------------------------------------------------------------------
+
+
+def keep_what_the_lost_had(patch: Patch) -> None:
+    """A lost learner's batches are not handed out again."""
+    patch.setattr(EpochPositions, "give_back", lambda self, spans: None)
+
+
+def fold_again(patch: Patch) -> None:
+    """A gradient of the last update is in the next one too."""
+    rest, last = Folding.rest, dict[int, Ticket]()
+
+    def again(self: Folding, version: int) -> list[Ticket]:
+        tickets = rest(self, version)
+        if tickets and not self._lockstep:
+            before = last.get(id(self))
+            last[id(self)] = tickets[0]
+            return [*tickets, before] if before is not None else tickets
+        return tickets
+
+    patch.setattr(Folding, "rest", again)
+
+
+def one_more_step_ahead(patch: Patch) -> None:
+    """ssp lets learners run s + 1 ahead."""
+    slowest = Members.slowest
+
+    def nearer(self: Members, but: int | None = None) -> int | None:
+        found = slowest(self, but)
+        return None if found is None else found + 1
+
+    opened = Gate.open
+
+    def open_(self: Gate, version: int) -> list[Release]:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Members, "slowest", nearer)
+            return opened(self, version)
+
+    patch.setattr(Gate, "open", open_)
+
+
+def go_on_before_the_fold(patch: Patch) -> None:
+    """Lockstep learners read the version that their gradient is not in."""
+    arrive = Gate.arrive
+
+    def early(
+        self: Gate, learner: int, number: int, iteration: int, version: int, silent: bool = False
+    ) -> None:
+        arrive(self, learner, number, iteration - 1 if self._lockstep else iteration, version, silent)
+
+    patch.setattr(Gate, "arrive", early)
+
+
+def drop_without_counting(patch: Patch) -> None:
+    accept = Sequence._accept
+
+    def uncounted(self: Sequence, ticket: Ticket) -> list[Any]:
+        dropped = self.dropped
+        decisions = accept(self, ticket)
+        self.dropped = dropped
+        return decisions
+
+    patch.setattr(Sequence, "_accept", uncounted)
+
+
+def quorum_of_the_first_learners(patch: Patch) -> None:
+    """Quorums do not follow those that leave."""
+    patch.setattr(
+        Folding, "quorum", lambda self, members: max(1, self._sync.quorum(members.initial, members.initial))
+    )
+
+
+def remember_the_dead(patch: Patch) -> None:
+    """Lockstep waits for learners that are gone."""
+    leave = Members.leave
+
+    def stays(self: Members, learner: int) -> Any:
+        member = leave(self, learner)
+        if member is not None and len(self):
+            self.live[learner] = member
+        return member
+
+    patch.setattr(Members, "leave", stays)
+
+
+def done_when_taken(patch: Patch) -> None:
+    """Batches count as done before their gradient is folded."""
+    patch.setattr(Ledger, "taken", Ledger.settled)
+
+
+def a_shard_that_skips(patch: Patch) -> None:
+    """The second shard does not learn of changes of the dial."""
+    do = LogApplier._do
+
+    def skips(self: LogApplier, entry: Entry) -> None:
+        if not (isinstance(entry, Change) and self._port.shard == 1):
+            do(self, entry)
+
+    patch.setattr(LogApplier, "_do", skips)
+
+
+def drafts_are_never_waited_for(patch: Patch) -> None:
+    patch.setattr(Drafts, "_free", lambda self, number: True)
+
+
+def versions_kept_in_the_wrong_place(patch: Patch) -> None:
+    apply = Shard.apply
+
+    def misplaced(self: Shard, options: Any, factor: float) -> None:
+        self.version += 1
+        apply(self, options, factor)
+        self.version -= 1
+
+    patch.setattr(Shard, "apply", misplaced)
+
+
+def a_mean_without_weights(patch: Patch) -> None:
+    """A short last batch counts like a whole one."""
+    add = Mean.add
+
+    def unweighted(self: Mean, gradient: Any, present: Any, count: int, damping: float = 1.0) -> None:
+        add(self, gradient, present, count + 1, damping)
+
+    patch.setattr(Mean, "add", unweighted)
+
+
+def warm_start_one_short(patch: Patch) -> None:
+    made = Sequence.__init__
+
+    def short(self: Sequence, sync: Any, **options: Any) -> None:
+        made(self, sync, **{**options, "warm": max(0, options.get("warm", 0) - 1)})
+
+    patch.setattr(Sequence, "__init__", short)
+
+
+def meetings_wait_for_the_dead(patch: Patch) -> None:
+    patch.setattr(Meetings, "leave", lambda self, learner: [])
+
+
+def who_meets_is_waited_for(patch: Patch) -> None:
+    """Quorums wait for the gradients of learners in a meeting."""
+    rest = Sequence.rest
+
+    def computes(self: Sequence, learner: int, number: int) -> list[Any]:
+        decisions = rest(self, learner, number)
+        if learner in self.members:
+            self.members.rouse(self.members.live[learner])
+        return decisions
+
+    patch.setattr(Sequence, "rest", computes)
+
+
+def who_met_is_not_there_again(patch: Patch) -> None:
+    """Rounds are folded without those that come out of a meeting."""
+
+    def still_rests(self: Sequence, learners: Any) -> list[Any]:
+        live = [learner for learner in learners if learner in self.members]
+        for learner in live:
+            self._gate.resume(learner, max(self.members.live[learner].next_iteration, self.version))
+        return list(self._gate.open(self.version))
+
+    patch.setattr(Sequence, "met", still_rests)
+
+
+def what_a_loop_left_is_lost(patch: Patch) -> None:
+    """Batches that were read ahead of a `break` belong to nobody."""
+    close = Ledger.close
+
+    def loses(self: Ledger, learner: int, upto: int) -> Any:
+        if learner in self._learners:
+            member = self._learners[learner]
+            while member.open and member.open[-1][0] >= upto:
+                member.open.pop()
+        return close(self, learner, upto)
+
+    patch.setattr(Ledger, "close", loses)
+
+
+def late_gradients_are_folded(patch: Patch) -> None:
+    """backup takes what should be dropped."""
+    accept = Sequence._accept
+
+    def takes(self: Sequence, ticket: Ticket) -> list[Any]:
+        if self.sync.late == "drop" and ticket.stamp == self.version - 1:
+            self.version -= 1
+            try:
+                decisions = accept(self, ticket)
+            finally:
+                self.version += 1
+            return decisions
+        return accept(self, ticket)
+
+    patch.setattr(Sequence, "_accept", takes)
+
+
+def epochs_wait_for_earlier_ones(patch: Patch) -> None:
+    """An epoch of which all is settled is not done while an earlier one is open."""
+    finish = EpochPositions.finish
+
+    def in_order(self: EpochPositions) -> Any:
+        later = {epoch: state for epoch, state in self._unfinished.items() if epoch > self.done}
+        for epoch in later:
+            del self._unfinished[epoch]
+        newest, self.newest = self.newest, self.done
+        found = finish(self)
+        self.newest = newest
+        self._unfinished.update(later)
+        self.over = bool(found)
+        return found
+
+    patch.setattr(EpochPositions, "finish", in_order)
+
+
+def dropped_examples_take_others_along(patch: Patch) -> None:
+    """With each late gradient that is dropped, examples of another are not counted."""
+    folded = Counters.folded
+
+    def fewer(self: Counters, table: int, rank: int, examples: int, *rest: Any) -> None:
+        folded(self, table, rank, examples - (self.examples[table] % 5 == 4), *rest)
+
+    patch.setattr(Counters, "folded", fewer)
+
+
+def batches_grow_on_their_way(patch: Patch) -> None:
+    """A gradient counts more examples than its batches hold."""
+    gradient = Sequence.gradient
+
+    def more(self: Sequence, ticket: Ticket) -> Any:
+        ticket.count += ticket.count == 3
+        return gradient(self, ticket)
+
+    patch.setattr(Sequence, "gradient", more)
+
+
+PLANTED: list[tuple[Callable[[Patch], None], tuple[str, ...]]] = [
+    (keep_what_the_lost_had, ("hardsync", "async")),
+    (fold_again, ("softsync:1", "softsync:2")),
+    (one_more_step_ahead, ("ssp:0", "ssp:2")),
+    (go_on_before_the_fold, ("hardsync",)),
+    (drop_without_counting, ("backup:1",)),
+    (quorum_of_the_first_learners, ("softsync:1",)),
+    (remember_the_dead, ("hardsync",)),
+    (done_when_taken, ("softsync:1", "delayed:3")),
+    (a_shard_that_skips, ("hardsync until 1 then softsync:1",)),
+    (drafts_are_never_waited_for, ("downpour:push=1,fetch=6,local_lr=0.1",)),
+    (versions_kept_in_the_wrong_place, ("delayed:1", "delayed:3")),
+    (a_mean_without_weights, ("hardsync", "softsync:1")),
+    (warm_start_one_short, ("async", "hardsync")),
+    (meetings_wait_for_the_dead, ("hardsync",)),
+    (who_meets_is_waited_for, ("hardsync",)),
+    (who_met_is_not_there_again, ("hardsync", "delayed:1")),
+    (what_a_loop_left_is_lost, ("async",)),
+    (late_gradients_are_folded, ("backup:1",)),
+    (epochs_wait_for_earlier_ones, ("async",)),
+    (dropped_examples_take_others_along, ("backup:1",)),
+    (batches_grow_on_their_way, ("async",)),
+]
+
+
+@pytest.mark.parametrize(("plant", "dials"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
+def test_a_planted_bug_is_found_and_shortened(
+    plant: Callable[[Patch], None], dials: tuple[str, ...], monkeypatch: Patch
+) -> None:
+    plant(monkeypatch)
+    found = hunt(range(60), dials)
+    assert found is not None, "60 seeds did not show it"
+    again = play(found.case)
+    assert again is not None and again.kind == found.failure.kind  # the shortened case shows the same
+    assert len(found.case.script.split(";")) <= max(2, len(found.drawn.script.split(";")) // 2)
+    monkeypatch.undo()
+    assert play(found.case) is None  # and nothing without the bug
+
+
+# -- shortening --------------------------------------------------------------------------------------------
+
+
+def test_shortening_keeps_only_what_is_needed() -> None:
+    lines = [f"pause learner {rank} for 1 s at {rank}.1234 s" for rank in range(6)]
+    case = Case(
+        script="; ".join(lines),
+        epochs=3,
+        learners=4,
+        shards=2,
+        examples=40,
+        cluster="equal:latency=0.1,message=1",
+    )
+    short = shorten(case, lambda it: "learner 4" in it.script and it.learners >= 2)
+    assert short.script == "pause learner 4 for 1 s at 4 s"
+    assert (short.learners, short.epochs, short.shards, short.examples, short.cluster) == (
+        2,
+        1,
+        1,
+        1,
+        "equal",
+    )
+
+
+def test_shortening_ends() -> None:
+    tried = []
+
+    def fails(case: Case) -> bool:
+        tried.append(case)
+        return True
+
+    short = shorten(random_case(1, "async"), fails, tries=40)
+    assert len(tried) <= 40 and short.script == ""
+
+
+def test_torch_is_left_as_it_was() -> None:
+    before = torch.get_rng_state()
+    play(random_case(0, "async"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- nothing stays behind ----------------------------------------------------------------------------------
+
+LEAVES = """
+import os, signal, sys
+from syncline.testing.hunt.scratch_folders import scratch
+with scratch(sys.argv[1]) as folder:
+    open(folder + "/part", "w").close()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_what_a_killed_hunt_left_is_removed_by_the_next(how: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEAVES, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        assert sweep(str(tmp_path)) == [] and (left / "part").exists()  # its process lives
+        process.send_signal(how)
+        process.wait(20)
+    assert (left / "part").exists()
+    with scratch(str(tmp_path)) as folder:
+        assert [str(each) for each in tmp_path.iterdir()] == [folder]
+        assert sweep(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_end_with_the_hunt_that_was_killed() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "syncline",
+        "simulate",
+        "--faults",
+        "random",
+        "--seeds",
+        "100000",
+        "--jobs",
+        "2",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        while len(workers := _children(process.pid)) < 3:  # two, and the one that tracks resources
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.kill()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "they live on"
+        time.sleep(0.02)
+    sweep(SHARED)
+
+
+def _children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in found.read_text().split()] if found.exists() else []

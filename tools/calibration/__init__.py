@@ -1,0 +1,1 @@
+"""Calibration: this machine as a cluster, measured by microbenchmarks. Not part of the wheel."""
