@@ -121,8 +121,8 @@ def test_a_shard_may_die_while_somebody_waits_for_the_mean(sync: str, tmp_path: 
     assert result.statistics.tables[0].examples == 6 * 24
 
 
-def lingering(session: sl.Session) -> int:
-    """It never waits again after its loop."""
+def lingering(session: sl.Session, folder: Path) -> int:
+    """It never waits again after its loop, and lingers until well after the loss."""
     model = nn.Linear(4, 3)
     optimizer = session.optimizer(model, partial(SGD, lr=0.1))
     loader = session.loader(points_of["train"], batch_size=2)
@@ -131,21 +131,28 @@ def lingering(session: sl.Session) -> int:
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-    time.sleep(1.0)
+    (folder / f"over{session.rank}").touch()
+    while not (folder / "killed").exists():
+        time.sleep(0.01)
+    time.sleep(2.0)
     return optimizer.version
 
 
 def test_learners_that_did_not_notice_the_loss_begin_anew(tmp_path: Path) -> None:
     run = sl.launch(
         lingering,
+        tmp_path,
         learners=2,
-        run_dir=tmp_path,
+        run_dir=tmp_path / "run",
         checkpoint_every=8,
         threads=1,
         topology="servers:2",
         wait=False,
     )
-    Faults("kill shard 0 at version 12").play(run)
+    while not all((tmp_path / f"over{rank}").exists() for rank in (0, 1)):
+        time.sleep(0.01)
+    Faults("kill shard 0 at version 12").play(run).join()
+    (tmp_path / "killed").touch()
     result = run.wait(timeout=60)
     kinds = [event.kind for event in result.events if event.kind != "checkpoint"]
     assert kinds == ["shard lost", "recovered", "begun anew"]
@@ -188,11 +195,18 @@ def test_replaced_learners_and_recovered_shards_leave_no_descriptors(tmp_path: P
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
+    def whole(version: int) -> bool:
+        """The shards have made this version since, and two learners run."""
+        seen = run.statistics()
+        alive = [each for each in seen.processes if each.role == "learner" and each.state != "lost"]
+        return bool(seen.tables) and seen.tables[0].version > version and len(alive) == 2
+
     run = train(replace=True, run_dir=tmp_path, checkpoint_every=10, epochs=100)
     counts = []
     for moment in (20, 60, 100, 140, 180):
         Faults(f"kill learner 1 at version {moment}; kill shard 1 at version {moment + 5}").play(run).join()
-        time.sleep(0.2)
+        while not whole(moment + 12):
+            time.sleep(0.02)
         counts.append(descriptors())
     run.stop()
     result = run.wait(timeout=60)
