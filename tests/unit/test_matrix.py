@@ -1,4 +1,4 @@
-"""The matrix of docs/matrix.md against the code: each combination works or is refused as it says."""
+"""The matrix of docs/exact/matrix.md against the code: each combination works or is refused as it says."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from syncline.dial import SANDBLASTER, Course
 from syncline.errors import NotYetError
 from syncline.testing import Nodes
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "matrix.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "exact" / "matrix.md"
 COLUMNS = [
     ("servers", "local"),
     ("servers", "sim"),
