@@ -59,7 +59,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_paths_of_pages_named_anywhere_exist() -> None:
-    files = [file for folder in NAMING for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".md", ".toml")]
+    files = [
+        file
+        for folder in NAMING
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in (".py", ".md", ".toml")
+    ]
     named = {
         (path, str(file.relative_to(ROOT)))
         for file in [*files, *PAGES, ROOT / "CHANGELOG.md", ROOT / "Makefile", ROOT / "pyproject.toml"]
@@ -98,7 +103,9 @@ def test_every_page_is_of_one_kind_and_in_the_index() -> None:
 
 def test_every_rule_that_is_cited_has_its_place() -> None:
     files = [file for folder in NAMING for file in (ROOT / folder).rglob("*.py")]
-    cited = {int(n) for file in files for n in re.findall(r"\bM([1-9]\d?)\b", file.read_text(encoding="utf-8"))}
+    cited = {
+        int(n) for file in files for n in re.findall(r"\bM([1-9]\d?)\b", file.read_text(encoding="utf-8"))
+    }
     assert cited <= set(range(1, 22))
     assert {f"m{number}" for number in range(1, 22)} <= anchors(SEMANTICS)
 

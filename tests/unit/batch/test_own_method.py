@@ -19,7 +19,8 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "batch_methods.m
 
 def barzilai_borwein(**options: Any) -> c.BatchMethod:
     """From the page."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = [block for block in blocks if "class BarzilaiBorwein" in block]
     names: dict[str, Any] = {"__name__": "page"}
     exec(code, names)
     return names["BarzilaiBorwein"](**options)
