@@ -69,7 +69,7 @@ def test_paths_of_pages_named_anywhere_exist() -> None:
     named = {
         (path, str(file.relative_to(ROOT)))
         for file in [*files, *PAGES, ROOT / "CHANGELOG.md", ROOT / "Makefile", ROOT / "pyproject.toml"]
-        for path in re.findall(r"\bdocs/[\w/]+\.\w+", file.read_text(encoding="utf-8"))
+        for path in re.findall(r"\bdocs/[\w/]+\.md", file.read_text(encoding="utf-8"))
     }
     assert named
     assert not [each for each in sorted(named) if not (ROOT / each[0]).exists()]
