@@ -118,7 +118,7 @@ def test_combinations_under_torchrun() -> None:
         port = server.getsockname()[1]
     names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-c", UNDER_TORCHRUN, json.dumps(list(says))]
-    source = {"PYTHONPATH": str(PAGE.parents[1] / "src")}
+    source = {"PYTHONPATH": str(PAGE.parents[2] / "src")}
     done = subprocess.run(
         command, env=os.environ | names | source, capture_output=True, text=True, timeout=100
     )
