@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import syncline as sl
+from syncline.dial import PRESETS
 from syncline.report.clocks import clock_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,16 +113,16 @@ def test_every_rule_that_is_cited_has_its_place() -> None:
 
 
 def test_every_preset_has_a_row_and_a_section() -> None:
-    for name in ("hardsync", "softsync", "async", "downpour", "ssp", "backup", "delayed"):
-        assert f"](#{name})" in prose(SEMANTICS)
-        assert name in anchors(SEMANTICS)
+    for preset in PRESETS:
+        assert f"](#{preset.name})" in prose(SEMANTICS)
+        assert preset.name in anchors(SEMANTICS)
 
 
 TRACES = re.findall(r"^```\n([a-z]+\S*)\n((?:\d+ [\d: ]+\n)+)```", SEMANTICS.read_text(), re.MULTILINE)
 
 
 def test_every_dial_has_a_trace() -> None:
-    assert len(TRACES) == 7
+    assert sorted(dial.split(":")[0] for dial, _ in TRACES) == sorted(preset.name for preset in PRESETS)
 
 
 @pytest.mark.parametrize("dial, trace", TRACES)
