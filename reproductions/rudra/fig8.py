@@ -4,7 +4,7 @@
 
 The simulator runs hardsync, λ-softsync and 1-softsync on the cluster `p775` with the sizes of cifar10_full and no gradients. Speed-ups
 are over one learner with the same μ, as in the paper; times are scaled to its 140 epochs and printed beside those that Tables 2 and 3
-give for μ = 128 and μ = 4. Writes `fig8.csv` and `fig8.png`. The cluster's figures come from the paper's own times (docs/simulator.md): that
+give for μ = 128 and μ = 4. Writes `fig8.csv` and `fig8.png`. The cluster's figures come from the paper's own times (docs/howto/simulator.md): that
 the baseline and the server-bound row agree is their making, the rest of the shape is not.
 """
 

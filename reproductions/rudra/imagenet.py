@@ -2,7 +2,7 @@
 
 A learner's seconds are base + per_example·μ, from two of the paper's figures: 54 hours an epoch for μ = 256, λ = 1 (no communication
 to speak of), and Rudra-adv*'s 125 minutes an epoch for μ = 4, λ = 54, which hides all of it (Table 1). Everything else is the p775 that
-was fitted to CIFAR-10's times (docs/simulator.md).
+was fitted to CIFAR-10's times (docs/howto/simulator.md).
 """
 
 from __future__ import annotations

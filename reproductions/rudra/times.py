@@ -2,7 +2,7 @@
 
     python -m reproductions.rudra.times
 
-Prints every row beside the paper's seconds, then how many are how near (docs/simulator.md cites them).
+Prints every row beside the paper's seconds, then how many are how near (docs/measured/simulator.md cites them).
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def test_statistics_list_learners_and_shards_with_pids_and_states() -> None:
 
 # -- many kills ----------------------------------------------------------------------------------------------
 
-KILLS, RUNS = 8, 5  # 40 kills here; 200 were played when this was written, see docs/faults_measured.md
+KILLS, RUNS = 8, 5  # 40 kills here; 200 were played when this was written, see docs/measured/faults.md
 
 
 @pytest.mark.parametrize("number", range(RUNS))

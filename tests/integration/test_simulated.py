@@ -398,7 +398,7 @@ def rudra_loop(session: sl.Session, batch_size: int, steps: int) -> None:
     ],
 )
 def test_rudras_times(sync: str, batch_size: int, learners: int, seconds: float) -> None:
-    """Of 140 epochs of CIFAR-10; docs/simulator.md says how far the other rows are."""
+    """Of 140 epochs of CIFAR-10; docs/measured/simulator.md says how far the other rows are."""
     steps = 20
     result = sl.launch(rudra_loop, batch_size, steps, learners=learners, sync=sync, engine=sl.Sim("p775"))
     told = result.seconds / steps * 140 * 50_000 / (batch_size * learners)

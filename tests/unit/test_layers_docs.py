@@ -1,4 +1,4 @@
-"""docs/layers.md against the code."""
+"""docs/howto/layers.md against the code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from syncline.models import MODELS
 from syncline.nn.initialisers import INITIALISERS
 from syncline.nn.registry import TYPES
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "layers.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "howto" / "layers.md").read_text(encoding="utf-8")
 
 
 def test_the_first_example_is_a_net_that_prints_as_the_page_says() -> None:

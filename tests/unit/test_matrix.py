@@ -1,4 +1,4 @@
-"""The matrix of docs/matrix.md against the code: each combination works or is refused as it says."""
+"""The matrix of docs/exact/matrix.md against the code: each combination works or is refused as it says."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from syncline.dial import SANDBLASTER, Course
 from syncline.errors import NotYetError
 from syncline.testing import Nodes
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "matrix.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "exact" / "matrix.md"
 COLUMNS = [
     ("servers", "local"),
     ("servers", "sim"),
@@ -118,7 +118,7 @@ def test_combinations_under_torchrun() -> None:
         port = server.getsockname()[1]
     names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-c", UNDER_TORCHRUN, json.dumps(list(says))]
-    source = {"PYTHONPATH": str(PAGE.parents[1] / "src")}
+    source = {"PYTHONPATH": str(PAGE.parents[2] / "src")}
     done = subprocess.run(
         command, env=os.environ | names | source, capture_output=True, text=True, timeout=100
     )

@@ -39,7 +39,7 @@ app = typer.Typer(
     Begin with [bold]syncline train[/]: it trains a small network on handwritten digits with four learners, and shows how stale
     their gradients are. Then turn the dial: [bold]syncline train --sync hardsync[/].
     """,
-    epilog="A job is a TOML file, docs/job_file.md; what a run leaves is in docs/run_folder.md.",
+    epilog="A job is a TOML file, docs/howto/job_file.md; what a run leaves is in docs/exact/run_folder.md.",
 )
 Name = Annotated[str | None, typer.Option(metavar="NAME")]
 
@@ -153,7 +153,7 @@ def presets() -> None:
         "async, downpour. The rate factor multiplies the learning rate of each update.\n"
         "A dial may change on the way: [bold]--sync 'hardsync until 1 then softsync:1'[/]. Over a tree of servers, "
         "[bold]--topology tree:F[/], all but backup:b and rate=staleness (so far on the simulator). "
-        "In the place of a dial, [bold]sandblaster[/] trains by a batch method (L-BFGS, conjugate gradients): docs/batch_methods.md.\n"
+        "In the place of a dial, [bold]sandblaster[/] trains by a batch method (L-BFGS, conjugate gradients): docs/howto/batch_methods.md.\n"
         f"Understood, not built yet: {', '.join(LATER)}.",
         highlight=False,
     )

@@ -1,6 +1,6 @@
 """Clusters with a name: those of the papers, and this machine as it was measured.
 
-The figures are the papers' own where they give any; docs/simulator.md says for each where it is from. The computation
+The figures are the papers' own where they give any; docs/howto/simulator.md says for each where it is from. The computation
 is that of one model; for another give `compute=`.
 """
 

@@ -1,7 +1,7 @@
 """A cluster as a record: how long learners compute, what links carry, what shards' work costs, who shares a machine.
 
 Pure: numbers in, seconds out. Not responsible for when anything happens (`network`, `cores`, `world`), nor for where the
-figures of the named clusters come from (docs/simulator.md says that for each).
+figures of the named clusters come from (docs/howto/simulator.md says that for each).
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A whole run: what `train` takes, by name. Checked when made; docs/job_file.md explains every key."""
+    """A whole run: what `train` takes, by name. Checked when made; docs/howto/job_file.md explains every key."""
 
     data: Named
     optimizer: Named

@@ -1,6 +1,6 @@
 """What a job may say: every key with its kind, its default and its meaning, and the checks of single values.
 
-`KEYS` is the reference that docs/job_file.md prints. Not responsible for names (names.py) or for what contradicts what.
+`KEYS` is the reference that docs/howto/job_file.md prints. Not responsible for names (names.py) or for what contradicts what.
 """
 
 from __future__ import annotations
@@ -395,7 +395,7 @@ KEYS: tuple[Key, ...] = (
         kind="a list of layers, each a table with name and type",
         read=_layers,
         default=(),
-        meaning="what is trained, as a net written here (docs/layers.md)",
+        meaning="what is trained, as a net written here (docs/howto/layers.md)",
     ),
     Key(name="data", kind=NAME, read=_named, meaning="what it is trained on"),
     Key(

@@ -119,7 +119,7 @@ def convolution(
 def block_local(
     shape: Dims, *, field: Count, step: Count = 1, block: Counts = (4, 4, 8), unit_norm: Flag = False
 ) -> nn.Module:
-    """Filters that are not shared between places (docs/block_local.md)."""
+    """Filters that are not shared between places (docs/howto/block_local.md)."""
     _dims("block_local", shape, 3)
     blocks = _spread("block", block, 3)
     return BlockLocal2d(

@@ -7,7 +7,7 @@
     weights.py    model.safetensors and best.safetensors
     svg.py        plots; page.py: report.html; tensorboard.py: the same curves for TensorBoard
 
-docs/run_folder.md describes the files. Not responsible for checkpoints (table/checkpoints.py).
+docs/exact/run_folder.md describes the files. Not responsible for checkpoints (table/checkpoints.py).
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def train(
     compared with the whole model.
 
     With `sync="sandblaster"` the optimizer is a batch method such as `sl.LBFGS()`: `steps` counts iterations, `batch_size` is a portion of
-    the batch, which is all data or, with `global_batch_size` or `schedule` (iteration -> examples), a sample. See docs/batch_methods.md.
+    the batch, which is all data or, with `global_batch_size` or `schedule` (iteration -> examples), a sample. See docs/howto/batch_methods.md.
 
     Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
     `.result` is what was trained. A second Ctrl-C does not wait.

@@ -1,4 +1,4 @@
-"""Prints the table of docs/batch_methods.md; needs scipy: `python -m tests.unit.batch.compare`."""
+"""Prints the table of docs/measured/batch_methods.md; needs scipy: `python -m tests.unit.batch.compare`."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""The method written in docs/batch_methods.md, which is not ours, runs, and goes on from its state."""
+"""The method written in docs/howto/batch_methods.md, which is not ours, runs, and goes on from its state."""
 
 import json
 import re
@@ -14,12 +14,13 @@ from syncline.errors import UsageError
 from tests.unit.batch.plain import Plain, drive
 from tests.unit.batch.problems import logistic, quadratic
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "batch_methods.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "batch_methods.md"
 
 
 def barzilai_borwein(**options: Any) -> c.BatchMethod:
     """From the page."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = [block for block in blocks if "class BarzilaiBorwein" in block]
     names: dict[str, Any] = {"__name__": "page"}
     exec(code, names)
     return names["BarzilaiBorwein"](**options)

@@ -1,4 +1,4 @@
-"""docs/job_file.md and examples/jobs against the code."""
+"""docs/howto/job_file.md and examples/jobs against the code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from syncline.jobs.keys import Key
 from syncline.models.mlp import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "job_file.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "howto" / "job_file.md").read_text(encoding="utf-8")
 JOBS = sorted((ROOT / "examples" / "jobs").glob("*.toml"))
 
 
