@@ -102,19 +102,62 @@ class TablePort(ABC):
         """
 
 
-class LearnerPort(ABC):
-    """What a session may ask. Whatever waits raises `Reset` when the servers were started anew."""
+class Computing(NamedTuple):
+    """A gradient's computation, or a share of it."""
 
-    learner: int
-    rank: int
+    examples: int
+    share: float = 1.0
 
-    @abstractmethod
-    def spend(self, examples: int) -> None:
-        """The computation of one gradient is done; only a simulated clock cares."""
+
+class Serving(NamedTuple):
+    """Work on a shard's part of a table: gradients taken into a mean, or folds."""
+
+    kind: type[Take | Fold]
+    table: int
+    times: int = 1
+
+
+class Teller(ABC):
+    """Every party has somebody to tell."""
 
     @abstractmethod
     def tell(self, message: Any) -> None:
-        """Tell the coordinator."""
+        """Learners and shards tell the coordinator, or whoever keeps the run's record; the coordinator tells the caller."""
+
+
+class Worker(Teller):
+    """One that does work."""
+
+    @abstractmethod
+    def spend(self, work: Computing | Serving) -> None:
+        """This much is done; only a simulated clock cares."""
+
+
+class LearnerEnd(Worker):
+    """What the sessions of all topologies may ask."""
+
+    rank: int
+
+    @abstractmethod
+    def stopping(self) -> bool:
+        """The run is to end: loaders end, steps do not return; among equals all agree on the step first."""
+
+
+class Saver(ABC):
+    """One that writes files of checkpoints."""
+
+    @abstractmethod
+    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        """Told as `Saved` when it is on the disk, until then nobody changes the tensors; a learner waits for its last one.
+
+        Under the number FIRST the first values of a table: they are on the disk when it returns.
+        """
+
+
+class LearnerPort(LearnerEnd):
+    """What a session may ask. Whatever waits raises `Reset` when the servers were started anew."""
+
+    learner: int
 
     @abstractmethod
     def ask(self, message: Any) -> Any:
@@ -136,12 +179,8 @@ class LearnerPort(ABC):
     def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Where to write a new table's first parameters, buffers and other tensors."""
 
-    @abstractmethod
-    def stopping(self) -> bool:
-        """The run is to end: loaders end, steps do not return."""
 
-
-class ServerPort(ABC):
+class ServerPort(Worker, Saver):
     """What a server role may ask. Nothing here blocks."""
 
     shard: int
@@ -156,8 +195,8 @@ class ServerPort(ABC):
         """For this shard's part; the first place has the values to begin with."""
 
     @abstractmethod
-    def slot(self, table: int, learner: int, number: int) -> Slot:
-        """Where the draft of this ticket lies."""
+    def receive(self, table: int, learner: int, number: int) -> Slot:
+        """What was published with this ticket; this shard's until it releases it."""
 
     @abstractmethod
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
@@ -174,20 +213,8 @@ class ServerPort(ABC):
     def share(self, table: int, version: int, norms: Tensor) -> None:
         """Tell the other shards; when all have, each gets a `Norms` event."""
 
-    @abstractmethod
-    def spend(self, kind: type[Take | Fold], table: int, times: int = 1) -> None:
-        """Work on this shard's part of a table: gradients taken into a mean, or a fold; only a simulated clock cares."""
 
-    @abstractmethod
-    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        """Write a file of a checkpoint; reported as `Saved`, until then nobody changes the tensors."""
-
-    @abstractmethod
-    def report(self, message: Any) -> None:
-        """Tell the coordinator."""
-
-
-class CoordinatorPort(ABC):
+class CoordinatorPort(Teller):
     """What the coordinator role may ask. Nothing here blocks."""
 
     shards: int
@@ -205,27 +232,21 @@ class CoordinatorPort(ABC):
         """To all learners."""
 
     @abstractmethod
-    def commit(self, number: int, manifest: dict[str, Any] | None, files: Sequence[Any]) -> bool:
-        """All files of a checkpoint are written: make it one, and emit `Checkpointed`; False if that failed.
+    def commit(
+        self, number: int, manifest: dict[str, Any] | None, files: Sequence[Any], *, prune: bool = True
+    ) -> bool:
+        """All files of a checkpoint are written: make it one, and tell `Checkpointed`; False if that failed.
 
-        Without a manifest what was written of it is removed.
+        Without a manifest what was written of it is removed. With `prune` old ones go.
         """
-
-    @abstractmethod
-    def emit(self, record: Any) -> None:
-        """Something for the caller: a metric, an epoch's end, a failure."""
 
 
 class Reduction(ABC):
     """A sum over all learners that is under way."""
 
     @abstractmethod
-    def wait(self) -> None:
-        """Block until the sum is in the buffer; raises `PeerLost`."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """`wait` would not block."""
+    def wait(self, *, block: bool = True) -> bool:
+        """Until the sum is in the buffer; raises `PeerLost`. Without `block` it only says whether it is."""
 
 
 class Progress(NamedTuple):
@@ -239,18 +260,16 @@ class Progress(NamedTuple):
     histogram: dict[int, int]  # of staleness
 
 
-class CollectivePort(ABC):
-    """What a learner among equals may ask: all call the same in the same order. Membership is fixed."""
+class CollectivePort(LearnerEnd, Saver):
+    """What a learner among equals may ask: all call the same in the same order. Membership is fixed.
 
-    rank: int
+    It tells `Progress` after every step, which is cheap.
+    """
+
     learners: int
 
     @abstractmethod
     def now(self) -> float: ...
-
-    @abstractmethod
-    def spend(self, examples: int, share: float = 1.0) -> None:
-        """The computation of one gradient is done, or a share of it; only a simulated clock cares."""
 
     @abstractmethod
     def reduce(self, buffer: Tensor) -> Reduction:
@@ -263,19 +282,3 @@ class CollectivePort(ABC):
     @abstractmethod
     def meet(self, what: str, value: Any) -> list[Any]:
         """What everybody brought to this meeting, by rank; for small things, seldom."""
-
-    @abstractmethod
-    def tell(self, message: Any) -> None:
-        """Tell whoever keeps the run's record."""
-
-    @abstractmethod
-    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        """Write a file of a checkpoint; whoever keeps the record hears `Saved`. Waits while the last one is written."""
-
-    @abstractmethod
-    def note(self, progress: Progress) -> None:
-        """How far this learner is, for statistics; on every step's path."""
-
-    @abstractmethod
-    def stopping(self) -> bool:
-        """The run is to end: to be agreed upon, since all leave at the same step."""

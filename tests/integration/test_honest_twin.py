@@ -44,11 +44,11 @@ def test_what_a_party_does_not_own_is_in_no_result(sync: str, monkeypatch: pytes
 
 
 def test_who_looks_into_anothers_memory_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slot(self: SimServer, table: int, learner: int, number: int) -> Any:
+    def receive(self: SimServer, table: int, learner: int, number: int) -> Any:
         lane = self._world.lanes[table, learner]
         assert isinstance(lane, SimLane)
         return lane.slots[lane.numbers.index(number)]
 
-    monkeypatch.setattr(SimServer, "slot", slot)
+    monkeypatch.setattr(SimServer, "receive", receive)
     with pytest.raises(InvariantError):
         run("hardsync", check=True)

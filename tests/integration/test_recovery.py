@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 import syncline as sl
 from syncline.errors import LostError
+from syncline.table.checkpoints import Checkpoint
 from syncline.testing import Faults
 from tests.integration import small_runs
 from tests.integration.small_runs import PRESETS, kinds, points
@@ -147,3 +148,27 @@ def test_losses_without_a_checkpoint_in_between_are_bounded(tmp_path: Path) -> N
     Faults("; ".join(["kill shard 1 at version 5"] * 4)).play(run)
     with pytest.raises(LostError, match="4 times without a checkpoint in between; given up"):
         run.wait(timeout=60)
+
+
+@pytest.mark.parametrize("lost", [None, 12, 30])
+def test_shards_read_their_values_themselves(
+    lost: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator, in this process, opens no file of a table: of a run that goes on, that goes back, that begins again."""
+    options: dict[str, Any] = {"checkpoint_every": 20, "run_dir": tmp_path / "run", "topology": "servers:2"}
+    calm = start(data=points(480), sync="hardsync", **options).wait(timeout=60)
+    opened = Checkpoint.tensors
+
+    def refused(self: Checkpoint, name: str) -> dict[str, torch.Tensor]:
+        assert not name.startswith("table"), f"the coordinator reads {name}"
+        return opened(self, name)
+
+    monkeypatch.setattr(Checkpoint, "tensors", refused)
+    if lost is None:
+        options["resume"] = tmp_path / "run" / "checkpoints" / f"{20:09d}"
+    run = start(data=points(480), sync="hardsync", **{**options, "run_dir": tmp_path / "again"})
+    if lost is not None:
+        Faults(f"kill shard 1 at version {lost}").play(run)
+    result = run.wait(timeout=60)
+    assert all(torch.equal(value, calm.state_dict()[name]) for name, value in result.state_dict().items())
+    assert not (tmp_path / "again" / "checkpoints" / ".first").exists()

@@ -134,8 +134,6 @@ def read_batch(checkpoint: Checkpoint) -> Restored:
         table = TableState(
             layout=layout_of(found["layout"]),
             optimizer=stands["method"],
-            values=[],
-            state={},
             account=account,
         )
         done = Standing(done=count, newest=count - 1, fresh={}, returned=[], skipped={}, broken=[])

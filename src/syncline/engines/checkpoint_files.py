@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from syncline.messages import Checkpointed, Saved
-from syncline.table.checkpoints import NOTES, CheckpointError, Folder, Written, write_tensors
+from syncline.messages import Checkpointed, MakeTable, Saved
+from syncline.table.checkpoints import FIRST, NOTES, CheckpointError, Folder, Written, write_tensors
+from syncline.table.contents import read_content
 
 Job = tuple[int, str, dict[str, Tensor], dict[str, Any]]
+
+
+def with_content(make: MakeTable, folder: Folder | None, shard: int | None = None) -> MakeTable:
+    """With what a shard goes on with, read by itself; or with all of the table."""
+    if make.source is None or (shard is not None and shard >= make.layout.shards):
+        return make
+    if make.source.folder is not None:
+        where = Path(make.source.folder)
+    else:
+        assert folder is not None
+        where = folder.first
+    entries = None if shard is None else [piece.entry for piece in make.layout.parts[shard].pieces]
+    return replace(make, content=read_content(make.source, where, make.layout, entries))
 
 
 def write_part(folder: Folder, job: Job) -> Saved:
     """One file of a checkpoint."""
     number, name, tensors, notes = job
     try:
+        if number == FIRST:
+            return Saved(number, name, folder.write_first(name, tensors))
         written = write_tensors(folder.join(number) / name, tensors, {NOTES: json.dumps(notes)})
         return Saved(number, name, written)
     except Exception as error:  # whatever it is, the run must hear of it, and goes on
@@ -25,13 +43,15 @@ def write_part(folder: Folder, job: Job) -> Saved:
 
 
 def commit(
-    folder: Folder, number: int, manifest: Mapping[str, Any], files: Sequence[Written], keep: int
+    folder: Folder, number: int, manifest: Mapping[str, Any], files: Sequence[Written], keep: int | None
 ) -> Checkpointed:
-    """Make the written files a checkpoint; the oldest beyond `keep` go."""
+    """Make the written files a checkpoint; the oldest beyond `keep` go, and the first values of what it holds."""
     try:
         path = folder.commit(number, manifest, files)
         folder.forget_after(number)
-        folder.prune(keep)
+        if keep is not None:
+            folder.prune(keep)
+        folder.forget_first(file.name for file in files)
         return Checkpointed(number, str(path))
     except CheckpointError as error:
         folder.abandon(number)

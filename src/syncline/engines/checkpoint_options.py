@@ -61,6 +61,7 @@ class Checkpoints:
             found = self._restored(plan)
             if root is not None:
                 Folder(root).prepare()
+                Folder(root).forget_first()
         except BaseException:
             if lock is not None:
                 lock.release()

@@ -27,10 +27,7 @@ BROKEN = 0.5  # the same, where somebody may never come
 class DoneReduction(Reduction):
     """Nothing to wait for: there is one learner."""
 
-    def wait(self) -> None:
-        pass
-
-    def done(self) -> bool:
+    def wait(self, *, block: bool = True) -> bool:
         return True
 
 
@@ -40,10 +37,13 @@ class Running(Reduction):
     def __init__(self, work: Any, group: CollectiveGroup) -> None:
         self._work, self._group = work, group
 
-    def wait(self) -> None:
+    def wait(self, *, block: bool = True) -> bool:
+        if not block:
+            return bool(self._work.is_completed())
         while not self._waited():
             if self._group.broken:
                 raise PeerLost("the run has failed")
+        return True
 
     def _waited(self) -> bool:
         late = False
@@ -54,9 +54,6 @@ class Running(Reduction):
             if not late and self._work.exception() is not None:
                 raise PeerLost(str(error)) from error
         return not late
-
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
 
 
 class CollectiveGroup:

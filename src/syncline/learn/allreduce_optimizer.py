@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -224,7 +225,7 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         self._loss_count += current.loss[1]
         oldest = self._pipeline.oldest()
         self._reducer.early = float(
-            oldest is not None and all(each.done() for each in self._flying[oldest].reductions)
+            oldest is not None and all(each.wait(block=False) for each in self._flying[oldest].reductions)
         )
         self._session.heard(self, current.iteration, header)
         if self._vote is not None:
@@ -297,14 +298,18 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         return Application(
             names,
             parameters,
-            current.reductions[number].done,
+            partial(current.reductions[number].wait, block=False),
             lambda: self._apply_bucket(current, number),
         )
 
     def _handed_out(self, current: Round) -> Iterator[int]:
         left = list(range(len(current.buckets)))
         while left:
-            ready = left if self._order == "reverse" else [n for n in left if current.reductions[n].done()]
+            ready = (
+                left
+                if self._order == "reverse"
+                else [n for n in left if current.reductions[n].wait(block=False)]
+            )
             number = (ready or left)[0]
             left.remove(number)
             yield number

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from syncline.errors import UsageError
 from syncline.learn.allreduce_buckets import Bucket, Header, make_buckets
 from syncline.learn.allreduce_hooks import Callbacks
-from syncline.ports import Reduction
+from syncline.ports import Computing, Reduction
 from syncline.protocols.buckets import Filling
 from syncline.protocols.pipeline import Pipeline, ahead, behind, turn
 from syncline.roles.allreduce_coordinator import left_out
@@ -98,7 +98,7 @@ class Reducer:
     def compute(self) -> None:
         """Before a step whose gradient is not being reduced yet: its computation is done."""
         if self.round is None:
-            self._port.spend(self._session.consumed - self._used)
+            self._port.spend(Computing(self._session.consumed - self._used))
 
     def take(self) -> Round:
         """All buckets of this gradient are started; the next one begins."""
@@ -235,7 +235,7 @@ class Reducer:
                 current.seen[index] = (parameter.grad, parameter.grad._version)
         ready = self._filling.come(index)
         for number in ready:
-            self._port.spend(self._computing, (1 - FORWARD) * self._shares[number])
+            self._port.spend(Computing(self._computing, (1 - FORWARD) * self._shares[number]))
         self._start(ready)
 
     def _again(self, before: Round | None) -> Round:
@@ -244,7 +244,7 @@ class Reducer:
         fresh = self._session.consumed - self._used
         if before is None or fresh:
             self._computing = fresh
-            self._port.spend(fresh, FORWARD)
+            self._port.spend(Computing(fresh, FORWARD))
         if before is not None:
             if not before.waited:
                 self.read_header(before)
@@ -270,7 +270,7 @@ class Reducer:
         self._backward = None
         rest = self._filling.rest()
         for number in rest:
-            self._port.spend(self._computing, (1 - FORWARD) * self._shares[number])
+            self._port.spend(Computing(self._computing, (1 - FORWARD) * self._shares[number]))
         self._start(rest)
         current = self.round
         assert current is not None
@@ -374,10 +374,7 @@ class Reducer:
 class _Here(Reduction):
     """A sum that is there."""
 
-    def wait(self) -> None:
-        pass
-
-    def done(self) -> bool:
+    def wait(self, *, block: bool = True) -> bool:
         return True
 
 

@@ -347,7 +347,7 @@ class AllReduceSession(Session):
         if table.number == 0:
             gradients, examples = table.counts
             started = self.steps
-            self.port.note(
+            self.port.tell(
                 Progress(started, table.version, gradients, examples, table.last_loss, table.histogram)
             )
 

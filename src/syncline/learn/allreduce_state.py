@@ -62,10 +62,11 @@ def load_table(inner: torch.optim.Optimizer, parameters: Sequence[nn.Parameter],
         if group.get("fused") or group.get("capturable")
         for parameter in group["params"]
     }
-    for index, (parameter, value) in enumerate(zip(parameters, kept.values, strict=True)):
-        parameter.copy_(value)
-        if index in kept.state:
-            state = beside(parameter, _copied(kept.state[index]))
+    found, states = kept.content, kept.content.state or {}
+    for index, parameter in enumerate(parameters):
+        parameter.copy_(found.values[index])
+        if index in states:
+            state = beside(parameter, _copied(states[index]))
             inner.state[parameter] = _moved(state, parameter.device) if id(parameter) in whole else state
 
 

@@ -19,7 +19,7 @@ from syncline.errors import LoopError, UsageError
 from syncline.learn.replica import ModelReplica
 from syncline.learn.stepper import Answer, FreeDraft, Stepper, Steps, Wait
 from syncline.messages import to_leader as say
-from syncline.ports import Reset, RunStopped, TablePort
+from syncline.ports import Computing, Reset, RunStopped, TablePort
 from syncline.table.layout import Tensors
 from syncline.table.slot import options_text
 from syncline.table.template import Options, group_options, merge, split
@@ -92,7 +92,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         session = self._session
         if session.ending:
             raise RunStopped
-        session.port.spend(session.examples)
+        session.port.spend(Computing(session.examples))
         said = loss.item() if self.sync.local and isinstance(loss, Tensor) else loss
         try:
             self._drive(self.stepper.step(said))

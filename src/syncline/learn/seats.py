@@ -25,7 +25,7 @@ from syncline.learn.session import Factory
 from syncline.messages.to_leader import Gradient, Put, ToLeader
 from syncline.parallel.module import Part, Partitioned
 from syncline.parallel.seats import Targets, Windows
-from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, TablePort
+from syncline.ports import Computing, Draft, LearnerPort, Portion, Reading, Reset, Serving, TablePort
 from syncline.roles.run_plan import Seat
 from syncline.table.layout import Flat, Layout, Tensors
 from syncline.table.template import OptimizerTemplate
@@ -128,9 +128,9 @@ class SeatPort(LearnerPort):
         found: list[int] = self.told("agree", lambda: said)
         return found
 
-    def spend(self, examples: int) -> None:
+    def spend(self, work: Computing | Serving) -> None:
         if self.leads:
-            self._port.spend(examples)
+            self._port.spend(work)
 
     def tell(self, message: Any) -> None:
         if self.leads:

@@ -6,7 +6,6 @@ Here under one name all that goes outside the fast path; `to_leader` and `log` a
 from syncline.messages.statistics import Counts, ProcessStatistics, Statistics, TableStatistics
 from syncline.messages.to_caller import Checkpointed, Warned
 from syncline.messages.to_coordinator import (
-    FIRST,
     STREAM,
     AskDial,
     AwaitState,
@@ -64,7 +63,6 @@ from syncline.messages.to_shards import (
 )
 
 __all__ = [
-    "FIRST",
     "STREAM",
     "AskCut",
     "AskDial",

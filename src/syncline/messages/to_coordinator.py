@@ -15,7 +15,6 @@ from syncline.table.checkpoints import Written
 from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate, Options, PieceState
 
-FIRST = "first"  # the tag of the weights that a table begins with
 STREAM = (
     "stream"  # in place of a loader's policy: every learner reads its own share, of a size that nobody knows
 )

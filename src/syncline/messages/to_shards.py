@@ -12,6 +12,7 @@ from syncline.messages.statistics import Counts
 from syncline.protocols.meetings import MeetingPlace
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
+from syncline.table.contents import Content, Source
 from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate
 
@@ -37,8 +38,9 @@ class MakeTable:
     batch_size: int | None
     limit: int | None
     clip_norm: float | None
-    values: list[Tensor] | None = None  # of a run that goes on: one for each entry
-    first: bool = False  # the first weights are told to the coordinator
+    source: Source | None = None  # of a run that goes on: each shard reads its part itself
+    content: Content | None = None  # what it has read there; added by the engine
+    first: bool = False  # the first weights are written down, for shards that are lost before a checkpoint
     account: Account = field(default_factory=Account)
     handle: Any = None  # the engine's own, and added by it
     tree: bool = False  # gradients come in sums

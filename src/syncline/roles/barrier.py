@@ -89,7 +89,7 @@ class Barrier:
                 f"session.mean: learner {ranks[learner]} {what} {self._apart[learner]} steps while learners {waiting} wait "
                 "in it, without a part in those updates. Every learner must call it equally often, at the same places"
             )
-            self._port.report(m.Warned(text, "mean"))
+            self._port.tell(m.Warned(text, "mean"))
 
     @property
     def meeting(self) -> bool:
@@ -132,7 +132,7 @@ class Barrier:
             if meetings.still(stepping, elsewhere, opening):
                 waiting = {**stepping, **elsewhere, **opening}
                 if opening and not sure:
-                    self._port.report(m.Standstill(self._heard, {*meetings.here, *waiting}))
+                    self._port.tell(m.Standstill(self._heard, {*meetings.here, *waiting}))
                     return
                 elsewhere = waiting
         decisions = meetings.stand_still(elsewhere)
@@ -149,4 +149,4 @@ class Barrier:
         """Those who met hear of it."""
         self._apart.clear()
         others = dict(decision.others) if isinstance(decision, Unmet) else {}
-        self._port.report(m.Met(decision.learners, others))
+        self._port.tell(m.Met(decision.learners, others))

@@ -19,6 +19,7 @@ from syncline.roles.pending_requests import PendingRequests
 from syncline.roles.restore import Restored, manifest
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.table_registry import TableRegistry
+from syncline.table.checkpoints import FIRST
 from syncline.table.layout import Layout
 
 PAST = -1  # the epoch of a dial that does not begin by itself
@@ -145,10 +146,10 @@ class Coordinator:
     def from_learner(self, learner: int, message: Any) -> None:
         """A learner's request, in words of `messages`."""
         if isinstance(message, m.Log):
-            self._port.emit((self.live.get(learner), message))
+            self._port.tell((self.live.get(learner), message))
             return
         if isinstance(message, m.Warned):
-            self._port.emit(message)
+            self._port.tell(message)
             return
         if learner not in self.live:  # its last words came late
             return
@@ -243,10 +244,10 @@ class Coordinator:
             self._states.part(message)
         elif kind is m.Loaded:
             self._states.loaded(message)
+        elif kind is m.Saved and message.number == FIRST:
+            self._first(message)
         elif kind in (m.Cut, m.Saved):
             self._cut(message)
-        elif kind is m.WeightsPart and message.tag == m.FIRST:
-            self._openings.first(message)
         elif kind is m.Met:
             self._room.met(message)
             self._room.tell()
@@ -258,12 +259,17 @@ class Coordinator:
         else:
             if kind is m.EpochEnd and message.loader == 0:
                 self._epoch = message.done
-            self._port.emit(message)
+            self._port.tell(message)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def ask_cut(self) -> None:
         self._port.tell_shards(m.AskCut())
+
+    def _first(self, saved: m.Saved) -> None:
+        self._openings.first(saved)
+        if saved.problem:
+            self._port.tell(m.Checkpointed(0, "", saved.problem))
 
     def _cut(self, message: m.Cut | m.Saved) -> None:
         if self._stopping and not self._exact and isinstance(message, m.Cut):
@@ -275,10 +281,14 @@ class Coordinator:
             return
         if done.problem:
             self._port.commit(done.cut.number, None, ())
-            self._port.emit(m.Checkpointed(done.cut.number, "", done.problem))
-        elif self._port.commit(done.cut.number, self._manifest(done.cut), done.files):
-            for number in done.cut.accounts:
-                self._openings.tables[number].start = None
+            self._port.tell(m.Checkpointed(done.cut.number, "", done.problem))
+        elif self._port.commit(
+            done.cut.number,
+            self._manifest(done.cut),
+            done.files,
+            prune=not self._openings.waits_for_checkpoint,
+        ):
+            self._openings.in_checkpoint(done.cut.accounts)
         self._port.tell_shards(m.CutDone())
         if self._finish_later:
             self._finish_later = False

@@ -96,7 +96,7 @@ class Leader:
     def resume(self, event: m.Resume) -> None:
         """Where a run goes on; and how often checkpoints are cut."""
         self._cadence = CheckpointSchedule(event.every) if event.cuts else None
-        self._stamps = VectorClocks(self._port.report) if event.clocks else None
+        self._stamps = VectorClocks(self._port.tell) if event.clocks else None
         self._tally.resume(event.counts)
         self._gathering.resume(event)
 
@@ -146,7 +146,7 @@ class Leader:
     def leave(self, learner: int, rank: int, *, lost: bool, closed: bool = False) -> None:
         back, pending = self._feeding.going(learner)
         if lost:
-            self._port.report(m.Left(learner, rank, back, pending))
+            self._port.tell(m.Left(learner, rank, back, pending))
             self._belongings.lose(learner)
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.leave(learner))
@@ -322,7 +322,7 @@ class Leader:
             self._log(log.Free(place, *self.named(place, decision.ticket.learner, decision.ticket.number)))
             self._work.later(self._drop, place, decision.ticket)
         elif isinstance(decision, Full):
-            self._port.report(m.Reached(decision.version))
+            self._port.tell(m.Reached(decision.version))
         elif isinstance(decision, End):
             self._grant(Portion(place, decision.index, decision.epoch, 0, 0, 1), decision.learner)
         elif isinstance(decision, EpochDone):
@@ -355,7 +355,7 @@ class Leader:
 
     def _take_alone(self, table: int, ticket: Ticket, gradient: say.Gradient) -> None:
         if table in self._buffered:  # before it is taken, which may free the draft
-            buffers = self._port.slot(table, ticket.learner, ticket.number).buffers
+            buffers = self._port.receive(table, ticket.learner, ticket.number).buffers
             self._belongings.keep(table, ticket.learner, buffers)
         following = self._work.following
         alone = isinstance(following, Fold) and following.tickets == (ticket,)
@@ -435,7 +435,7 @@ class Leader:
             for table in self._sequences:
                 self._log(log.Snapshot(table, epoch))
                 tables += 1
-        self._port.report(
+        self._port.tell(
             m.EpochEnd(
                 loader,
                 epoch,
@@ -502,7 +502,7 @@ class Leader:
             self._log(log.Cut(table, number))
             files += [table_file(table, shard) for shard in range(self._shards_of[table])]
         self._port.save(number, LEARNERS, self._belongings.tensors(self._ranks), {})
-        self._port.report(
+        self._port.tell(
             m.Cut(
                 number,
                 [*files, LEARNERS],

@@ -14,9 +14,9 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.messages import log
-from syncline.ports import Reading, ServerPort
+from syncline.ports import Reading, ServerPort, Serving
 from syncline.roles.restore import table_file
-from syncline.table.checkpoints import CheckpointError
+from syncline.table.checkpoints import FIRST, CheckpointError
 from syncline.table.promised import PromisedPart
 from syncline.table.shard import Shard, total_norm
 from syncline.table.slot import SlotPart
@@ -82,12 +82,14 @@ class LogApplier:
         if self._port.shard >= make.layout.shards:
             return
         memory = self._port.memory(make.table)
-        if make.values is not None:
-            fill(memory.places[0], make.layout, self._port.shard, make.values)
+        content, template = make.content, make.template
+        if content is not None:
+            fill(memory.places[0], make.layout, self._port.shard, content.values)
+            template = content.of(template)
         self._shards[make.table] = Shard(
             make.layout,
             self._port.shard,
-            make.template,
+            template,
             memory,
             sync=self.dials[make.dial],
             clip_norm=make.clip_norm,
@@ -95,9 +97,8 @@ class LogApplier:
         )
         self._dial[make.table] = make.dial
         if make.first:
-            shard = self._shards[make.table]
-            first = m.WeightsPart(m.FIRST, make.table, self._port.shard, shard.version, shard.snapshot())
-            self._port.report(first)
+            name = table_file(make.table, self._port.shard)
+            self._port.save(FIRST, name, self._shards[make.table].first(), {})
 
     @property
     def settled(self) -> bool:
@@ -149,12 +150,12 @@ class LogApplier:
         try:
             tensors, notes = self._shards[entry.table].cut()
         except CheckpointError as error:  # optimizer state that is neither tensor nor plain
-            self._port.report(m.Saved(entry.checkpoint, name, None, str(error)))
+            self._port.tell(m.Saved(entry.checkpoint, name, None, str(error)))
         else:
             self._port.save(entry.checkpoint, name, tensors, notes)
 
     def _part(self, entry: log.Take | log.PutValues) -> SlotPart | PromisedPart:
-        slot = self._port.slot(entry.table, entry.learner, entry.number)
+        slot = self._port.receive(entry.table, entry.learner, entry.number)
         key = (entry.table, entry.learner, slot)
         part = self._parts.get(key)
         if part is None:
@@ -178,7 +179,7 @@ class LogApplier:
             damping=entry.weight,
         )
         if added:
-            self._port.spend(log.Take, entry.table)
+            self._port.spend(Serving(log.Take, entry.table))
         if added or isinstance(part, PromisedPart):
             self._free(entry)
         else:
@@ -187,7 +188,7 @@ class LogApplier:
     def _fold(self, entry: log.Fold) -> None:
         shard = self._shards[entry.table]
         if added := shard.gather(entry.iteration):
-            self._port.spend(log.Take, entry.table, added)
+            self._port.spend(Serving(log.Take, entry.table, added))
         if shard.clip_norm is None:
             self._apply(entry, shard)
         elif shard.layout.shards == 1:
@@ -199,7 +200,7 @@ class LogApplier:
 
     def _apply(self, entry: log.Fold, shard: Shard) -> None:
         shard.apply(self.options(entry.table, entry.learner, entry.number), entry.factor)
-        self._port.spend(log.Fold, entry.table)
+        self._port.spend(Serving(log.Fold, entry.table))
         self._free_folded(entry)
         if shard.version != entry.version:
             raise AssertionError(
@@ -251,7 +252,7 @@ class LogApplier:
         shard = self._shards[entry.table]
         options, state = shard.state()
         whole = shard.whole_state()
-        self._port.report(
+        self._port.tell(
             m.StatePart(entry.table, entry.number, entry.learner, self._port.shard, options, state, whole)
         )
 
@@ -268,4 +269,4 @@ class LogApplier:
         """The weights as they are."""
         shard, index = self._shards[table], self._port.shard
         values, buffers, own = shard.snapshot(), self.buffers(table), shard.own_options()
-        self._port.report(m.WeightsPart(tag, table, index, shard.version, values, buffers, own))
+        self._port.tell(m.WeightsPart(tag, table, index, shard.version, values, buffers, own))

@@ -26,7 +26,7 @@ class OptionsCheck:
         if differ:
             self._warned = True
             ranks = sorted(options)
-            self._port.report(
+            self._port.tell(
                 m.Warned(
                     f"learners {ranks} disagree about the options of their parameter groups (ranks {differ} differ "
                     f"from rank {ranks[0]}); each update uses those of the learner furthest along. Step the same "

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,21 +25,14 @@ from syncline.roles.pipeline_states import FLIGHTS, PipelineState, pipelines_of
 from syncline.table.checkpoints import (
     Checkpoint,
     CheckpointError,
-    kept_whole,
     layout_json,
     layout_of,
-    own_options,
-    whole,
 )
+from syncline.table.contents import Content, Source, read_content
+from syncline.table.contents import table_file as table_file
 from syncline.table.layout import Layout
-from syncline.table.template import OptimizerTemplate
-from syncline.table.wrapping import Kept
 
 LEARNERS = "learners.safetensors"
-
-
-def table_file(table: int, shard: int) -> str:
-    return f"table{table}-shard{shard}.safetensors"
 
 
 def learner_tensors(
@@ -59,15 +54,14 @@ class TableState:
 
     layout: Layout
     optimizer: str
-    values: list[Tensor]  # by entry
-    state: dict[int, dict[str, Any]]
-    own: list[dict[str, Any]] = field(default_factory=list)  # options that the optimizer itself has changed
-    kept: Kept | None = None  # all of an optimizer that holds others
-    account: Account = field(default_factory=Account)
+    account: Account
+    source: Source | None = None  # where its values are; a batch method's are elsewhere
 
-    def of(self, template: OptimizerTemplate) -> OptimizerTemplate:
-        """The optimizer with this state."""
-        return dataclasses.replace(template, state=self.state, own=self.own, kept=self.kept)
+    @cached_property
+    def content(self) -> Content:
+        """Read when it is asked for: a coordinator never does."""
+        assert self.source is not None and self.source.folder is not None
+        return read_content(self.source, Path(self.source.folder), self.layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +179,7 @@ def upto(version: int, history: Sequence[Mapping[str, Any]]) -> list[Mapping[str
 
 
 def restored(checkpoint: Checkpoint) -> Restored:
-    """Read a checkpoint as a whole."""
+    """Read a checkpoint, but for the tables' values."""
     found = checkpoint.manifest
     if "batch" in found:
         raise UsageError(
@@ -221,22 +215,11 @@ def _pipelines(checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> 
 
 
 def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
-    layout = layout_of(record["layout"])
-    parts = []
-    for shard in range(layout.shards):
-        name = table_file(record["table"], shard)
-        parts.append((checkpoint.tensors(name), checkpoint.notes(name)))
-    own = [own_options(notes) for _, notes in parts]
-    kept = [kept_whole(tensors, notes) for tensors, notes in parts]
-    values, state = whole(layout, parts)
-    account = record["account"]
+    layout, account = layout_of(record["layout"]), record["account"]
     return TableState(
         layout=layout,
         optimizer=record["optimizer"],
-        values=values,
-        state=state,
-        own=own[0],
-        kept=kept[0],
+        source=Source(str(checkpoint.path), record["table"], layout.shards),
         account=Account(**{**account, "histogram": _by_number(account["histogram"] or {})}),
     )
 

@@ -74,7 +74,7 @@ class ServerRole:
         elif kind is tuple:  # (learner, LoadState)
             learner, blob = event
             self._replay.keep_blob(learner, blob)
-            self._port.report(m.Loaded(blob.table, blob.number, learner))
+            self._port.tell(m.Loaded(blob.table, blob.number, learner))
         elif self._leader is not None:
             self._lead(event)
 
@@ -122,7 +122,7 @@ class ServerRole:
         elif kind is m.CutDone:
             self._leader.cut_done()
         elif kind is m.AskStatistics:
-            self._port.report(self._leader.statistics(event.number))
+            self._port.tell(self._leader.statistics(event.number))
         elif kind is m.Finish:
             self._leader.finish(cut=event.cut)
-            self._port.report(m.Finished(self._leader.statistics(-1)))
+            self._port.tell(m.Finished(self._leader.statistics(-1)))

@@ -6,11 +6,8 @@ learners that wait for each other elsewhere (`waiting_room`), nor for what a che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
 
 from syncline import messages as m
 from syncline.errors import LayoutError, UsageError
@@ -18,8 +15,9 @@ from syncline.ports import CoordinatorPort
 from syncline.protocols.rendezvous import Rendezvous
 from syncline.protocols.sequence import Account
 from syncline.roles.pending_requests import PendingRequests
-from syncline.roles.restore import Restored, TableState
+from syncline.roles.restore import Restored
 from syncline.roles.run_plan import RunPlan
+from syncline.table.contents import Source, table_file
 from syncline.table.layout import Layout
 from syncline.table.template import OptimizerTemplate
 from syncline.topologies import Trees
@@ -31,14 +29,17 @@ class Table:
 
     layout: Layout
     template: OptimizerTemplate | None = None  # once it is made
-    start: TableState | None = None  # its first values, where a lost shard may need them
-    firsts: dict[int, list[Tensor]] = field(default_factory=dict)  # parts of them, by shard
+    firsts: set[str] = field(default_factory=set)  # files of its first values, which a lost shard may need
     initialiser: int | None = None
     waiting: set[int] = field(default_factory=set)
 
     @property
     def made(self) -> bool:
         return self.template is not None
+
+    def start(self, number: int) -> Source | None:
+        """Where its first values are, while no checkpoint has it."""
+        return Source(None, number, self.layout.shards) if len(self.firsts) == self.layout.shards else None
 
     @property
     def optimizer(self) -> str:
@@ -91,6 +92,8 @@ class TableRegistry:
         """The shards are new ones: tell them of all there is."""
         for number, table in sorted(self.tables.items()):
             table.waiting.clear()
+            if number not in self._restored.tables and table.start(number) is None:
+                table.template = None  # nobody has read it yet
             if table.made:
                 self._make(number, table)
             else:
@@ -156,12 +159,12 @@ class TableRegistry:
         """Tell the shards of a table: its first values, or those of the checkpoint."""
         plan, kept = self._plan, self._restored.tables.get(number)
         assert table.template is not None
-        known = kept or table.start
+        source = kept.source if kept else table.start(number)
         self._port.tell_shards(
             m.MakeTable(
                 table=number,
                 layout=table.layout,
-                template=known.of(table.template) if known else table.template,
+                template=table.template,
                 dial=self._dial(),
                 initial={learner: rank for learner, rank in self.initial.items() if learner in self._live},
                 learners=plan.learners,
@@ -169,25 +172,30 @@ class TableRegistry:
                 batch_size=plan.batch_size,
                 limit=plan.limit if number == 0 else None,
                 clip_norm=plan.clip_norm,
-                values=known.values if known else None,
-                first=plan.saving.cuts and known is None,
-                account=known.account if known else Account(),
+                source=source,
+                first=plan.saving.cuts and source is None,
+                account=kept.account if kept else Account(),
                 tree=isinstance(plan.topology, Trees),
             )
         )
 
-    def first(self, part: m.WeightsPart) -> None:
-        """A shard's part of a table's first weights: what a shard that is lost before a checkpoint begins with again."""
-        table = self.tables[part.table]
-        table.firsts[part.shard] = part.segments
-        if len(table.firsts) == table.layout.shards:
-            parts, table.firsts = table.firsts, {}
-            template, flat = table.template, table.layout.parameters
-            assert template is not None
-            whole = [torch.cat(segments) for segments in zip(*(parts[i] for i in sorted(parts)), strict=True)]
-            table.start = TableState(
-                layout=table.layout, optimizer=_name(template), values=flat.views(whole), state=template.state
-            )
+    def first(self, saved: m.Saved) -> None:
+        """A shard's part of a table's first weights is on the disk: it begins there again if it is lost before a checkpoint."""
+        for number, table in self.tables.items():
+            if saved.written and saved.name in _files(number, table.layout):
+                table.firsts.add(saved.name)
+
+    def in_checkpoint(self, tables: Iterable[int]) -> None:
+        """First values of these are not needed any more."""
+        for number in tables:
+            self.tables[number].firsts.clear()
+
+    @property
+    def waits_for_checkpoint(self) -> bool:
+        """Tables of the checkpoint that the run goes on from are not open yet, and will be read there."""
+        return any(
+            number not in self.tables or not self.tables[number].made for number in self._restored.tables
+        )
 
     def _join(self, number: int, table: Table, learner: int) -> None:
         self._room.reply(learner, self._opened(number, table, learner))
@@ -250,6 +258,10 @@ class TableRegistry:
             self.tables[opening.table].waiting.discard(learner)
         else:
             self._together.withdraw(("loader", opening.loader), learner)
+
+
+def _files(table: int, layout: Layout) -> list[str]:
+    return [table_file(table, shard) for shard in range(layout.shards)]
 
 
 def _name(template: OptimizerTemplate) -> str:

@@ -26,7 +26,7 @@ from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes
 from syncline.errors import LostError, NotYetError, UsageError
 from syncline.learn.allreduce_session import AllReduceSession
-from syncline.ports import CollectivePort, Progress, Reduction, RunStopped
+from syncline.ports import CollectivePort, Computing, Progress, Reduction, RunStopped, Serving
 from syncline.protocols.lifecycle import alone
 from syncline.protocols.staleness import StalenessClock
 from syncline.roles.allreduce_coordinator import Meet, early
@@ -45,10 +45,9 @@ class SimReduction(Reduction):
     def __init__(self, peer: SimPeer, ring: Ring) -> None:
         self._peer, self._ring = peer, ring
 
-    def wait(self) -> None:
-        self._peer.wait_for(self._ring)
-
-    def done(self) -> bool:
+    def wait(self, *, block: bool = True) -> bool:
+        if block:
+            self._peer.wait_for(self._ring)
         return self._ring.done
 
 
@@ -115,8 +114,9 @@ class SimPeer(CollectivePort):
     def now(self) -> float:
         return self._world.clock.now
 
-    def spend(self, examples: int, share: float = 1.0) -> None:
-        world = self._world
+    def spend(self, work: Computing | Serving) -> None:
+        assert isinstance(work, Computing)
+        world, (examples, share) = self._world, work
         seconds = share * world.cluster.step_seconds(
             examples, rank=self.rank, step=self._step, seed=world.seed, learners=self.learners
         )
@@ -152,13 +152,16 @@ class SimPeer(CollectivePort):
 
     def tell(self, message: Any) -> None:
         world = self._world
+        if isinstance(message, Progress):
+            self._stepped(message)
+            return
         world.later(lambda: world.keeper.hear(self.rank, message))
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         assert self._world.spec.storage.folder is not None
         self.tell(write_part(Folder(Path(self._world.spec.storage.folder)), (number, name, tensors, notes)))
 
-    def note(self, progress: Progress) -> None:
+    def _stepped(self, progress: Progress) -> None:
         self.progress = progress._replace(histogram=dict(progress.histogram))
         self._step += 1
         self.times += LearnerTimes(steps=1)

@@ -61,7 +61,9 @@ class SimCoordinator(CoordinatorPort):
         for learner in world.live.values():
             world.soon(learner.call if isinstance(what, m.Call) else learner.wake)
 
-    def commit(self, number: int, manifest: dict[str, Any] | None, files: Sequence[Written]) -> bool:
+    def commit(
+        self, number: int, manifest: dict[str, Any] | None, files: Sequence[Written], *, prune: bool = True
+    ) -> bool:
         world = self._world
         assert world.folder is not None
         if manifest is None:
@@ -70,14 +72,14 @@ class SimCoordinator(CoordinatorPort):
         manifest["history"] = upto(number, world.recorder.history())
         exact = world.goes_on()
         manifest["simulated"] = world.moment(exact=exact).record()
-        done = commit(world.folder, number, manifest, files, world.spec.storage.keep)
-        self.emit(done)
+        done = commit(world.folder, number, manifest, files, world.spec.storage.keep if prune else None)
+        self.tell(done)
         if not done.problem:
             world.supervision.checkpointed(Path(done.path))
             if exact:
                 world.next = restored(find(Path(done.path)))
         return not done.problem
 
-    def emit(self, record: Any) -> None:
+    def tell(self, message: Any) -> None:
         self._world.streams.enter(OUTSIDE)
-        self._world.recorder.emit(record)
+        self._world.recorder.emit(message)

@@ -21,7 +21,18 @@ from syncline.learn.models import without_graph
 from syncline.learn.randomness import pack_random
 from syncline.learn.server_session import ServerSession
 from syncline.messages.to_leader import Gradient, Put, ToLeader
-from syncline.ports import OUTSIDE, Draft, LearnerPort, Portion, Reading, Reset, RunStopped, TablePort
+from syncline.ports import (
+    OUTSIDE,
+    Computing,
+    Draft,
+    LearnerPort,
+    Portion,
+    Reading,
+    Reset,
+    RunStopped,
+    Serving,
+    TablePort,
+)
 from syncline.sim.clock import Action, ClockPause
 from syncline.sim.fibers import Fiber, Killed, make_fiber
 from syncline.sim.owned_memory import DRAFT, Drafts, Releases, SimTable, poison
@@ -295,8 +306,9 @@ class SimLearner(LearnerPort):
     def now(self) -> float:
         return self._world.clock.now
 
-    def spend(self, examples: int) -> None:
-        self.until(self.start_computing(examples), "its own computation", COMPUTING)
+    def spend(self, work: Computing | Serving) -> None:
+        assert isinstance(work, Computing)
+        self.until(self.start_computing(work.examples), "its own computation", COMPUTING)
 
     def start_computing(self, examples: int) -> Callable[[], bool]:
         """One gradient's computation begins; says whether it is done. Wakes the learner then."""

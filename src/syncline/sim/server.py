@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from syncline.cluster.record import Cost
-from syncline.engines.checkpoint_files import write_part
+from syncline.engines.checkpoint_files import with_content, write_part
 from syncline.messages.log import Entry, Fold, Leave, PutValues, Take
 from syncline.messages.to_leader import ToLeader
-from syncline.ports import Portion, Reading, ServerPort, VersionMemory
+from syncline.messages.to_shards import MakeTable
+from syncline.ports import Computing, Portion, Reading, ServerPort, Serving, VersionMemory
 from syncline.roles.restore import LEARNERS
 from syncline.sim.batched.lazy_gradients import PromisedLane, PromisedSlot
 from syncline.sim.checkpoint_moment import with_states
@@ -65,18 +66,20 @@ class SimServer(ServerPort):
 
     def handle(self, event: Any) -> None:
         """An event from the coordinator or another shard has arrived."""
-        self.receive(lambda: self.role.handle(event))
+        if isinstance(event, MakeTable):
+            event = with_content(event, self._world.folder, self.shard)
+        self._queue(lambda: self.role.handle(event))
 
     def entry(self, entry: Entry) -> None:
         """A decision of the leading shard has arrived."""
-        self.receive(partial(self._carry_out, entry), entry)
+        self._queue(partial(self._carry_out, entry), entry)
 
     def _carry_out(self, entry: Entry) -> None:
         self.role.entry(entry)
         if isinstance(entry, Leave):
             self._leaving.append(entry.learner)
 
-    def receive(self, action: Action, entry: Entry | None = None) -> None:
+    def _queue(self, action: Action, entry: Entry | None = None) -> None:
         """One thing after another, in the order they came."""
         if not self.dead:
             self._inputs.append((entry, None, action))
@@ -114,7 +117,9 @@ class SimServer(ServerPort):
 
     # -- work --------------------------------------------------------------------------------------------
 
-    def spend(self, kind: Kind, table: int, times: int = 1) -> None:
+    def spend(self, work: Computing | Serving) -> None:
+        assert isinstance(work, Serving)
+        kind, table, times = work
         if kind is Fold and table == 0 and self.shard == 0:
             self._effect(self._world.folded)
         seconds = self._known_costs.get((kind, table))
@@ -177,7 +182,7 @@ class SimServer(ServerPort):
         memory = self._memories[table] = ShardMemory(self._world.tables[table], self.shard, places)
         return memory
 
-    def slot(self, table: int, learner: int, number: int) -> Slot | PromisedSlot:
+    def receive(self, table: int, learner: int, number: int) -> Slot | PromisedSlot:
         lane = self._world.lanes[table, learner]
         slots = lane.sent if isinstance(lane, SimLane) else lane.slots
         return slots[lane.numbers.index(number)]
@@ -278,8 +283,8 @@ class SimServer(ServerPort):
         assert self._world.folder is not None
         if name == LEARNERS and self._world.exact:
             tensors = with_states(tensors, self._world.states())
-        self.report(write_part(self._world.folder, (number, name, tensors, notes)))
+        self.tell(write_part(self._world.folder, (number, name, tensors, notes)))
 
-    def report(self, message: Any) -> None:
+    def tell(self, message: Any) -> None:
         arrive = partial(self._if_alive, self._world.coordinator.from_shard, message)
         self._effect(partial(self._world.soon, arrive))

@@ -5,6 +5,7 @@ with size and crc32. It is built under a hidden name and renamed when all of it 
 
     .N.tmp   being written          .N.old   being replaced: it counts as N while there is no N
     N        committed              .N.gone  being removed
+    .first   first values of tables that are in no checkpoint yet
 
 Pieces of a table are named by entry and first element, so any number of shards can read them.
 Not responsible for when a checkpoint is taken, nor for what its manifest says.
@@ -36,6 +37,7 @@ from syncline.table.template import PieceState
 from syncline.table.wrapping import PREFIX, Kept, keep
 
 FORMAT, MANIFEST = 1, "checkpoint.json"
+FIRST = -1  # in place of a checkpoint's number: the first values of a table
 CHUNK = 4 << 20  # bytes per write and read
 COMPLEX128 = "syncline.complex128"  # metadata: names of tensors stored as pairs of float64
 # safetensors' names: F32, BF16, C64, I8, U8, BOOL
@@ -166,6 +168,23 @@ class Folder:
                 elif kind in ("tmp", "old", "gone"):
                     self._discard(path)
             _sync(self.root)
+
+    @property
+    def first(self) -> Path:
+        return self.root / ".first"
+
+    def write_first(self, name: str, tensors: Mapping[str, Tensor]) -> Written:
+        """Values that a table begins with."""
+        with _named(f"cannot write first values to {self.root}"):
+            self.first.mkdir(exist_ok=True)
+        return write_tensors(self.first / name, tensors)
+
+    def forget_first(self, names: Iterable[str] | None = None) -> None:
+        """These files of first values, or all of them."""
+        with suppress(OSError):
+            for name in os.listdir(self.first) if names is None else names:
+                (self.first / name).unlink(missing_ok=True)
+            self.first.rmdir()
 
     def begin(self, number: int) -> Path:
         """An empty temporary folder for the files of this checkpoint."""
@@ -415,16 +434,22 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def whole(layout: Layout, parts: Sequence[Pieces]) -> tuple[list[Tensor], dict[int, dict[str, Any]]]:
-    """Values and optimizer state by entry from all shards' pieces; only the entries of `layout` matter."""
+def whole(
+    layout: Layout, parts: Sequence[Pieces], wanted: Sequence[int] | None = None
+) -> tuple[dict[int, Tensor], dict[int, dict[str, Any]]]:
+    """Values and optimizer state by entry from all shards' pieces, of all entries or some; only `layout`'s entries matter."""
     found: dict[int, list[_Found]] = defaultdict(list)
     for part in parts:
         _collect(part, found)
     entries = layout.parameters.entries
     if (most := max(found, default=-1)) >= len(entries):
         raise CheckpointError(f"the checkpoint has a parameter {most}, the model only {len(entries)}")
-    joined = [_joined(entry, sorted(found[i], key=lambda piece: piece[0])) for i, entry in enumerate(entries)]
-    return [value for value, _ in joined], {i: state for i, (_, state) in enumerate(joined) if state}
+    joined = {
+        i: _joined(entries[i], sorted(found[i], key=lambda piece: piece[0]))
+        for i in (range(len(entries)) if wanted is None else sorted(set(wanted)))
+    }
+    values = {i: value for i, (value, _) in joined.items()}
+    return values, {i: state for i, (_, state) in joined.items() if state}
 
 
 def _collect(part: Pieces, found: dict[int, list[_Found]]) -> None:

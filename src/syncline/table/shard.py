@@ -13,6 +13,7 @@ from torch import Tensor
 
 from syncline.dial import Sync
 from syncline.table.accumulator import Accumulator
+from syncline.table.checkpoints import piece_tensors
 from syncline.table.layout import Layout
 from syncline.table.memory import VersionMemory
 from syncline.table.promised import Taken
@@ -146,6 +147,11 @@ class Shard:
 
     def snapshot(self) -> list[Tensor]:
         return [segment.clone().cpu() for segment in self.weights]
+
+    def first(self) -> dict[str, Tensor]:
+        """The weights to begin with, by name; not copied."""
+        pieces = self.part.views(self.weights, self.layout.parameters.entries)
+        return piece_tensors(self.part, pieces, {})[0]
 
     def cut(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
         """Weights and optimizer state as they are now, by name; the copies are good until the next cut."""

@@ -6,7 +6,7 @@ themselves. Only the store knows which. Not responsible for who reads, nor for o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -111,8 +111,8 @@ class Store:
         self._memory.offer(self._newest, self.version)
 
 
-def fill(segments: Sequence[Tensor], layout: Layout, shard: int, values: Sequence[Tensor]) -> None:
-    """A shard's part of these values, one for each entry."""
+def fill(segments: Sequence[Tensor], layout: Layout, shard: int, values: Mapping[int, Tensor]) -> None:
+    """A shard's part of these values, by entry."""
     part = layout.parts[shard]
     views = part.views(list(segments), layout.parameters.entries)
     for piece, view in zip(part.pieces, views, strict=True):

@@ -47,7 +47,7 @@ class Crew:
         self.told: dict[int, m.Met] = {}
         self.over: set[int] = set()
         port = MagicMock(spec=ServerPort, shard=0, shards=1)
-        port.report.side_effect = self._reported
+        port.tell.side_effect = self._reported
         replay = MagicMock(spec=LogApplier, dials={0: as_sync(sync)}, options_changed=False)
         replay.replay.side_effect = self._entry
         self._leader = Leader(port, replay)

@@ -48,7 +48,7 @@ class Crew:
             f"to {learner}", lambda: self._hear(learner, answer)
         )
         server = MagicMock(spec=ServerPort, shard=0, shards=1)
-        server.report.side_effect = lambda message: self._send(
+        server.tell.side_effect = lambda message: self._send(
             "coordinator", lambda: self._coordinator.from_shard(message)
         )
         plan = RunPlan(course=Course.of("async"), learners=len(loops))

@@ -591,7 +591,8 @@ class Run:
         states = checkpoint.manifest["states"]
         parts = [(checkpoint.tensors(f"{i}.safetensors"), values) for i, values in enumerate(states)]
         template = OptimizerTemplate.of(self.plain)
-        values, state = whole(self.layout, parts)
+        found, state = whole(self.layout, parts)
+        values = [*found.values()]
         self.check(values, state)
         template = OptimizerTemplate(template.kind, template.attributes, template.options, state)
         self.cut(template, values, shards)

@@ -20,7 +20,7 @@ from syncline.engines.local.learner import returned, say
 from syncline.engines.local.shared_memory import Region
 from syncline.engines.run import Task
 from syncline.learn.allreduce_session import AllReduceSession
-from syncline.ports import CollectivePort, PeerLost, Progress, Reduction, RunStopped
+from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, RunStopped, Serving
 from syncline.roles.allreduce_coordinator import Meet
 from syncline.roles.restore import restored
 from syncline.roles.run_plan import Seat
@@ -91,16 +91,13 @@ class _Watched(Reduction):
     def __init__(self, inner: Reduction, board: ProgressBoard) -> None:
         self._inner, self._board = inner, board
 
-    def wait(self) -> None:
+    def wait(self, *, block: bool = True) -> bool:
         words = self._board.words
-        words[ProgressBoard.WAITS] = 1
+        words[ProgressBoard.WAITS] = int(block)
         try:
-            self._inner.wait()
+            return self._inner.wait(block=block)
         finally:
             words[ProgressBoard.WAITS] = 0
-
-    def done(self) -> bool:
-        return self._inner.done()
 
 
 class LocalCollectivePort(CollectivePort):
@@ -119,7 +116,7 @@ class LocalCollectivePort(CollectivePort):
     def now(self) -> float:
         return time.monotonic()
 
-    def spend(self, examples: int, share: float = 1.0) -> None:
+    def spend(self, work: Computing | Serving) -> None:
         pass
 
     def reduce(self, buffer: Tensor) -> Reduction:
@@ -137,16 +134,16 @@ class LocalCollectivePort(CollectivePort):
         return self._channel.receive()  # type: ignore[no-any-return]
 
     def tell(self, message: Any) -> None:
-        self._channel.send(message)
+        if isinstance(message, Progress):
+            self._board.write(message)
+        else:
+            self._channel.send(message)
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         assert self._writer is not None
         self._board.words[ProgressBoard.WAITS] = 1
         self._writer.write_after(number, name, tensors, notes)
         self._board.words[ProgressBoard.WAITS] = 0
-
-    def note(self, progress: Progress) -> None:
-        self._board.write(progress)
 
     def stopping(self) -> bool:
         return self._stop[0] != 0

@@ -98,20 +98,22 @@ class LocalCoordinatorPort(CoordinatorPort):
         region = Region(handle.nbytes, os.dup(handle.fd))
         return TableMemory(region, layout, places=self._run.staff.geometry.places)
 
-    def emit(self, record: Any) -> None:
-        self._run.recorder.emit(record)
+    def tell(self, message: Any) -> None:
+        self._run.recorder.emit(message)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
-    def commit(self, number: int, manifest: dict[str, Any] | None, files: Sequence[Written]) -> bool:
+    def commit(
+        self, number: int, manifest: dict[str, Any] | None, files: Sequence[Written], *, prune: bool = True
+    ) -> bool:
         run = self._run
         assert run.folder is not None
         if manifest is None:
             run.folder.abandon(number)
             return False
         manifest["history"] = upto(number, run.recorder.history())
-        done = commit(run.folder, number, manifest, files, run.spec.storage.keep)
-        self.emit(done)
+        done = commit(run.folder, number, manifest, files, run.spec.storage.keep if prune else None)
+        self.tell(done)
         if not done.problem:
             run.checkpointed(Path(done.path))
         return not done.problem

@@ -29,7 +29,17 @@ from syncline.engines.local.version_ring import Reader
 from syncline.engines.run import Task
 from syncline.learn.server_session import ServerSession
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
-from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, RunStopped, TablePort
+from syncline.ports import (
+    Computing,
+    Draft,
+    LearnerPort,
+    Portion,
+    Reading,
+    Reset,
+    RunStopped,
+    Serving,
+    TablePort,
+)
 from syncline.roles.run_plan import Seat
 from syncline.table.layout import Layout
 
@@ -260,7 +270,7 @@ class LocalLearnerPort(LearnerPort):
             self._calls = self._hub.words[CALLS]
             self.ask(m.Called())
 
-    def spend(self, examples: int) -> None:
+    def spend(self, work: Computing | Serving) -> None:
         pass
 
     def post(self, message: ToLeader, *, later: bool = False) -> None:

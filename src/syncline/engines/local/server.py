@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from syncline import messages as m
+from syncline.engines.checkpoint_files import with_content, write_part
 from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.cuda_memory import Handles, StreamOrder, share
@@ -39,8 +40,9 @@ from syncline.engines.local.shared_memory import Region, SharedWords, Waiter, Wa
 from syncline.engines.local.version_ring import RingPart, Words
 from syncline.messages import log
 from syncline.messages.to_leader import NO_LOADER, Gradient, Put, ToLeader
-from syncline.ports import Portion, Reading, ServerPort, VersionMemory
+from syncline.ports import Computing, Portion, Reading, ServerPort, Serving, VersionMemory
 from syncline.roles.server import ServerRole
+from syncline.table.checkpoints import FIRST, Folder
 from syncline.table.layout import Layout
 from syncline.table.slot import Slot, slot_bytes
 from syncline.table.store import copy_segments
@@ -253,6 +255,7 @@ class LocalServerPort(ServerPort):
         self.wake_shards = False
         self.norms_wanted: tuple[int, int] | None = None
         self._sending = threading.Lock()  # the writer reports too
+        self._folder = Folder(Path(spec.folder)) if spec.folder is not None else None
         self._writer: Writer | None = None
 
     # -- set up by the supervisor ------------------------------------------------------------------------
@@ -387,7 +390,7 @@ class LocalServerPort(ServerPort):
             del reading[learner]
         return False
 
-    def slot(self, table: int, learner: int, number: int) -> Slot:
+    def receive(self, table: int, learner: int, number: int) -> Slot:
         lane = self._lanes[table, learner]
         return lane.slots[lane.numbers.index(number)]
 
@@ -424,7 +427,7 @@ class LocalServerPort(ServerPort):
             if shard != self.shard:
                 bell.ring()
 
-    def spend(self, kind: type[log.Take | log.Fold], table: int, times: int = 1) -> None:
+    def spend(self, work: Computing | Serving) -> None:
         pass
 
     def forget(self) -> None:
@@ -439,13 +442,19 @@ class LocalServerPort(ServerPort):
             bell.close()
         self._lanes = {key: lane for key, lane in self._lanes.items() if key[1] != learner}
 
+    def with_content(self, make: m.MakeTable) -> m.MakeTable:
+        return with_content(make, self._folder, self.shard)
+
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        assert self._folder is not None
+        if number == FIRST:
+            self.tell(write_part(self._folder, (number, name, tensors, notes)))
+            return
         if self._writer is None:
-            assert self._spec.folder is not None
-            self._writer = Writer(Path(self._spec.folder), self.report)
+            self._writer = Writer(self._folder.root, self.tell)
         self._writer.write(number, name, tensors, notes)
 
-    def report(self, message: Any) -> None:
+    def tell(self, message: Any) -> None:
         with self._sending:
             self._channel.try_send((self.shard, message))
 
@@ -482,7 +491,7 @@ class _Loop:
         self._beats = spec.beats.words[LINE * spec.shard : LINE * spec.shard + 1]
 
     def report(self, message: Any) -> None:
-        self._port.report(message)
+        self._port.tell(message)
 
     def run(self) -> None:
         while True:
@@ -555,6 +564,7 @@ class _Loop:
             return
         if isinstance(event, m.MakeTable):
             self._port.make_table(event)
+            event = self._port.with_content(event)
         elif isinstance(event, m.Dial):
             self._port.dials.add(event.number)
         elif isinstance(event, m.JoinTable):

@@ -30,7 +30,7 @@ from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost, 
 from syncline.engines.ray.frame_kinds import OBJECTS, WORDS, Kind, Objects
 from syncline.engines.run import Task
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
-from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, TablePort
+from syncline.ports import Computing, Draft, LearnerPort, Portion, Reading, Reset, Serving, TablePort
 from syncline.roles.run_plan import Seat
 from syncline.table.layout import Layout
 from syncline.table.slot import private_slot
@@ -219,7 +219,7 @@ class RemotePort(LearnerPort):
 
     # -- verbs -------------------------------------------------------------------------------------------
 
-    def spend(self, examples: int) -> None:
+    def spend(self, work: Computing | Serving) -> None:
         pass
 
     def send(self, kind: int, *bodies: Any, place: int = 0) -> int:

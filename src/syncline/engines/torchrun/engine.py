@@ -34,7 +34,7 @@ from syncline.errors import LearnerError, LostError, RunError, UsageError
 from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.models import copied
 from syncline.learn.training import Training
-from syncline.ports import CollectivePort, PeerLost, Progress, Reduction, RunStopped
+from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, RunStopped, Serving
 from syncline.roles.allreduce_coordinator import Meet, apart, early
 
 BLAME = 4.0  # seconds that a broken collective waits for the clerk's word on who broke it
@@ -171,7 +171,7 @@ class TorchrunPort(CollectivePort):
     def now(self) -> float:
         return time.monotonic()
 
-    def spend(self, examples: int, share: float = 1.0) -> None:
+    def spend(self, work: Computing | Serving) -> None:
         pass
 
     def reduce(self, buffer: Tensor) -> Reduction:
@@ -187,14 +187,14 @@ class TorchrunPort(CollectivePort):
         return values
 
     def tell(self, message: Any) -> None:
-        self._line.send(message)
+        if isinstance(message, Progress):
+            self.progress = message._replace(histogram=dict(message.histogram))
+        else:
+            self._line.send(message)
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         assert self._writer is not None
         self._writer.write_after(number, name, tensors, notes)
-
-    def note(self, progress: Progress) -> None:
-        self.progress = progress._replace(histogram=dict(progress.histogram))
 
     def stopping(self) -> bool:
         return self._line.stop or self.asked()

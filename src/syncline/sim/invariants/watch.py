@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from syncline import messages as m
+from syncline.engines.checkpoint_files import with_content
 from syncline.errors import InvariantError
 from syncline.messages import to_leader as say
 from syncline.messages.log import Entry, Leave
@@ -160,10 +161,13 @@ class Watch:
             sums=make.tree,
         )
         first = [segment.clone() for segment in self._world.tables[make.table].weights]
-        for view, value in zip(make.layout.parameters.views(first), make.values or (), strict=False):
-            view.copy_(value)
+        template, content = make.template, with_content(make, self._world.folder).content
+        if content is not None:
+            template = content.of(template)
+            for entry, view in enumerate(make.layout.parameters.views(first)):
+                view.copy_(content.values[entry])
         self._values[make.table] = Values(
-            make.layout, make.template, first, make.account.version, make.clip_norm is not None
+            make.layout, template, first, make.account.version, make.clip_norm is not None
         )
         self._cut_short |= make.limit is not None
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 from syncline import messages as m
 from syncline.errors import UsageError
 from syncline.messages import log
-from syncline.ports import Draft, Portion, Reading, ServerPort
+from syncline.ports import Draft, Portion, Reading, ServerPort, Serving
 from syncline.roles.log_applier import LogApplier
 from syncline.roles.server import ServerRole
 from syncline.sim.batched.lazy_gradients import Own, Promise, Version
@@ -177,20 +177,20 @@ class SizedLogApplier(LogApplier):
         elif isinstance(entry, log.Change):
             self._turn(entry.table, entry.dial)
         elif isinstance(entry, log.Finish):
-            self._port.report(m.WeightsPart("final", entry.table, self._port.shard, entry.version, []))
+            self._port.tell(m.WeightsPart("final", entry.table, self._port.shard, entry.version, []))
 
     def _take_sized(self, entry: log.Take) -> None:
         if self._lockstep:
             self._rounds[entry.iteration] += 1
         elif not (entry.alone and entry.weight == 1.0):
-            self._port.spend(log.Take, entry.table)
+            self._port.spend(Serving(log.Take, entry.table))
         self._free(entry)
 
     def _fold_sized(self, entry: log.Fold) -> None:
         added = self._rounds.pop(entry.iteration, 0) if self._lockstep else 0
         if added > 1:
-            self._port.spend(log.Take, entry.table, added)
-        self._port.spend(log.Fold, entry.table)
+            self._port.spend(Serving(log.Take, entry.table, added))
+        self._port.spend(Serving(log.Fold, entry.table))
 
 
 class SizedSimulation(Simulation):
