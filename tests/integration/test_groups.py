@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import syncline as sl
+from syncline.cluster.record import Cluster, Compute, Link
 from syncline.errors import LearnerError, NotYetError, UsageError
+from syncline.sim.grouped import groups_of, seats_of
 from syncline.testing.leftovers import children
+from syncline.train import groups
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -266,18 +270,92 @@ def test_a_run_goes_on_with_another_number_of_seats(group: int, tmp_path: Path) 
     alike(again, trained(engine="sim"))
 
 
+# -- simulated -----------------------------------------------------------------------------------------------
+
+FREE = Cluster(compute=Compute(base=0.0, per_example=0.1))
+CARDS = Cluster(compute=Compute(base=0.2, per_example=0.01), card=Link(latency=1e-3, bandwidth=1e5))
+
+
+@pytest.mark.parametrize("topology", ["servers:1", "tree:2"])
+def test_a_simulated_group_is_one_learner_that_takes_a_part_of_the_time(topology: str) -> None:
+    options: dict[str, Any] = {"learners": 2, "topology": topology}
+    alone = trained(engine=sl.Sim(FREE), **options)
+    group = trained(engine=sl.Sim(FREE), group=4, plan={"0": "spatial", "4": "model"}, **options)
+    assert alone.seconds == pytest.approx(96 / 2 * 0.1)
+    assert group.seconds == pytest.approx(alone.seconds / 4, rel=0.05)  # 5 classes are cut unevenly
+    assert group.updates == alone.updates and group.gradients == alone.gradients
+    for name, tensor in alone.state_dict().items():
+        assert torch.equal(group.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("plan", ["data", {"4": "model"}, "auto"])
+def test_a_simulated_groups_step_takes_what_its_plan_says(plan: Any) -> None:
+    """But for what replicas send to the table, half of it each, which the simulator sends itself."""
+    batches = groups.Batches(TensorDataset(X, Y), None, 8, 1)
+    asked: dict[str, Any] = {
+        "model": network(),
+        "objective": lambda model, batch: model(batch[0]).sum(),
+        "batches": batches,
+    }
+    cluster = groups.simulated(sl.Sim(CARDS), 2, plan, **asked).cluster
+    found = groups.cut_over(2, plan, cluster=CARDS, **asked)
+    assert found is not None
+    rest = {name: "data" for name in ("0", "1", "4", "6") if name not in found.choices}
+    priced = sl.plan(network(), X[:8], CARDS, 2, given={**found.choices, **rest})
+    copies = [row.parameters for row in priced.rows if row.choice == "data" and row.parameters]
+    table = sum(1e-3 + count * 8 / 1e5 for count in copies)
+    assert cluster.compute.seconds(8) == pytest.approx(priced.seconds - table)
+    run = trained(engine=sl.Sim(CARDS), group=2, plan=plan, epochs=1)
+    assert run.seconds == trained(engine=sl.Sim(cluster), epochs=1).seconds > 6 * cluster.compute.seconds(8)
+
+
+def test_a_dense_layer_cut_by_its_inputs_is_simulated() -> None:
+    rows = trained(engine=sl.Sim(CARDS), group=2, plan={"4": "rows"}, epochs=1)
+    assert rows.seconds < trained(engine=sl.Sim(CARDS), group=2, plan="data", epochs=1).seconds
+
+
+def test_seats_crowd_their_machine_and_groups_have_the_cards_of_all_their_machines() -> None:
+    usual = Cluster(
+        compute=Compute(base=1.0),
+        crowding=0.1,
+        learners_per_machine=8,
+        speeds=(1.0, 0.5, 1.0),
+        card=Link(bandwidth=1e6),
+    )
+    assert seats_of(usual, 4).compute.base == pytest.approx(1.3)
+    groups = groups_of(usual, 4, seats_of(usual, 4).compute)
+    assert groups.learners_per_machine == 2 and groups.card.bandwidth == 1e6 and groups.speeds == (0.5,)
+    both = groups.step_seconds(8, rank=1, step=0, seed=0, learners=2)
+    assert both == pytest.approx(usual.step_seconds(8, rank=7, step=0, seed=0, learners=8))
+    wide = groups_of(usual, 16, usual.compute)
+    assert wide.learners_per_machine == 1 and wide.card.bandwidth == 2e6
+    few = replace(usual, crowding=0.0, cores=2)
+    assert seats_of(few, 4).compute.base == 2.0 and groups_of(few, 2, few.compute).cores == 1
+
+
+def test_functions_do_not_run_in_simulated_seats() -> None:
+    with pytest.raises(NotYetError, match=r"group=2 in launch: the simulator has no seats"):
+        sl.launch(looked, learners=1, group=2, engine="sim")
+
+
 # -- refusals ------------------------------------------------------------------------------------------------
 
+FOREIGN = sl.plan(nn.Sequential(nn.Linear(6, 5)), torch.zeros(8, 6), group=2)
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no group": ({"group": 0}, UsageError, r"group must be a whole number of at least 1, got 0"),
     "a plan for one": ({"plan": "data"}, UsageError, r"give group= of at least 2"),
     "all-reduce": ({"group": 2, "topology": "allreduce"}, UsageError, r"group=2 over all-reduce: groups publish to servers"),
     "a table on a card": ({"group": 2, "table_device": "cuda:0"}, UsageError, r"table_device='cuda:0': seats share a table in the host's memory"),
-    "another engine": ({"group": 2, "engine": "sim"}, NotYetError, r"group=2 works with engine='local' so far"),
+    "a tree": ({"group": 2, "learners": 2, "topology": "tree:2"}, NotYetError, r"topology 'tree:2.*' is not built yet in processes"),
+    "ray": ({"group": 2, "engine": "ray"}, NotYetError, r"group=2 works with engine='local' and, in train, on the simulator so far, not with Ray"),
+    "all-reduce, simulated": ({"group": 2, "engine": "sim", "topology": "allreduce"}, UsageError, r"group=2 over all-reduce: groups publish to servers"),
     "a layer that is none": ({"group": 2, "plan": {"fc": "model"}}, UsageError, r"no layer is called 'fc'"),
     "a layer that cannot": ({"group": 2, "plan": {"4": "spatial"}}, UsageError, r"'4' \(Linear\) cannot be cut as 'spatial'"),
     "more seats than places": ({"group": 8, "plan": {"0": "model"}}, UsageError, r"has 4 places in dimension 1, fewer than the 8 processes"),
     "more seats than examples": ({"group": 3, "batch_size": 2, "plan": "data"}, UsageError, r"2 of them are less than a group of 3"),
+    "a plan for another model": ({"group": 2, "plan": FOREIGN}, UsageError, r"the plan is for another model: its layer '0' has 35 parameters, here it has 112"),
+    "a plan for another group": ({"group": 3, "plan": FOREIGN}, UsageError, r"the plan is for a group of 2, this one has 3"),
+    "a plan that is not there": ({"group": 2, "plan": "no/plan.json"}, UsageError, r"no/plan.json is no plan: .*No such file"),
     "a regulariser": ({"group": 2, "regulariser": lambda model: model[0].weight.sum()}, UsageError, r"group=2: gradients over seats are made by back-propagation"),
     "no whole model": (
         {"group": 2, "loss": None, "objective": lambda model, batch: model[0](batch[0]).sum()}, UsageError, r"the objective has to call model\(...\) as a whole"
@@ -297,3 +375,45 @@ def test_what_cannot_be_is_refused_before_the_start(case: str) -> None:
     }
     with pytest.raises(kind, match=words):
         sl.train(network(), (X, Y), **settings)
+
+
+@pytest.mark.parametrize("topology", ["servers", "allreduce"])
+def test_groups_under_torchrun_are_refused(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        NotYetError, match=r"group=2 under torchrun: its processes are learners, not seats; .*sl.partition"
+    ):
+        trained(group=2, topology=topology)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_what_does_not_fit_into_the_memory_is_refused_before_the_start(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a seat: 16 of 32 places of a layer's weights and as many gradients, and what is read of a batch of 8."""
+    free = {"cpu": 10**9, "cuda:0": 10**9, "cuda:1": 10**9, device: 100_000}
+    monkeypatch.setattr(groups, "free_memory", free.get)
+    model, data = nn.Sequential(nn.Linear(1000, 32)), TensorDataset(torch.zeros(16, 1000))
+    batches = groups.Batches(data, None, 8, 2)
+    asked: dict[str, Any] = {
+        "model": model,
+        "objective": lambda model, batch: model(batch[0]).sum(),
+        "batches": batches,
+    }
+    cards = ("cuda:0", "cuda:1") if device != "cpu" else ("cpu",)
+    seat, table = 2 * 16 * 1001 * 4 + 8 * 1000 * 4, 5 * 32 * 1001 * 4
+    needed = 2 * seat if device != "cpu" else 4 * seat + table
+    words = (
+        rf"group=2: a seat needs at least {seat / 1e3:.1f} kB \(.*\), the table {table / 1e3:.1f} kB, together "
+        rf"{needed / 1e3 if needed < 10**6 else needed / 1e6:.1f} .B on {device}, and 100.0 kB are free there"
+    )
+    with pytest.raises(UsageError, match=words):
+        groups.cut_over(2, {"0": "model"}, devices=cards, **asked)
+    free[device] = needed
+    assert groups.cut_over(2, {"0": "model"}, devices=cards, **asked)

@@ -61,8 +61,8 @@ def memory_needed(plan: BatchPlan, learners: int) -> tuple[int, str]:
     vectors, sums = len(plan.method.vectors), slots_of(learners, deterministic=plan.deterministic)
     total = size * (vectors + sums + learners)
     words = (
-        f"{vectors} vectors of {_bytes(size)} on {plan.layout.shards} shards ({_bytes(size * vectors // plan.layout.shards)} "
-        f"each), {sums} sums of gradients and a copy of the weights in each of {learners} learners: {_bytes(total)}"
+        f"{vectors} vectors of {readable(size)} on {plan.layout.shards} shards ({readable(size * vectors // plan.layout.shards)} "
+        f"each), {sums} sums of gradients and a copy of the weights in each of {learners} learners: {readable(total)}"
     )
     return total, words
 
@@ -81,12 +81,12 @@ def check_memory(plan: BatchPlan, learners: int) -> None:
     there = available_memory()
     if there is not None and needed > there:
         raise UsageError(
-            f"{type(plan.method).__name__} needs {words}, and {_bytes(there)} are available here; use a smaller history, "
+            f"{type(plan.method).__name__} needs {words}, and {readable(there)} are available here; use a smaller history, "
             "fewer learners, or a method with fewer vectors"
         )
 
 
-def _bytes(number: int) -> str:
+def readable(number: int) -> str:
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

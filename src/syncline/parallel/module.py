@@ -164,6 +164,15 @@ class Partitioned(nn.Module):
                     )
                 getattr(self, held)[name] = value
 
+    def memory(self, rank: int) -> int:
+        """Bytes that a rank needs at least: its weights and their gradients, and what backward needs of a batch like the example."""
+        program = next(iter(self._programs.values()))
+        sizes = (
+            sum(box.size for box in self.parts[name].boxes[rank]) * p.element_size() * (1 + p.requires_grad)
+            for name, p in self.named_parameters()
+        )
+        return sum(sizes) + program.kept(rank)
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take this process's slices of a whole model's state."""
         own = {**dict(self.named_parameters()), **dict(self.named_buffers())}

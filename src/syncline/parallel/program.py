@@ -81,9 +81,10 @@ def chosen(plan: Mapping[str, str], names: Sequence[str], layers: Sequence[str])
             few = ", ".join(layers[:12]) + (", …" if len(layers) > 12 else "")
             raise UsageError(f"plan: no layer is called {key!r}{nearest(key, names)}; the model has {few}")
     found: dict[str, str] = {}
+    known, patterns = set(layers), [key for key in plan if set(key) & set("*?[")]
     for name in names:
         exact = [key for key in (name, name.partition("#")[0]) if key in plan]
-        fits = [key for key in plan if name in layers and fnmatch.fnmatchcase(name, key)]
+        fits = [key for key in patterns if not exact and name in known and fnmatch.fnmatchcase(name, key)]
         if exact or fits:
             found[name] = plan[exact[0] if exact else fits[-1]]
     return found
@@ -224,6 +225,15 @@ class Program:
     def moved(self) -> int:
         """Numbers that change the process on the way up, all moves together, the results' apart."""
         return sum(slot.move.route.moved for slot in self._slots() if slot.move is not None)
+
+    def kept(self, rank: int) -> int:
+        """Bytes that backward needs at least: what layers with parameters have read."""
+        found: dict[tuple[int, int], int] = {}
+        for step in self.steps:
+            for slot, port in step.reads if holds(step.call.module) else ():
+                box = slot.spread.boxes[rank] if port < 0 else slot.readers[port][rank].box
+                found[id(slot), port] = box.size * slot.array.dtype.itemsize
+        return sum(found.values())
 
     def _slots(self) -> list[Slot]:
         given = [

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -111,6 +112,7 @@ def whole(array: Array, parts: int) -> Spread:
     return Spread((Box.whole(array.shape),) * parts, "whole")
 
 
+@lru_cache(1024)
 def by_examples(array: Array, batch: int, parts: int) -> Spread:
     """The same examples in every array of a rank; without a dimension of examples, all of it everywhere."""
     if array.batch is None:

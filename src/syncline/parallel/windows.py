@@ -36,7 +36,12 @@ class Box:
 
     @property
     def size(self) -> int:
-        return math.prod(self.shape)
+        count = 1
+        for low, high in self.spans:
+            if high <= low:
+                return 0
+            count *= high - low
+        return count
 
     def replaced(self, dim: int, span: Span) -> Box:
         spans = list(self.spans)
@@ -45,19 +50,24 @@ class Box:
 
     def meet(self, other: Box) -> Box:
         """What both have; its size is 0 where they do not meet."""
-        pairs = zip(self.spans, other.spans, strict=True)
-        return Box(tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in pairs))
+        spans = []
+        for (a, b), (c, d) in zip(self.spans, other.spans, strict=True):
+            low, high = a if a > c else c, b if b < d else d
+            spans.append((low, high if high > low else low))
+        return Box(tuple(spans))
 
     def minus(self, other: Box) -> list[Box]:
         """This without the other, in boxes that do not overlap."""
         common = self.meet(other)
         if not common.size:
             return [self] if self.size else []
-        rest, left = [], self
+        rest, left = [], list(self.spans)
         for dim, ((low, high), (first, last)) in enumerate(zip(self.spans, common.spans, strict=True)):
-            sides = (left.replaced(dim, (low, first)), left.replaced(dim, (last, high)))
-            rest += [side for side in sides if side.size]
-            left = left.replaced(dim, (first, last))
+            for side in ((low, first), (last, high)):
+                if side[0] < side[1]:
+                    left[dim] = side
+                    rest.append(Box(tuple(left)))
+            left[dim] = (first, last)
         return rest
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
@@ -126,6 +136,8 @@ def route(
     for destination in ranks:
         needed = disjoint(box.meet(whole) for box in wants[destination])
         for step in ranks:
+            if not needed:
+                break
             source = (destination + step) % len(owns)
             met = (need.meet(own) for own in owns[source] for need in needed)
             if found := tuple(piece for piece in met if piece.size):

@@ -87,9 +87,12 @@ class Measured:
         local_update: bool,
         cluster: Any,
         compute: Mapping[str, float] | None,
+        *,
+        table: bool = True,
     ) -> None:
-        self._graph, self._cluster = graph, cluster
+        self._graph, self._cluster, self._through = graph, cluster, table
         self._local = local_update and workers == graph.group
+        self._moves: dict[tuple[int, int], tuple[float, int]] = {}
         self._places = [cluster.machine_of_learner(rank) for rank in range(graph.group)]
         self._wire = cluster.card if len(set(self._places)) > 1 else cluster.memory
         everywhere = {cluster.machine_of_learner(rank) for rank in range(workers)}
@@ -110,20 +113,26 @@ class Measured:
         seats = self._graph.group
         copies = copies and seats > 1
         ring = 2 * size * (seats - 1) / seats if copies else 0.0
-        table = (
-            0.0 if self._local and not copies else 2 * size / (seats if copies else 1)
-        )  # pushed and read, by parts
+        apart = not self._through or (self._local and not copies)
+        table = 0.0 if apart else 2 * size / (seats if copies else 1)  # pushed and read, by parts
         seconds = self._seconds.get(unit.name, 0.0) * self._graph.share(unit, way)
         seconds += _seconds(self._table, table) + _seconds(self._wire, ring, 2 * (seats - 1))
         return Price(seconds, seats * (table + ring), seconds)
 
     def link(self, link: Link, way: str, other: str) -> Price:
         """Up and down; the model's results go up only."""
-        times, routes = 2 if other else 1, self._graph.routes(link, way, other)
-        seconds = times * sum(self._move(*each) for each in routes)
-        return Price(seconds, float(times * sum(route.moved * size for route, size in routes)), seconds)
+        times, moves = 2 if other else 1, [self._move(*each) for each in self._graph.routes(link, way, other)]
+        seconds = times * sum(seconds for seconds, _ in moves)
+        return Price(seconds, float(times * sum(moved for _, moved in moves)), seconds)
 
-    def _move(self, route: Route, size: int) -> float:
+    def _move(self, route: Route, size: int) -> tuple[float, int]:
+        """Seconds and bytes; the graph keeps its routes, and many arrays have one."""
+        key = id(route), size
+        if key not in self._moves:
+            self._moves[key] = self._seconds_of(route, size), route.moved * size
+        return self._moves[key]
+
+    def _seconds_of(self, route: Route, size: int) -> float:
         """Everybody sends and receives at once; a machine's card is shared by those on it."""
         out, into, inside = Counter[int](), Counter[int](), Counter[int]()
         for a, b in route.pieces:

@@ -20,7 +20,7 @@ from syncline.parallel.aligned import Aligned, Reshape
 from syncline.parallel.module import arguments_of, is_layer
 from syncline.parallel.move import Group
 from syncline.parallel.program import Program, Slot, Step
-from syncline.parallel.rules import Call, Spread, holds, whole
+from syncline.parallel.rules import Call, Spread, Want, holds, whole
 from syncline.parallel.trace import Array, skeleton, trace
 from syncline.parallel.windows import Box, Route, route
 
@@ -71,8 +71,12 @@ class LayerGraph:
         program = Program(traced, shapes, {}, planned, grid)
         self._makers = {id(slot): (step, at) for step in program.steps for at, slot in enumerate(step.outs)}
         self.units: list[Unit] = []
+        self._numbers: dict[str, int] = {}  # of units by name
         self._calls: dict[int, tuple[int, int]] = {}  # by id of a step: unit, call
         self.links: list[Link] = []
+        self._wanted: dict[tuple[str, str], list[list[list[Want]]]] = {}
+        self._held: dict[tuple[str, str], tuple[int, int, bool]] = {}
+        self._routes: dict[Any, Route] = {}
         for step in program.steps:
             if _follows(step):
                 self._count(step)
@@ -85,7 +89,7 @@ class LayerGraph:
     def _add(self, step: Step) -> None:
         count = sum(p.numel() for p in step.call.module.parameters()) if step.call.module is not None else 0
         name = step.path if step.path is not None and count else step.call.name
-        index = next((i for i, unit in enumerate(self.units) if unit.name == name), len(self.units))
+        index = self._numbers.setdefault(name, len(self.units))
         if index == len(self.units):
             self.units.append(Unit(name=name, parameters=count))
         unit = self.units[index]
@@ -146,42 +150,66 @@ class LayerGraph:
             now = replace(step.call, spreads=spreads)
             outs = step.rule.place(now)
             wants = [step.rule.wants(now, outs, rank)[at].box for rank in range(self.group)]
-            found.append(_route(array, spread, wants))
+            found.append(self._route(array, spread, wants))
             spread, array = outs[0], step.outs[0].array
         unit, call, at = link.target
         wants = [Box.whole(link.read.shape)] * self.group
         if unit >= 0:
-            step, outs = self.units[unit].steps[call], self.units[unit].ways[other][call]
-            wants = [step.rule.wants(step.call, outs, rank)[at].box for rank in range(self.group)]
-        return [*found, _route(array, spread, wants)]
+            wants = [each[at].box for each in self._wants(self.units[unit], other)[call]]
+        return [*found, self._route(array, spread, wants)]
+
+    def _wants(self, unit: Unit, way: str) -> list[list[list[Want]]]:
+        """What a unit reads, by call, rank and input."""
+        key = unit.name, way
+        if key not in self._wanted:
+            self._wanted[key] = [
+                [step.rule.wants(step.call, outs, rank) for rank in range(self.group)]
+                for step, outs in zip(unit.steps, unit.ways[way], strict=True)
+            ]
+        return self._wanted[key]
+
+    def _route(self, array: Array, spread: Spread, wants: Sequence[Box]) -> tuple[Route, int]:
+        """Of moves that are alike, one and the same."""
+        key = array.shape, spread.boxes, spread.sums, tuple(wants)
+        if key not in self._routes:
+            owns = [[box] for box in spread.boxes]
+            self._routes[key] = route(array.shape, owns, [[box] for box in wants], sums=spread.sums)
+        return self._routes[key], array.dtype.itemsize
 
     # -- what is held --------------------------------------------------------------------------------------
 
     def held(self, unit: Unit, way: str) -> tuple[int, int, bool]:
         """Bytes of parameters and of activations in the fullest process; whether all of them hold all parameters."""
-        parameters, activations = [0] * self.group, unit.beside // self.group
-        for number, (step, outs) in enumerate(zip(unit.steps, unit.ways[way], strict=True)):
-            kept = [0] * self.group
-            for rank in range(self.group):
-                kept[rank] += sum(
-                    _bytes(slot.array, s.boxes[rank].shape) for slot, s in zip(step.outs, outs, strict=True)
-                )
-                if way != "data":  # what is cut by examples is read where it lies
-                    wants = step.rule.wants(step.call, outs, rank)
-                    kept[rank] += sum(
-                        _bytes(a, w.box.shape) for a, w in zip(step.call.inputs, wants, strict=True)
-                    )
-                if number == 0 and step.call.module is not None:
-                    slices = step.rule.slices(step.call, outs, rank)
-                    for name, p in step.call.module.named_parameters():
-                        count = sum(box.size for box in slices[name]) if name in slices else p.numel()
-                        parameters[rank] += count * p.element_size()
-            activations += max(kept)
-        module = unit.steps[0].call.module
-        whole_size = (
-            sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0
-        )
+        key = unit.name, way
+        if key not in self._held:
+            self._held[key] = self._weighed(unit, way)
+        return self._held[key]
+
+    def _weighed(self, unit: Unit, way: str) -> tuple[int, int, bool]:
+        module, ranks = unit.steps[0].call.module, range(self.group)
+        named = list(module.named_parameters()) if module is not None else []
+        sizes = {name: (p.numel(), p.element_size()) for name, p in named}
+        first, spreads = unit.steps[0], unit.ways[way]
+        parameters = [0] * self.group
+        for rank in ranks if sizes else ():
+            slices = first.rule.slices(first.call, spreads[0], rank)
+            for name, (count, size) in sizes.items():
+                held = sum(box.size for box in slices[name]) if name in slices else count
+                parameters[rank] += held * size
+        activations = unit.beside // self.group
+        for call, outs in enumerate(spreads):
+            activations += max(self._kept(unit, way, call, outs, rank) for rank in ranks)
+        whole_size = sum(count * size for count, size in sizes.values())
         return max(parameters), activations, min(parameters) == whole_size
+
+    def _kept(self, unit: Unit, way: str, call: int, outs: Sequence[Spread], rank: int) -> int:
+        """Bytes of a call's results and, where that is not cut by examples and lies there anyway, of what it reads."""
+        step = unit.steps[call]
+        kept = sum(_bytes(slot.array, s.boxes[rank].shape) for slot, s in zip(step.outs, outs, strict=True))
+        if way != "data":
+            pairs = zip(step.call.inputs, self._wants(unit, way)[call][rank], strict=True)
+            kept += sum(_bytes(array, want.box.shape) for array, want in pairs)
+        return kept
 
     def memory(self, unit: Unit, way: str, states: int) -> float:
         """Bytes in the fullest process: weights, gradients, the optimizer's states, and what backward needs."""
@@ -209,11 +237,6 @@ def _main(step: Step) -> Slot:
     """The input that a following step follows."""
     slots = [slot for slot, _ in step.reads]
     return next((slot for slot in slots if slot.array.batch is not None), slots[0])
-
-
-def _route(array: Array, spread: Spread, wants: Sequence[Box]) -> tuple[Route, int]:
-    found = route(array.shape, [[box] for box in spread.boxes], [[box] for box in wants], sums=spread.sums)
-    return found, array.dtype.itemsize
 
 
 def _bytes(array: Array, shape: Sequence[int]) -> int:

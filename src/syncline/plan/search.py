@@ -5,9 +5,11 @@ Not responsible for cutting: `parallel` takes `plan.choices`.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +100,7 @@ class Plan:
             rows = tuple(PlanRow(**row) for row in record["rows"])
             inputs = tuple((name, tuple(shape), kind) for name, shape, kind in record.get("inputs", ()))
             return cls(**{**record, "rows": rows, "inputs": inputs})
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{file} is no plan: {error}") from error
 
 
@@ -152,23 +154,61 @@ def plan(
     sizes = [size for size in range(1, everybody + 1) if everybody % size == 0 and group in (None, size)]
     if not sizes:
         raise UsageError(f"plan: group is a whole number that divides the {everybody} workers, got {group!r}")
+
+    def of(size: int) -> tuple[float, Plan]:
+        dealt = _dealt(example, size, everybody, batch_dim)
+        graph = LayerGraph(model, dealt, size, grid=grid, batch_dim=batch_dim)
+        prices: Any = Singa(graph, everybody, local_update)
+        if costs == "measured":
+            prices = Measured(graph, everybody, local_update, cluster, compute)
+        graph.find_ways(prices.ways)
+        _keep(graph, given or {})
+        cost, best = _cheapest(graph, prices, memory, states, everybody, costs)
+        return cost, replace(best, inputs=_inputs(dealt))
+
+    with _without_collections():
+        return _best_of(of, sizes)
+
+
+def step_seconds(
+    model: nn.Module, example: Any, cluster: Any, group: int, choices: Mapping[str, str]
+) -> float:
+    """Of a group whose layers are cut so, those with parameters that are not named by examples; without what goes to the table."""
+    with _without_collections():
+        graph = LayerGraph(model, example, group)
+        prices = Measured(graph, group, True, cluster, None, table=False)
+        graph.find_ways((*prices.ways, *({"rows"} & set(choices.values()))))
+        names = [unit.name for unit in graph.units]
+        named = {key: way for key, way in choices.items() if key in names or set(key) & set("*?[")}
+        cut = chosen(named, names, names)
+        rest = {unit.name: "data" for unit in graph.units if unit.parameters and unit.name not in cut}
+        _keep(graph, {**cut, **rest})
+        return _cheapest(graph, prices, math.inf, 0, group, "measured")[1].seconds
+
+
+def _best_of(of: Callable[[int], tuple[float, Plan]], sizes: list[int]) -> Plan:
+    """The cheapest of the sizes that can be; the first reason where none can."""
     found, errors = [], []
     for size in sizes:
         try:
-            dealt = _dealt(example, size, everybody, batch_dim)
-            graph = LayerGraph(model, dealt, size, grid=grid, batch_dim=batch_dim)
-            prices: Any = Singa(graph, everybody, local_update)
-            if costs == "measured":
-                prices = Measured(graph, everybody, local_update, cluster, compute)
-            graph.find_ways(prices.ways)
-            _keep(graph, given or {})
-            cost, best = _cheapest(graph, prices, memory, states, everybody, costs)
-            found.append((cost, replace(best, inputs=_inputs(dealt))))
+            found.append(of(size))
         except UsageError as error:
             errors.append(error)
     if not found:
         raise errors[0]
     return min(found, key=lambda pair: pair[0])[1]
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Graphs are many small objects that stay: going through all of torch's for them took half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _cores(cluster: Any) -> int | None:
@@ -223,7 +263,10 @@ def _cheapest(
     """Cost and plan. Moves are counted with the layer that reads, those of the result with the layer that makes it."""
     ways = [list(unit.ways) for unit in graph.units]
     own = [[prices.unit(unit, way) for way in unit.ways] for unit in graph.units]
-    memory = [[graph.memory(unit, way, states) for way in unit.ways] for unit in graph.units]
+    limited = limit < math.inf
+    memory = [
+        [graph.memory(unit, way, states) if limited else 0.0 for way in unit.ways] for unit in graph.units
+    ]
     rows = [[price.cost for price in each] for each in own]
     pairs: dict[tuple[int, int], list[list[float]]] = {}
     tables: list[list[list[Price]]] = []
@@ -254,7 +297,7 @@ def _cheapest(
                 unit.features,
                 moved,
                 seconds,
-                memory[i][best[i]],
+                graph.memory(unit, ways[i][best[i]], states),
             )
         )
     cost = sum(price.cost for each in shown for price in each)

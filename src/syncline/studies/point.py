@@ -16,7 +16,7 @@ from torch import nn
 from syncline.engines.run import EpochRecord
 from syncline.errors import LearnerError, UsageError
 from syncline.jobs import Job
-from syncline.learn.gradients import way_of
+from syncline.learn.gradients import Backprop, way_of
 from syncline.learn.training import evaluation_of
 from syncline.sim.engine import Sim
 from syncline.sim.timing.run_times import Follow, Timing
@@ -24,6 +24,7 @@ from syncline.studies.grid import Point
 from syncline.studies.rows import StudyRow, asked
 from syncline.topologies import Servers, Trees, parse_topology
 from syncline.train import Result, train
+from syncline.train.groups import GroupBatches, check_group, simulated
 
 Moved = Callable[[int], None]  # gets the number of epochs that are done
 
@@ -112,6 +113,12 @@ def time_job(job: Job, follow: Follow | None = None) -> Timing:
     if not isinstance(engine, Sim):
         raise UsageError(f"timing is the simulator's, this job runs on {job.engine}")
     model = made["model"] if isinstance(made["model"], nn.Module) else made["model"]()
+    if job.group > 1:
+        way = way_of(made["gradient"], model, made["loss"], made["objective"])
+        aim = way.objective if isinstance(way, Backprop) else None
+        batches = GroupBatches(made["data"], made["collate"], job.batch_size, job.learners)
+        check_group(job.group, made["plan"], engine, job.topology)
+        engine = simulated(engine, job.group, made["plan"], model=model, objective=aim, batches=batches)
     parameters = [each for each in model.parameters() if each.requires_grad]
     count = sum(each.numel() for each in parameters)
     where: dict[str, Any] = {}

@@ -21,6 +21,7 @@ from syncline.learn.stop_rules import read_stop, refuse_streams, with_norm
 from syncline.learn.training import Training, evaluation_of, run_training
 from syncline.protocols.lifecycle import PATIENCE, Faults
 from syncline.roles.run_plan import RunPlan
+from syncline.sim.engine import Sim
 from syncline.train.batch import batch_spec, wants_batch
 from syncline.train.checks import (
     batches_of,
@@ -34,9 +35,17 @@ from syncline.train.checks import (
     check_schedule,
     check_seed,
 )
-from syncline.train.groups import GroupBatches, check_group, cut_over
+from syncline.train.groups import GroupBatches, check_group, check_seats, cut_over, simulated
 from syncline.train.run import Run
-from syncline.train.spec import DEFAULT_LEARNERS, Dial, engine_of, learners_of, run_spec, topology_of
+from syncline.train.spec import (
+    DEFAULT_LEARNERS,
+    Dial,
+    devices_of,
+    engine_of,
+    learners_of,
+    run_spec,
+    topology_of,
+)
 
 
 def launch(
@@ -75,8 +84,9 @@ def launch(
     `sl.partition(model, plan, example)`. A function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
     """
     runner = engine_of(engine)
-    learners = learners_of(runner, learners, topology, wait)
     check_group(group, plan, runner, topology)
+    learners = learners_of(runner, learners, topology, wait)
+    check_seats(group, runner)
     check_call(function, arguments, keywords)
     check_seed(seed)
     check_whole("learners", learners)
@@ -188,8 +198,8 @@ def train(
         batch, whole = batch_spec(runner, **given)
         run = Run(runner, batch, whole)
         return run.wait() if wait else run
-    learners = learners_of(runner, learners, topology, wait)
     check_group(group, plan, runner, topology)
+    learners = learners_of(runner, learners, topology, wait)
     each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)
     check_loop(loss, objective, epochs, steps, policy, collate)
     data, evaluate = check_data(data, each), check_evaluate(evaluate)
@@ -204,7 +214,13 @@ def train(
     aim = trained.objective if isinstance(trained, Backprop) else None
     batches = GroupBatches(data, collate, each, learners)
     plain = aim if regulariser is None else None
-    cut = cut_over(group, plan, model=whole, objective=plain, batches=batches)
+    cut = None
+    if isinstance(runner, Sim):
+        runner = simulated(runner, group, plan, model=whole, objective=plain, batches=batches)
+        group = 1  # to the run
+    elif group > 1:
+        seats = devices_of(device, learners * group)
+        cut = cut_over(group, plan, model=whole, objective=plain, batches=batches, devices=seats)
     training = Training(
         model=sent,
         data=data,

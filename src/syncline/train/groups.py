@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from syncline.cluster.record import Cluster, Compute
+from syncline.engines.batch_record import available_memory, readable
 from syncline.engines.local.engine import Local
 from syncline.engines.run import Engine
+from syncline.engines.torchrun.engine import Torchrun
 from syncline.errors import NotYetError, UsageError
 from syncline.learn.loader import reader
 from syncline.learn.server_session import check_whole
 from syncline.learn.training import Objective
-from syncline.parallel.module import partition
+from syncline.parallel.module import Partitioned, partition
 from syncline.parallel.move import Group
 from syncline.parallel.trace import skeleton
-from syncline.plan import Plan
+from syncline.plan import Plan, step_seconds
 from syncline.plan import plan as cheapest
+from syncline.sim.engine import Sim
+from syncline.sim.grouped import groups_of, seats_of
+from syncline.table.store import PLACES
 from syncline.topologies import AllReduce, parse_topology
 
 
@@ -32,12 +41,27 @@ def check_group(group: Any, plan: Any, engine: Engine, topology: str) -> None:
                 "plan= says how a model is cut over the seats of a group: give group= of at least 2"
             )
         return
+    if isinstance(engine, Torchrun):
+        raise NotYetError(
+            f"group={group} under torchrun: its processes are learners, not seats; call sl.partition(model, plan, example) in a loop of "
+            "your own there, or start the script without torchrun"
+        )
     if isinstance(parse_topology(topology), AllReduce):
         raise UsageError(
             f"group={group} over all-reduce: groups publish to servers; use topology='servers', or sl.partition in your own loop"
         )
-    if not isinstance(engine, Local):
-        raise NotYetError(f"group={group} works with engine='local' so far, not with {type(engine).__name__}")
+    if not isinstance(engine, Local | Sim):
+        raise NotYetError(
+            f"group={group} works with engine='local' and, in train, on the simulator so far, not with {type(engine).__name__}"
+        )
+
+
+def check_seats(group: int, engine: Engine) -> None:
+    """That the user's function can run in every seat."""
+    if group > 1 and isinstance(engine, Sim):
+        raise NotYetError(
+            f"group={group} in launch: the simulator has no seats, a group is one learner there; use train, or engine='local'"
+        )
 
 
 class GroupBatches(NamedTuple):
@@ -49,6 +73,30 @@ class GroupBatches(NamedTuple):
     learners: int
 
 
+def check_memory(mine: Partitioned, learners: int, devices: Sequence[str]) -> None:
+    """That seats and table fit into this machine's memory and its cards'; what is counted is needed at least."""
+    seats = [mine.memory(rank) for rank in range(mine.group.size)]
+    held = Counter[str]()
+    for number in range(learners * len(seats)):
+        held[devices[number % len(devices)]] += seats[number % len(seats)]
+    size = sum(math.prod(mine.parts[name].shape) * p.element_size() for name, p in mine.named_parameters())
+    table = size * (PLACES + learners)
+    held["cpu"] += table
+    for device, needed in held.items():
+        there = free_memory(device)
+        if there is not None and needed > there:
+            raise UsageError(
+                f"group={len(seats)}: a seat needs at least {readable(max(seats))} (weights, gradients, what backward reads), the "
+                f"table {readable(table)}, together {readable(needed)} on {device}, and {readable(there)} are free there: take "
+                "more cards or fewer learners, a smaller batch_size, or plan=sl.plan(..., memory=bytes)"
+            )
+
+
+def free_memory(device: str) -> int | None:
+    """Bytes, where that is known."""
+    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else available_memory()
+
+
 def cut_over(
     group: int,
     plan: Any,
@@ -56,8 +104,10 @@ def cut_over(
     model: nn.Module,
     objective: Objective | None,
     batches: GroupBatches,
+    devices: Sequence[str] = (),
+    cluster: Cluster | None = None,
 ) -> Plan | None:
-    """How `train`'s model is cut over each group; refused here where it cannot be."""
+    """How `train`'s model is cut over each group; refused here where it cannot be. Without devices no memory is looked at."""
     if group == 1:
         return None
     if objective is None:
@@ -69,15 +119,46 @@ def cut_over(
     found = Plan.load(plan) if isinstance(plan, str) and plan.endswith(".json") else plan
     if plan is None or plan == "auto":
         joint = {name: _as_shape(tensor, batch_size, learners) for name, tensor in example.items()}
-        found = cheapest(model, joint, group=group, workers=group * learners, local_update=False)
+        found = cheapest(model, joint, cluster, group, workers=group * learners, local_update=False)
     planned = Group()
     planned.size = group
-    partition(skeleton(model), found, example, planned)
+    mine = partition(skeleton(model), found, example, planned)
+    if devices:
+        check_memory(mine, learners, devices)
     inputs = tuple((name, tuple(t.shape), str(t.dtype).split(".")[1]) for name, t in example.items())
     if isinstance(found, Plan):
         return Plan(found.choices, found.rows, group, group * learners, batch_size, found.costs, inputs)
     choices = dict(found) if isinstance(found, Mapping) else {}
     return Plan(choices, (), group, group * learners, batch_size, "", inputs)
+
+
+def simulated(
+    engine: Sim,
+    group: int,
+    plan: Any,
+    *,
+    model: nn.Module,
+    objective: Objective | None,
+    batches: GroupBatches,
+) -> Sim:
+    """The simulator with groups as its learners: a step takes what the plan says on its cluster, a gradient is that of the whole model."""
+    seats = seats_of(engine.cluster, group)
+    cut = cut_over(group, plan, model=model, objective=objective, batches=batches, cluster=seats)
+    if cut is None:
+        return engine
+    size = batches.batch_size
+    once, twice = (
+        step_seconds(
+            model, {name: _as_shape(t, size, n) for name, t in cut.example.items()}, seats, group, cut.choices
+        )
+        for n in (1, 2)
+    )
+    each = min(max(0.0, (twice - once) / size), once / size)
+    made = copy.copy(engine)
+    made.cluster = groups_of(
+        engine.cluster, group, Compute(base=max(0.0, once - each * size), per_example=each)
+    )
+    return made
 
 
 class _Caught(Exception):

@@ -95,6 +95,18 @@ def test_sizes_only() -> None:
     assert result.stderr == "", "progress is for terminals"
 
 
+def test_groups_are_timed_by_their_plan() -> None:
+    steps = ("job.toml", "--cluster", "p775", "--steps", "20", "--timing")
+    alone, group = (simulate(*steps, *more) for more in ((), ("--set", "group=4", "--set", "plan=data")))
+    assert group.exit_code == 0, group.output
+    rates = [
+        float(found.output.split("throughput")[1].split()[0].replace(",", "")) for found in (alone, group)
+    ]
+    assert rates[1] > 2 * rates[0]
+    refused = simulate(*steps, "--set", "group=4", "--topology", "allreduce")
+    assert refused.exit_code != 0 and "groups publish to servers" in refused.stderr
+
+
 def test_a_timing_s_progress_is_a_line_on_a_terminal_and_nothing_elsewhere() -> None:
     looked: list[SoFar] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,9 @@ from syncline.cluster.record import Cluster, Compute, Link
 from syncline.errors import UsageError
 from syncline.models.alexnet import AlexNet
 from syncline.parallel import Group, partition
-from syncline.plan import Plan, best_group, data_parallel, grouped, measure, model_parallel, plan
+from syncline.parallel.module import is_layer
+from syncline.parallel.trace import skeleton, trace
+from syncline.plan import Plan, best_group, data_parallel, graph, grouped, measure, model_parallel, plan
 from syncline.plan.graph import LayerGraph
 
 ETHERNET = Cluster.named("ethernet-1g")
@@ -182,6 +185,38 @@ def test_layers_are_measured_by_running_them() -> None:
     assert set(found) == {"0", "2"} and all(seconds > 0 for seconds in found.values())
     assert all(p.grad is None for p in model.parameters())
     assert plan(model, torch.zeros(64, 30), ETHERNET, 2, compute=found).seconds > 0
+
+
+def test_moves_of_layers_that_are_alike_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    route = graph.route
+    monkeypatch.setattr(graph, "route", lambda *args, **how: found.append(args) or route(*args, **how))
+    for layers in (10, 40):
+        found.clear()
+        deep = plan(mlp(*[64] * layers), torch.empty(8, 64), ETHERNET, 4)
+        assert len(deep.rows) == layers - 1 and len(found) <= 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_traced_results_are_like_torchs_own(dtype: torch.dtype) -> None:
+    kinds = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU)
+    model = nn.Sequential(nn.Linear(6, 8), *(kind() for kind in kinds), nn.Linear(8, 3, bias=False)).to(dtype)
+    x = torch.empty(4, 5, 6, dtype=dtype, device="meta")
+    traced = trace(skeleton(model), (x,), {}, leaf=is_layer)
+    values = [node.meta["value"] for node in traced.graph.nodes if node.op == "call_module"]
+    for layer, value in zip(skeleton(model), values, strict=True):
+        x = layer(x)
+        assert (value.shape, value.dtype, value.stride()) == (x.shape, x.dtype, x.stride())
+    with pytest.raises(UsageError, match="cannot be traced"):
+        trace(skeleton(model), (torch.empty(4, 7, dtype=dtype),), {}, leaf=is_layer)
+
+
+def test_planning_leaves_the_garbage_collector_as_it_was() -> None:
+    assert gc.isenabled()
+    plan(mlp(6, 8), torch.empty(4, 6), group=2)
+    with pytest.raises(UsageError):
+        plan(mlp(6, 8), torch.empty(4, 7), group=2)
+    assert gc.isenabled()
 
 
 # -- records -----------------------------------------------------------------------------------------------------
