@@ -1,7 +1,8 @@
-"""Runs over trees of servers (R7, M14) on the simulator, with real gradients: as over flat servers, through losses of anybody."""
+"""Runs over trees of servers (R7, M14), simulated and in processes: as over flat servers, through losses of anybody."""
 
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +14,25 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from syncline.errors import NotYetError
+from syncline.errors import LostError, NotYetError
 from syncline.report.clocks import read_clocks
+from syncline.testing import Faults, Local, Nodes
 from syncline.testing.hunt import case_player as playing
 from syncline.testing.hunt.case import random_case
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
+PATIENCE = 100.0  # seconds until a run counts as hung: a failure, not a measurement
+
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.squeeze(1) - target).square().mean()
+
+
+def unhurried(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Slow enough for faults to come in time."""
+    time.sleep(0.002)
+    return loss(model(batch[0]), batch[1])
 
 
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -44,7 +54,8 @@ def run(topology: str, sync: str = "hardsync", **given: object) -> sl.Result:
         "seed": 3,
         "engine": sl.Sim(check=True),
     } | given
-    return sl.train(make_model(), data, loss=loss, optimizer=sgd, sync=sync, topology=topology, **options)
+    options |= {"loss": loss} if "objective" not in options else {}
+    return sl.train(make_model(), data, optimizer=sgd, sync=sync, topology=topology, **options)
 
 
 def difference(a: sl.Result, b: sl.Result) -> float:
@@ -124,7 +135,8 @@ def test_a_lost_shard_and_a_resumed_run_go_on_over_the_tree(topology: str, sync:
 
 
 @pytest.mark.parametrize("given, words", [
-    ({"topology": "tree:2", "engine": "local"}, "tree:2,servers=2' is not built yet in processes"),
+    ({"topology": "tree:2,broadcast", "engine": "local"}, "not built yet with broadcast and gradients"),
+    ({"topology": "tree:3", "engine": Nodes(2, 1)}, "is not built yet on this engine"),
     ({"topology": "tree:2,broadcast"}, "not built yet with broadcast and gradients"),
     ({"topology": "tree:2", "sync": "downpour:push=2,fetch=2,local_lr=0.1"}, "learners step by themselves"),
 ])  # fmt: skip
@@ -161,3 +173,108 @@ def test_random_jobs_with_faults_keep_every_account(sync: str, seed: int) -> Non
     faults = [line for line in case.script.split("; ") if line and "change" not in line]
     script = "; ".join([*faults, f"kill node {seed % 3} at {1 + seed} s"])
     playing.run(replace(case, fan_in=2, script=script))
+
+
+# -- in processes ------------------------------------------------------------------------------------------------
+
+
+def in_processes(topology: str, sync: str, script: str = "", **given: object) -> sl.Result:
+    """Four learners; a run that hangs is stopped and fails."""
+    options: dict = {"learners": 4, "engine": "local", "threads": 1, "wait": False} | given
+    handle = run(topology, sync, **options)
+    faults = Faults(script).play(handle) if script else None
+    result = handle.wait(PATIENCE)
+    if faults is not None:
+        faults.join()
+        assert not faults.missed
+    return result
+
+
+@pytest.mark.parametrize("topology, learners, nodes", [
+    ("tree:2,servers=2", 4, 2),
+    ("tree:3,servers=1", 4, 2),
+    ("tree:2,servers=2", 7, 6),  # with two nodes above the leaves
+])  # fmt: skip
+@pytest.mark.parametrize("sync", ["hardsync", "delayed:2"])
+def test_nodes_that_are_processes_give_the_simulators_bits(
+    topology: str, learners: int, nodes: int, sync: str
+) -> None:
+    local, twin = in_processes(topology, sync, learners=learners), run(topology, sync, learners=learners)
+    assert (local.version, local.gradients) == (twin.version, twin.gradients)
+    assert local.gradients == 96 and local.staleness.histogram == twin.staleness.histogram
+    assert difference(local, twin) == 0.0
+    roles = Counter(process.role for process in local.statistics.processes)
+    assert roles["node"] == nodes
+
+
+@pytest.mark.parametrize("sync", ["softsync:1", "async", "ssp:1,rate=share", "hardsync until 1 then async"])
+def test_in_processes_too_every_gradient_counts_once_with_its_staleness(sync: str, tmp_path: Path) -> None:
+    result = in_processes("tree:2,servers=2", sync, run_dir=tmp_path, clocks=True)
+    rows = clocks(tmp_path)
+    assert result.gradients == len(rows) == 2 * 48 and result.dropped == 0
+    assert result.statistics.tables[0].examples == 2 * 190
+    assert Counter(version - 1 - stamp for version, _, stamp in rows) == result.staleness.histogram
+
+
+@pytest.mark.parametrize("script", [
+    "kill learner 2 at version 3",
+    "kill node 0 at version 3",
+    "kill node 1 at version 2; kill learner 0 at version 3; add 2 at version 4",
+    "kill node 5 at version 2; kill node 0 at version 4",  # one above the leaves
+])  # fmt: skip
+@pytest.mark.parametrize("sync", ["hardsync", "softsync:1"])
+def test_learners_and_nodes_are_killed_and_every_example_counts_once(sync: str, script: str) -> None:
+    learners = 7 if "node 5" in script else 4
+    given = {"objective": unhurried, "on_error": "continue", "epochs": 5, "learners": learners}
+    result = in_processes("tree:2,servers=2", sync, script, **given)
+    assert result.statistics.tables[0].examples == 5 * 190
+    assert result.dropped == 0 and result.staleness.gradients == result.gradients
+    moved = [event.what for event in result.events if event.kind == "node lost"]
+    assert len(moved) == script.count("kill node")
+    assert all("ended with signal SIGKILL; " in what and " send " in what for what in moved)
+
+
+@pytest.mark.parametrize("sync", ["hardsync", "async"])
+@pytest.mark.parametrize("node, learners", [(0, 3), (3, 5)])  # a leaf, and one above two leaves
+def test_a_node_dies_at_any_operation(sync: str, node: int, learners: int) -> None:
+    point, died = 2 + node, True
+    while died:
+        engine = Local(crashes={f"node {node}": point})
+        result = in_processes("tree:2", sync, engine=engine, learners=learners, epochs=1)
+        assert result.statistics.tables[0].examples == 190 and result.dropped == 0
+        died = [event.kind for event in result.events] == ["node lost"]
+        point += 53
+    assert point > 100
+
+
+def test_a_dial_that_a_tree_cannot_follow_is_refused_while_it_runs() -> None:
+    with run("tree:2", "async", learners=2, engine="local", threads=1, wait=False, epochs=50) as handle:
+        with pytest.raises(sl.UsageError, match="a leaf's sum is taken whole"):
+            handle.change("backup:1")
+        with pytest.raises(NotYetError, match="its learners step by themselves"):
+            handle.change("downpour:push=2,fetch=2,local_lr=0.1")
+
+
+@pytest.mark.parametrize(
+    "script", ["kill shard 0 at version 8", "kill node 0 at version 1; kill node 1 at version 2"]
+)
+def test_a_lost_shard_and_the_loss_of_all_leaves_go_back_to_a_checkpoint(script: str, tmp_path: Path) -> None:
+    given = {"objective": unhurried, "run_dir": tmp_path, "checkpoint_every": 3, "epochs": 5}
+    result = in_processes("tree:2,servers=2", "hardsync", script, **given)
+    assert result.statistics.tables[0].examples == 5 * 190
+    assert [event.kind for event in result.events if event.kind != "checkpoint"][-2:] == [
+        "shard lost",
+        "recovered",
+    ]
+
+
+def test_the_last_leaf_without_a_checkpoint_ends_the_run() -> None:
+    script = "kill node 0 at version 2; kill node 1 at version 4"
+    with pytest.raises(LostError, match=r"the last leaf, node 1 .* give run_dir= and checkpoint_every="):
+        in_processes("tree:2", "async", script, objective=unhurried, epochs=5)
+
+
+def test_a_run_over_processes_resumes_to_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
+    in_processes("tree:2,servers=2", "hardsync", run_dir=tmp_path, checkpoint_every=5)
+    resumed = in_processes("tree:2,servers=2", "hardsync", resume=tmp_path, epochs=3)
+    assert difference(resumed, in_processes("tree:2,servers=2", "hardsync", epochs=3)) == 0.0

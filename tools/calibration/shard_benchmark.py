@@ -18,8 +18,8 @@ from torch import Tensor
 
 from syncline.cluster.record import Cluster
 from syncline.dial import Course, Sync
+from syncline.engines.local.desks import Mailbox
 from syncline.engines.local.record_codec import decode, encode
-from syncline.engines.local.server import Mailbox
 from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.engines.run import RunSpec, Task
 from syncline.learn.server_session import Session, make_optimizer, shards_for

@@ -48,7 +48,9 @@ class MakeTable:
 
 @dataclass(frozen=True, slots=True)
 class NodesMoved:
-    """A node of a tree is lost: those below it have another above them."""
+    """A node of a tree is lost: those below it have another above them, and publish again what was under way."""
+
+    lost: int | None = None  # its name, where nothing that it has sent may be read any more
 
 
 @dataclass(frozen=True, slots=True)

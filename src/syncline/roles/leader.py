@@ -194,9 +194,10 @@ class Leader:
         if self._gathering.tangled:
             self._gathering.untangle()
 
-    def moved(self) -> None:
+    def moved(self, lost: int | None) -> None:
         """Nodes have others below them now."""
         if self._trunk is not None:
+            self._trunk.lose(lost)
             self._trunk.recount(anew=True)
 
     def _start_sums(self) -> None:

@@ -110,7 +110,7 @@ class ServerRole:
         elif kind is m.Leave:
             self._leader.leave(event.learner, event.rank, lost=event.lost, closed=event.closed)
         elif kind is m.NodesMoved:
-            self._leader.moved()
+            self._leader.moved(event.lost)
         elif kind is m.Resume:
             self._leader.resume(event)
         elif kind is m.Opening:

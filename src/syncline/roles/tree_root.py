@@ -85,6 +85,10 @@ class TreeRoot:
         early, self._early = self._early, []
         return early
 
+    def lose(self, node: int | None) -> None:
+        """What it sent before the start is gone with it."""
+        self._early = [(each, sum_) for each, sum_ in self._early if each != node]
+
     def named(self, table: int, learner: int, number: int) -> tuple[int, int]:
         """The node and number of the sum that it is in."""
         body = self._bodies[table, learner, number]

@@ -22,7 +22,7 @@ from syncline.protocols.tree_shape import ROOT
 from syncline.protocols.tree_up import Node, Passed, Sum, SumDone, Up, of_one
 from syncline.sim.clock import Action
 from syncline.sim.owned_memory import NEVER, SimLane
-from syncline.table.accumulator import Mean
+from syncline.table.accumulator import Mean, add_up
 from syncline.table.layout import Layout
 from syncline.table.slot import private_slot
 
@@ -137,12 +137,9 @@ class SimNode:
     def _added(self, table: NodeTable, sum_: Sum) -> NodePart:
         """The mean of the parts, by examples, in the order of the sum."""
         parts = [table.parts[key] for key in sum_.parts]
-        weighted = [part for part in parts if part.examples] or parts[:1]
-        segments = [segment.clone() for segment in weighted[0].segments]
+        segments = [torch.empty_like(segment) for segment in parts[0].segments]
         mean = Mean(segments, table.layout.parameters.views(segments))
-        mean.present, mean.total = weighted[0].mask, weighted[0].examples
-        for part in weighted[1:]:
-            mean.add(part, part.mask, part.examples)
+        add_up(mean, [(part, part.mask, part.examples) for part in parts])
         return NodePart(
             segments,
             mean.views,

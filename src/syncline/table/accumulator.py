@@ -83,6 +83,14 @@ class Mean:
         self.present = tuple(a or b for a, b in zip(self.present, present, strict=True))
 
 
+def add_up(mean: Mean, parts: Sequence[tuple[Values, Present, int]]) -> None:
+    """The mean of these, by their examples, in this order."""
+    weighted = [part for part in parts if part[2]] or parts[:1]
+    mean.start(*weighted[0])
+    for part in weighted[1:]:
+        mean.add(*part)
+
+
 class Gathered(NamedTuple):
     """The gradient of a fold; its memory is the shard's until the step is made."""
 

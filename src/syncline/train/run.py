@@ -23,6 +23,7 @@ from syncline.messages import Statistics
 from syncline.protocols.staleness import Staleness
 from syncline.report.folder_writer import record_run
 from syncline.train.interrupts import Interrupts
+from syncline.train.spec import check_turn
 
 MOST_DIALS = 64  # in one run
 
@@ -189,6 +190,7 @@ class Run:
         if self._changes + len(self._spec.plan.course.dials) > MOST_DIALS:
             raise DialError(f"a run may have {MOST_DIALS} dials, this one has had them; start another run")
         dial.check(self._spec.plan.learners, self._spec.plan.batch_size)
+        check_turn(self._spec, dial)
         if dial.delay > self._spec.plan.delay:
             raise DialError(
                 f"{dial} keeps {dial.delay + 1} versions, this run was started to keep {self._spec.plan.delay + 1}: "

@@ -57,10 +57,10 @@ def run_spec(
         raise UsageError(
             f"table_device={table_device!r}: on a cluster tables lie in the memory of the caller's node; leave it out"
         )
-    if group > 1 and table_device not in (None, "cpu"):
-        raise UsageError(
-            f"table_device={table_device!r}: seats share a table in the host's memory; leave it out"
-        )
+    tree = isinstance(plan.topology, Trees)
+    if (group > 1 or tree) and table_device not in (None, "cpu"):
+        who = "seats share a table" if group > 1 else "leaves add gradients"
+        raise UsageError(f"table_device={table_device!r}: {who} in the host's memory; leave it out")
     dealt = engine.deals_devices and device == "cuda"
     devices = ("cuda",) if dealt else devices_of(device, plan.learners * group)
     if place is not None:
@@ -71,7 +71,7 @@ def run_spec(
         task=task,
         plan=dataclasses.replace(plan, saving=saving, snapshots=evaluate is not None),
         devices=devices,
-        card=None if dealt or group > 1 else card_of(table_device, devices),  # seats share memory of the host
+        card=None if dealt or group > 1 or tree else card_of(table_device, devices),
         group=group,
         cut=cut,
         threads=threads,
@@ -92,14 +92,26 @@ def check_plan(plan: RunPlan, faults: Faults, *, clocks: bool) -> None:
     plan.topology.check(plan.course, faults, clip_norm=plan.clip_norm, warm=plan.warm, clocks=clocks)
 
 
+def check_turn(spec: RunSpec, dial: Sync) -> None:
+    """A run over a tree can follow this dial from now on."""
+    plan = spec.plan
+    if isinstance(plan.topology, Trees):
+        plan.topology.check(Course.of(dial), spec.faults, clip_norm=plan.clip_norm, warm=plan.warm)
+        if dial.local:
+            raise NotYetError(
+                f"{dial} over {plan.topology} is not built yet: its learners step by themselves; use async, or "
+                "topology='servers'"
+            )
+
+
 def check_built(plan: RunPlan, engine: Engine) -> None:
-    """Trees run on the simulator, without broadcast and local steps; the rest is timed there."""
+    """Trees run on this machine and on the simulator, without broadcast and local steps; the rest is timed there."""
     if not isinstance(plan.topology, Trees):
         return
     local = next((dial for _, dial in plan.course.dials if dial.local), None)
     missing = (
-        "in processes"
-        if not isinstance(engine, Sim)
+        "on this engine"
+        if not isinstance(engine, Sim | Local)
         else "with broadcast and gradients (Sim.timing has its times)"
         if plan.topology.broadcast
         else f"under {local}, whose learners step by themselves"
@@ -109,7 +121,7 @@ def check_built(plan: RunPlan, engine: Engine) -> None:
     if missing is not None:
         raise NotYetError(
             f"topology '{plan.topology}' is not built yet {missing}; working now: servers, servers:S, allreduce, "
-            "allreduce:layerwise, and tree:F with engine='sim'"
+            "allreduce:layerwise, and tree:F with engine='sim' or 'local'"
         )
 
 

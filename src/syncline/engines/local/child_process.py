@@ -1,4 +1,4 @@
-"""What a forked process does: sets itself up, then becomes a learner, a shard or an evaluator.
+"""What a forked process does: sets itself up, then becomes a learner, a shard, a node or an evaluator.
 
 Every process watches the caller's life line (a pipe whose only write end is the caller's) and ends when it
 breaks.
@@ -23,6 +23,7 @@ from syncline.engines.local.batch_learner import BatchLearnerSpec, run_batch_lea
 from syncline.engines.local.batch_shard import BatchShardSpec, run_batch_shard
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.learner import run_evaluator, run_learner
+from syncline.engines.local.node import run_node
 from syncline.engines.local.seat_processes import run_group
 from syncline.engines.local.server import run_server
 
@@ -33,7 +34,7 @@ TERM_GRACE = 20.0  # seconds that a process goes on after SIGTERM
 class Setup:
     """The first message to a child."""
 
-    role: str  # "learner", "shard" or "evaluator"
+    role: str  # "learner", "shard", "node" or "evaluator"
     threads: int
     path: list[str]
     folder: str
@@ -56,6 +57,8 @@ def main(control: int, out: int, err: int, life_line: int) -> int:
             run_batch_shard(channel, setup.spec)
         elif setup.role == "shard":
             run_server(channel, setup.spec)
+        elif setup.role == "node":
+            run_node(channel, setup.spec)
         elif setup.role == "evaluator":
             run_evaluator(channel)
         else:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncline import messages as m
 from syncline.engines.checkpoint_files import commit
-from syncline.engines.local.packing import pack
-from syncline.engines.local.server import Lane, TableMemory
+from syncline.engines.local.desks import Lane, TableMemory
 from syncline.engines.local.shared_memory import Region
 from syncline.ports import CoordinatorPort
 from syncline.roles.restore import upto
@@ -40,10 +39,15 @@ class LocalCoordinatorPort(CoordinatorPort):
             process.channel.post(self._with_own(learner, message))
 
     def tell_shards(self, message: Any) -> None:
-        parcel = pack(self._with_memory(message))  # once: a table's state is as large as the model
-        for process in reversed(self._run.staff.shards):  # whose log the others replay hears of it last
-            process.channel.post(parcel)
-        parcel.close()
+        staff, message = self._run.staff, self._with_memory(message)
+        staff.tell_shards(message)
+        if staff.nodes is None:
+            return
+        if isinstance(message, m.MakeTable):
+            staff.nodes.make_table(message.table, message.layout)
+        elif isinstance(message, m.JoinTable):
+            layout = self._layouts[message.table]
+            staff.nodes.join_table(message.learner, message.table, layout, message.lane)
 
     def announce(self, what: m.Stop | m.Renewed | m.Call) -> None:
         if isinstance(what, m.Stop):

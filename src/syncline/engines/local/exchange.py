@@ -67,6 +67,36 @@ class Ring:
         return self._cells.load(self._tails[reader]) == self._cells.load(self._head)
 
 
+class Outbox:
+    """Records from one writer that stay there for whoever reads them next; readers keep their own place.
+
+    The writer is known to have few that are still needed: it asks nobody for room.
+    """
+
+    def __init__(self, cells: WordsLike, base: int, *, capacity: int, form: struct.Struct) -> None:
+        self._cells, self._form, self._capacity = cells, form, capacity
+        self._head, self._records = base, base + LINE
+
+    @staticmethod
+    def words(capacity: int) -> int:
+        return LINE + RECORD * capacity
+
+    @property
+    def written(self) -> int:
+        """How many records so far."""
+        return self._cells.load(self._head)
+
+    def push(self, record: Sequence[int | float]) -> None:
+        head = self._cells.load(self._head)
+        self._cells.write(self._records + RECORD * (head % self._capacity), self._form.pack(*record))
+        self._cells.store(self._head, head + 1)
+
+    def read(self, index: int) -> tuple[int | float, ...]:
+        """One of the last records."""
+        cell = self._records + RECORD * (index % self._capacity)
+        return self._form.unpack(self._cells.read(cell, self._form.size))
+
+
 class Replies:
     """For each shard: the last ticket of one learner that it released, and what to read; and the last that was read."""
 

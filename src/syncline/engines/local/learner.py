@@ -20,10 +20,10 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.cuda_memory import StreamOrder
+from syncline.engines.local.desks import EVENT, Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Replies
 from syncline.engines.local.packing import Parcel, pack, unpack
 from syncline.engines.local.record_codec import Record, encode
-from syncline.engines.local.server import EVENT, Lane, Mailbox, MemoryGeometry, TableMemory
 from syncline.engines.local.shared_memory import Region, Waiter, WakeUp, crash_at
 from syncline.engines.local.version_ring import Reader
 from syncline.engines.run import Task
@@ -68,11 +68,12 @@ class LearnerSpec:
     desk: Region
     bell: WakeUp
     shard_bell: WakeUp  # of the leading shard
-    geometry: MemoryGeometry
+    geometry: Geometry
     yields: int
     generation: int
     seat: Seat
     crash: int | None = None  # for tests
+    leaves: Sequence[WakeUp] = ()  # over a tree
 
 
 def _copy(into: list[Tensor], source: list[Tensor]) -> None:
@@ -86,7 +87,7 @@ def _copy(into: list[Tensor], source: list[Tensor]) -> None:
 class LocalTable(TablePort):
     """One table, seen from its learner."""
 
-    def __init__(self, opened: m.Opened, geometry: MemoryGeometry, port: LocalLearnerPort) -> None:
+    def __init__(self, opened: m.Opened, geometry: Geometry, port: LocalLearnerPort) -> None:
         self.layout = opened.layout
         self._shelf = TableMemory(opened.handle, opened.layout, places=geometry.places)
         self._lane = Lane(opened.lane, opened.layout, slots=geometry.slots)
@@ -160,9 +161,12 @@ class LocalTable(TablePort):
         """The first: what the dial in force does not need is never touched."""
         for place in self._places:
             number = self._published[place]
-            if number is not None and (number < 0 or self._lane.drafts.freed(place, number)):
+            if number is not None and (number < 0 or self._freed(place, number)):
                 return place
         return None
+
+    def _freed(self, place: int, number: int) -> bool:
+        return self._lane.drafts.freed(place, number) or self._lane.passed.freed(place, number)
 
     def publish(
         self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
@@ -178,7 +182,7 @@ class LocalTable(TablePort):
             if message.states:
                 slot.write_states(message.states)
         self._signal()
-        self._port.push(encode(message, place))
+        self._port.publish(encode(message, place), gradient=isinstance(message, Gradient))
         self._published[place] = message.number
 
     def write_states(self, states: bytes) -> None:
@@ -285,6 +289,14 @@ class LocalLearnerPort(LearnerPort):
             self.sleeper.wait(0.01)
         if not later:
             self._spec.shard_bell.ring()
+
+    def publish(self, record: Record, *, gradient: bool) -> None:
+        """A draft; over a tree gradients go to the leaf."""
+        if gradient and self._spec.leaves:
+            self.desk.gradients.push(record)
+            self._spec.leaves[self.desk.leaf].ring()
+        else:
+            self.push(record)
 
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
         if not block:

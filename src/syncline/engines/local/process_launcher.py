@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
+from syncline.engines.local.desks import Geometry, Mailbox
 from syncline.engines.local.exchange import LINE, Ring
 from syncline.engines.local.learner import CALLS, GENERATION, STOP, ControlBlock, LearnerSpec
-from syncline.engines.local.packing import Parcel
+from syncline.engines.local.node_crew import NodeCrew
+from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process, Processes
-from syncline.engines.local.server import LOG_ENTRIES, AddLearner, Mailbox, MemoryGeometry, ServerSpec
+from syncline.engines.local.server import LOG_ENTRIES, AddLearner, ServerSpec
 from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.engines.run import RunSpec
 from syncline.table.store import places_for
+from syncline.topologies import Trees
 
 Away = Callable[[int, int], Any]
 """For a learner and its rank: what its process here runs in place of the task, standing in for it; None: it is here itself."""
@@ -27,9 +31,11 @@ YIELDS = {"learner": 1000, "shard": 200}
 core costs more than either."""
 
 
-def geometry_of(spec: RunSpec) -> MemoryGeometry:
+def geometry_of(spec: RunSpec) -> Geometry:
     """How many slots and places for versions the dials need (M11, M13); two slots, so that any dial may follow."""
-    return MemoryGeometry(max(2, spec.plan.delay + 1), places_for(spec.plan.delay), spec.card)
+    slots = max(2, spec.plan.delay + 1)
+    sums = slots * spec.plan.learners  # a learner that comes late to a round may be alone in its sum
+    return Geometry(slots, places_for(spec.plan.delay), spec.card, sums)
 
 
 class ProcessLauncher:
@@ -54,8 +60,15 @@ class ProcessLauncher:
         self._regions: dict[int, list[Region]] = defaultdict(list)  # by learner; SHARED, and SERVERS' own
         self._shared = self.region(ControlBlock.nbytes())
         self._shard_bells = [WakeUp() for _ in range(spec.plan.topology.shards)]
-        self._beats = self.region(8 * LINE * spec.plan.topology.shards)
+        shards = spec.plan.topology.shards
+        self._beats = self.region(8 * LINE * (shards + 2 * spec.plan.learners))  # no tree has more nodes
         self.hub = ControlBlock(self._shared)
+        self.nodes: NodeCrew | None = None
+        if isinstance(spec.plan.topology, Trees):
+            own = partial(self.region, owner=SERVERS)
+            self.nodes = NodeCrew(
+                spec, processes, self.geometry, own, self.tell_shards, self._node_beats, self._crashes
+            )
 
     # -- memory ------------------------------------------------------------------------------------------
 
@@ -71,7 +84,25 @@ class ProcessLauncher:
 
     # -- starting ----------------------------------------------------------------------------------------
 
-    def start_shards(self) -> None:
+    def start_servers(self, initial: Iterable[int] | None = None) -> None:
+        """Shards, and a tree's nodes with these learners below; without any, those that live come to them."""
+        self._start_shards()
+        if self.nodes is not None:
+            learners = self.learners if initial is None else initial
+            self.nodes.start(self._shard_bells[0], learners, again=initial is None)
+
+    def servers(self) -> list[Process]:
+        """Shards, and nodes of a tree."""
+        return [*self.shards, *(self.nodes.processes.values() if self.nodes is not None else ())]
+
+    def tell_shards(self, message: Any) -> None:
+        """Once for all: a table's state is as large as the model."""
+        parcel = pack(message)
+        for process in reversed(self.shards):  # whose log the others replay hears of it last
+            process.channel.post(parcel)
+        parcel.close()
+
+    def _start_shards(self) -> None:
         count = self._spec.plan.topology.shards
         self.release(SERVERS)
         self._known.clear()
@@ -91,8 +122,8 @@ class ProcessLauncher:
             )
             self.shards.append(self._processes.fork("shard", shard, shard, spec, None, 1))
 
-    def introduce(self, learner: int, bell: WakeUp | None = None) -> Region:
-        """A desk between a learner and the shards; its bell stays the same."""
+    def introduce(self, learner: int, bell: WakeUp | None = None, rank: int | None = None) -> Region:
+        """A desk between a learner and the shards; its bell and rank stay the same."""
         self.release(learner)  # what it had with servers that are gone
         desk = self._desks[learner] = self.region(Mailbox.nbytes(), learner)
         self._known.add(learner)
@@ -100,6 +131,8 @@ class ProcessLauncher:
         assert bell is not None
         for shard in self.shards:
             shard.channel.post(AddLearner(learner, desk, bell))
+        if self.nodes is not None:
+            self.nodes.add(learner, self.learners[learner].rank if rank is None else rank, desk, bell)
         return desk
 
     def know(self, learner: int) -> Region:
@@ -108,7 +141,7 @@ class ProcessLauncher:
 
     def start_learner(self, learner: int, rank: int) -> None:
         bell = WakeUp()
-        desk = self.introduce(learner, bell)
+        desk = self.introduce(learner, bell, rank)
         spec = LearnerSpec(
             learner,
             self._shared,
@@ -120,6 +153,7 @@ class ProcessLauncher:
             self.generation,
             self._spec.seat(rank),
             self._crashes.pop(f"learner {rank}", None),
+            self.nodes.bells if self.nodes is not None else (),
         )
         process = self._processes.fork("learner", learner, rank, spec, bell, self._threads())
         self.learners[learner] = process
@@ -160,7 +194,7 @@ class ProcessLauncher:
 
     def stepped(self, learner: int) -> bool:
         """It has sent a note."""
-        return self._desks[learner].words[0] > 0
+        return Mailbox.heard(self._desks[learner])[0] > 0
 
     def heard(self) -> tuple[dict[int, int], set[int]]:
         """How far each learner is, and who waits."""
@@ -172,10 +206,20 @@ class ProcessLauncher:
         """How often each shard has looked for something to do."""
         return {shard: self._beats.words[LINE * shard] for shard in range(len(self.shards))}
 
+    def node_beats(self) -> dict[int, int]:
+        """The same of a tree's nodes."""
+        found = {node: self._node_beats(node) for node in (self.nodes.processes if self.nodes else ())}
+        return {node: region.words[word] for node, (region, word) in found.items()}
+
+    def _node_beats(self, node: int) -> tuple[Region, int]:
+        return self._beats, LINE * (self._spec.plan.topology.shards + node)
+
     def close(self) -> None:
         """Nothing stays behind; the processes have ended."""
         for bell in self._shard_bells:
             bell.close()
+        if self.nodes is not None:
+            self.nodes.close()
         del self.hub
         for owner in list(self._regions):
             self.release(owner)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import NamedTuple
 
 from syncline.messages import log
 from syncline.messages import to_leader as say
+from syncline.messages.to_nodes import Counted, Refused, Taken, ToNodes
+from syncline.protocols.folding import Ticket
 
 # -- learners to the leading shard ---------------------------------------------------------------------------
 
@@ -84,6 +87,94 @@ def decode(record: Record, states: States) -> tuple[say.ToLeader, int]:
         return say.Gradient(*record[1:9], bool(record[9]), bool(record[10]), held, record[LOSS]), slot  # type: ignore[arg-type,call-arg]
     found = record[1 : 1 + len(_NUMBERS[kind])]
     return kind(*found, held) if kind in _STATED else kind(*found), slot
+
+
+# -- nodes of a tree -----------------------------------------------------------------------------------------
+
+PART = struct.Struct("=15qd")
+WHOLE = 0  # in place of a learner: their numbers begin with 1
+ANSWER = struct.Struct("=4q")  # tag, table or learner, two numbers
+_TAKEN, _REFUSED, _COUNTED, _WITHOUT, _AT = range(5)  # the last two: one of many, before what they belong to
+
+
+class Part(NamedTuple):
+    """Of a sum: what a learner said, as it said it; the last, of WHOLE, is the sum itself."""
+
+    way: int  # counts the parents that the sender had before
+    learner: int
+    rank: int
+    said: Record
+
+    def record(self, way: int) -> Record:
+        return (way, self.learner, self.rank, *self.said)
+
+    @classmethod
+    def of(cls, record: Record) -> Part:
+        way, learner, rank = map(int, record[:3])
+        return cls(way, learner, rank, record[3:])
+
+    def ticket(self, iteration: int = 0) -> Ticket:
+        """Of a gradient."""
+        _, _, number, stamp, step, examples = map(int, self.said[:6])
+        return Ticket(self.learner, self.rank, number, stamp, step, examples, iteration)
+
+
+class Whole(NamedTuple):
+    """A sum, after its parts: nothing before it counts."""
+
+    table: int
+    number: int
+    iteration: int
+    options: int
+    full: int
+    slot: int
+
+    def record(self, way: int) -> Record:
+        return Part(way, WHOLE, 0, (*self, *_PAD[:6], 0.0)).record(way)
+
+    @classmethod
+    def of(cls, part: Part) -> Whole:
+        return cls._make(map(int, part.said[: len(cls._fields)]))
+
+
+def encode_answer(message: ToNodes) -> list[Record]:
+    """As many records as it has learners, then its own."""
+    if isinstance(message, Taken):
+        return [(_TAKEN, message.table, message.number, 0)]
+    if isinstance(message, Counted):
+        counted = [(_AT, learner, at, 0) for learner, at in message.active.items()]
+        return [*counted, (_COUNTED, message.table, message.lockstep, 0)]
+    without = [(_WITHOUT, learner, number, 0) for learner, number in message.without]
+    counted = [(_AT, learner, at, 0) for learner, at in message.counted.items()]
+    return [*without, *counted, (_REFUSED, message.table, message.number, 0)]
+
+
+class Answers:
+    """A node's side: records in, messages out."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._without: set[tuple[int, int]] = set()
+        self._counted: dict[int, int] = {}
+
+    def add(self, record: Record) -> ToNodes | None:
+        """The message that it completes."""
+        tag, first, second, _ = map(int, record)
+        if tag == _WITHOUT:
+            self._without.add((first, second))
+        elif tag == _AT:
+            self._counted[first] = second
+        else:
+            without, counted = frozenset(self._without), self._counted
+            self._begin()
+            if tag == _TAKEN:
+                return Taken(first, second)
+            if tag == _COUNTED:
+                return Counted(first, bool(second), counted)
+            return Refused(first, second, without, counted)
+        return None
 
 
 # -- the log -------------------------------------------------------------------------------------------------

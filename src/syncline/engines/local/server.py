@@ -7,13 +7,12 @@ effects. Not responsible for any decision.
 from __future__ import annotations
 
 import gc
-import struct
 import threading
 import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,166 +22,38 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.engines.checkpoint_files import with_content, write_part
 from syncline.engines.checkpoint_writer import Writer
+from syncline.engines.local.branches import AddNode, Branches, NodeGone, NodeTable, name_of
 from syncline.engines.local.control_channel import Channel, Closed
-from syncline.engines.local.cuda_memory import Handles, StreamOrder, share
-from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Drafts, Replies, Ring, Shares
+from syncline.engines.local.cuda_memory import StreamOrder
+from syncline.engines.local.desks import DESK_PORTIONS, EVENT, Geometry, Lane, Mailbox, TableMemory
+from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Ring
 from syncline.engines.local.record_codec import (
     ENTRY,
     NO_SLOT,
-    NOTE,
     Record,
+    Whole,
     decode,
     decode_entry,
     encode_entry,
     speaks_of,
 )
+from syncline.engines.local.record_codec import Part as SumPart
 from syncline.engines.local.shared_memory import Region, SharedWords, Waiter, WakeUp, crash_at
-from syncline.engines.local.version_ring import RingPart, Words
+from syncline.engines.local.version_ring import RingPart
 from syncline.messages import log
-from syncline.messages.to_leader import NO_LOADER, Gradient, Put, ToLeader
+from syncline.messages.to_leader import NO_LOADER, Gradient, Put, Sum, ToLeader
+from syncline.messages.to_nodes import ToNodes
 from syncline.ports import Computing, Portion, Reading, ServerPort, Serving, VersionMemory
 from syncline.roles.server import ServerRole
 from syncline.table.checkpoints import FIRST, Folder
 from syncline.table.layout import Layout
-from syncline.table.slot import Slot, slot_bytes
+from syncline.table.slot import Slot
 from syncline.table.store import copy_segments
 
-PORTION = struct.Struct("=6q")
 DRAFTED = (log.Take, log.PutValues, log.Free)  # entries that speak of a draft
-DESK_NOTES, DESK_PORTIONS, LOG_ENTRIES = 64, 256, 1024
-WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)  # a word of a desk
-MEMORY, EVENT = 0, 1  # handles of a lane: its block, its learner; of a shelf: its block, its shards
+LOG_ENTRIES = 1024
 LISTEN_EVERY = 0.002  # seconds of work between looks at the supervisor's channel
 SLOW = 0.002  # seconds between looks at a full log
-
-
-@dataclass(slots=True)
-class Mailbox:
-    """Between one learner and the leading shard: notes there, portions back."""
-
-    region: Region
-    notes: Ring = field(init=False)
-    portions: Ring = field(init=False)
-    _words: memoryview = field(init=False)
-
-    def __post_init__(self) -> None:
-        cells = SharedWords(self.region)
-        self.notes = Ring(cells, 0, capacity=DESK_NOTES, form=NOTE)
-        self.portions = Ring(cells, Ring.words(DESK_NOTES), capacity=DESK_PORTIONS, form=PORTION)
-        self._words = self.region.words
-
-    @staticmethod
-    def nbytes() -> int:
-        return 8 * (Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS) + LINE)
-
-    def wait(self, waiting: bool) -> None:
-        """The learner says that it waits for others, so that nobody takes it for hanging."""
-        self._words[WAITS] = waiting
-
-    @staticmethod
-    def heard(region: Region) -> tuple[int, bool]:
-        """From outside: how many notes it has sent, and whether it waits."""
-        return region.words[0], bool(region.words[WAITS])
-
-
-class Lane:
-    """Between one learner and all shards of one table: replies, gradient slots, an inbox.
-
-    What the dial in force does not use is never touched, and takes no memory.
-    """
-
-    def __init__(self, region: Region, layout: Layout, *, slots: int) -> None:
-        memory = region.tensor()
-        cells, shards = SharedWords(region), layout.shards
-        self.replies = Replies(cells, 0, shards=shards)
-        self.drafts = Drafts(cells, Replies.words(shards), shards=shards, slots=slots)
-        self.handles = Handles(region, 8 * self._words(layout, slots))
-        self._layout, self._slots, self._start = layout, slots, self._head(layout, slots)
-        self.numbers = [-1] * slots  # a shard's own: tickets whose drafts lie in the slots
-        self.memory = memory
-        self._lay(None)
-
-    def _lay(self, card: Tensor | None) -> None:
-        """Slots and inbox, in the shared memory or with their values on a card."""
-        layout, size, values = self._layout, slot_bytes(self._layout), self._values(self._layout)
-        host = [self.memory[self._start + index * size :][:size] for index in range(self._slots)]
-        if card is None:
-            self.slots = [Slot(layout, block) for block in host]
-            inbox = self.memory[self._start + self._slots * size :]
-        else:
-            self.slots = [Slot(layout, block, card[index * values :]) for index, block in enumerate(host)]
-            inbox = card[self._slots * values :]
-        self.inbox = layout.parameters.segments(inbox)
-
-    def to_card(self, device: str, *, owner: bool, wait: Callable[[], None]) -> None:
-        """Gradients and inbox lie there from now on."""
-        nbytes = self._slots * self._values(self._layout) + self._layout.parameters.nbytes
-        what = f"{self._slots} gradients and an inbox of a learner"
-        self._lay(share(self.handles, MEMORY, device, nbytes, what, owner=owner, wait=wait))
-
-    @staticmethod
-    def _values(layout: Layout) -> int:
-        return layout.parameters.nbytes + layout.buffers.nbytes
-
-    @staticmethod
-    def _words(layout: Layout, slots: int) -> int:
-        return Replies.words(layout.shards) + Drafts.words(layout.shards, slots)
-
-    @classmethod
-    def _head(cls, layout: Layout, slots: int) -> int:
-        head = 8 * cls._words(layout, slots) + Handles.nbytes(2)
-        return -(-head // 4096) * 4096
-
-    @classmethod
-    def nbytes(cls, layout: Layout, *, slots: int) -> int:
-        return cls._head(layout, slots) + slots * slot_bytes(layout) + layout.parameters.nbytes
-
-
-class TableMemory:
-    """One table's weights: a ring of places for versions, first values of all else, norms."""
-
-    def __init__(self, region: Region, layout: Layout, *, places: int) -> None:
-        memory, size = region.tensor(), layout.parameters.nbytes
-        self.memory, self._layout, self._places = memory, layout, places
-        self.ring = [layout.parameters.segments(memory[place * size :]) for place in range(places)]
-        position = places * size
-        self.buffers = layout.buffers.views(layout.buffers.segments(memory[position:]))
-        position += layout.buffers.nbytes
-        self.others = layout.others.views(layout.others.segments(memory[position:]))
-        position += layout.others.nbytes
-        cells, sizes = SharedWords(region, position // 8), [len(part.pieces) for part in layout.parts]
-        self.norms = Shares(cells, 0, sizes=sizes)
-        self.versions = Words(cells, Shares.words(sizes), shards=layout.shards, places=places)
-        words = Shares.words(sizes) + Words.words(layout.shards, places)
-        self.handles = Handles(region, position + 8 * words)
-        self.weights = self.ring[0]  # where the first values lie
-
-    def to_card(self, device: str, *, owner: bool, wait: Callable[[], None]) -> None:
-        """The ring lies there from now on."""
-        layout, size = self._layout, self._layout.parameters.nbytes
-        what = f"{self._places} versions of a table"
-        card = share(self.handles, MEMORY, device, self._places * size, what, owner=owner, wait=wait)
-        self.ring = [layout.parameters.segments(card[place * size :]) for place in range(self._places)]
-
-    def clear(self) -> None:
-        """What shards told each other, and of their memory, is void."""
-        self.norms.clear()
-        self.handles.clear(1 + self._layout.shards)
-
-    @staticmethod
-    def nbytes(layout: Layout, *, places: int) -> int:
-        words = Shares.words([len(part.pieces) for part in layout.parts]) + Words.words(layout.shards, places)
-        values = places * layout.parameters.nbytes + layout.buffers.nbytes + layout.others.nbytes
-        return values + 8 * words + Handles.nbytes(1 + layout.shards)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryGeometry:
-    """What follows from the dials: how many slots there are, and places for versions; and where they lie."""
-
-    slots: int
-    places: int
-    card: str | None = None  # a GPU, in place of shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +64,7 @@ class ServerSpec:
     shards: int
     log: Region
     bells: list[WakeUp]  # of the shards
-    geometry: MemoryGeometry
+    geometry: Geometry
     yields: int
     beats: Region  # a line for each shard: it counts there that it lives
     folder: str | None = None  # of checkpoints
@@ -224,6 +95,11 @@ class _CardOrder(NamedTuple):
         self.port.after_readers(self.table)
 
 
+def _states(lane: Lane | None) -> Callable[[int, int], bytes]:
+    """Of a slot, where it is known."""
+    return lambda table, slot: lane.slots[slot].read_states() if lane is not None else b""
+
+
 def _nap() -> None:
     time.sleep(0.001)
 
@@ -248,6 +124,8 @@ class LocalServerPort(ServerPort):
         self._orders: dict[int, StreamOrder] = {}  # of tables on a card
         self._reading: dict[int, dict[int, int]] = defaultdict(dict)  # table -> learner -> its last release
         self.readers: set[tuple[int, int]] = set()  # (loader, learner)
+        self.branches = Branches()
+        self.gone: set[int] = set()  # learners that have left, which a leaf may not know yet
         self.dials: set[int] = set()  # those that the supervisor has named
         self._beyond: deque[Record] = deque()  # what the log has no room for: followers are slow, or stopped
         self.leaving: list[int] = []  # learners whose leaving is in the log
@@ -289,6 +167,15 @@ class LocalServerPort(ServerPort):
             assert geometry.card is not None
             lane.to_card(geometry.card, owner=self.shard == 0, wait=_nap)
 
+    def add_node(self, event: AddNode) -> None:
+        self.branches.add(event)
+        self._bells[name_of(event.node)] = event.bell
+
+    def node_table(self, event: NodeTable) -> None:
+        lane = Lane(event.lane, event.layout, slots=self._spec.geometry.sums)
+        self._lanes[event.table, name_of(event.node)] = lane
+        event.lane.close()
+
     def knows(self, entry: log.Entry) -> bool:
         """Everything that the entry needs has arrived from the supervisor."""
         if isinstance(entry, log.Leave):
@@ -314,6 +201,28 @@ class LocalServerPort(ServerPort):
         if isinstance(message, Gradient | Put):
             self._lies(message.table, learner, message.number, slot)
         return message
+
+    def take_sum(self, name: int, parts: list[SumPart]) -> Sum:
+        """What a node says; states and buffers are where their learners left them."""
+        whole = Whole.of(parts[-1])
+        table = whole.table
+        self._lies(table, name, whole.number, whole.slot)
+        gradients, buffers = [], []
+        for part in parts[:-1]:
+            lane = self._lanes.get((table, part.learner))  # None: it has left, and nothing of it counts
+            said, slot = decode(part.said, _states(lane))
+            assert isinstance(said, Gradient)
+            gradients.append((part.learner, said))
+            buffers.append(lane.slots[slot].buffers if lane else [])
+        return Sum(
+            table,
+            whole.number,
+            whole.iteration,
+            tuple(gradients),
+            whole.options,
+            bool(whole.full),
+            tuple(buffers),
+        )
 
     def _lies(self, table: int, learner: int, number: int, slot: int) -> None:
         lane = self._lanes[table, learner]
@@ -409,8 +318,8 @@ class LocalServerPort(ServerPort):
                 lane.replies.release(self.shard, number, reading.version, reading.dial, flags)
             self.to_wake.add(learner)
 
-    def tell_nodes(self, message: Any, node: int | None = None) -> None:
-        raise AssertionError("processes have no trees yet")
+    def tell_nodes(self, message: ToNodes, node: int | None = None) -> None:
+        self.to_wake.update(self.branches.tell(message, node))
 
     def grant(self, learner: int, portion: Portion) -> None:
         desk = self.desks.get(learner)
@@ -474,6 +383,7 @@ class LocalServerPort(ServerPort):
                 if learner in self._bells:
                     self._bells[learner].ring()
             self.to_wake.clear()
+        self.to_wake.update(self.branches.flush())
 
 
 class _Loop:
@@ -513,7 +423,7 @@ class _Loop:
                 self._port.flush()
 
     def _read_notes(self) -> bool:
-        worked = False
+        worked = self._read_sums()
         for learner, desk in list(self._port.desks.items()):
             while (record := desk.notes.pop()) is not None:
                 self._hand_over(learner, record)
@@ -523,6 +433,31 @@ class _Loop:
             if worked:
                 self._port.flush()
         return worked
+
+    def _read_sums(self) -> bool:
+        worked = False
+        for name in list(self._port.branches.desks):
+            worked |= self._drain_node(name)
+        return worked
+
+    def _drain_node(self, name: int) -> bool:
+        worked = False
+        while self._port.keeps_up() and (parts := self._port.branches.pop(name)) is not None:
+            for part in parts[:-1]:
+                while part.learner not in self._port.gone and not self._port.expects(part.learner, part.said):
+                    self._control()
+            self._role.note(name, self._port.take_sum(name, parts))
+            worked = True
+        return worked
+
+    def _lose_node(self, name: int) -> None:
+        """What it passed on before comes before its end; the others hear whom to wait for now."""
+        self._drain_node(name)
+        self._port.branches.forget(name)
+        leaves = log.Leave(name)
+        self._port.append(leaves)
+        self._role.entry(leaves)
+        self._role.handle(m.NodesMoved(name))
 
     def _hand_over(self, learner: int, record: Record) -> None:
         """To the role, after what the supervisor had said before the learner could say this."""
@@ -562,6 +497,9 @@ class _Loop:
         if isinstance(event, AddLearner):
             self._port.add_learner(event)
             return
+        if isinstance(event, AddNode | NodeTable | NodeGone):
+            self._hear_of_node(event)
+            return
         if isinstance(event, m.MakeTable):
             self._port.make_table(event)
             event = self._port.with_content(event)
@@ -573,7 +511,16 @@ class _Loop:
             self._port.readers.update((event.loader, learner) for learner in event.learners)
         elif isinstance(event, m.Leave) and self._leads:
             self._drain(event.learner)
+            self._port.gone.add(event.learner)
         self._role.handle(event)
+
+    def _hear_of_node(self, event: AddNode | NodeTable | NodeGone) -> None:
+        if isinstance(event, AddNode):
+            self._port.add_node(event)
+        elif isinstance(event, NodeTable):
+            self._port.node_table(event)
+        elif self._leads:
+            self._lose_node(name_of(event.node))
 
     def _drain(self, learner: int) -> None:
         """What it committed before it left comes before its leaving."""

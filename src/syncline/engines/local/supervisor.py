@@ -71,6 +71,13 @@ class Supervisor(Crew):
             end="goes back to the last checkpoint",
             least=SHARD_PATIENCE,
         )
+        self._hanging_nodes = HangDetection(
+            spec.faults,
+            self.recorder,
+            others="those below it wait for it",
+            end="has them send elsewhere",
+            least=SHARD_PATIENCE,
+        )
         self._looked = self._cut_asked = self._started
         self.staff: ProcessLauncher
         self.supervision: Supervision
@@ -108,7 +115,7 @@ class Supervisor(Crew):
             folder=self.folder,
             start=spec.storage.restored,
         )
-        self.staff.start_shards()
+        self.staff.start_servers(ids)
         self._coordinator.begin()
         for learner, rank in ids.items():
             self.staff.start_learner(learner, rank)
@@ -137,6 +144,9 @@ class Supervisor(Crew):
             self._hanging.look(now, progress, idle, self.staff.learners, self._kill)
         shards = dict(enumerate(self.staff.shards))
         self._hanging_shards.look(now, self.staff.beats(), set(), shards, self._kill)
+        if self.staff.nodes is not None:
+            nodes = self.staff.nodes.processes
+            self._hanging_nodes.look(now, self.staff.node_beats(), set(), nodes, self._kill)
         for last in self._questions.overdue(now):
             self._questions.answer(self._with_processes(last))
         seconds = self.spec.plan.saving.seconds
@@ -177,6 +187,8 @@ class Supervisor(Crew):
 
     def forget_learner(self, learner: int) -> None:
         process = self.staff.learners.pop(learner)
+        if self.staff.nodes is not None:
+            self.staff.nodes.leave(learner)
         self.staff.release(learner)
         if process.bell is not None:
             process.bell.close()
@@ -194,8 +206,8 @@ class Supervisor(Crew):
         self.staff.stop_learners()
 
     def renew_shards(self) -> None:
-        self._processes.kill_and_reap(self.staff.shards)
-        self.staff.start_shards()
+        self._processes.kill_and_reap(self.staff.servers())
+        self.staff.start_servers()
         for number in self._questions.open:  # the old ones did not answer
             self.staff.shards[0].channel.post(m.AskStatistics(number))
 
@@ -210,6 +222,8 @@ class Supervisor(Crew):
     def _heard(self, process: Process, message: Any) -> None:
         if process.role == "shard":
             self._from_shard(message)
+        elif process.role == "node":
+            self.thread.fail(RunError(f"node {process.rank} of the tree failed:\n{message.traceback}"))
         elif process.role == "evaluator":
             assert self._evaluator is not None
             self._evaluator.hear(message)
@@ -240,11 +254,24 @@ class Supervisor(Crew):
         if process.role == "shard":
             lost = f"shard {rank} (pid {pid}) ended with {how}"
             self.supervision.shard_lost(lost, shard=rank, pid=pid)
+        elif process.role == "node":
+            self._node_lost(process, how)
         elif process.role == "learner":
             why = f"its process (pid {pid}) ended with {how}"
             self.supervision.lost(number, why, stepped=self.staff.stepped(number), pid=pid)
         else:
             self.thread.fail(LostError(f"{process.role} {rank} (pid {pid}) ended with {how}"))
+
+    def _node_lost(self, process: Process, how: str) -> None:
+        """Those below it publish through another; the last leaf's loss is that of a shard (M14)."""
+        node, pid, nodes = process.number, process.pid, self.staff.nodes
+        lost = f"node {node} of the tree (pid {pid}) ended with {how}"
+        assert nodes is not None
+        moved = nodes.lose(node)
+        if moved is None:
+            self.supervision.shard_lost(f"the last leaf, {lost}", node=node, pid=pid)
+        else:
+            self.recorder.event(f"{lost}; {moved}", kind="node lost", node=node, pid=pid)
 
     # -- statistics and the end --------------------------------------------------------------------------
 

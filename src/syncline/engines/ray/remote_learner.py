@@ -20,11 +20,11 @@ from torch import Tensor
 
 from syncline import messages as m
 from syncline.engines.local.control_channel import Channel
+from syncline.engines.local.desks import PORTION
 from syncline.engines.local.exchange import DELIVERED, KEEP
 from syncline.engines.local.learner import CALLS, GENERATION, STOP, perform, say
 from syncline.engines.local.packing import unpack
 from syncline.engines.local.record_codec import NOTE, encode
-from syncline.engines.local.server import PORTION
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost, bytes_of
 from syncline.engines.ray.frame_kinds import OBJECTS, WORDS, Kind, Objects

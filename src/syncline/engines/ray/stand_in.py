@@ -19,11 +19,11 @@ from torch import Tensor
 
 from syncline import messages as m
 from syncline.engines.local.control_channel import NOTHING, Channel
+from syncline.engines.local.desks import PORTION, Lane, Mailbox, TableMemory
 from syncline.engines.local.exchange import DELIVERED
 from syncline.engines.local.learner import CALLS, GENERATION, STOP, TRIES, ControlBlock, LearnerSpec
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.record_codec import NOTE, Record, decode
-from syncline.engines.local.server import PORTION, Lane, Mailbox, TableMemory
 from syncline.engines.local.version_ring import Reader
 from syncline.engines.ray.agent import AGENT, Order
 from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost, bytes_of

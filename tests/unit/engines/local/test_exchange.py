@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from greenlet import getcurrent, greenlet
 
-from syncline.engines.local.exchange import LINE, RECORD, Drafts, Replies, Ring, Shares
+from syncline.engines.local.exchange import LINE, RECORD, Drafts, Outbox, Replies, Ring, Shares
 from syncline.engines.local.shared_memory import Region, SharedWords
 
 FORM = struct.Struct("=2q")
@@ -254,6 +254,51 @@ def test_words_of_different_writers_share_no_cache_line() -> None:
     assert changed == [0, 2 * LINE, 3 * LINE, 3 * LINE + 1]
     assert ring.push((8, 8)) and not ring.push((9, 9))  # reader 0 has read nothing
     assert len(memory.words) == 3 * LINE + 2 * RECORD
+
+
+# -- an outbox ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dies_after", range(3))
+def test_who_takes_an_outbox_over_finds_what_nobody_has_passed_on(dies_after: int) -> None:
+    """One slot: each record is passed on before the next is written; the first reader dies before it passes one on."""
+    capacity, rounds = 2, 3
+    lost = Outbox.words(capacity)
+    passed = lost + LINE
+
+    def case(memory: Memory) -> tuple[list[Process], Callable[[], None]]:
+        outbox = Outbox(memory, 0, capacity=capacity, form=FORM)
+        drafts = Drafts(memory, passed, shards=1, slots=1)
+        taken: list[int] = []
+
+        def learn() -> None:
+            for number in range(rounds):
+                outbox.push((number, 10 + number))
+                memory.until(lambda number=number: drafts.freed(0, number))
+
+        def read(start: int, stop: int) -> None:
+            for index in range(start, stop):
+                memory.until(lambda index=index: outbox.written > index)
+                number, value = outbox.read(index)
+                if not drafts.freed(0, int(number)):
+                    assert value == 10 + number
+                    taken.append(int(number))
+                    drafts.free(0, 0, int(number))
+
+        def first() -> None:
+            read(0, dies_after)
+            memory.store(lost, 1)
+
+        def second() -> None:
+            memory.until(lambda: memory.load(lost))
+            read(max(0, outbox.written - 1), rounds)
+
+        def check() -> None:
+            assert taken == list(range(rounds))
+
+        return [learn, first, second], check
+
+    assert explore(case, passed + LINE).runs > 5
 
 
 # -- replies and shares ------------------------------------------------------------------------------------

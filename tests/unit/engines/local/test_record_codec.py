@@ -8,16 +8,24 @@ from typing import Any, get_args
 import pytest
 
 from syncline.engines.local.record_codec import (
+    ANSWER,
     ENTRY,
     NOTE,
+    PART,
+    WHOLE,
+    Answers,
+    Part,
+    Whole,
     decode,
     decode_entry,
     encode,
+    encode_answer,
     encode_entry,
     speaks_of,
 )
 from syncline.messages import log
 from syncline.messages import to_leader as say
+from syncline.messages.to_nodes import Counted, Refused, Taken
 
 
 def made(kind: Any, first: int) -> Any:
@@ -41,7 +49,7 @@ def name_of(annotation: Any) -> str:
     return getattr(annotation, "__forward_arg__", annotation)
 
 
-SAID = [kind for kind in get_args(say.ToLeader) if kind is not say.Sum]  # nodes of trees are no processes yet
+SAID = [kind for kind in get_args(say.ToLeader) if kind is not say.Sum]  # that is many records
 
 
 @pytest.mark.parametrize("kind", SAID, ids=lambda kind: kind.__name__)
@@ -61,3 +69,34 @@ def test_an_entry_of_the_log_arrives_as_it_was(kind: Any) -> None:
     assert type(found) is kind
     assert (found, slot) == (entry, 1)
     assert [type(value) for value in found] == [type(value) for value in entry]
+
+
+def test_a_sum_arrives_as_what_its_learners_said() -> None:
+    gradient = say.Gradient(1, 8, 7, 6, 5, 4, 3, 2, True, False, b"", 0.5)
+    part = Part(0, 9, 3, encode(gradient, 1))
+    found = Part.of(PART.unpack(PART.pack(*part.record(way=4))))
+    assert (found.way, found.learner, found.rank) == (4, 9, 3)
+    assert decode(found.said, lambda table, slot: b"") == (gradient, 1)
+    ticket = found.ticket(iteration=11)
+    assert (ticket.learner, ticket.rank, ticket.number, ticket.stamp, ticket.step) == (9, 3, 8, 7, 6)
+    assert (ticket.count, ticket.iteration) == (5, 11)
+    whole = Whole(1, 2, 3, 4, True, 5)
+    last = Part.of(PART.unpack(PART.pack(*whole.record(way=4))))
+    assert (last.way, last.learner, Whole.of(last)) == (4, WHOLE, whole)
+
+
+ANSWERED = [
+    Taken(1, 2),
+    Refused(1, 2),
+    Refused(1, 2, frozenset({(7, 8), (9, 10)}), {7: 3}),
+    Counted(1, True, {7: 3, 9: 4}),
+    Counted(1, False, {}),
+]
+
+
+def test_answers_to_nodes_arrive_one_after_another() -> None:
+    answers, found = Answers(), []
+    for record in [record for message in ANSWERED for record in encode_answer(message)]:
+        if (message := answers.add(ANSWER.unpack(ANSWER.pack(*record)))) is not None:
+            found.append(message)
+    assert found == ANSWERED

@@ -7,15 +7,9 @@ from typing import Any, cast
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.local.control_channel import Channel
+from syncline.engines.local.desks import Geometry
 from syncline.engines.local.exchange import LINE, Ring
-from syncline.engines.local.server import (
-    ENTRY,
-    LOG_ENTRIES,
-    LocalServerPort,
-    MemoryGeometry,
-    ServerSpec,
-    _Loop,
-)
+from syncline.engines.local.server import ENTRY, LOG_ENTRIES, LocalServerPort, ServerSpec, _Loop
 from syncline.engines.local.shared_memory import Region, SharedWords, WakeUp
 from syncline.messages.log import Change, GiveState
 
@@ -24,7 +18,7 @@ def test_what_the_log_has_no_room_for_follows_in_order() -> None:
     log, beats = Region(8 * Ring.words(LOG_ENTRIES, 2)), Region(8 * LINE * 3)
     channel, theirs = Channel.pair()
     bells = [WakeUp() for _ in range(3)]
-    port = LocalServerPort(channel, ServerSpec(0, 3, log, bells, MemoryGeometry(2, 0), 0, beats))
+    port = LocalServerPort(channel, ServerSpec(0, 3, log, bells, Geometry(2, 0), 0, beats))
     followers = Ring(SharedWords(log), 0, capacity=LOG_ENTRIES, form=ENTRY, readers=2)
     count = LOG_ENTRIES + 300
     for number in range(count):
@@ -50,8 +44,8 @@ def test_a_follower_reads_the_dial_that_the_log_turns_to_before_it_turns() -> No
     channel, theirs = Channel.pair()
     supervisor = Channel(theirs)
     bells = [WakeUp() for _ in range(2)]
-    leader = LocalServerPort(channel, ServerSpec(0, 2, log, bells, MemoryGeometry(2, 0), 0, beats))
-    follower = _Loop(channel, ServerSpec(1, 2, log, bells, MemoryGeometry(2, 0), 0, beats))
+    leader = LocalServerPort(channel, ServerSpec(0, 2, log, bells, Geometry(2, 0), 0, beats))
+    follower = _Loop(channel, ServerSpec(1, 2, log, bells, Geometry(2, 0), 0, beats))
     cast(Any, follower)._port.shelves[0] = None  # a table that it knows of
     leader.append(Change(0, 1))
     supervisor.send(m.Dial(1, Sync.parse("async"), None))  # said to the leader first

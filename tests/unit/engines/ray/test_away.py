@@ -10,7 +10,7 @@ from torch import nn
 
 from syncline import messages as m
 from syncline.dial import Course
-from syncline.engines.local.server import PORTION
+from syncline.engines.local.desks import PORTION
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.ray.bulk_connection import Connection
 from syncline.engines.ray.frame_kinds import WORDS, Kind, Objects

@@ -1,0 +1,123 @@
+"""The leading shard's end of a tree's nodes on shared memory: their sums come in, answers go out (M14).
+
+A sum is many records, the last of which makes it one. Not responsible for what becomes of it (`topology.trunk`), nor for the memory
+that it lies in, which is its node's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from syncline.engines.local.exchange import Ring
+from syncline.engines.local.record_codec import ANSWER, PART, WHOLE, Part, Record, encode_answer
+from syncline.engines.local.shared_memory import Region, SharedWords, WakeUp
+from syncline.messages.to_nodes import ToNodes
+from syncline.table.layout import Layout
+
+PARTS, ANSWERS = 64, 256  # records; what has no room waits with who writes
+
+
+def name_of(node: int) -> int:
+    """Where learners have theirs."""
+    return -1 - node
+
+
+@dataclass(slots=True)
+class NodeDesk:
+    """Between one node and the leading shard: sums there, answers back; and the same with the node above it."""
+
+    region: Region
+    sums: Ring = field(init=False)
+    answers: Ring = field(init=False)
+    over: Ring = field(init=False)
+    back: Ring = field(init=False)
+
+    def __post_init__(self) -> None:
+        cells = SharedWords(self.region)
+        both = Ring.words(PARTS) + Ring.words(ANSWERS)
+        self.sums = Ring(cells, 0, capacity=PARTS, form=PART)
+        self.answers = Ring(cells, Ring.words(PARTS), capacity=ANSWERS, form=ANSWER)
+        self.over = Ring(cells, both, capacity=PARTS, form=PART)
+        self.back = Ring(cells, both + Ring.words(PARTS), capacity=ANSWERS, form=ANSWER)
+        self.region.close()
+
+    @staticmethod
+    def nbytes() -> int:
+        return 16 * (Ring.words(PARTS) + Ring.words(ANSWERS))
+
+
+# -- from the supervisor, to shards --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AddNode:
+    """A node's desk and bell."""
+
+    node: int
+    desk: Region
+    bell: WakeUp
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTable:
+    """To shards and to the node: where its sums of a table lie."""
+
+    node: int
+    table: int
+    layout: Layout
+    lane: Region
+    lockstep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGone:
+    """To the leading shard, in whose log the others find it: nothing more comes from it."""
+
+    node: int
+
+
+class Branches:
+    """All nodes, by name."""
+
+    def __init__(self) -> None:
+        self.desks: dict[int, NodeDesk] = {}
+        self._parts: dict[int, list[Part]] = defaultdict(list)
+        self._unsaid: dict[int, deque[Record]] = defaultdict(deque)  # what a desk has no room for
+
+    def add(self, event: AddNode) -> None:
+        self.desks[name_of(event.node)] = NodeDesk(event.desk)
+
+    def forget(self, name: int) -> None:
+        for kept in (self.desks, self._parts, self._unsaid):
+            kept.pop(name, None)
+
+    def pop(self, name: int) -> list[Part] | None:
+        """All of a node's next sum."""
+        desk, parts = self.desks[name], self._parts[name]
+        while (record := desk.sums.pop()) is not None:
+            parts.append(Part.of(record))
+            if parts[-1].learner == WHOLE:
+                del self._parts[name]
+                return parts
+        return None
+
+    def tell(self, message: ToNodes, name: int | None) -> list[int]:
+        """One, or all; who has something to read now."""
+        told = [name] if name is not None else list(self.desks)
+        records = encode_answer(message)
+        for each in told:
+            self._unsaid[each].extend(records)
+        return self.flush()
+
+    def flush(self) -> list[int]:
+        """Say what there is room for; who has something to read now."""
+        told = []
+        for name, unsaid in list(self._unsaid.items()):
+            desk = self.desks.get(name)
+            while unsaid and (desk is None or desk.answers.push(unsaid[0])):
+                unsaid.popleft()
+            if not unsaid:
+                del self._unsaid[name]
+            told.append(name)
+        return told

@@ -1,0 +1,166 @@
+"""The shared memory between a learner and the shards: desks for words, lanes for gradients and replies, a shelf for a table's versions.
+
+Not responsible for who reads and writes it when.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from syncline.engines.local.cuda_memory import Handles, share
+from syncline.engines.local.exchange import LINE, Drafts, Outbox, Replies, Ring, Shares
+from syncline.engines.local.record_codec import NOTE
+from syncline.engines.local.shared_memory import Region, SharedWords
+from syncline.engines.local.version_ring import Words
+from syncline.table.layout import Layout
+from syncline.table.slot import Slot, slot_bytes
+
+PORTION = struct.Struct("=6q")
+DESK_NOTES, DESK_PORTIONS = 64, 256
+WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)  # a word of a desk
+LEAF = WAITS + LINE  # another, the supervisor's
+GRADIENTS = LEAF + LINE
+MEMORY, EVENT = 0, 1  # handles of a lane: its block, its learner; of a shelf: its block, its shards
+
+
+@dataclass(slots=True)
+class Mailbox:
+    """Between one learner and the leading shard: notes there, portions back. Over a tree gradients lie here for its leaf."""
+
+    region: Region
+    notes: Ring = field(init=False)
+    portions: Ring = field(init=False)
+    gradients: Outbox = field(init=False)
+    _words: memoryview = field(init=False)
+
+    def __post_init__(self) -> None:
+        cells = SharedWords(self.region)
+        self.notes = Ring(cells, 0, capacity=DESK_NOTES, form=NOTE)
+        self.portions = Ring(cells, Ring.words(DESK_NOTES), capacity=DESK_PORTIONS, form=PORTION)
+        self.gradients = Outbox(cells, GRADIENTS, capacity=DESK_NOTES, form=NOTE)
+        self._words = self.region.words
+
+    @staticmethod
+    def nbytes() -> int:
+        return 8 * (GRADIENTS + Outbox.words(DESK_NOTES))
+
+    @property
+    def leaf(self) -> int:
+        """Who is to be woken for a gradient."""
+        return self._words[LEAF]
+
+    def wait(self, waiting: bool) -> None:
+        """The learner says that it waits for others, so that nobody takes it for hanging."""
+        self._words[WAITS] = waiting
+
+    @staticmethod
+    def heard(region: Region) -> tuple[int, bool]:
+        """From outside: how many notes and gradients it has sent, and whether it waits."""
+        return region.words[0] + region.words[GRADIENTS], bool(region.words[WAITS])
+
+
+class Lane:
+    """Between one learner and all shards of one table: replies, gradient slots, an inbox.
+
+    What the dial in force does not use is never touched, and takes no memory.
+    """
+
+    def __init__(self, region: Region, layout: Layout, *, slots: int) -> None:
+        memory = region.tensor()
+        cells, shards = SharedWords(region), layout.shards
+        self.replies = Replies(cells, 0, shards=shards)
+        self.drafts = Drafts(cells, Replies.words(shards), shards=shards, slots=slots)
+        passed = Replies.words(shards) + Drafts.words(shards, slots)
+        self.passed = Drafts(cells, passed, shards=1, slots=slots)  # over a tree: the leaf's word
+        self.handles = Handles(region, 8 * self._words(layout, slots))
+        self._layout, self._slots, self._start = layout, slots, self._head(layout, slots)
+        self.numbers = [-1] * slots  # a shard's own: tickets whose drafts lie in the slots
+        self.memory = memory
+        self._lay(None)
+
+    def _lay(self, card: Tensor | None) -> None:
+        """Slots and inbox, in the shared memory or with their values on a card."""
+        layout, size, values = self._layout, slot_bytes(self._layout), self._values(self._layout)
+        host = [self.memory[self._start + index * size :][:size] for index in range(self._slots)]
+        if card is None:
+            self.slots = [Slot(layout, block) for block in host]
+            inbox = self.memory[self._start + self._slots * size :]
+        else:
+            self.slots = [Slot(layout, block, card[index * values :]) for index, block in enumerate(host)]
+            inbox = card[self._slots * values :]
+        self.inbox = layout.parameters.segments(inbox)
+
+    def to_card(self, device: str, *, owner: bool, wait: Callable[[], None]) -> None:
+        """Gradients and inbox lie there from now on."""
+        nbytes = self._slots * self._values(self._layout) + self._layout.parameters.nbytes
+        what = f"{self._slots} gradients and an inbox of a learner"
+        self._lay(share(self.handles, MEMORY, device, nbytes, what, owner=owner, wait=wait))
+
+    @staticmethod
+    def _values(layout: Layout) -> int:
+        return layout.parameters.nbytes + layout.buffers.nbytes
+
+    @staticmethod
+    def _words(layout: Layout, slots: int) -> int:
+        return Replies.words(layout.shards) + Drafts.words(layout.shards + 1, slots)
+
+    @classmethod
+    def _head(cls, layout: Layout, slots: int) -> int:
+        head = 8 * cls._words(layout, slots) + Handles.nbytes(2)
+        return -(-head // 4096) * 4096
+
+    @classmethod
+    def nbytes(cls, layout: Layout, *, slots: int) -> int:
+        return cls._head(layout, slots) + slots * slot_bytes(layout) + layout.parameters.nbytes
+
+
+class TableMemory:
+    """One table's weights: a ring of places for versions, first values of all else, norms."""
+
+    def __init__(self, region: Region, layout: Layout, *, places: int) -> None:
+        memory, size = region.tensor(), layout.parameters.nbytes
+        self.memory, self._layout, self._places = memory, layout, places
+        self.ring = [layout.parameters.segments(memory[place * size :]) for place in range(places)]
+        position = places * size
+        self.buffers = layout.buffers.views(layout.buffers.segments(memory[position:]))
+        position += layout.buffers.nbytes
+        self.others = layout.others.views(layout.others.segments(memory[position:]))
+        position += layout.others.nbytes
+        cells, sizes = SharedWords(region, position // 8), [len(part.pieces) for part in layout.parts]
+        self.norms = Shares(cells, 0, sizes=sizes)
+        self.versions = Words(cells, Shares.words(sizes), shards=layout.shards, places=places)
+        words = Shares.words(sizes) + Words.words(layout.shards, places)
+        self.handles = Handles(region, position + 8 * words)
+        self.weights = self.ring[0]  # where the first values lie
+
+    def to_card(self, device: str, *, owner: bool, wait: Callable[[], None]) -> None:
+        """The ring lies there from now on."""
+        layout, size = self._layout, self._layout.parameters.nbytes
+        what = f"{self._places} versions of a table"
+        card = share(self.handles, MEMORY, device, self._places * size, what, owner=owner, wait=wait)
+        self.ring = [layout.parameters.segments(card[place * size :]) for place in range(self._places)]
+
+    def clear(self) -> None:
+        """What shards told each other, and of their memory, is void."""
+        self.norms.clear()
+        self.handles.clear(1 + self._layout.shards)
+
+    @staticmethod
+    def nbytes(layout: Layout, *, places: int) -> int:
+        words = Shares.words([len(part.pieces) for part in layout.parts]) + Words.words(layout.shards, places)
+        values = places * layout.parameters.nbytes + layout.buffers.nbytes + layout.others.nbytes
+        return values + 8 * words + Handles.nbytes(1 + layout.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What follows from the dials: how many slots there are, and places for versions; and where they lie."""
+
+    slots: int
+    places: int
+    card: str | None = None  # a GPU, in place of shared memory
+    sums: int = 0  # slots of each node of a tree

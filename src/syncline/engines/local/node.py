@@ -1,0 +1,466 @@
+"""A process of a tree's node (R7, M14): it adds what its children published where that lies in shared memory, and publishes the mean in a slot of its own.
+
+When is decided by `protocols.sums`. A gradient stays its learner's until the root has taken it, so nothing is lost with a node: whoever
+takes a leaf's learners over reads the same outboxes. Versions do not pass here: learners read the shards' ring.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from syncline import messages as m
+from syncline.engines.local.branches import NodeDesk, NodeTable
+from syncline.engines.local.control_channel import Channel, Closed
+from syncline.engines.local.desks import Geometry, Lane, Mailbox
+from syncline.engines.local.exchange import Ring
+from syncline.engines.local.record_codec import WHOLE, Answers, Part, Record, Whole, decode, encode_answer
+from syncline.engines.local.shared_memory import Region, Waiter, WakeUp, crash_at
+from syncline.messages.to_leader import Gradient
+from syncline.messages.to_nodes import Counted, Refused, Taken, ToNodes
+from syncline.protocols.folding import Ticket
+from syncline.protocols.tree_shape import ROOT
+from syncline.protocols.tree_up import Again, Node, Passed, Sum, SumDone, Up
+from syncline.table.accumulator import Mean, add_up
+from syncline.table.layout import Layout
+from syncline.table.slot import Slot
+
+LISTEN_EVERY = 0.002  # seconds of work between looks at the supervisor's channel
+FREE = -1  # in place of a sum's number
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """A node's own part of its setup."""
+
+    node: int
+    leaf: bool
+    parent: int
+    desk: Region
+    bells: Sequence[WakeUp]  # of all nodes
+    root: WakeUp  # of the leading shard
+    geometry: Geometry
+    yields: int
+    beats: Region
+    line: int  # its word there
+    crash: int | None = None  # for tests
+
+
+# -- from the supervisor -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AddLearnerBelow:
+    """A learner sends here from now on; what it has published and nobody has passed on lies in its outbox."""
+
+    child: int
+    rank: int
+    desk: Region
+    bell: WakeUp
+
+
+@dataclass(frozen=True, slots=True)
+class AddNodeBelow:
+    """A node sends here from now on; `way` counts its parents so far: what it sent to another is void."""
+
+    child: int
+    desk: Region
+    way: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChildLane:
+    """Where a child's gradients of a table, or its sums, lie."""
+
+    child: int
+    table: int
+    layout: Layout
+    lane: Region
+
+
+@dataclass(frozen=True, slots=True)
+class LoseChild:
+    child: int
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """Whose gradients each child passes on."""
+
+    learners: Mapping[int, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The node above is another."""
+
+    parent: int
+    way: int
+
+
+# -- what it has ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Brought:
+    """A child's gradient or sum, where it lies."""
+
+    child: LearnerBelow | NodeBelow
+    table: int
+    number: int
+    parts: list[Part]  # what learners said of it
+    place: int  # of its slot
+    full: bool
+    tickets: tuple[Ticket, ...]
+
+    @property
+    def slot(self) -> Slot:
+        return self.child.lanes[self.table].slots[self.place]
+
+    @property
+    def furthest(self) -> tuple[int, int]:
+        """Of the learner whose options hold."""
+        return min((-ticket.step, ticket.rank) for ticket in self.tickets)
+
+    def weighted(self) -> tuple[Lying, tuple[bool, ...], int]:
+        slot = self.slot
+        mask = (True,) * len(slot.mask) if self.full else tuple(map(bool, slot.mask.tolist()))
+        return Lying(slot.segments, slot.gradients, mask), mask, sum(ticket.count for ticket in self.tickets)
+
+
+@dataclass(slots=True, eq=False)
+class Lying:
+    """Values over the whole table."""
+
+    segments: list[Tensor]
+    views: list[Tensor]
+    mask: tuple[bool, ...]
+
+    def present(self) -> tuple[bool, ...]:
+        return self.mask
+
+
+class LearnerBelow:
+    """A leaf's child."""
+
+    def __init__(self, event: AddLearnerBelow, slots: int) -> None:
+        self.child, self._rank, self.bell = event.child, event.rank, event.bell
+        self._outbox = Mailbox(event.desk).gradients
+        event.desk.close()
+        self.lanes: dict[int, Lane] = {}
+        self._next = max(0, self._outbox.written - slots)  # no more than that can still be needed
+
+    def pop(self) -> Brought | None:
+        if self._next == self._outbox.written:
+            return None
+        self._next += 1
+        record = self._outbox.read(self._next - 1)
+        said, place = decode(record, lambda table, slot: b"")  # the root reads states where they lie
+        assert isinstance(said, Gradient)
+        part = Part(0, self.child, self._rank, record)
+        return Brought(self, said.table, said.number, [part], place, said.full, (part.ticket(),))
+
+    def passed(self, brought: Brought) -> bool:
+        """By the leaf that it had before."""
+        return self.lanes[brought.table].passed.freed(brought.place, brought.number)
+
+    def free(self, brought: Brought) -> None:
+        """The root has it."""
+        self.lanes[brought.table].passed.free(0, brought.place, brought.number)
+        self.bell.ring()
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.bell.close()
+
+
+class NodeBelow:
+    """An inner node's child."""
+
+    def __init__(self, event: AddNodeBelow, bell: WakeUp) -> None:
+        self.child, self._way, self._bell = event.child, event.way, bell
+        self._desk = NodeDesk(event.desk)
+        self.lanes: dict[int, Lane] = {}
+        self._parts: list[Part] = []
+        self._unsaid: deque[Record] = deque()
+
+    def pop(self) -> Brought | None:
+        while (record := self._desk.over.pop()) is not None:
+            part = Part.of(record)
+            if part.way != self._way:
+                continue
+            if part.learner != WHOLE:
+                self._parts.append(part)
+                continue
+            whole, parts = Whole.of(part), self._parts
+            self._parts = []
+            tickets = tuple(each.ticket(whole.iteration) for each in parts)
+            return Brought(self, whole.table, whole.number, parts, whole.slot, bool(whole.full), tickets)
+        return None
+
+    def passed(self, brought: Brought) -> bool:
+        return False
+
+    def free(self, brought: Brought) -> None:
+        self.tell(Taken(brought.table, brought.number))
+
+    def tell(self, message: ToNodes) -> None:
+        self._unsaid += encode_answer(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Say what there is room for."""
+        while self._unsaid and self._desk.back.push(self._unsaid[0]):
+            self._unsaid.popleft()
+            self._bell.ring()
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """One table's way through the node."""
+
+    node: Node
+    lane: Lane
+    published: list[int]  # sums by slot
+    brought: dict[tuple[int, int], Brought] = field(default_factory=dict)  # by child and number
+    unsent: Sum | None = None  # no slot is free
+    counted: Counted | None = None
+    options: int = 0
+    text: bytes = b""
+
+    def free(self) -> int | None:
+        for place, number in enumerate(self.published):
+            if number == FREE or self.lane.drafts.freed(place, number):
+                return place
+        return None
+
+    def clear(self, number: int) -> None:
+        """Nobody needs this sum."""
+        self.published[self.published.index(number)] = FREE
+
+
+class LocalNode:
+    """One node."""
+
+    def __init__(self, channel: Channel, spec: NodeSpec) -> None:
+        self._channel, self._spec = channel, spec
+        self._parent, self._way = spec.parent, 0
+        self._desk = NodeDesk(spec.desk)
+        self._from_root, self._from_parent = Answers(), Answers()
+        self._children: dict[int, LearnerBelow | NodeBelow] = {}
+        self._below: Mapping[int, Sequence[int]] = {}
+        self._tables: dict[int, Table] = {}
+        self._outgoing: deque[Record] = deque()
+        self._sleeper = Waiter(spec.bells[spec.node], yields=spec.yields)
+        self._sleeper.watch(channel.fileno())
+        self._heard = 0.0  # when the supervisor was last listened to
+
+    def run(self) -> None:
+        beats = self._spec.beats.words
+        while True:
+            beats[self._spec.line] += 1
+            worked = self._read_answers() | self._read_children() | self._send()
+            if worked:
+                self._sleeper.busy()
+                if time.monotonic() - self._heard < LISTEN_EVERY:
+                    continue
+            self._heard = time.monotonic()
+            ready = self._sleeper.peek() if worked else self._sleeper.wait()
+            if self._channel.fileno() in ready:
+                self._control()
+
+    # -- up --------------------------------------------------------------------------------------------------
+
+    def _read_children(self) -> bool:
+        worked = False
+        for child in list(self._children.values()):
+            child.flush()
+            while (brought := child.pop()) is not None:
+                while brought.table not in child.lanes and child.child in self._children:
+                    self._control()  # it was sent before the child could say this
+                if child.child in self._children and not child.passed(brought):
+                    table = self._tables[brought.table]
+                    table.brought[child.child, brought.number] = brought
+                    sum_ = Sum(child.child, brought.number, brought.tickets)
+                    self._pass_on(table, table.node.publish(sum_))
+                worked = True
+        return worked
+
+    def _pass_on(self, table: Table, passed: Iterable[Passed]) -> None:
+        for each in passed:
+            if isinstance(each, Up):
+                table.unsent = each.sum
+                continue
+            brought, child = (
+                table.brought.pop((each.child, each.number), None),
+                self._children.get(each.child),
+            )
+            if brought is None or child is None:
+                continue
+            if isinstance(each, SumDone):
+                child.free(brought)
+            elif isinstance(each, Again) and isinstance(child, NodeBelow):
+                child.tell(Refused(brought.table, each.number, each.without, each.counted))
+
+    def _send(self) -> bool:
+        for number, table in self._tables.items():
+            if table.unsent is not None and (place := table.free()) is not None:
+                sum_, table.unsent = table.unsent, None
+                self._publish(number, table, sum_, place)
+        up = self._desk.sums if self._parent == ROOT else self._desk.over
+        sent = False
+        while self._outgoing and up.push(self._outgoing[0]):
+            self._outgoing.popleft()
+            sent = True
+        if sent:
+            (self._spec.root if self._parent == ROOT else self._spec.bells[self._parent]).ring()
+        return sent
+
+    def _publish(self, number: int, table: Table, sum_: Sum, place: int) -> None:
+        """The mean by examples, in the order of the sum."""
+        brought, slot = [table.brought[key] for key in sum_.parts], table.lane.slots[place]
+        mean = Mean(slot.segments, slot.gradients)
+        add_up(mean, [each.weighted() for each in brought])
+        full = all(mean.present)
+        if not full:
+            slot.mask.copy_(torch.tensor(mean.present, dtype=torch.uint8))
+        text = min(brought, key=lambda each: each.furthest).slot.options_text()
+        if text != table.text:
+            table.options, table.text = table.options + 1, text
+        slot.write_options(text)
+        table.published[place] = sum_.number
+        self._outgoing += [part.record(self._way) for each in brought for part in each.parts]
+        whole = Whole(number, sum_.number, sum_.iteration, table.options, full, place)
+        self._outgoing.append(whole.record(self._way))
+
+    # -- what comes back -------------------------------------------------------------------------------------
+
+    def _read_answers(self) -> bool:
+        worked = self._read(self._desk.answers, self._from_root)
+        return self._read(self._desk.back, self._from_parent) or worked
+
+    def _read(self, ring: Ring, answers: Answers) -> bool:
+        worked = False
+        while (record := ring.pop()) is not None:
+            if (message := answers.add(record)) is not None:
+                while message.table not in self._tables:
+                    self._control()
+                self._hear(message)
+            worked = True
+        return worked
+
+    def _hear(self, message: ToNodes) -> None:
+        table = self._tables[message.table]
+        if isinstance(message, Taken):
+            if self._parent != ROOT:  # else shards say when they need it no more
+                table.clear(message.number)
+            self._pass_on(table, table.node.taken(message.number))
+        elif isinstance(message, Refused):
+            table.clear(message.number)
+            again = table.node.again(message.number, message.without, message.counted)
+            self._pass_on(table, again)
+        else:
+            table.counted = message
+            self._count(table)
+        self._forget(table)
+
+    def _count(self, table: Table) -> None:
+        """Whom the leader waits for, as far as they are below."""
+        if (counted := table.counted) is None:
+            return
+        self._pass_on(table, table.node.turn(lockstep=counted.lockstep))
+        active = {
+            child: [
+                counted.active[each] for each in self._below.get(child, (child,)) if each in counted.active
+            ]
+            for child in self._children
+        }
+        self._pass_on(table, table.node.count({child: min(at) for child, at in active.items() if at}))
+
+    def _forget(self, table: Table) -> None:
+        """What lost children had here, unless it is in a sum that is still to be made."""
+        needed = table.unsent.parts if table.unsent is not None else ()
+        for key in [key for key in table.brought if key[0] not in self._children and key not in needed]:
+            del table.brought[key]
+
+    # -- the supervisor --------------------------------------------------------------------------------------
+
+    def _control(self) -> None:
+        event = self._channel.receive()
+        if isinstance(event, AddLearnerBelow):
+            self._add(LearnerBelow(event, self._spec.geometry.slots))
+        elif isinstance(event, AddNodeBelow):
+            self._add(NodeBelow(event, self._spec.bells[event.child]))
+        elif isinstance(event, ChildLane):
+            slots = self._spec.geometry.slots if self._spec.leaf else self._spec.geometry.sums
+            lane = Lane(event.lane, event.layout, slots=slots)
+            event.lane.close()
+            if event.child in self._children:
+                self._children[event.child].lanes[event.table] = lane
+        elif isinstance(event, NodeTable):
+            self._make_table(event)
+        elif isinstance(event, LoseChild):
+            self._lose(event.child)
+        elif isinstance(event, Below):
+            self._below = event.learners
+            for table in self._tables.values():
+                self._count(table)
+        elif isinstance(event, Moved):
+            self._move(event)
+
+    def _add(self, child: LearnerBelow | NodeBelow) -> None:
+        self._children[child.child] = child
+        for table in self._tables.values():
+            table.node.welcome(child.child)
+            self._count(table)
+
+    def _make_table(self, event: NodeTable) -> None:
+        sums = self._spec.geometry.sums
+        node = Node(self._spec.node, leaf=self._spec.leaf, lockstep=event.lockstep)
+        self._tables[event.table] = Table(node, Lane(event.lane, event.layout, slots=sums), [FREE] * sums)
+        event.lane.close()
+
+    def _lose(self, child: int) -> None:
+        lost = self._children.pop(child, None)
+        if lost is not None:
+            lost.close()
+            for table in self._tables.values():
+                self._pass_on(table, table.node.lose(child))
+                self._forget(table)
+
+    def _move(self, event: Moved) -> None:
+        """What was said to the one that is lost, and by it, is void."""
+        self._parent, self._way = event.parent, event.way
+        self._outgoing.clear()
+        while self._desk.back.pop() is not None:
+            pass
+        self._from_parent = Answers()
+        for table in self._tables.values():
+            table.published = [FREE] * len(table.published)
+            self._pass_on(table, table.node.moved({}))
+
+
+def run_node(channel: Channel, spec: NodeSpec) -> None:
+    """Serve until the supervisor closes the channel."""
+    gc.disable()  # the loop makes no cycles
+    if spec.crash is not None:
+        crash_at(spec.crash)
+    try:
+        LocalNode(channel, spec).run()
+    except Closed:
+        return
+    except Exception:
+        channel.try_send(m.ShardRaised(spec.node, None, traceback.format_exc()))
+        raise
