@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 
@@ -18,6 +19,7 @@ def main(cpus: list[int]) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], "include_dashboard": False})
     for count in cpus[1:]:
         cluster.add_node(num_cpus=count)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers look whether their raylet is there: no zombies
     os.write(said, f"{cluster.address}\n".encode())
     os.close(said)
     sys.stdin.read()

@@ -24,7 +24,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from tests.integration.small_runs import kinds, same
+from tests.integration.small_runs import check_accounts, kinds, same
 
 ray = pytest.importorskip("ray")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -189,3 +189,33 @@ def test_without_a_cluster_a_ray_is_started_and_ended_with_the_run(tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[0, 1] 2 False"
+
+
+def raylet_of(node: str) -> int:
+    (name,) = (each["RayletSocketName"] for each in ray.nodes() if each["NodeID"] == node)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().split("\0")
+        except OSError:
+            continue
+        if words[0].endswith("/raylet") and any(name in word for word in words):
+            return int(path.parent.name)
+    raise AssertionError(f"no raylet at {name}")
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_the_loss_of_its_learners_and_others_take_their_place(address: str) -> None:
+    """The last test of this cluster: it has a node less afterwards."""
+    run = train(
+        engine="ray", sync="async", epochs=100_000, loss=None, objective=slowly, replace=True, wait=False
+    )
+    while (table := run.statistics().tables.get(0)) is None or table.version < 10:
+        time.sleep(0.01)
+    agents = run._handle._agents
+    os.kill(raylet_of(agents._nodes[max(agents.about)].id), signal.SIGKILL)
+    while len([each for each in run.statistics().processes if each.role == "learner"]) < 6:
+        time.sleep(0.01)
+    run.stop()
+    result = run.wait(LONGEST)
+    assert sorted(kinds(result)) == ["lost", "lost", "replaced", "replaced"]
+    check_accounts(result)

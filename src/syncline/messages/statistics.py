@@ -47,3 +47,4 @@ class Statistics:
     steps: dict[int, int] = field(default_factory=dict)  # rank -> gradients published
     losses: dict[int, float] = field(default_factory=dict)  # rank -> last loss
     processes: tuple[ProcessStatistics, ...] = ()
+    refused: int = 0  # connections and frames on a cluster that were not the run's own, or no frames at all

@@ -17,7 +17,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,16 +25,16 @@ from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.ray.bulk_connection import Connection, Lost
-from syncline.engines.ray.frame_kinds import Kind, Objects
+from syncline.engines.ray.frame_kinds import AGENT, WORDS, Kind, Objects
 from syncline.engines.ray.handshake import Listener, Secret
 from syncline.engines.ray.placement import gpu_of
+from syncline.engines.ray.pulse import notice_silence
 from syncline.engines.ray.remote_learner import RemoteLearner
 from syncline.roles.run_plan import Seat
 
 LOOK = 0.25  # seconds between looks at what has ended
 FIRST_WORD = 30.0  # seconds that a connection has to say what it is for
 GRACE = 2.0  # seconds that a learner outlives its connection
-AGENT = 0  # incarnation of what is said to an agent itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ class Agent:
         self._secret, self._learners, self._gpus = secret, max(1, learners), gpus
         _settle(path, folder)
         self._task: Parcel | None = None
+        self._refused = 0  # frames
         self._orders: queue.Queue[tuple[Order, socket.socket]] = queue.Queue()
         self._running: dict[int, _Running] = {}  # by pid
         self._places: dict[int, int] = {}  # GPU place -> pid
@@ -98,15 +99,6 @@ class Agent:
     def about(self) -> About:
         return About(self._listener.address, *versions(), os.getpid())
 
-    def run(self) -> int:
-        """Until it is closed; how many strangers it has turned away."""
-        self._thread.join()
-        return self._listener.strangers
-
-    @property
-    def closed(self) -> bool:
-        return self._closing.is_set()
-
     def close(self) -> None:
         self._closing.set()
         self._wake.ring()
@@ -117,21 +109,43 @@ class Agent:
     def _welcome(self, end: socket.socket) -> None:
         objects = Objects()
         connection = Connection(end, run=self._secret.run, incarnation=AGENT, into=objects.into)
+        handed = False
         try:
-            while (frame := connection.receive(FIRST_WORD)) is not None:
-                if (found := objects.gather(frame)) is None:
-                    continue
-                kind, parcel = found
-                if kind == Kind.TASK:
-                    self._task = parcel
-                    connection.wait_sent(objects.send(connection, Kind.DONE, None))
-                elif kind == Kind.ORDER:
-                    self._orders.put((unpack(parcel), end))
-                    self._wake.ring()
-                    return
+            while not handed and (frame := connection.receive(FIRST_WORD)) is not None:
+                if frame.kind == Kind.PULSE:
+                    self._answer(connection, end)
+                elif frame.kind not in (Kind.TASK, Kind.ORDER, Kind.CARGO):
+                    break
+                elif (found := objects.gather(frame)) is not None:
+                    handed = self._said(*found, connection, end)
         except Lost:
             pass
-        connection.close()
+        finally:
+            self._refused += connection.refused.total()
+            if not handed:
+                connection.close()
+
+    def _said(self, kind: int, parcel: Parcel, connection: Connection, end: socket.socket) -> bool:
+        """True if the connection is a learner's from now on."""
+        if kind == Kind.TASK:
+            self._task = parcel
+            connection.wait_sent(Objects().send(connection, Kind.DONE, None))
+        else:
+            self._orders.put((unpack(parcel), end))
+            self._wake.ring()
+        return kind == Kind.ORDER
+
+    def _answer(self, connection: Connection, end: socket.socket) -> NoReturn:
+        """Until the caller is gone, or has declared this node dead: then nothing of the run stays here."""
+        notice_silence(end)
+        try:
+            while True:
+                refused = self._listener.strangers + self._refused
+                connection.send(Kind.PULSE, WORDS.pack(refused, *[0] * 7))
+                connection.receive()
+        finally:
+            self._closing.set()
+            self._wake.ring()
 
     # -- learners ----------------------------------------------------------------------------------------
 

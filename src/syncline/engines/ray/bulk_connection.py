@@ -1,8 +1,8 @@
 """Frames over one TCP connection, from memory into memory: both directions at once, nothing copied between.
 
 A frame's body is sent from the views it was given with and received into the view that the receiver names, slice by slice.
-Every frame says of which run, generation and incarnation it is; what is of another is discarded, what is no frame ends the
-connection, and both are counted. Not responsible for who may connect (handshake.py), nor for what frames mean.
+Every frame says of which run, generation and incarnation it is, and which one it is; what is of another or comes again is
+discarded, what is no frame ends the connection, and both are counted. Not responsible for who may connect (handshake.py), nor for what frames mean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MAGIC = b"SL1"
-_HEAD = struct.Struct("!3sB8sIQQQ")
+_HEAD = struct.Struct("!3sB8sIQQQQ")
 SLICE = 1 << 20  # bytes that one call of the kernel is asked to move
 SMALL = 1 << 20  # bytes of a body that nobody has named a place for
 QUEUED = 1024  # frames that wait to be sent, at most
@@ -55,9 +55,10 @@ class Refusals:
     oversized: int = 0  # larger than what it is for
     truncated: int = 0  # the connection ended within it
     foreign: int = 0  # of another run or incarnation
+    again: int = 0  # it had come before
 
     def total(self) -> int:
-        return self.garbage + self.oversized + self.truncated + self.foreign
+        return self.garbage + self.oversized + self.truncated + self.foreign + self.again
 
 
 @dataclass(slots=True)
@@ -92,6 +93,7 @@ class Connection:
         self._head = bytearray(_HEAD.size)
         self._head_filled = 0
         self._incoming: _Incoming | None = None
+        self._next = 0  # the frame that is to come
         self._turn = TURN
         self.lost = False
 
@@ -104,11 +106,12 @@ class Connection:
         """Begin to send, and go on in `flush`; the frame's number, for `wait_sent`. The bodies stay as they are until then."""
         views = [memoryview(body).cast("B") for body in bodies]
         length = sum(view.nbytes for view in views)
-        head = _HEAD.pack(MAGIC, kind, self._run, generation, self._incarnation, place, length)
         with self._sending:
             while len(self._queue) >= QUEUED and not self.lost:
                 self._flush_some(wait=True)
             self._check()
+            which = (self._run, generation, self._incarnation, self._queued)
+            head = _HEAD.pack(MAGIC, kind, *which, place, length)
             self._queue.append([memoryview(head), *(view for view in views if view.nbytes)])
             self._queued += 1
             number = self._queued
@@ -173,7 +176,7 @@ class Connection:
         """Others may send or close meanwhile."""
         self._sending.release()
         try:
-            _ready(self._socket, select.POLLOUT)
+            ready(self._socket, select.POLLOUT)
         finally:
             self._sending.acquire()
         self._check()
@@ -187,7 +190,7 @@ class Connection:
             try:
                 frame = self._receive_some()
             except BlockingIOError:
-                if seconds == 0 or not _ready(self._socket, select.POLLIN, seconds):
+                if seconds == 0 or not ready(self._socket, select.POLLIN, seconds):
                     return None
                 continue
             except OSError as error:
@@ -238,14 +241,17 @@ class Connection:
         return count
 
     def _begin(self) -> _Incoming:
-        magic, kind, run, generation, incarnation, place, length = _HEAD.unpack(self._head)
+        magic, kind, run, generation, incarnation, number, place, length = _HEAD.unpack(self._head)
         head = Head(kind, generation, place, length)
-        if magic != MAGIC:
+        ours = run == self._run and incarnation == self._incarnation
+        if magic != MAGIC or (ours and number > self._next):
             self.refused.garbage += 1
-            self._refuse("what came is no frame")
-        if run != self._run or incarnation != self._incarnation:
-            self.refused.foreign += 1
+            self._refuse("what came is no frame" if magic != MAGIC else "frames are missing")
+        if not ours or number < self._next:
+            self.refused.foreign += not ours
+            self.refused.again += ours
             return _Incoming(head, memoryview(bytearray(min(length, SLICE) or 1)), wanted=False)
+        self._next += 1
         body = self._into(head)
         if body is None and length <= SMALL:
             body = memoryview(bytearray(length))
@@ -298,19 +304,19 @@ def _advance(views: list[memoryview], count: int) -> None:
         views[0] = views[0][count:]
 
 
-def _ready(end: socket.socket, what: int, seconds: float | None = None) -> bool:
+def ready(end: socket.socket, what: int, seconds: float | None = None) -> bool:
+    """Wait so long, for ever without a number, until it can be read or written."""
     poll = select.poll()
     poll.register(end, what)
     return bool(poll.poll(None if seconds is None else seconds * 1000))
 
 
 def tune(end: socket.socket) -> None:
-    """Small frames go at once; a machine that vanishes is noticed within seconds."""
+    """Small frames go at once. Whoever does not read is not lost for it: who is, the pulse says (pulse.py)."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
         end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)
 
 
 def bytes_of(tensors: Iterable[Any]) -> list[memoryview]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from syncline.engines.ray.agent import About, Agent, describe, versions
+from syncline.engines.ray.agent import About, Agent
 from syncline.engines.ray.handshake import Secret
 from syncline.engines.ray.placement import Node
 from syncline.errors import RunError, UsageError
@@ -132,7 +132,7 @@ class Agents:
         gpus: bool,
         resources: Mapping[str, float] | None,
     ) -> None:
-        ray = self._ray = load_ray()
+        self._ray = load_ray()
         self._nodes = nodes
         bundles = [dict(resources or {"CPU": count}) for count in counts]
         if gpus:
@@ -141,7 +141,6 @@ class Agents:
         bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
         self._group: Any = None
         self._actors: dict[int, Any] = {}
-        self._running: dict[int, Any] = {}
         try:
             self._reserve(bundles)
             self._start(bundles, counts, secret)
@@ -149,8 +148,6 @@ class Agents:
         except BaseException:
             self.close()
             raise
-        self._running = {index: actor.run.remote() for index, actor in self._actors.items()}
-        assert ray is not None
 
     def _reserve(self, bundles: list[dict[str, float]]) -> None:
         from ray.util.placement_group import placement_group
@@ -190,15 +187,7 @@ class Agents:
             ).remote(secret.run, secret.key, counts[index], list(sys.path), os.getcwd())
 
     def _introduced(self) -> dict[int, About]:
-        mine = versions()
-        found = {}
-        for index, actor in self._actors.items():
-            found[index] = about = self._ask(index, actor.about.remote())
-            if differs := describe(about, mine):
-                raise UsageError(
-                    f"node {self._nodes[index]} has other versions: {differs}; install the same on all nodes"
-                )
-        return found
+        return {index: self._ask(index, actor.about.remote()) for index, actor in self._actors.items()}
 
     def _ask(self, index: int, reference: Any) -> Any:
         errors = self._ray.exceptions
@@ -211,12 +200,6 @@ class Agents:
             raise RunError(
                 f"the agent on {self._nodes[index]} failed: {words}; is syncline installed there?"
             ) from error
-
-    def alive(self, index: int) -> bool:
-        """Its long call goes on."""
-        if index not in self._running:
-            return False
-        return not self._ray.wait([self._running[index]], timeout=0)[0]
 
     def close(self) -> None:
         """Nothing of the run stays on other nodes."""
@@ -243,9 +226,6 @@ class AgentActor:
 
     def about(self) -> About:
         return self._agent.about()
-
-    def run(self) -> int:
-        return self._agent.run()
 
     def close(self) -> None:
         self._agent.close()

@@ -7,33 +7,38 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+import select
+import socket
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.task_packing import pack_task
-from syncline.engines.ray.agent import AGENT
-from syncline.engines.ray.bulk_connection import Connection, Lost
+from syncline.engines.ray.agent import About, describe, versions
+from syncline.engines.ray.bulk_connection import Connection, Lost, ready
 from syncline.engines.ray.cluster import Agents, RayCluster, load_ray
-from syncline.engines.ray.frame_kinds import Kind, Objects, receive_object
+from syncline.engines.ray.frame_kinds import AGENT, Kind, Objects, receive_object
 from syncline.engines.ray.handshake import Secret, Stranger, connect
 from syncline.engines.ray.placement import Node, chosen_nodes, deal, gpu_of, next_node
+from syncline.engines.ray.pulse import Pulse
 from syncline.engines.ray.stand_in import StandIn
 from syncline.engines.run import Engine, RunSpec
 from syncline.errors import NotYetError, RunError, UsageError
 from syncline.learn.server_session import check_whole
+from syncline.messages import Statistics
 
-TASK_SECONDS = 600.0  # that a node may take to receive what its learners run
+LOOK = 0.5  # seconds between looks whether a node still lives
 
 
 class Places:
     """Which rank is where; stand-ins for those elsewhere."""
 
     def __init__(
-        self, nodes: list[Node], dealt: list[int], agents: Agents, secret: Secret, spec: RunSpec
+        self, nodes: list[Node], dealt: list[int], agents: Agents, pulse: Pulse, secret: Secret, spec: RunSpec
     ) -> None:
-        self._nodes, self._agents, self._secret, self._spec = nodes, agents, secret, spec
+        self._nodes, self._agents, self._pulse, self._secret, self._spec = nodes, agents, pulse, secret, spec
         self._of = dict(enumerate(dealt))
         self._home = dealt.count(0) > 0
 
@@ -45,13 +50,14 @@ class Places:
         if node == 0:
             return None
         about = self._agents.about[node]
-        return StandIn(about.address, str(self._nodes[node]), self._secret, self._spec.threads)
+        name, lost = str(self._nodes[node]), self._pulse.lost[node]
+        return StandIn(about.address, name, self._secret, self._spec.threads, lost, self._pulse.refusals)
 
     def _usable(self, node: int) -> bool:
-        return node == 0 or self._agents.alive(node)
+        return node == 0 or self._pulse.alive(node)
 
     def _another(self) -> int:
-        usable = [node for node in self._agents.about if self._agents.alive(node)]
+        usable = [node for node in self._agents.about if self._pulse.alive(node)]
         usable += [0] if self._home or not usable else []
         counts = [list(self._of.values()).count(node) for node in range(len(self._nodes))]
         found = next_node(counts, usable)
@@ -61,13 +67,24 @@ class Places:
 class RayHandle(LocalHandle):
     """A run on a cluster's nodes."""
 
-    def __init__(self, spec: RunSpec, places: Places, agents: Agents, cluster: RayCluster) -> None:
-        self._agents, self._cluster = agents, cluster
+    def __init__(
+        self, spec: RunSpec, places: Places, agents: Agents, pulse: Pulse, cluster: RayCluster
+    ) -> None:
+        self._agents, self._pulse, self._cluster = agents, pulse, cluster
         super().__init__(spec, away=places)
 
     def _closed(self) -> None:
+        self._pulse.close()
+        outcome = self._run.thread.outcome
+        outcome.statistics = self._with_refused(outcome.statistics)
         self._agents.close()
         self._cluster.close()
+
+    def statistics(self) -> Statistics:
+        return self._with_refused(super().statistics())
+
+    def _with_refused(self, statistics: Statistics) -> Statistics:
+        return dataclasses.replace(statistics, refused=self._pulse.refused)
 
 
 class Ray(Engine):
@@ -132,13 +149,31 @@ class Ray(Engine):
         gpus, secret = "cuda" in spec.devices, Secret.new()
         spec = _with_devices(spec, nodes[0], dealt)
         agents = cluster.agents(nodes, counts, secret, gpus=gpus, resources=self._resources)
+        pulse = None
         try:
             for index, about in agents.about.items():
-                send_task(about.address, secret, task, str(nodes[index]), str(nodes[0]))
-            return RayHandle(spec, Places(nodes, dealt, agents, secret, spec), agents, cluster)
+                _check_versions(str(nodes[index]), about)
+            ways = {
+                index: Way(about.address, secret, str(nodes[index]), str(nodes[0]))
+                for index, about in agents.about.items()
+            }
+            pulse = Pulse(
+                {index: way.node for index, way in ways.items()}, lambda node: ways[node].connect(), secret
+            )
+            for index, way in ways.items():
+                way.send_task(task, partial(pulse.alive, index))
+            places = Places(nodes, dealt, agents, pulse, secret, spec)
+            return RayHandle(spec, places, agents, pulse, cluster)
         except BaseException:
+            if pulse is not None:
+                pulse.close()
             agents.close()
             raise
+
+
+def _check_versions(node: str, about: About) -> None:
+    if differs := describe(about, versions()):
+        raise UsageError(f"node {node} has other versions: {differs}; install the same on all nodes")
 
 
 def _checked(resources: Any) -> dict[str, float] | None:
@@ -172,17 +207,37 @@ def _with_devices(spec: RunSpec, home: Node, dealt: list[int]) -> RunSpec:
     return dataclasses.replace(spec, devices=tuple(devices), card=None)
 
 
-def send_task(address: tuple[str, int], secret: Secret, task: Parcel, node: str, home: str) -> None:
-    """Once for a node: its learners share it."""
-    objects = Objects()
-    try:
-        with connect(address, secret) as end:
-            connection = Connection(end, run=secret.run, incarnation=AGENT, into=objects.into)
-            connection.wait_sent(objects.send(connection, Kind.TASK, task))
-            answered = receive_object(connection, objects, TASK_SECONDS)
-    except (OSError, Stranger, Lost) as error:
-        raise RunError(
-            f"{home} cannot reach the agent on {node} at {address[0]}:{address[1]}: {error}; open that way between them (any port)"
-        ) from error
-    if answered is None:
-        raise RunError(f"the agent on {node} did not take what its learners run within {TASK_SECONDS:.0f} s")
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """From the caller's node to an agent."""
+
+    address: tuple[str, int]
+    secret: Secret
+    node: str
+    home: str
+
+    def connect(self) -> socket.socket:
+        try:
+            return connect(self.address, self.secret)
+        except (OSError, Stranger) as error:
+            raise self._cut(error) from error
+
+    def _cut(self, error: Exception) -> RunError:
+        host, port = self.address
+        return RunError(
+            f"{self.home} cannot reach the agent on {self.node} at {host}:{port}: {error}; open that way between them (any port)"
+        )
+
+    def send_task(self, task: Parcel, alive: Callable[[], bool]) -> None:
+        """Once for a node: its learners share it."""
+        objects = Objects()
+        with self.connect() as end:
+            connection = Connection(end, run=self.secret.run, incarnation=AGENT, into=objects.into)
+            try:
+                objects.send(connection, Kind.TASK, task)
+                while not connection.flush() or receive_object(connection, objects, LOOK) is None:
+                    ready(end, select.POLLOUT, LOOK)
+                    if not alive():
+                        raise Lost("it does not answer any more")
+            except Lost as error:
+                raise self._cut(error) from error

@@ -18,6 +18,7 @@ from syncline.engines.ray.bulk_connection import Connection, Frame, Head
 
 MOST = 1 << 30  # bytes of an object without its bulk
 WORDS = struct.Struct("!8q")
+AGENT = 0  # incarnation of what is said to an agent itself
 
 
 class Kind(IntEnum):
@@ -45,6 +46,7 @@ class Kind(IntEnum):
     ORDER = 41  # to an agent: start a learner on this connection
     TASK = 42  # to an agent: what its learners run
     DONE = 43  # from an agent
+    PULSE = 44  # to an agent, and its answer: it lives
 
 
 OBJECTS = frozenset(

@@ -24,10 +24,11 @@ from syncline.engines.local.exchange import DELIVERED
 from syncline.engines.local.learner import CALLS, GENERATION, STOP, TRIES, ControlBlock, LearnerSpec
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.record_codec import NOTE, Record, decode
+from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.local.version_ring import Reader
-from syncline.engines.ray.agent import AGENT, Order
+from syncline.engines.ray.agent import Order
 from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost, bytes_of
-from syncline.engines.ray.frame_kinds import OBJECTS, WORDS, Kind, Objects
+from syncline.engines.ray.frame_kinds import AGENT, OBJECTS, WORDS, Kind, Objects
 from syncline.engines.ray.handshake import Secret, Stranger, connect
 from syncline.engines.ray.remote_learner import OVERTAKEN, PLACES, place_of
 from syncline.messages.to_leader import Await, Blocked, Gradient, Load, Meet, Put, Reread, Rest
@@ -45,6 +46,8 @@ class StandIn:
     host: str
     secret: Secret
     threads: int | None
+    lost: WakeUp  # rings when its node is declared dead
+    refusals: WakeUp  # rings for every frame that was turned away
 
     def __call__(self, channel: Channel, spec: LearnerSpec) -> int:
         order = Order(spec.learner, spec.seat, spec.geometry.slots, self.threads)
@@ -55,8 +58,9 @@ class StandIn:
         except (OSError, Stranger, Lost) as error:
             words = f"no way to node {self.host} at {self.address[0]}:{self.address[1]} for learner {spec.seat.rank}"
             print(f"syncline: {words}: {error}", file=sys.stderr, flush=True)
+            self.lost.ring()
             return 1
-        return _Relay(channel, spec, end, self.secret.run, self.host).run()
+        return _Relay(channel, spec, end, self).run()
 
 
 @dataclass(slots=True)
@@ -121,10 +125,10 @@ class _Table:
 
 
 class _Relay:
-    def __init__(self, channel: Channel, spec: LearnerSpec, end: Any, run: bytes, host: str) -> None:
-        self._channel, self._spec, self._host = channel, spec, host
+    def __init__(self, channel: Channel, spec: LearnerSpec, end: Any, node: StandIn) -> None:
+        self._channel, self._spec, self._node = channel, spec, node
         self._objects = Objects()
-        self._connection = Connection(end, run=run, incarnation=spec.learner, into=self._into)
+        self._connection = Connection(end, run=node.secret.run, incarnation=spec.learner, into=self._into)
         self._desk, self._hub = Mailbox(spec.desk), ControlBlock(spec.hub)
         self._generation = spec.generation
         self._words: list[int] = []  # as the learner knows them
@@ -133,8 +137,9 @@ class _Relay:
         self._first: TableMemory | None = None
         self._waiting: deque[Record] = deque()  # for room on the desk
         self._ended = False
+        self._refused = 0  # frames
         self._poll = select.poll()
-        for fd in (spec.bell.fd, channel.fileno()):
+        for fd in (spec.bell.fd, channel.fileno(), node.lost.fd):
             self._poll.register(fd, select.POLLIN)
 
     def run(self) -> int:
@@ -145,11 +150,11 @@ class _Relay:
                 self._down()
                 self._sleep(0 if busy else LOOK)
         except Lost as error:
+            self._count_refused()
             if self._ended:
                 return 0
-            print(
-                f"syncline: learner {self._spec.seat.rank} on {self._host} is gone: {error}", file=sys.stderr
-            )
+            words = f"learner {self._spec.seat.rank} on {self._node.host} is gone: {error}"
+            print(f"syncline: {words}", file=sys.stderr)
             return 1
 
     def _sleep(self, milliseconds: int) -> None:
@@ -157,7 +162,8 @@ class _Relay:
         self._poll.register(self._connection.fileno(), select.POLLIN | out)
         if self._waiting:
             milliseconds = min(milliseconds, 1)
-        self._poll.poll(milliseconds)
+        if self._node.lost.fd in dict(self._poll.poll(milliseconds)):
+            raise Lost("its node was declared dead")
         self._spec.bell.quiet()
         self._connection.flush()
 
@@ -176,9 +182,15 @@ class _Relay:
     def _up(self) -> bool:
         """All that has come; True if there is more."""
         self._post_waiting()
+        self._count_refused()
         while (frame := self._connection.receive(0)) is not None:
             self._heard(frame)
         return False
+
+    def _count_refused(self) -> None:
+        for _ in range(self._connection.refused.total() - self._refused):
+            self._refused += 1
+            self._node.refusals.ring()
 
     def _heard(self, frame: Frame) -> None:
         kind = frame.kind

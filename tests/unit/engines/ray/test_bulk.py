@@ -106,6 +106,29 @@ def test_frames_of_another_are_discarded_and_counted_and_the_next_one_arrives(en
     assert far.refused.foreign == 1
 
 
+def test_frames_that_come_again_are_discarded_and_counted_and_missing_ones_end_the_connection(ends) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        elsewhere = socket.create_connection(server.getsockname())
+        recorder, _ = server.accept()
+    with elsewhere, recorder:
+        near = connection(elsewhere)
+        near.send(1, b"first")
+        near.send(2, b"second")
+        near.send(3, b"third")
+        size = struct.calcsize("!3sB8sIQQQQ")
+        first, second, third = (recorder.recv(size + length, socket.MSG_WAITALL) for length in (5, 6, 5))
+    far = connection(ends[1])
+    ends[0].sendall(first + first + second + first)
+    assert [frame.kind for frame in (far.receive(), far.receive()) if frame] == [1, 2]
+    assert far.receive(0.01) is None and far.refused.again == 2
+    far = connection(ends[1])
+    ends[0].sendall(first + third)
+    far.receive()
+    with pytest.raises(Lost, match="frames are missing"):
+        far.receive()
+    assert far.refused.garbage == 1
+
+
 def test_garbage_ends_the_connection_and_is_counted(ends) -> None:
     far = connection(ends[1])
     ends[0].sendall(b"GET / HTTP/1.1\r\nHost: somewhere in the network\r\n\r\n")
@@ -126,7 +149,7 @@ def test_a_frame_larger_than_its_place_is_refused_before_its_body_is_read(ends) 
 
 def test_a_frame_that_nobody_expects_may_be_small_only(ends) -> None:
     far = connection(ends[1])
-    ends[0].sendall(struct.pack("!3sB8sIQQQ", b"SL1", 1, RUN, 0, 7, 0, 1 << 60))
+    ends[0].sendall(struct.pack("!3sB8sIQQQQ", b"SL1", 1, RUN, 0, 7, 0, 0, 1 << 60))
     with pytest.raises(Lost, match="1,152,921,504,606,846,976 bytes where 1,048,576 belong"):
         far.receive()
 

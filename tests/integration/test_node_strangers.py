@@ -1,0 +1,175 @@
+"""Who is not of the run, or says what is no frame, is refused and counted while the run goes on (no Ray needed)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD
+
+import syncline as sl
+from syncline.engines.ray import engine as engines
+from syncline.engines.ray.bulk_connection import Connection
+from syncline.engines.ray.frame_kinds import AGENT, Kind
+from syncline.engines.ray.handshake import HELLO, NONCE, Secret, Stranger, connect
+from syncline.testing import Nodes
+from tests.integration.small_runs import PATIENCE, kinds, same
+from tests.integration.wires import Repeating, wire
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def until(ready: Callable[[], Any]) -> None:
+    while not ready():  # else the test's time is over
+        time.sleep(0.01)
+
+
+def slowly(model: nn.Module, batch: Any) -> Any:
+    time.sleep(0.005)
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+steps = 0
+
+
+def held(gate: str, model: nn.Module, batch: Any) -> Any:
+    """Waits after a few steps until the gate is open."""
+    global steps
+    steps += 1
+    while steps > 5 and not Path(gate).exists():
+        time.sleep(0.005)
+    return slowly(model, batch)
+
+
+def begin(**options: Any) -> sl.Run:
+    torch.manual_seed(0)
+    data = torch.randn(96, 6), torch.zeros(96, dtype=torch.long)
+    settings = {
+        "objective": slowly,
+        "optimizer": partial(SGD, lr=0.1),
+        "sync": "hardsync",
+        "learners": 2,
+        "batch_size": 8,
+        "epochs": 12,
+        "threads": 1,
+    }
+    return sl.train(nn.Linear(6, 2), data, wait=False, **{**settings, **options})
+
+
+def raw(address: tuple[str, int], words: bytes) -> None:
+    """Says so to whoever listens, and waits until that has closed the connection."""
+    with socket.create_connection(address) as end:
+        end.recv(len(HELLO) + NONCE, socket.MSG_WAITALL)
+        end.sendall(words)
+        read_on(end)
+
+
+def read_on(end: socket.socket) -> None:
+    while True:
+        try:
+            if not end.recv(4096):
+                return
+        except ConnectionResetError:
+            return
+
+
+def strangers(address: tuple[str, int]) -> int:
+    """Those that do not know the secret; how many."""
+    raw(address, b"GET / HTTP/1.1\r\nHost: somewhere in the network, it does not matter where\r\n\r\n")
+    raw(address, os.urandom(1 << 16))
+    with socket.create_connection(address) as end:
+        end.sendall(b"half a nonce")
+    with pytest.raises(Stranger):
+        connect(address, Secret.new())
+    return 4
+
+
+def bad_frames(address: tuple[str, int], secret: Secret) -> int:
+    """By one that knows it: no frame, a huge one, an unknown one, half of one, one of another run."""
+    head = struct.Struct("!3sB8sIQQQQ")
+    huge = head.pack(b"SL1", Kind.TASK, secret.run, 0, AGENT, 0, 0, 1 << 50)
+    half = head.pack(b"SL1", Kind.TASK, secret.run, 0, AGENT, 0, 0, 1 << 10) + b"and no more"
+    for words in (os.urandom(100), huge):
+        with connect(address, secret) as end:
+            end.sendall(words)
+            read_on(end)
+    with connect(address, secret) as end:
+        end.sendall(half)
+    with connect(address, secret) as end:
+        Connection(end, run=b"another!", incarnation=AGENT, into=lambda head: None).send(Kind.TASK, b"void")
+    with connect(address, secret) as end:
+        Connection(end, run=secret.run, incarnation=AGENT, into=lambda head: None).send(99, b"unknown")
+        end.setblocking(True)
+        read_on(end)
+    return 4  # an unknown one is no offence
+
+
+def test_strangers_and_what_is_no_frame_are_counted_and_change_nothing(tmp_path: Path) -> None:
+    engine, gate = Nodes(2, 1), tmp_path / "open"
+    run = begin(engine=engine, objective=partial(held, str(gate)))
+    (agent,), (about,) = engine.cluster.running.agents.values(), engine.cluster.running.about.values()
+    count = strangers(about.address) + bad_frames(about.address, agent._secret)
+    until(lambda: run.statistics().refused == count)
+    gate.touch()
+    result = run.wait(PATIENCE)
+    assert result.statistics.refused == count
+    assert kinds(result) == [] and same(result.state_dict(), begin().wait(PATIENCE).state_dict())
+
+
+def test_a_conversation_that_was_recorded_is_refused_when_it_is_said_again() -> None:
+    with wire() as way:
+        engine = Nodes(2, 1, through=way.through)
+        run = begin(engine=engine, epochs=100_000)
+        until(lambda: len(way.said) >= 3 and len(run.statistics().steps) == 2)  # pulse, task, learner
+        agent = engine.cluster.running.agents[1]
+        recorded = [bytes(said) for said in way.said]
+        for said in recorded:
+            raw(agent.about().address, said)
+        until(lambda: run.statistics().refused == len(recorded))
+        assert len(agent._running) == 1
+        run.stop()
+        assert kinds(run.wait(PATIENCE)) == []
+
+
+def test_a_frame_that_is_said_again_on_its_own_connection_is_discarded() -> None:
+    """Somebody in the middle repeats a learner's words; what was folded once is not folded again."""
+    with wire(Repeating) as way:
+        run = begin(engine=Nodes(2, 1, through=way.through))
+        result = run.wait(PATIENCE)
+    assert result.statistics.refused > 10
+    assert kinds(result) == [] and same(result.state_dict(), begin().wait(PATIENCE).state_dict())
+
+
+def test_versions_that_differ_are_refused_with_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "versions", lambda: ("3.11.0", "1.0", "0.0"))
+    with pytest.raises(
+        sl.UsageError, match=r"node 127.0.0.1 \(node 1\) has other versions: Python .*torch"
+    ) as error:
+        begin(engine=Nodes(2, 1))
+    assert "\n" not in str(error.value)
+
+
+def test_an_agent_that_cannot_be_reached_is_refused_with_both_nodes() -> None:
+    def nowhere(address: tuple[str, int]) -> tuple[str, int]:
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            found: tuple[str, int] = door.getsockname()[:2]
+        return found
+
+    with pytest.raises(
+        sl.RunError, match=r"\(node 0\) cannot reach the agent on .*\(node 1\) at 127"
+    ) as error:
+        begin(engine=Nodes(2, 1, through=nowhere))
+    assert "\n" not in str(error.value)

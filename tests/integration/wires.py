@@ -1,0 +1,98 @@
+"""A wire between nodes that tests can cut, silence, and put words on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+from syncline.engines.ray.bulk_connection import _HEAD
+from syncline.engines.ray.handshake import HELLO, MAC, NONCE
+
+KEPT = 1 << 16  # bytes
+
+
+class ControlConnection:
+    """Listens in front of an address and passes on what comes, both ways; one for each `through`."""
+
+    def __init__(self) -> None:
+        self._doors: list[socket.socket] = []
+        self.ends: list[tuple[socket.socket, socket.socket]] = []  # the caller's, the agent's
+        self.said: list[bytearray] = []  # by callers, on each connection; its beginning
+        self._speaks = threading.Event()
+        self._speaks.set()
+
+    def through(self, address: tuple[str, int]) -> tuple[str, int]:
+        door = socket.create_server(("127.0.0.1", 0))
+        self._doors.append(door)
+        threading.Thread(target=self._accept, args=(door, address), daemon=True).start()
+        found: tuple[str, int] = door.getsockname()[:2]
+        return found
+
+    def _accept(self, door: socket.socket, address: tuple[str, int]) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = door.accept()
+                far = socket.create_connection(address)
+                self.ends.append((near, far))
+                self.said.append(bytearray())
+                for pair in ((near, far, self.said[-1]), (far, near, bytearray())):
+                    threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, said: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                said += data[: KEPT - len(said)]
+                self._speaks.wait()
+                target.sendall(data)
+            self._speaks.wait()
+        self._end(source, target)
+
+    def _end(self, *ends: socket.socket) -> None:
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def silence(self) -> None:
+        """Nothing passes, and nobody is told."""
+        self._speaks.clear()
+
+    def speak(self) -> None:
+        self._speaks.set()
+
+    def cut(self) -> None:
+        for pair in self.ends:
+            self._end(*pair)
+
+    def close(self) -> None:
+        self.speak()
+        self._end(*self._doors)
+        self.cut()
+        for end in (*self._doors, *(end for pair in self.ends for end in pair)):
+            end.close()
+
+
+class Repeating(ControlConnection):
+    """Says every small frame of a learner twice."""
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, said: bytearray) -> None:
+        if source not in [far for _, far in self.ends]:
+            super()._pass_on(source, target, said)
+            return
+        with contextlib.suppress(OSError), source.makefile("rb") as words:
+            target.sendall(words.read(len(HELLO) + NONCE))
+            target.sendall(words.read(MAC))
+            while len(head := words.read(_HEAD.size)) == _HEAD.size:
+                frame = head + words.read(_HEAD.unpack(head)[-1])
+                target.sendall(frame * (2 if len(frame) < 4096 else 1))
+        self._end(source, target)
+
+
+@contextlib.contextmanager
+def wire(kind: type[ControlConnection] = ControlConnection) -> Iterator[ControlConnection]:
+    made = kind()
+    try:
+        yield made
+    finally:
+        made.close()
