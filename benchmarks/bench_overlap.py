@@ -269,7 +269,7 @@ def main() -> None:
             if given.json:
                 keep(given.json, head, row)
     except LinkError as error:
-        sys.exit(str(error))
+        sys.exit(f"{error}; --rates loopback goes without a link")
 
 
 if __name__ == "__main__":

@@ -29,12 +29,13 @@ class LinkError(RuntimeError):
 
 
 class Link:
-    """A veth pair between two namespaces, each way held to `mbit` Mbit/s by a token bucket."""
+    """A veth pair between two namespaces, each way held to `mbit` Mbit/s by a token bucket; None: as fast as it is."""
 
-    def __init__(self, mbit: float) -> None:
-        if not mbit > 0:
+    def __init__(self, mbit: float | None, *, burst_kb: int = BURST_KB, latency_ms: int = LATENCY_MS) -> None:
+        if mbit is not None and not mbit > 0:
             raise LinkError(f"the rate of a link must be above 0 Mbit/s, got {mbit}")
         self.mbit = mbit
+        self._shaping = shaping(mbit, burst_kb, latency_ms) if mbit is not None else None
         self._former: Any = signal.SIG_DFL
         self.namespaces = tuple(f"{PREFIX}-{os.getpid()}-{side}" for side in range(2))
 
@@ -68,7 +69,8 @@ class Link:
             command(*inside, "address", "add", f"{address}/24", "dev", INTERFACE)
             command(*inside, "link", "set", INTERFACE, "up")
             command(*inside, "link", "set", "lo", "up")
-            command("tc", "-n", namespace, *shaping(self.mbit))
+            if self._shaping is not None:
+                command("tc", "-n", namespace, *self._shaping)
 
     def close(self) -> None:
         """Its pair of interfaces goes with the namespaces."""
@@ -79,22 +81,18 @@ class Link:
                     command("ip", "netns", "delete", namespace)
 
 
-def shaping(mbit: float) -> tuple[str, ...]:
+def shaping(mbit: float, burst_kb: int = BURST_KB, latency_ms: int = LATENCY_MS) -> tuple[str, ...]:
     """The arguments of tc that hold an end of the link to its rate."""
-    rate, burst, wait = f"{round(mbit * 1000)}kbit", f"{BURST_KB}kb", f"{LATENCY_MS}ms"
+    rate, burst, wait = f"{round(mbit * 1000)}kbit", f"{burst_kb}kb", f"{latency_ms}ms"
     return ("qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", burst, "latency", wait)
 
 
 def check_possible() -> None:
     if os.geteuid() != 0:
-        raise LinkError(
-            "making network namespaces needs root: run it as root, or with --rates loopback without a link"
-        )
+        raise LinkError("making network namespaces needs root: run it as root")
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
-        raise LinkError(
-            f"{' and '.join(missing)} not found: install iproute2, or use --rates loopback without a link"
-        )
+        raise LinkError(f"{' and '.join(missing)} not found: install iproute2")
 
 
 def remove_left() -> None:
@@ -126,6 +124,16 @@ def enter(namespace: str) -> None:
         if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
             code = ctypes.get_errno()
             raise LinkError(f"cannot enter the namespace {namespace}: {os.strerror(code)}")
+
+
+def traffic(interface: str = INTERFACE) -> tuple[int, int]:
+    """Bytes that this process's network has sent and received over the interface; nothing without one."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == interface:
+            words = counts.split()
+            return int(words[8]), int(words[0])
+    return 0, 0
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

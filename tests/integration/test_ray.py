@@ -98,6 +98,17 @@ def test_what_the_cluster_has_no_room_for_is_refused_in_one_line(address: str) -
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
+def test_the_cluster_is_measured_for_the_simulator(address: str) -> None:
+    found = sl.Ray(nodes=2, learners_per_node=1).measure()
+    assert (found.cores, found.learners_per_machine, found.beside) == (2, 1, True)
+    assert found.card.bandwidth is not None and found.card.latency > 0
+    simulated = train(engine=sl.Sim(found), learners=2)
+    assert simulated.updates == 16 and simulated.simulated.moved > 0
+    while ray.util.list_named_actors():  # what answered on the other node is ended
+        time.sleep(0.05)
+
+
 def slowly(model: nn.Module, batch: Any) -> Any:
     time.sleep(0.01)
     return F.cross_entropy(model(batch[0]), batch[1])

@@ -24,7 +24,9 @@ RunDir = Annotated[
 ]
 Cluster = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="p775, ethernet-1g, dgx-1, this-machine, p775:stragglers=0.1, …"),
+    typer.Option(
+        metavar="NAME", help="p775, ethernet-1g, dgx-1, this-machine, this-cluster, p775:cores=2, …"
+    ),
 ]
 Timing = Annotated[bool, typer.Option("--timing", help="Sizes only, no gradients: times, no errors.")]
 Sets = Annotated[

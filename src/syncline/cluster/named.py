@@ -7,6 +7,7 @@ is that of one model; for another give `compute=`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from syncline.cluster.calibration_file import read_kept
 from syncline.cluster.record import Cluster, Compute, Cost, Jitter, Link
@@ -71,7 +72,8 @@ NAMED: dict[str, Callable[[], Cluster]] = {
     "p775": p775,
     "ethernet-1g": ethernet,
     "dgx-1": dgx_1,
-    "this-machine": read_kept,
+    "this-machine": partial(read_kept, "this-machine"),
+    "this-cluster": partial(read_kept, "this-cluster"),
 }
 
 

@@ -140,6 +140,7 @@ class Cluster:
     spin: float = 0.0  # seconds for which somebody who waits keeps its core (with slices)
     card: Link = field(default_factory=Link)  # each machine's network card, each way
     memory: Link = field(default_factory=Link)  # inside a machine
+    delay: float = 0.0  # mean of what a message between machines takes longer, drawn at random for each
     copy: Cost = field(default_factory=Cost)  # a learner's: hand over a gradient, take over weights
     take: Cost = field(default_factory=Cost)  # a shard's: one gradient
     fold: Cost = field(default_factory=Cost)  # a shard's: one update
@@ -156,6 +157,7 @@ class Cluster:
         _number("Cluster", "message", self.message)
         _number("Cluster", "reply", self.reply)
         _number("Cluster", "spin", self.spin)
+        _number("Cluster", "delay", self.delay)
         if self.slice is not None:
             _number("Cluster", "slice", self.slice, above=True)
         if self.stragglers > 1:
@@ -232,7 +234,7 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> Cluster:
-        """One of `p775`, `ethernet-1g`, `dgx-1`, `this-machine`, `equal`; with fields changed as `replace` does."""
+        """One of `p775`, `ethernet-1g`, `dgx-1`, `this-machine`, `this-cluster`, `equal`; with fields changed as `replace` does."""
         from syncline.cluster.named import cluster_named
 
         known = [item.name for item in fields(cls)]
@@ -295,7 +297,7 @@ _EXAMPLES = {  # what to write where a part is something else
     Cost: "Cost(fixed=1e-5, per_byte=1e-10)",
 }
 _WHOLE = ("learners_per_machine", "shards_per_machine", "cores")
-_PLAIN = ("stragglers", "slowdown", "crowding", "message", "reply", "slice", "spin")
+_PLAIN = ("stragglers", "slowdown", "crowding", "delay", "message", "reply", "slice", "spin")
 _SHORT = {  # words of the text form for parts of parts
     "base": ("compute", "base"),
     "per_example": ("compute", "per_example"),

@@ -30,6 +30,7 @@ QUIET = (
     "replaced",
     "recovered",
     "paused",
+    "cut",
 )  # events that are no faults
 SILENCE = 15.0  # seconds without a line after which a run on another machine counts as gone
 GONE = ("lost", "raised", "killed")  # states of learners that are no more

@@ -309,7 +309,7 @@ class AllReduceSimulation:
 
 def check_peer_script(script: Script) -> None:
     for fault in script.faults:
-        if fault.action not in ("kill", "stop") or fault.role == "shard":
+        if fault.action not in ("kill", "stop") or fault.role in ("shard", "node"):
             raise NotYetError(
                 f"script, '{fault.text}': over all-reduce learners can be killed and the run stopped, no more yet"
             )

@@ -299,7 +299,7 @@ class BatchSimulation(BatchCrew):
 
 def check_batch_script(script: Script) -> None:
     for fault in script.faults:
-        if fault.action in ("pause", "change"):
+        if fault.action in ("pause", "change", "cut") or fault.role == "node":
             raise NotYetError(
                 f"script, '{fault.text}': under sandblaster learners and shards can be killed, learners added and the run "
                 "stopped, no more yet"

@@ -26,7 +26,7 @@ class SimCoordinator(CoordinatorPort):
 
     def reply(self, learner: int, message: Any) -> None:
         target, told = self._world.learners[learner], self._with_own(learner, message)
-        self._world.soon(lambda: target.answer(told))
+        self._world.soon_at(target, lambda: target.answer(told))
 
     def _with_own(self, learner: int, message: Any) -> Any:
         world = self._world
@@ -59,7 +59,7 @@ class SimCoordinator(CoordinatorPort):
             world.stop()
             return
         for learner in world.live.values():
-            world.soon(learner.call if isinstance(what, m.Call) else learner.wake)
+            world.soon_at(learner, learner.call if isinstance(what, m.Call) else learner.wake)
 
     def commit(
         self, number: int, manifest: dict[str, Any] | None, files: Sequence[Written], *, prune: bool = True

@@ -331,5 +331,5 @@ class Sim(Engine):
                 )
             check_peer_script(Script.of(self.script))
             return SimHandle(self, spec)
-        check_script(Script.of(self.script), spec)
+        check_script(Script.of(self.script), spec, self.cluster)
         return SimHandle(self, spec)

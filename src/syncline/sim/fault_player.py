@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from syncline.cluster.record import Cluster
 from syncline.dial import Course, as_sync
 from syncline.engines.fault_script import Fault, parse_script
 from syncline.engines.run import RunSpec
@@ -60,13 +61,20 @@ class Script:
         return [f"not played, the run was over before: {text}" for text in left]
 
 
-def check_script(script: Script, spec: RunSpec) -> None:
-    """Dials that this run could not change to are refused before it starts."""
+def check_script(script: Script, spec: RunSpec, cluster: Cluster) -> None:
+    """Dials that this run could not change to, and links that it does not have, are refused before it starts."""
     topology = spec.plan.topology
     for fault in script.faults:
-        if fault.role == "node" and (fault.action != "kill" or not isinstance(topology, Trees)):
+        if isinstance(topology, Trees) and (
+            fault.role == "link" or (fault.role == "node" and fault.action != "kill")
+        ):
             raise UsageError(
-                f"script, '{fault.text}': nodes are those of a tree, and can be killed; this run is over {topology}"
+                f"script, '{fault.text}': nodes are those of the tree, and can be killed; this run is over {topology}"
+            )
+        if fault.role == "link" and not cluster.beside:
+            raise UsageError(
+                f"script, '{fault.text}': in this cluster nothing goes from node to node, the shards have machines of their own; "
+                "use one with beside=True"
             )
         if fault.action == "change":
             dial = as_sync(fault.dial)

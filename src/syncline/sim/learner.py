@@ -236,6 +236,7 @@ class SimLearner(LearnerPort):
         clock = world.clock
         if target is None:
             arrival = clock.now + world.cluster.card.latency
+            arrival = world.network.late(clock.now, arrival, self.machine, world.first_machine)
         else:
             arrival = world.network.send(clock.now, self.machine, target, nbytes)
         if arrival > self._arrival:

@@ -2,13 +2,17 @@
 
 Every machine has one card, which carries one transfer at a time each way; what does not fit waits. Inside a machine
 data moves at the memory's speed. Messages without bulk data only take the latency. What one machine sends to
-another arrives in the order it was sent.
+another arrives in the order it was sent, also where messages are delayed at random, or a link is cut for a while: what was
+sent meanwhile leaves when it is mended.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
+from collections import Counter
 
+from syncline.cluster.draws import uniform
 from syncline.cluster.record import Cluster
 
 
@@ -60,12 +64,16 @@ class Way:
 class SimNetwork:
     """All cards of a cluster, made as they are used."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, seed: int = 0) -> None:
         self._card, self._memory = cluster.card, cluster.memory
         self._far, self._near = cluster.card.latency, cluster.memory.latency  # of messages without bulk data
         self._out: dict[int, Way] = {}
         self._in: dict[int, Way] = {}
         self._last: dict[int, float] = {}  # source and target in one number -> the last arrival
+        self._delay, self._seed = cluster.delay, seed
+        self._shaky = cluster.delay > 0  # else nothing is ever late
+        self._cut: dict[frozenset[int], float] = {}  # two machines -> when their link is mended
+        self._drawn: Counter[int] = Counter()
         self.moved = 0  # bytes between machines
         self.copied = 0  # bytes inside machines
 
@@ -76,11 +84,36 @@ class SimNetwork:
         else:
             arrival = now + (self._near if source == target else self._far)
         pair = (source << 32) + target
+        if self._shaky and source != target:
+            arrival += self._held(now, source, target, pair)
         last = self._last.get(pair, 0.0)
         if last > arrival:
             return last
         self._last[pair] = arrival
         return arrival
+
+    def cut(self, one: int, other: int, until: float) -> None:
+        """Nothing leaves the one for the other before then."""
+        pair = frozenset((one, other))
+        self._cut[pair] = max(until, self._cut.get(pair, 0.0))
+        self._shaky = True
+
+    def late(self, now: float, arrival: float, source: int, target: int) -> float:
+        """When something arrives that usually does so then, over this way as it is."""
+        if not self._shaky or source == target:
+            return arrival
+        pair = (source << 32) + target
+        arrival = max(arrival + self._held(now, source, target, pair), self._last.get(pair, 0.0))
+        self._last[pair] = arrival
+        return arrival
+
+    def _held(self, now: float, source: int, target: int, pair: int) -> float:
+        """Seconds: until the link is mended, and a delay drawn at random."""
+        cut = max(0.0, self._cut.get(frozenset((source, target)), 0.0) - now)
+        if not self._delay:
+            return cut
+        self._drawn[pair] += 1
+        return cut - self._delay * math.log(uniform(self._seed, pair, self._drawn[pair]))
 
     def _arrival(self, now: float, source: int, target: int, nbytes: int) -> float:
         if source == target:

@@ -218,7 +218,9 @@ class SimServer(ServerPort):
     def _free(self, lane: Traffic, target: SimLearner, number: int) -> None:
         """No event of its own, where nobody waits for it: it goes with what is sent next."""
         link = self._world.cluster.memory if self.machine == target.machine else self._world.cluster.card
-        arrival = lane.freed[self.shard, number] = self._clock.now + link.latency
+        now = self._clock.now
+        arrival = self._world.network.late(now, now + link.latency, self.machine, target.machine)
+        lane.freed[self.shard, number] = arrival
         if target.waits_for == DRAFT:
             self._clock.at(arrival, target.wake)
 

@@ -40,6 +40,7 @@ from syncline.sim.fault_player import Script
 from syncline.sim.gc_during_run import calm_collector
 from syncline.sim.invariants.watch import Watch, WatchedRole
 from syncline.sim.learner import SimLearner
+from syncline.sim.machine_faults import happens_to_machines
 from syncline.sim.network import SimNetwork
 from syncline.sim.owned_memory import SimLane, SimTable, poison
 from syncline.sim.random_states import OUTSIDE, RandomStreams
@@ -81,7 +82,7 @@ class Simulation(Crew):
         self.script = moment.rest(script or Script(()))
         self.clock = Clock()
         self.clock.now = moment.seconds
-        self.network = SimNetwork(cluster)
+        self.network = SimNetwork(cluster, seed)
         self.first_machine = cluster.machine_of_shard(0)
         self.machines = Machines(self.clock, cluster)
         on_gpu = any(device.startswith("cuda") for device in spec.devices)
@@ -220,6 +221,12 @@ class Simulation(Crew):
     def soon(self, action: Action) -> None:
         """After a message's time."""
         self.clock.after(self.cluster.card.latency, action)
+
+    def soon_at(self, learner: SimLearner, action: Action) -> None:
+        """The same, from the coordinator to a learner's machine."""
+        now = self.clock.now
+        arrival = now + self.cluster.card.latency
+        self.clock.at(self.network.late(now, arrival, self.first_machine, learner.machine), action)
 
     def send(self, source: int, target: int, action: Action, nbytes: int = 0) -> None:
         """From machine to machine."""
@@ -416,6 +423,11 @@ class Simulation(Crew):
             self.ask_stop()
         elif fault.role == "shard":
             self._to_shard(fault)
+        elif fault.role == "link" or (
+            fault.role == "node" and not isinstance(self.spec.plan.topology, Trees)
+        ):
+            if not happens_to_machines(self, fault):
+                self._missed(fault)
         elif fault.role == "node":
             self.lose_node(fault.rank) if fault.rank in self.nodes else self._missed(fault)
         else:
@@ -443,12 +455,12 @@ class Simulation(Crew):
             self.kill(found[-1], "killed by the script")
         else:
             self.recorder.event(f"paused for {fault.length:g} s", fault.rank, kind="paused")
-            self._pause(found[-1], fault.length)
+            self.pause(found[-1], fault.length)
 
     def _missed(self, fault: Fault) -> None:
         self.recorder.event(f"not played, nobody is there: {fault.text}", kind="missed")
 
-    def _pause(self, learner: SimLearner, seconds: float) -> None:
+    def pause(self, learner: SimLearner, seconds: float) -> None:
         learner.pause.begin(self.clock.now, seconds)
         patience = self.spec.faults.patience
         if patience is not None and seconds > patience:

@@ -32,8 +32,14 @@ class Faults:
 
     def play(self, run: Run) -> Faults:
         """Begin; returns at once. Ends with the run."""
-        if not run.statistics().processes:
+        processes = run.statistics().processes
+        if not processes:
             raise UsageError("faults are played on runs of real processes: use engine='local'")
+        simulated = {"link"} if any(process.role == "node" for process in processes) else {"link", "node"}
+        if missing := [fault.text for fault in self.faults if fault.role in simulated]:
+            raise UsageError(
+                f"'{missing[0]}': links are those of simulated runs, nodes too but for a tree's; kill the agent of a real one"
+            )
         self._thread = threading.Thread(target=self._play, args=(run,), name="syncline-faults", daemon=True)
         self._thread.start()
         return self

@@ -20,6 +20,7 @@ from syncline.engines.ray.agent import About, Agent
 from syncline.engines.ray.cluster import Agents, RayCluster
 from syncline.engines.ray.engine import Ray
 from syncline.engines.ray.handshake import Secret
+from syncline.engines.ray.measuring import Address, Echo, Echoes
 from syncline.engines.ray.placement import Node
 from syncline.testing.leftovers import children
 
@@ -114,6 +115,20 @@ def serve() -> None:
         os.wait()
 
 
+class SmallEchoes(Echoes):
+    """One of each node but the caller's, in this process."""
+
+    def __init__(self, nodes: Sequence[Node], secret: Secret) -> None:
+        self._echoes = {node: Echo("127.0.0.1", secret) for node in nodes}
+
+    def address(self, node: Node) -> Address:
+        return self._echoes[node].address
+
+    def close(self) -> None:
+        for echo in self._echoes.values():
+            echo.close()
+
+
 class SmallCluster(RayCluster):
     """So many nodes of so many cores; the first is the caller's."""
 
@@ -160,3 +175,6 @@ class Nodes(Ray):
 
     def _attach(self, cores: int) -> SmallCluster:
         return self.cluster
+
+    def _echoes(self, nodes: list[Node], secret: Secret) -> SmallEchoes:
+        return SmallEchoes(nodes, secret)

@@ -205,14 +205,14 @@ def test_no_text(text: str, words: str) -> None:
 
 def test_this_machine_is_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(UsageError, match="not calibrated"):
+    with pytest.raises(UsageError, match=r"not measured yet .*calibrate"):
         Cluster.named("this-machine")
     measured = Cluster(name="this-machine", compute=Compute(base=0.001), cores=2)
     path = keep(measured)
     assert path == tmp_path / "syncline" / "this-machine.json"
     assert Cluster.parse("this-machine:cores=4") == replace(measured, cores=4)
     path.write_text("{}}")
-    with pytest.raises(UsageError, match="calibrate again"):
+    with pytest.raises(UsageError, match="measure again"):
         Cluster.named("this-machine")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -152,3 +153,29 @@ def test_cores_without_a_limit() -> None:
     for task in range(100):
         cores.add(0.0, 1.0, task)
     assert cores.next() == 1.0
+
+
+def test_what_is_sent_over_a_cut_link_leaves_when_it_is_mended() -> None:
+    network = SimNetwork(Cluster.equal(transfer=0.5, latency=0.25))
+    assert network.late(1.0, 1.25, 0, 1) == 1.25
+    network.cut(0, 1, until=5.0)
+    assert network.send(1.0, 0, 1) == network.late(1.0, 1.25, 1, 0) == 5.25
+    assert network.send(2.0, 0, 1, 100) == 5.75  # three seconds until then, and its own time
+    assert network.send(1.0, 0, 2) == 1.25 and network.late(1.0, 1.25, 1, 1) == 1.25
+    assert network.send(6.0, 0, 1) == 6.25
+
+
+def test_delays_are_drawn_by_the_seed_and_keep_the_order() -> None:
+    cluster = replace(Cluster.equal(latency=0.25), delay=0.5)
+
+    def arrivals(seed: int) -> list[float]:
+        network = SimNetwork(cluster, seed)
+        return [network.send(number / 100, 0, 1) for number in range(400)]
+
+    found = arrivals(3)
+    assert found == arrivals(3) != arrivals(4)
+    assert found == sorted(found) and all(late > number / 100 + 0.25 for number, late in enumerate(found))
+    alone = SimNetwork(cluster, 5)
+    delays = [alone.send(100.0 * number, 0, 1) - 100.0 * number - 0.25 for number in range(2000)]
+    assert sum(delays) / 2000 == pytest.approx(0.5, rel=0.1)
+    assert alone.send(1e6, 2, 2) == 1e6 + cluster.memory.latency  # nothing is late inside a machine

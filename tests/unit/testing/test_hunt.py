@@ -51,8 +51,12 @@ def test_all_loops_policies_and_faults_are_drawn() -> None:
         "change to",
         "stop",
         "version",
+        "kill node",
+        "pause node",
+        "cut link",
     ):
         assert words in scripts
+    assert any("delay=0.3" in case.cluster for case in cases)
     assert any(case.warmstart for case in cases) and any(case.steps for case in cases)
 
 

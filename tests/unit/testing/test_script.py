@@ -23,6 +23,11 @@ from syncline.testing import Fault, Faults
         ),
         ("change to softsync:1 at step 9", {"action": "change", "dial": "softsync:1", "version": 9}),
         ("stop at 10 s", {"action": "stop", "seconds": 10.0}),
+        ("kill node 2 at version 20", {"action": "kill", "role": "node", "rank": 2, "version": 20}),
+        (
+            "cut link 1-2 for 2.5 s at 3 s",
+            {"action": "cut", "role": "link", "rank": 1, "other": 2, "length": 2.5, "seconds": 3.0},
+        ),
     ],
 )
 def test_a_line(line: str, expected: dict[str, Any]) -> None:
@@ -40,6 +45,8 @@ def test_a_line(line: str, expected: dict[str, Any]) -> None:
         "add learners at version 2",
         "stop",
         "kill learner 1 at version soon",
+        "cut link 1-2 at 3 s",
+        "cut link 1 for 2 s at 3 s",
     ],
 )
 def test_no_line(line: str) -> None:
@@ -63,3 +70,11 @@ def test_a_script_is_lines_or_parts() -> None:
 )
 def test_when(fault: str, version: int, seconds: float, due: bool) -> None:
     assert Fault.parse(fault).due(version, seconds) is due
+
+
+def test_nodes_and_links_of_real_runs_are_refused() -> None:
+    run: Any = None  # nothing is asked of it
+    with pytest.raises(
+        UsageError, match=r"'kill node 1 at 3 s': nodes and links are those of simulated runs"
+    ):
+        Faults("stop at 9 s; kill node 1 at 3 s").play(run)

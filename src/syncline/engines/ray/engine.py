@@ -5,6 +5,7 @@ The caller's own node has the shards and the supervisor, as under `local`; learn
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import select
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from syncline.cluster.calibration_file import keep as keep_cluster
+from syncline.cluster.record import Cluster
 from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.task_packing import pack_task
@@ -21,6 +24,7 @@ from syncline.engines.ray.bulk_connection import Connection, Lost, ready
 from syncline.engines.ray.cluster import Agents, RayCluster, load_ray
 from syncline.engines.ray.frame_kinds import AGENT, Kind, Objects, receive_object
 from syncline.engines.ray.handshake import Secret, Stranger, connect
+from syncline.engines.ray.measuring import Echoes, measure_way, measured
 from syncline.engines.ray.placement import Node, chosen_nodes, deal, gpu_of, next_node
 from syncline.engines.ray.pulse import Pulse
 from syncline.engines.ray.stand_in import StandIn
@@ -137,6 +141,32 @@ class Ray(Engine):
             raise
         finally:
             task.close()
+
+    def measure(
+        self, costs: Cluster | None = None, *, learners: int | None = None, keep: bool = False
+    ) -> Cluster:
+        """The cluster at hand for `sl.Sim`: links as measured now, cores from Ray, with so many learners (one for each core).
+
+        `costs` says what computing and folding take (such as `calibrate`'s); `keep` makes it `Cluster.named("this-cluster")`.
+        """
+        if learners is not None:
+            check_whole("learners", learners)
+        cluster = self._attach(os.cpu_count() or 1)
+        try:
+            nodes, secret = chosen_nodes(cluster.nodes(), self._nodes), Secret.new()
+            with contextlib.closing(self._echoes(nodes[1:], secret)) as echoes:
+                ways = [
+                    measure_way(echoes.address(node), secret, here=nodes[0], there=node) for node in nodes[1:]
+                ]
+        finally:
+            cluster.close()
+        found = measured(nodes, ways, costs, learners=learners, most=self._most, servers_alone=self._alone)
+        if keep:
+            keep_cluster(found)
+        return found
+
+    def _echoes(self, nodes: list[Node], secret: Secret) -> Echoes:
+        return Echoes(nodes, secret)
 
     def _attach(self, cores: int) -> RayCluster:
         load_ray()

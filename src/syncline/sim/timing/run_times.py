@@ -135,7 +135,7 @@ def time_run(
             epochs=length.epochs,
         ),
     )
-    _check_script(script or Script(()), spec)
+    _check_script(script or Script(()), spec, cluster)
     with calm_collector(max(YOUNG, OBJECTS * learners)):  # no tensors: what waits for it is small
         world = SizedSimulation(spec, cluster, script=script, seed=seed)
         world.on_update = on_update
@@ -152,10 +152,13 @@ def time_run(
     return _timing(world, outcome)
 
 
-def _check_script(script: Script, spec: RunSpec) -> None:
-    check_script(script, spec)
+def _check_script(script: Script, spec: RunSpec, cluster: Cluster) -> None:
+    check_script(script, spec, cluster)
+    homes = {cluster.machine_of_shard(shard) for shard in range(spec.plan.topology.shards)}
     for fault in script.faults:
-        if fault.action == "kill" and fault.role == "shard":
+        if fault.action == "kill" and (
+            fault.role == "shard" or (fault.role == "node" and fault.rank in homes)
+        ):
             raise UsageError(
                 f"script, '{fault.text}': a timing has no checkpoints to go back to; pause the shard, or run with gradients"
             )

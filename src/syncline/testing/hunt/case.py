@@ -155,7 +155,7 @@ def random_case(seed: int, sync: str, *, learners: int | None = None, shards: in
         clip=draw.random() < 0.1,
         cluster=_random_cluster(draw),
     )
-    return replace(case, script="; ".join(_random_script(draw, case)))
+    return _with_nodes(replace(case, script="; ".join(_random_script(draw, case))))
 
 
 def _least_learners(sync: str) -> int:
@@ -205,6 +205,33 @@ def _random_fault(draw: random.Random, case: Case) -> str:
     if kind.endswith("shard"):
         rank = draw.randrange(case.shards)
     return f"{kind} {rank} for {length} s" if kind.startswith("pause") else f"{kind} {rank}"
+
+
+def _with_nodes(case: Case) -> Case:
+    """Some have their shards on the first of several nodes, messages that take longer at random, and nodes that die or cannot be reached."""
+    draw = random.Random(f"{case.seed}/{case.sync}/nodes")
+    if draw.random() < 0.6:
+        return case
+    each, delay = draw.choice((1, 2)), draw.choice((0, 0.01, 0.3))
+    parts = f"beside=true,shards_per_machine=all,learners_per_machine={each},delay={delay}"
+    last = (case.learners - 1) // each
+    faults = [
+        f"{_node_fault(draw, case, last)} at {_random_moment(draw, case)}"
+        for _ in range(draw.choice((1, 1, 2)))
+    ]
+    return replace(
+        case, cluster=f"{case.cluster},{parts}", script="; ".join([*filter(None, [case.script]), *faults])
+    )
+
+
+def _node_fault(draw: random.Random, case: Case, last: int) -> str:
+    length = draw.choice((0.05, 0.5, 3, 9))
+    kind = draw.choice(("kill node", "kill node", "pause node", "cut link", "cut link"))
+    first = 0 if kind == "pause node" or case.checkpoint_every is not None else 1  # the first has the shards
+    node = draw.randint(first, max(first, last))
+    if kind == "cut link":
+        return f"cut link 0-{max(1, node)} for {length} s"
+    return f"{kind} {node} for {length} s" if kind == "pause node" else f"{kind} {node}"
 
 
 def _fits(dial: str, learners: int) -> bool:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from syncline.cluster.record import Cluster
 from syncline.dial import Course
 from syncline.engines.fault_script import parse_script
 from syncline.engines.run import Outcome, RunSpec, Storage, Task
@@ -85,10 +86,10 @@ def _kind(text: str) -> str:
 def _asked_for(case: Case, text: str) -> bool:
     """The script kills everybody, or the same shard again and again."""
     kills = [fault for fault in parse_script(case.script) if fault.action == "kill"]
-    learners = sum(fault.role == "learner" for fault in kills)
-    return (BOUNDED[0] in text and learners >= case.learners) or (
-        BOUNDED[1] in text and len(kills) - learners > 3
-    )
+    crowd = Cluster.parse(case.cluster).learners_per_machine or case.learners
+    learners = sum({"learner": 1, "node": crowd}.get(fault.role, 0) for fault in kills)
+    shards = sum(fault.role != "learner" for fault in kills)
+    return (BOUNDED[0] in text and learners >= case.learners) or (BOUNDED[1] in text and shards > 3)
 
 
 def run(case: Case, *, check: bool = True) -> Outcome:

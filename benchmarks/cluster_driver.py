@@ -1,0 +1,69 @@
+"""The driver of `bench_cluster`, on the first node: takes orders as lines of JSON, runs each on the Ray cluster, answers with a line.
+
+    {"contender": "softsync:1", "dims": [784, 512, 10], "batch_size": 64, "seconds": 3, "workers": 2}
+
+`workers` are those of each node. Ray's words and the learners' go to standard error.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict
+from typing import Any
+
+import ray
+import torch
+
+import syncline as sl
+from benchmarks import cluster_learner
+from benchmarks.cluster_learner import Pace
+from benchmarks.peers import ray_server
+
+LOCKSTEP = ("hardsync", "delayed")
+
+
+def run(contender: str, dims: list[int], batch_size: int, seconds: float, workers: int) -> dict[str, float]:
+    if contender in ray_server.WAYS:
+        return asdict(ray_server.run(tuple(dims), batch_size, workers, seconds, way=contender))
+    result = sl.launch(
+        cluster_learner.ours,
+        tuple(dims),
+        batch_size,
+        seconds,
+        not contender.startswith(LOCKSTEP),
+        learners=2 * workers,
+        sync=contender,
+        threads=1,
+        engine=sl.Ray(nodes=2, learners_per_node=workers),
+    )
+    return asdict(together(result.returned))
+
+
+def together(paces: list[Pace]) -> Pace:
+    """All gradients; the link as the first worker's node saw it."""
+    return Pace(sum(each.rate for each in paces), paces[0].sent, paces[0].received)
+
+
+def answer(line: str) -> dict[str, Any]:
+    try:
+        return {"answer": run(**json.loads(line))}
+    except Exception:
+        return {"failed": traceback.format_exc()}
+
+
+def main() -> None:
+    with os.fdopen(os.dup(1), "w") as said:
+        os.dup2(2, 1)
+        torch.set_num_threads(1)
+        ray.init(address="auto", logging_level="ERROR")
+        for line in sys.stdin:
+            said.write(json.dumps(answer(line)) + "\n")
+            said.flush()
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
