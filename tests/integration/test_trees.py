@@ -29,10 +29,17 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.squeeze(1) - target).square().mean()
 
 
-def unhurried(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Slow enough for faults to come in time."""
-    time.sleep(0.002)
-    return loss(model(batch[0]), batch[1])
+class Gated:
+    """An objective that waits after some batches, until the faults have been played."""
+
+    def __init__(self, gate: Path) -> None:
+        self.gate, self._calls = gate, 0
+
+    def __call__(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        self._calls += 1
+        while self._calls > 15 and not self.gate.exists():
+            time.sleep(0.005)
+        return loss(model(batch[0]), batch[1])
 
 
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -182,13 +189,16 @@ def test_random_jobs_with_faults_keep_every_account(sync: str, seed: int) -> Non
 def in_processes(topology: str, sync: str, script: str = "", **given: object) -> sl.Result:
     """Four learners; a run that hangs is stopped and fails."""
     options: dict = {"learners": 4, "engine": "local", "threads": 1, "wait": False} | given
-    handle = run(topology, sync, **options)
-    faults = Faults(script).play(handle) if script else None
-    result = handle.wait(PATIENCE)
-    if faults is not None:
-        faults.join()
-        assert not faults.missed
-    return result
+    if not script:
+        return run(topology, sync, **options).wait(PATIENCE)
+    with tempfile.TemporaryDirectory() as folder:
+        gated = Gated(Path(folder) / "gate")
+        handle = run(topology, sync, objective=gated, epochs=3, **options)
+        faults, began = Faults(script).play(handle), time.monotonic()
+        while len(faults.played) < len(faults.faults) and time.monotonic() - began < PATIENCE:
+            time.sleep(0.005)
+        gated.gate.touch()
+        return handle.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("topology, learners, nodes", [
@@ -226,9 +236,8 @@ def test_in_processes_too_every_gradient_counts_once_with_its_staleness(sync: st
 @pytest.mark.parametrize("sync", ["hardsync", "softsync:1"])
 def test_learners_and_nodes_are_killed_and_every_example_counts_once(sync: str, script: str) -> None:
     learners = 7 if "node 5" in script else 4
-    given = {"objective": unhurried, "on_error": "continue", "epochs": 5, "learners": learners}
-    result = in_processes("tree:2,servers=2", sync, script, **given)
-    assert result.statistics.tables[0].examples == 5 * 190
+    result = in_processes("tree:2,servers=2", sync, script, learners=learners, on_error="continue")
+    assert result.statistics.tables[0].examples == 3 * 190
     assert result.dropped == 0 and result.staleness.gradients == result.gradients
     moved = [event.what for event in result.events if event.kind == "node lost"]
     assert len(moved) == script.count("kill node")
@@ -260,9 +269,8 @@ def test_a_dial_that_a_tree_cannot_follow_is_refused_while_it_runs() -> None:
     "script", ["kill shard 0 at version 8", "kill node 0 at version 1; kill node 1 at version 2"]
 )
 def test_a_lost_shard_and_the_loss_of_all_leaves_go_back_to_a_checkpoint(script: str, tmp_path: Path) -> None:
-    given = {"objective": unhurried, "run_dir": tmp_path, "checkpoint_every": 3, "epochs": 5}
-    result = in_processes("tree:2,servers=2", "hardsync", script, **given)
-    assert result.statistics.tables[0].examples == 5 * 190
+    result = in_processes("tree:2,servers=2", "hardsync", script, run_dir=tmp_path, checkpoint_every=3)
+    assert result.statistics.tables[0].examples == 3 * 190
     assert [event.kind for event in result.events if event.kind != "checkpoint"][-2:] == [
         "shard lost",
         "recovered",
@@ -272,7 +280,7 @@ def test_a_lost_shard_and_the_loss_of_all_leaves_go_back_to_a_checkpoint(script:
 def test_the_last_leaf_without_a_checkpoint_ends_the_run() -> None:
     script = "kill node 0 at version 2; kill node 1 at version 4"
     with pytest.raises(LostError, match=r"the last leaf, node 1 .* give run_dir= and checkpoint_every="):
-        in_processes("tree:2", "async", script, objective=unhurried, epochs=5)
+        in_processes("tree:2", "async", script)
 
 
 def test_a_run_over_processes_resumes_to_the_bits_of_one_that_went_on(tmp_path: Path) -> None:

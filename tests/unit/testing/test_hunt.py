@@ -45,6 +45,7 @@ def test_all_loops_policies_and_faults_are_drawn() -> None:
     for words in (
         "kill learner",
         "kill shard",
+        "kill node",
         "pause learner",
         "pause shard",
         "add",
@@ -58,6 +59,7 @@ def test_all_loops_policies_and_faults_are_drawn() -> None:
         assert words in scripts
     assert any("delay=0.3" in case.cluster for case in cases)
     assert any(case.warmstart for case in cases) and any(case.steps for case in cases)
+    assert {case.fan_in for case in cases} == {0, 2, 3}
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -155,7 +155,29 @@ def random_case(seed: int, sync: str, *, learners: int | None = None, shards: in
         clip=draw.random() < 0.1,
         cluster=_random_cluster(draw),
     )
-    return _with_nodes(replace(case, script="; ".join(_random_script(draw, case))))
+    case = replace(case, script="; ".join(_random_script(draw, case)))
+    planted = random.Random(f"{seed}/{sync}/tree")  # its own: the others stay the same
+    return _over_a_tree(case, planted) if planted.random() < 0.2 and _on_sums(sync) else _with_nodes(case)
+
+
+def _on_sums(sync: str) -> bool:
+    """A tree can follow it, and its learners do not step by themselves."""
+    course = Course.of(sync)
+    try:
+        Trees(fan_in=2).check(course, Faults(), clip_norm=None, warm=0)
+    except UsageError:
+        return False
+    return not any(dial.local for _, dial in course.dials)
+
+
+def _over_a_tree(case: Case, draw: random.Random) -> Case:
+    """With faults of its nodes among the others."""
+    lines = [line for line in case.script.split("; ") if line]
+    lines = [line for line in lines if "change to" not in line or _on_sums(line.split()[2])]
+    for _ in range(draw.choice((0, 1, 1, 2, 3))):
+        line = f"kill node {draw.randrange(3)} at {_random_moment(draw, case)}"
+        lines.insert(draw.randrange(len(lines) + 1), line)
+    return replace(case, fan_in=draw.choice((2, 2, 3)), script="; ".join(lines))
 
 
 def _least_learners(sync: str) -> int:

@@ -39,6 +39,7 @@ WIDTH = 70  # parameters of a layer: two shards' worth of the smallest cut
 BOUNDED = (
     "all learners are lost",
     "times without a checkpoint in between",
+    "the last leaf of the tree was killed",
 )  # ends that scripts may bring about
 
 
@@ -84,12 +85,16 @@ def _kind(text: str) -> str:
 
 
 def _asked_for(case: Case, text: str) -> bool:
-    """The script kills everybody, or the same shard again and again."""
+    """The script kills everybody, the same shard again and again, or all leaves where there is no checkpoint."""
     kills = [fault for fault in parse_script(case.script) if fault.action == "kill"]
-    crowd = Cluster.parse(case.cluster).learners_per_machine or case.learners
+    crowd = 0 if case.fan_in else Cluster.parse(case.cluster).learners_per_machine or case.learners
     learners = sum({"learner": 1, "node": crowd}.get(fault.role, 0) for fault in kills)
     shards = sum(fault.role != "learner" for fault in kills)
-    return (BOUNDED[0] in text and learners >= case.learners) or (BOUNDED[1] in text and shards > 3)
+    return (
+        (BOUNDED[0] in text and learners >= case.learners)
+        or (BOUNDED[1] in text and shards > 3)
+        or (BOUNDED[2] in text and case.fan_in > 0 and case.checkpoint_every is None)
+    )
 
 
 def run(case: Case, *, check: bool = True) -> Outcome:

@@ -25,6 +25,7 @@ PLAIN: dict[str, Any] = {
     "steps": None,
     "loop": "own",
     "shards": 1,
+    "fan_in": 0,
 }
 SIZES = {"epochs": 1, "learners": 1, "examples": 1, "batch_size": 1, "shards": 1, "warmstart": 0}
 
