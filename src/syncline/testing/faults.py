@@ -32,10 +32,8 @@ class Faults:
 
     def play(self, run: Run) -> Faults:
         """Begin; returns at once. Ends with the run."""
-        if missing := [fault.text for fault in self.faults if fault.role in ("node", "link")]:
-            raise UsageError(
-                f"'{missing[0]}': nodes and links are those of simulated runs; kill the agent of a real one"
-            )
+        if cut := [fault.text for fault in self.faults if fault.action == "cut"]:
+            raise UsageError(f"'{cut[0]}': links are cut in simulated runs only; leave it out")
         if not run.statistics().processes:
             raise UsageError("faults are played on runs of real processes: use engine='local'")
         self._thread = threading.Thread(target=self._play, args=(run,), name="syncline-faults", daemon=True)
