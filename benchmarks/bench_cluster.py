@@ -1,12 +1,13 @@
 """How many gradients per second does a cluster of two nodes fold, against DDP over Gloo and a parameter server of Ray actors?
 
     python -m benchmarks.bench_cluster [--rates unlimited,1000] [--sizes 1,2,3] [--workers 2] [--repeats 3] [--seconds 5]
-        [--contenders hardsync,softsync:1,async,delayed:1,ddp,actors,actors-sync] [--json FILE] [--quick]
+        [--contenders hardsync,softsync:1,async,delayed:1,ddp,actors,actors-sync] [--json FILE] [--predict] [--quick]
 
 Two network namespaces joined by a link, as fast as it is or held to so many Mbit/s (tc's token bucket), a Ray node in each,
 so many workers on each, half of the cores for each; the shards, or the actor that serves, are on the first. Sizes are those of bench_throughput: 0.4 M,
 14 M, 38 M parameters. All contenders of a row run in turn, repeated; the table shows medians and the ratios of medians. `link` is the
-share of the link's rate that the busier direction used, as its counters say. Needs root and iproute2; says so and ends where it cannot be.
+share of the link's rate that the busier direction used, as its counters say. With --predict the simulator says for each of ours what it
+would come to, from one learner and the link. Needs root and iproute2; says so and ends where it cannot be.
 Leave the machine alone meanwhile.
 """
 
@@ -49,6 +50,11 @@ class Bench:
         order = {"contender": contender, "dims": dims, "batch_size": batch_size, "seconds": seconds}
         limit = START_S + 10 * (seconds + LONG_STEP_S)
         return Pace(**self._nodes.ask({**order, "workers": self._workers}, limit))
+
+    def predict(self, sync: str, dims: tuple[int, ...], batch_size: int) -> float:
+        order = {"contender": sync, "dims": dims, "batch_size": batch_size, "seconds": 0.0}
+        limit = START_S + 60 * LONG_STEP_S
+        return float(self._nodes.ask({**order, "workers": self._workers, "predict": True}, limit)["rate"])
 
     def _ddp(self, dims: tuple[int, ...], batch_size: int, seconds: float) -> Pace:
         self._count += 1
@@ -103,6 +109,9 @@ def lines(row: Mapping[str, Any]) -> list[str]:
         spread = f"{min(values):.1f}..{max(values):.1f}"
         used = link_share(row["paces"][name], row["mbit"])
         share = "" if used is None else f"{100 * used:.0f} %"
+        if name in row["predicted"]:
+            said = row["predicted"][name]
+            ratios.append(f"predicted {said:.1f} ({100 * (said / median[name] - 1):+.0f} %)")
         found.append(f"  {name:<12}{median[name]:>9.1f}{spread:>18}{share:>8}   {', '.join(ratios)}")
     return found
 
@@ -140,7 +149,8 @@ def rows_on(bench: Bench, mbit: float | None, given: argparse.Namespace) -> None
         )
         row = {"dims": dims, "batch_size": batch_size, "mbit": mbit, "workers": given.workers}
         row |= {"paces": {name: [vars(pace) for pace in found] for name, found in paces.items()}}
-        row |= {"failed": failed}
+        ours = [name for name in paces if name not in PEERS and given.predict]
+        row |= {"failed": failed, "predicted": {name: bench.predict(name, dims, batch_size) for name in ours}}
         show(row)
         if given.json:
             keep(given.json, head, row)
@@ -157,6 +167,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--json", type=Path, help="also add all figures to this file")
+    parser.add_argument(
+        "--predict", action="store_true", help="also what the simulator says; about a minute each"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, once: does it run at all?")
     given = parser.parse_args(words)
     if given.quick:

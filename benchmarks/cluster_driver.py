@@ -2,10 +2,12 @@
 
     {"contender": "softsync:1", "dims": [784, 512, 10], "batch_size": 64, "seconds": 3, "workers": 2}
 
-`workers` are those of each node. Ray's words and the learners' go to standard error.
+`workers` are those of each node. With "predict": true nothing is run on the other node but its link measured: the answer's rate is what
+the simulator says. Ray's words and the learners' go to standard error.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -20,11 +22,17 @@ import syncline as sl
 from benchmarks import cluster_learner
 from benchmarks.cluster_learner import Pace
 from benchmarks.peers import ray_server
+from benchmarks.workload import make_optimizer
+from tools.calibration.calibrate import calibrate, perceptron, table_shards
 
 LOCKSTEP = ("hardsync", "delayed")
 
 
-def run(contender: str, dims: list[int], batch_size: int, seconds: float, workers: int) -> dict[str, float]:
+def run(
+    contender: str, dims: list[int], batch_size: int, seconds: float, workers: int, predict: bool = False
+) -> dict[str, float]:
+    if predict:
+        return asdict(predicted(tuple(dims), batch_size, workers, sync=contender))
     if contender in ray_server.WAYS:
         return asdict(ray_server.run(tuple(dims), batch_size, workers, seconds, way=contender))
     result = sl.launch(
@@ -39,6 +47,24 @@ def run(contender: str, dims: list[int], batch_size: int, seconds: float, worker
         engine=sl.Ray(nodes=2, learners_per_node=workers),
     )
     return asdict(together(result.returned))
+
+
+def predicted(dims: tuple[int, ...], batch_size: int, workers: int, *, sync: str) -> Pace:
+    """One learner here and the link, measured; all others simulated."""
+    work = dataclasses.replace(perceptron(dims, batch_size), optimizer=make_optimizer)
+    costs = calibrate(work, learners=workers, sync=sync)
+    cluster = sl.Ray(nodes=2, learners_per_node=workers).measure(costs, learners=2 * workers)
+    numbers = sum(value.numel() for value in work.model().parameters())
+    timing = sl.Sim(cluster).timing(
+        parameters=numbers,
+        examples=100 * batch_size,
+        learners=2 * workers,
+        batch_size=batch_size,
+        sync=sync,
+        shards=table_shards(work, 2 * workers, sync),
+        epochs=1,
+    )
+    return Pace(timing.gradients / timing.seconds, 0.0, 0.0)
 
 
 def together(paces: list[Pace]) -> Pace:

@@ -57,8 +57,8 @@ def called(made: link.Link) -> dict[str, Any]:
 def test_lockstep_over_a_slow_link_gives_the_bits_of_local(found: dict[str, Any], sync: str) -> None:
     told = found[f"train {sync}"]
     assert told["same"] and told["examples"] == EPOCHS * EXAMPLES
-    elsewhere = told["gradients"] // 2  # of the two learners behind the link: a gradient up, a version down
-    assert told["moved"] > 2 * elsewhere * NUMBERS * 4
+    elsewhere = told["gradients"] // 2  # of the two learners behind the link
+    assert told["moved"] > elsewhere * NUMBERS * 4
 
 
 @pytest.mark.parametrize("sync", FREE)

@@ -83,6 +83,19 @@ def test_late_messages_change_times_and_in_lockstep_no_bits() -> None:
     assert not same(free[0].state_dict(), run(sync="async").state_dict())  # gradients come in another order
 
 
+@pytest.mark.parametrize("sync", ["hardsync", "async"])
+def test_a_run_on_such_nodes_goes_on_from_any_checkpoint_to_the_same_end(sync: str, tmp_path: Path) -> None:
+    """A cut that a checkpoint falls into ends with it, in the run that goes on and in the one that is resumed."""
+    script, late = "cut link 0-1 for 3 s at 4 s; kill node 2 at 7 s", replace(NODES, delay=0.3)
+    options: dict[str, Any] = {"sync": sync, "checkpoint_every": 3, "keep_checkpoints": 100}
+    whole = run(script, late, run_dir=tmp_path / "whole", **options)
+    places = sorted((tmp_path / "whole" / "checkpoints").iterdir())[:-1]
+    assert len(places) > 2
+    for place in (places[0], places[1], places[-1]):
+        resumed = run(script, late, run_dir=tmp_path / place.name, resume=place, **options)
+        assert same(resumed.state_dict(), whole.state_dict()) and resumed.seconds == whole.seconds
+
+
 @pytest.mark.parametrize(
     ("script", "options", "words"),
     [

@@ -17,7 +17,15 @@ from benchmarks.peers.team import PeerError
 
 def row(mbit: float | None = 1000.0, **rates: list[float]) -> dict[str, Any]:
     paces = {name: [vars(Pace(rate, 50e6, 100e6)) for rate in values] for name, values in rates.items()}
-    return {"dims": [784, 10], "batch_size": 4, "mbit": mbit, "workers": 2, "paces": paces, "failed": {}}
+    return {
+        "dims": [784, 10],
+        "batch_size": 4,
+        "mbit": mbit,
+        "workers": 2,
+        "paces": paces,
+        "failed": {},
+        "predicted": {},
+    }
 
 
 def test_ratios_are_those_of_medians() -> None:
@@ -25,6 +33,11 @@ def test_ratios_are_those_of_medians() -> None:
     assert "20.0" in ours and "10.0..30.0" in ours and "0.50x ddp, 4.44x actors" in ours
     assert "80 %" in ours  # 100 MB of 125 a second, in the busier direction
     assert "x" not in ddp and "x" not in actors
+
+
+def test_a_prediction_is_shown_with_its_error() -> None:
+    (told,) = lines({**row(hardsync=[20.0]), "predicted": {"hardsync": 25.0}})
+    assert "predicted 25.0 (+25 %)" in told
 
 
 def test_an_unlimited_link_has_no_share() -> None:

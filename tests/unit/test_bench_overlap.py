@@ -167,6 +167,16 @@ def test_a_link_is_gone_afterwards() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize(("mbit", "shaped"), [(10.0, True), (None, False)])
+def test_only_a_link_with_a_rate_is_shaped(mbit: float | None, shaped: bool) -> None:
+    if not possible():
+        pytest.skip("making network namespaces needs root and iproute2")
+    with link.Link(mbit) as made:
+        for namespace in made.namespaces:
+            command = ["tc", "-n", namespace, "qdisc", "show", "dev", link.INTERFACE]
+            assert ("tbf" in subprocess.run(command, capture_output=True, text=True).stdout) == shaped
+
+
 def test_a_quick_run_without_a_link(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     command = [sys.executable, "-m", "benchmarks.bench_overlap", "--quick", "--json", str(file)]
