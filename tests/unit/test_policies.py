@@ -40,7 +40,7 @@ ROLE_ROOMS = {"learn", "roles"}
 MOST_PUBLIC_NAMES = 22  # three of them are batch methods
 MOST_LINES = 600
 MOST_PORT_METHODS = 30  # over all ports
-MOST_SOURCE_LINES = 60_700  # whoever needs more raises it, with the reason in the same commit
+MOST_SOURCE_LINES = 60_800  # whoever needs more raises it, with the reason in the same commit
 
 FILES = sorted(SOURCE.rglob("*.py"))
 per_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
@@ -212,5 +212,6 @@ def abstract_methods(tree: ast.Module) -> list[str]:
 
 
 def test_the_seam_stays_small() -> None:
-    methods = abstract_methods(parse(SOURCE / "ports.py"))
+    ports = SOURCE / "ports.py", SOURCE / "table" / "memory.py"
+    methods = [name for file in ports for name in abstract_methods(parse(file))]
     assert len(methods) <= MOST_PORT_METHODS, f"{len(methods)} methods: {methods}"

@@ -67,6 +67,7 @@ class Case:
     clip: bool = False
     cluster: str = "equal"
     fan_in: int = 0  # of a tree; 0: flat servers
+    late: bool = False  # bulk comes after its note, late, or never because its sender died
 
     def __post_init__(self) -> None:
         for name, known in (("loop", LOOPS), ("policy", POLICIES)):
@@ -155,7 +156,8 @@ def random_case(seed: int, sync: str, *, learners: int | None = None, shards: in
         clip=draw.random() < 0.1,
         cluster=_random_cluster(draw),
     )
-    return replace(case, script="; ".join(_random_script(draw, case)))
+    case = replace(case, script="; ".join(_random_script(draw, case)))
+    return replace(case, late=draw.random() < 0.5)
 
 
 def _least_learners(sync: str) -> int:
