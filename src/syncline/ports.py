@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from syncline.messages.log import Entry, Fold, Take
+    from syncline.messages.to_coordinator import Initialised
     from syncline.messages.to_leader import Gradient, Put, ToLeader
-    from syncline.messages.to_learners import Call, Opened, Renewed, Stop
+    from syncline.messages.to_learners import Call, Initialise, Opened, Renewed, Stop
     from syncline.messages.to_nodes import ToNodes
 
 Slot = Any
@@ -50,6 +51,7 @@ class Portion(NamedTuple):
     end: int = 0
 
 
+FIRST_VALUES = 0  # the ticket of the draft with a table's first values
 # The number of portions outside the count: the answer to joining (its epoch is the first to ask for) and the
 # answer to CLOSE (its start is the number of portions given so far).
 OUTSIDE = -1
@@ -66,11 +68,12 @@ class Reading(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """Where a learner puts what it publishes: one tensor per parameter, one per buffer."""
+    """Where a learner puts what it publishes: one tensor per parameter, one per buffer; of first values the other tensors too."""
 
     gradients: list[Tensor]
     buffers: list[Tensor]
     place: Any  # the engine's own
+    others: Sequence[Tensor] = ()
 
 
 class TablePort(ABC):
@@ -86,9 +89,16 @@ class TablePort(ABC):
 
     @abstractmethod
     def publish(
-        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+        self,
+        draft: Draft,
+        message: Gradient | Put | Initialised,
+        options: bytes = b"",
+        present: Sequence[bool] = (),
     ) -> None:
-        """With the group options as text and, where the gradient is not full, which parameters have one."""
+        """With the group options as text and, where the gradient is not full, which parameters have one.
+
+        First values only go there: the learner says `Initialised` to the coordinator afterwards.
+        """
 
     @abstractmethod
     def wait(self, number: int, *, block: bool = True) -> Reading | None:
@@ -172,12 +182,8 @@ class LearnerPort(LearnerEnd):
         """The portion of that number, if it is there; waits for it with `block`."""
 
     @abstractmethod
-    def open(self, opened: Opened) -> TablePort:
-        """The learner's end of the table that the coordinator's answer describes."""
-
-    @abstractmethod
-    def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Where to write a new table's first parameters, buffers and other tensors."""
+    def open(self, opened: Opened | Initialise) -> TablePort:
+        """The learner's end of the table that the coordinator's answer describes; one to initialise takes only first values."""
 
 
 class ServerPort(Worker, Saver):
@@ -192,7 +198,7 @@ class ServerPort(Worker, Saver):
 
     @abstractmethod
     def memory(self, table: int) -> VersionMemory:
-        """For this shard's part; the first place has the values to begin with."""
+        """For this shard's part."""
 
     @abstractmethod
     def receive(self, table: int, learner: int, number: int) -> Slot:

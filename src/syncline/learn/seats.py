@@ -24,7 +24,7 @@ from syncline.learn.server_session import ServerSession, shards_for
 from syncline.learn.session import Factory
 from syncline.messages.to_leader import Gradient, Put, ToLeader
 from syncline.parallel.module import Part, Partitioned
-from syncline.parallel.seats import Targets, Windows
+from syncline.parallel.seats import Windows
 from syncline.ports import Computing, Draft, LearnerPort, Portion, Reading, Reset, Serving, TablePort
 from syncline.roles.run_plan import Seat
 from syncline.table.layout import Flat, Layout, Tensors
@@ -67,7 +67,11 @@ class SharedTable(Protocol):
     def at(self, place: int) -> Draft: ...
     def draft(self, *, block: bool = True) -> Draft | None: ...
     def publish(
-        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+        self,
+        draft: Draft,
+        message: Gradient | Put | m.Initialised,
+        options: bytes = b"",
+        present: Sequence[bool] = (),
     ) -> None: ...
     def wait(self, number: int, *, block: bool = True) -> Reading | None: ...
     def copy(self, reading: Reading, into: list[Tensor]) -> int | None: ...
@@ -81,7 +85,6 @@ class SeatPort(LearnerPort):
         self.learner, self.rank = port.learner, port.rank
         self._port, self.line, self.leads = port, line, line.seat == 0
         self.windows: list[Shares] = []  # by table
-        self._first: list[Targets] = []  # a new table's first values, until they are written
 
     def told(self, what: str, action: Callable[[], Any]) -> Any:
         """The first seat's answer, or what it raised, in every seat."""
@@ -137,11 +140,6 @@ class SeatPort(LearnerPort):
             self._port.tell(message)
 
     def ask(self, message: Any) -> Any:
-        if isinstance(message, m.Initialised):
-            for targets in self._first:
-                targets.flush()
-            self._first = []
-            self.gather(b"")
         answer = self.told(type(message).__name__, lambda: self._asked(message))
         if isinstance(answer, m.Rejoined):
             return replace(answer, tables=[self._own(each) for each in answer.tables])
@@ -167,16 +165,9 @@ class SeatPort(LearnerPort):
         found: Portion | None = self.told(what, lambda: self._port.portion(loader, index, block=block))
         return found
 
-    def open(self, opened: m.Opened) -> SeatTable:
+    def open(self, opened: m.Opened | m.Initialise) -> SeatTable:
         whole: Any = self._port.open(opened)
         return SeatTable(whole, self.windows[opened.table], self)
-
-    def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        wholes, shares = self._port.first_values(handle, layout), self.windows[-1]
-        kinds = (shares.parameters, shares.buffers, shares.others)
-        self._first = [windows.targets(whole) for windows, whole in zip(kinds, wholes, strict=True)]
-        parameters, buffers, others = (targets.tensors for targets in self._first)
-        return parameters, buffers, others
 
     def stopping(self) -> bool:
         return bool(self.told("stopping", self._port.stopping))
@@ -201,7 +192,9 @@ class SeatDraft:
         self.whole = draft
         self._gradients = shares.parameters.targets(draft.gradients)
         self._buffers = shares.buffers.targets(draft.buffers)
-        self.own = Draft(self._gradients.tensors, self._buffers.tensors, draft.place)
+        self._others = shares.others.targets(draft.others) if draft.others else None
+        others = self._others.tensors if self._others is not None else ()
+        self.own = Draft(self._gradients.tensors, self._buffers.tensors, draft.place, others)
 
     def flush(self, present: Sequence[bool]) -> bytes:
         """All is written; which parameters have a gradient here, if not all."""
@@ -210,6 +203,8 @@ class SeatDraft:
                 gradient.zero_()
         self._gradients.flush()
         self._buffers.flush()
+        if self._others is not None:
+            self._others.flush()
         return bytes(present)
 
 
@@ -245,7 +240,11 @@ class SeatTable(TablePort):
         return None if draft is None else draft.place
 
     def publish(
-        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+        self,
+        draft: Draft,
+        message: Gradient | Put | m.Initialised,
+        options: bytes = b"",
+        present: Sequence[bool] = (),
     ) -> None:
         """When all seats have written."""
         held = self._drafts[draft.place]

@@ -30,7 +30,7 @@ from syncline.learn.stream_loader import StreamLoader
 from syncline.learn.usage_warnings import Watch
 from syncline.messages import to_leader as say
 from syncline.messages.to_leader import NO_LOADER
-from syncline.ports import LearnerPort, Reset
+from syncline.ports import LearnerPort, Reset, TablePort
 from syncline.roles.means import brought, like
 from syncline.roles.run_plan import Seat
 from syncline.table.layout import Layout, Tensors, lay_out
@@ -179,11 +179,9 @@ class ServerSession(Session):
         number = len(self._tables)
         answer = self._request(m.Open(number, layout))
         if isinstance(answer, m.Initialise):
-            values = self.port.first_values(answer.handle, layout)
-            copy_all(values[0], [parameter.detach() for parameter in tensors.parameters])
-            copy_all(values[1], tensors.buffers)
-            copy_all(values[2], tensors.others)
-            answer = self._ask(m.Initialised(number, self._template(inner, layout)))
+            note = m.Initialised(number, self._template(inner, layout))
+            publish_first(self.port.open(answer), note, tensors)
+            answer = self._ask(note)
         end = self.port.open(answer)
         copy_all(tensors.buffers, end.buffers)
         copy_all(tensors.others, end.others)
@@ -531,6 +529,16 @@ def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
+
+
+def publish_first(end: TablePort, note: m.Initialised, tensors: Tensors) -> None:
+    """A new table's first values."""
+    draft = end.draft()
+    assert draft is not None
+    copy_all(draft.gradients, [parameter.detach() for parameter in tensors.parameters])
+    copy_all(draft.buffers, tensors.buffers)
+    copy_all(draft.others, tensors.others)
+    end.publish(draft, note)
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Initialised:
-    """It has written the first weights; answered by Opened."""
+    """It has published the first values; answered by Opened."""
 
     table: int
     template: OptimizerTemplate

@@ -12,11 +12,12 @@ from syncline.table.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Initialise:
-    """You are the lowest live rank: write the first weights."""
+    """You are the lowest live rank: publish the table's first values, then say `Initialised`."""
 
     table: int
     layout: Layout
     handle: Any = None  # the engine's own, and added by it
+    lane: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class JoinTable:
     learner: int
     rank: int
     buffers: list[Tensor] | None = None  # of a run that goes on
+    first: bool = False  # what it has published already are the table's first values
     lane: Any = None  # the engine's own, and added by it
 
 

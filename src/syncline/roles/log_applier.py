@@ -14,7 +14,7 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.messages import log
-from syncline.ports import Reading, ServerPort, Serving
+from syncline.ports import FIRST_VALUES, Reading, ServerPort, Serving
 from syncline.roles.restore import table_file
 from syncline.table.checkpoints import FIRST, CheckpointError
 from syncline.table.promised import PromisedPart
@@ -50,6 +50,7 @@ class LogApplier:
     def __init__(self, port: ServerPort) -> None:
         self._port = port
         self._shards: dict[int, Shard] = {}
+        self._makes: dict[int, m.MakeTable] = {}
         self._parts: dict[tuple[int, int, Any], SlotPart | PromisedPart] = {}  # (table, learner, slot)
         self._options: dict[tuple[int, int], _Told] = {}
         self._blobs: dict[tuple[int, int, int], m.LoadState] = {}
@@ -96,9 +97,19 @@ class LogApplier:
             version=make.account.version,
         )
         self._dial[make.table] = make.dial
-        if make.first:
-            name = table_file(make.table, self._port.shard)
-            self._port.save(FIRST, name, self._shards[make.table].first(), {})
+        self._makes[make.table] = make
+
+    def begin(self, join: m.JoinTable) -> None:
+        """What this learner has published are a table's first values, unless it goes on from a file."""
+        table, shard = join.table, self._shards.get(join.table)
+        if shard is None:
+            return
+        if self._makes[table].content is None:
+            slot = self._port.receive(table, join.learner, FIRST_VALUES)
+            shard.begin(slot.part(shard.part).segments)
+        self._port.release(table, join.learner, FIRST_VALUES, None)
+        if self._makes[table].first:
+            self._port.save(FIRST, table_file(table, self._port.shard), shard.first(), {})
 
     @property
     def settled(self) -> bool:

@@ -69,6 +69,11 @@ class ServerRole:
             self._replay.make_table(event)
             if self._leader:
                 self._leader.make_table(event)
+        elif kind is m.JoinTable:
+            if event.first:
+                self._replay.begin(event)
+            if self._leader:
+                self._leader.join_table(event)
         elif kind is m.Norms:
             self._replay.norms(event)
         elif kind is tuple:  # (learner, LoadState)
@@ -101,9 +106,7 @@ class ServerRole:
     def _lead(self, event: Any) -> None:
         assert self._leader is not None
         kind = type(event)
-        if kind is m.JoinTable:
-            self._leader.join_table(event)
-        elif kind is m.MakeLoader:
+        if kind is m.MakeLoader:
             self._leader.make_loader(event)
         elif kind is m.JoinLoader:
             self._leader.join_loader(event)

@@ -151,8 +151,9 @@ class TableRegistry:
             self._restored.check_optimizer(message.table, _name(message.template))
         table.template = message.template
         self._make(message.table, table)
-        for waiting in sorted(table.waiting, key=lambda waiting: self._live[waiting]):
-            self._join(message.table, table, waiting)
+        by_rank = sorted(table.waiting, key=lambda waiting: (waiting != learner, self._live[waiting]))
+        for waiting in by_rank:  # who has the first values before all others
+            self._join(message.table, table, waiting, first=waiting == learner)
         table.waiting.clear()
 
     def _make(self, number: int, table: Table) -> None:
@@ -197,14 +198,14 @@ class TableRegistry:
             number not in self.tables or not self.tables[number].made for number in self._restored.tables
         )
 
-    def _join(self, number: int, table: Table, learner: int) -> None:
-        self._room.reply(learner, self._opened(number, table, learner))
+    def _join(self, number: int, table: Table, learner: int, *, first: bool = False) -> None:
+        self._room.reply(learner, self._opened(number, table, learner, first=first))
 
-    def _opened(self, number: int, table: Table, learner: int) -> m.Opened:
+    def _opened(self, number: int, table: Table, learner: int, *, first: bool = False) -> m.Opened:
         rank = self._live[learner]
         personal = self._restored.learners.get(rank)
         buffers = personal.buffers.get(number) if personal else None
-        self._port.tell_shards(m.JoinTable(number, learner, rank, buffers))
+        self._port.tell_shards(m.JoinTable(number, learner, rank, buffers, first))
         return m.Opened(number, table.layout, personal)
 
     # -- loaders -----------------------------------------------------------------------------------------

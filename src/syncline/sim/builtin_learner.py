@@ -61,13 +61,13 @@ class Builtin(SimLearner):
         try:
             self.own = self._make_own()
             yield from self._life()
-            self.send(lambda: self._world.returned(self, None))
+            self.leave(lambda: self._world.returned(self, None))
         except InvariantError as error:
             self._world.fail(error)
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             failure = learner_error(self.rank, error, text)
-            self.send(lambda: self._world.raised(self, failure))
+            self.leave(lambda: self._world.raised(self, failure))
 
     def _resume(self) -> None:
         self.fiber.resume()

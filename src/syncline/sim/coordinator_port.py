@@ -31,8 +31,9 @@ class SimCoordinator(CoordinatorPort):
     def _with_own(self, learner: int, message: Any) -> Any:
         world = self._world
         if isinstance(message, m.Initialise):
-            world.tables.setdefault(message.table, world.make_table(message.layout))
-            return replace(message, handle=world.tables[message.table])
+            table = world.tables.setdefault(message.table, world.make_table(message.layout))
+            lane = world.lanes[message.table, learner] = world.make_lane(message.layout)
+            return replace(message, handle=table, lane=lane)
         if isinstance(message, m.Opened):
             return replace(
                 message, handle=world.tables[message.table], lane=world.lanes[message.table, learner]
@@ -45,7 +46,7 @@ class SimCoordinator(CoordinatorPort):
     def tell_shards(self, message: Any) -> None:
         if isinstance(message, m.MakeTable) and message.table == 0:
             self._world.version = message.account.version
-        elif isinstance(message, m.JoinTable):
+        elif isinstance(message, m.JoinTable) and not message.first:
             memory = self._world.tables[message.table]
             self._world.lanes[message.table, message.learner] = self._world.make_lane(memory.layout)
         elif isinstance(message, m.Dial):

@@ -22,6 +22,7 @@ from syncline.learn.randomness import pack_random
 from syncline.learn.server_session import ServerSession
 from syncline.messages.to_leader import Gradient, Put, ToLeader
 from syncline.ports import (
+    FIRST_VALUES,
     OUTSIDE,
     Computing,
     Draft,
@@ -35,8 +36,8 @@ from syncline.ports import (
 )
 from syncline.sim.clock import Action, ClockPause
 from syncline.sim.fibers import Fiber, Killed, make_fiber
-from syncline.sim.owned_memory import DRAFT, Drafts, Releases, SimTable, poison
-from syncline.table.layout import Layout
+from syncline.sim.late import Line
+from syncline.sim.owned_memory import DRAFT, Drafts, Releases, SimLane, SimTable, poison
 
 if TYPE_CHECKING:
     from syncline.sim.simulation import Simulation
@@ -58,6 +59,7 @@ class SimLearner(LearnerPort):
         "_copying",
         "_incoming",
         "_leader",
+        "_line",
         "_outbox",
         "_pace",
         "_steps",
@@ -94,6 +96,7 @@ class SimLearner(LearnerPort):
         self._answers: list[Any] = []
         self._called = False  # it is to ask why it waits
         self.waits_for: str | None = None
+        self._line: Line | None = None  # where bulk comes late
         self._computation = 0  # counts computations, for those that were cut off
         self.step = 0  # computations so far, those before a checkpoint included
         self._compute = self._communication = self._waiting = 0.0
@@ -116,7 +119,7 @@ class SimLearner(LearnerPort):
                 value = None
             finally:
                 session.close()
-            self.send(lambda: world.returned(self, value))
+            self.leave(lambda: world.returned(self, value))
         except Killed:
             return
         except InvariantError as error:
@@ -124,7 +127,7 @@ class SimLearner(LearnerPort):
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
             failure = learner_error(self.rank, error, text)
-            self.send(lambda: world.raised(self, failure))
+            self.leave(lambda: world.raised(self, failure))
 
     def start(self) -> None:
         """Begin (from the scheduler)."""
@@ -146,6 +149,8 @@ class SimLearner(LearnerPort):
     def kill(self) -> None:
         """It ends where it is; what it sent arrives (from the scheduler)."""
         self.dead = True
+        if self._line is not None:
+            self._arrival = max(self._arrival, self._line.end())
         self._world.machines.cancel(self.machine, self._computed)
         if not self.fiber.done:
             self._world.streams.enter(self.learner)
@@ -255,6 +260,36 @@ class SimLearner(LearnerPort):
                 lane.under_way[shard, message.number] = arrival
         self._send(action, world.first_machine, parts[0])
 
+    def leave(self, last: Action) -> None:
+        """Its last word to the coordinator, after all that it sent."""
+        self.send(partial(self._line.arrived, last) if self._line is not None else last)
+
+    def _in_order(self, message: ToLeader, arrive: Action) -> Action:
+        """What happens where the message arrives."""
+        world = self._world
+        if world.late is None or world.nodes:
+            return arrive
+        if self._line is None:
+            self._line = Line(world.clock, world.late)
+        return partial(self._noted, self._line, message, arrive)
+
+    def _noted(self, line: Line, message: ToLeader, arrive: Action) -> None:
+        if isinstance(message, BULK):
+            line.arrived(arrive, partial(self._bulk, message), self._parts_there(message))
+        else:
+            line.arrived(arrive)
+
+    def _parts_there(self, message: Gradient | Put) -> float:
+        lane = self._world.lanes.get((message.table, self.learner))
+        ways = lane.under_way if lane is not None else {}
+        return max((time for (_, number), time in ways.items() if number == message.number), default=0.0)
+
+    def _bulk(self, message: Gradient | Put) -> None:
+        """All parts are there."""
+        lane = self._world.lanes.get((message.table, self.learner))
+        if isinstance(lane, SimLane) and (sent := lane.coming.pop(message.number, None)) is not None:
+            lane.sent[lane.numbers.index(message.number)].memory.copy_(sent)
+
     def _send_to_leaf(self, message: Gradient) -> None:
         if self.stale:
             return
@@ -345,7 +380,7 @@ class SimLearner(LearnerPort):
         if world.watch is not None and not self.stale:
             world.watch.posted(self.learner, message)
         server = self._leader
-        arrive = partial(server.note, self, message)
+        arrive = self._in_order(message, partial(server.note, self, message))
         if not isinstance(message, BULK):
             self.send(arrive, server.machine)
             return
@@ -420,13 +455,8 @@ class SimLearner(LearnerPort):
     def tell(self, message: Any) -> None:
         self.send(lambda: self._world.coordinator.from_learner(self.learner, message))
 
-    def first_values(
-        self, handle: SimTable, layout: Layout
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        return layout.parameters.views(handle.weights), handle.buffers, handle.others
-
-    def open(self, opened: m.Opened) -> TwinTable:
-        if opened.personal is not None:
+    def open(self, opened: m.Opened | m.Initialise) -> TwinTable:
+        if isinstance(opened, m.Opened) and opened.personal is not None:
             self.step = max(self.step, opened.personal.steps)
         return TwinTable(self, opened, self._world)
 
@@ -440,8 +470,9 @@ class SimLearner(LearnerPort):
 class TwinTable(TablePort):
     """A simulated learner's end of one table."""
 
-    def __init__(self, learner: SimLearner, opened: m.Opened, world: Simulation) -> None:
+    def __init__(self, learner: SimLearner, opened: m.Opened | m.Initialise, world: Simulation) -> None:
         self._learner, self._lane, self._world = learner, opened.lane, world
+        self._first: SimTable | None = opened.handle if isinstance(opened, m.Initialise) else None
         self.layout = opened.layout
         self.buffers, self.others = opened.handle.buffers, opened.handle.others
         self._views = opened.layout.parameters.views(opened.lane.inbox)
@@ -460,18 +491,40 @@ class TwinTable(TablePort):
             assert place is not None
         self._drafts.hold(place)
         slot = self._lane.slots[place]
-        return Draft(slot.gradients, slot.buffers, place)
+        others = [torch.empty_like(each) for each in self.others] if self._first is not None else ()
+        return Draft(slot.gradients, slot.buffers, place, others)
+
+    def _begin(self, draft: Draft) -> None:
+        """First values: its shards take them when they hear of it."""
+        assert self._first is not None
+        self._first.begin(draft)
+        self._lane.numbers[draft.place] = FIRST_VALUES
+        self._lane.sent[draft.place].memory.copy_(self._lane.slots[draft.place].memory)
+        if self._world.poisons:
+            poison([*draft.gradients, *draft.buffers])
 
     def publish(
-        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+        self,
+        draft: Draft,
+        message: Gradient | Put | m.Initialised,
+        options: bytes = b"",
+        present: Sequence[bool] = (),
     ) -> None:
+        if isinstance(message, m.Initialised):
+            self._begin(draft)
+            return
         slot = self._lane.slots[draft.place]
         self._lane.numbers[draft.place] = message.number
         if isinstance(message, Gradient):
             slot.write_options(options)
             if not message.full:
                 slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
-        self._lane.sent[draft.place].memory.copy_(slot.memory)
+        sent = self._lane.sent[draft.place]
+        if self._world.late is not None and not self._world.nodes:
+            self._lane.coming[message.number] = slot.memory.clone()
+            poison([*sent.gradients, *sent.buffers])
+        else:
+            sent.memory.copy_(slot.memory)
         self._learner.post(message)
         if self._world.poisons:
             poison([*slot.gradients, *slot.buffers])

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from syncline.messages.to_leader import Gradient
-from syncline.ports import Reading
+from syncline.ports import Draft, Reading
 from syncline.sim.clock import Clock
 from syncline.table.layout import Layout
 from syncline.table.slot import private_slot
-from syncline.table.store import OwnMemory, copy_segments
+from syncline.table.store import OwnMemory
 
 DRAFT = "a draft that is free"  # what a learner waits for
 NEVER, HELD = -1, -2  # in place of a ticket: nothing was published there, or it is being filled
 
 
 class SimTable:
-    """What a table begins with."""
+    """What a table begins with: its learners get buffers and others from here, and who checks everything the weights."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, self.device = layout, device
@@ -33,6 +33,12 @@ class SimTable:
         )
         self.part_bytes = part_bytes(layout)
 
+    def begin(self, first: Draft) -> None:
+        """As it was published."""
+        targets = [*self.layout.parameters.views(self.weights), *self.buffers, *self.others]
+        for target, value in zip(targets, [*first.gradients, *first.buffers, *first.others], strict=True):
+            target.copy_(value)
+
 
 class ShardMemory(OwnMemory):
     """A shard's versions; what others read of them is sent."""
@@ -40,7 +46,6 @@ class ShardMemory(OwnMemory):
     def __init__(self, table: SimTable, shard: int, places: int) -> None:
         super().__init__(table.layout, shard, places, table.device)
         self.part, self._entries = table.layout.parts[shard], table.layout.parameters.entries
-        copy_segments(self.places[0], self.part.segments(table.weights))
         self._offered: dict[int, int] = {}  # place -> version
 
     def offer(self, place: int, version: int) -> None:
@@ -64,6 +69,8 @@ class Traffic:
         self.freed: dict[tuple[int, int], float] = {}  # (shard, ticket) -> when the learner knows of it
         self.served: dict[int, int] = {}  # by shard: the version that was sent last
         self.under_way: dict[tuple[int, int], float] = {}  # (shard, ticket) -> when its part is there
+        self.coming: dict[int, Tensor] = {}  # ticket -> what was sent, where bulk comes after its note
+        self.due: dict[int, float] = {}  # by shard: when the last version that it sent is there
 
 
 class Drafts:

@@ -17,7 +17,7 @@ from syncline.engines.checkpoint_files import with_content, write_part
 from syncline.messages.log import Entry, Fold, Leave, PutValues, Take
 from syncline.messages.to_leader import ToLeader
 from syncline.messages.to_shards import MakeTable
-from syncline.ports import Computing, Portion, Reading, ServerPort, Serving, VersionMemory
+from syncline.ports import FIRST_VALUES, Computing, Portion, Reading, ServerPort, Serving, VersionMemory
 from syncline.roles.restore import LEARNERS
 from syncline.sim.batched.lazy_gradients import PromisedLane, PromisedSlot
 from syncline.sim.checkpoint_moment import with_states
@@ -184,6 +184,9 @@ class SimServer(ServerPort):
 
     def receive(self, table: int, learner: int, number: int) -> Slot | PromisedSlot:
         lane = self._world.lanes[table, learner]
+        if isinstance(lane, PromisedLane) and number == FIRST_VALUES:
+            assert lane.first is not None
+            return lane.first
         slots = lane.sent if isinstance(lane, SimLane) else lane.slots
         return slots[lane.numbers.index(number)]
 
@@ -213,6 +216,8 @@ class SimServer(ServerPort):
             target.decided = self._clock.now
             self._add_work(self._reply)
         arrive = partial(self._arrive, lane, target, number, reading, bulk)
+        if world.late is not None:
+            arrive = partial(self._arrive_late, lane, world.late.delay() if nbytes else 0.0, arrive)
         self._effect(partial(world.send_weights, self, target, nbytes, arrive))
 
     def _free(self, lane: Traffic, target: SimLearner, number: int) -> None:
@@ -237,6 +242,14 @@ class SimServer(ServerPort):
         for each in world.nodes_by_name.values():
             if node is None or each.learner == node:
                 self._effect(partial(world.send, self.machine, each.machine, partial(each.hear, message)))
+
+    def _arrive_late(self, lane: Traffic, delay: float, arrive: Action) -> None:
+        """The note is there; the version comes later, and nothing overtakes it."""
+        due = lane.due[self.shard] = max(self._clock.now + delay, lane.due.get(self.shard, 0.0))
+        if due > self._clock.now:
+            self._clock.at(due, arrive)
+        else:
+            arrive()
 
     def _arrive(
         self, lane: Traffic, target: SimLearner, number: int, reading: Reading, bulk: Action | None

@@ -39,6 +39,7 @@ from syncline.sim.coordinator_port import SimCoordinator
 from syncline.sim.fault_player import Script
 from syncline.sim.gc_during_run import calm_collector
 from syncline.sim.invariants.watch import Watch, WatchedRole
+from syncline.sim.late import Late
 from syncline.sim.learner import SimLearner
 from syncline.sim.machine_faults import happens_to_machines
 from syncline.sim.network import SimNetwork
@@ -57,6 +58,7 @@ class Simulation(Crew):
     """One simulated run."""
 
     honest: ClassVar[bool] = False  # poison always; tests do
+    delays: ClassVar[bool] = False  # bulk comes after its note, late, or never because its sender died
 
     def __init__(
         self,
@@ -75,6 +77,9 @@ class Simulation(Crew):
         self.watch = Watch(self) if check else None
         handlers &= not isinstance(spec.plan.topology, Trees)  # their sums are of real tensors
         self.poisons = check or self.honest  # what a party does not own is no number to it
+        self.late: Late | None = None
+        if self.delays:
+            self.delay_bulk()
         self.workshop, alone = self.make_workshop(ways) if handlers else (None, None)
         self._began = moment = Moment.of(spec)
         self.exact = exact
@@ -145,6 +150,10 @@ class Simulation(Crew):
         self.commands: deque[Callable[[Simulation], None]] = deque()  # from other threads
         self._before = SimulatedTimes()  # of the worlds that it goes on from
         self._take_up(moment, previous)
+
+    def delay_bulk(self) -> None:
+        """From the beginning on."""
+        self.late = Late(self.seed, self.cluster.compute.seconds(1))
 
     def _take_up(self, moment: Moment, previous: Simulation | None) -> None:
         """What a run that goes on has behind it: from a checkpoint, or from the world that wrote it."""

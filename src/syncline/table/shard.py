@@ -148,6 +148,10 @@ class Shard:
     def snapshot(self) -> list[Tensor]:
         return [segment.clone().cpu() for segment in self.weights]
 
+    def begin(self, values: Sequence[Tensor]) -> None:
+        """The values to begin with."""
+        self._store.fill(values)
+
     def first(self) -> dict[str, Tensor]:
         """The weights to begin with, by name; not copied."""
         pieces = self.part.views(self.weights, self.layout.parameters.entries)

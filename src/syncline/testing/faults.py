@@ -32,14 +32,10 @@ class Faults:
 
     def play(self, run: Run) -> Faults:
         """Begin; returns at once. Ends with the run."""
-        processes = run.statistics().processes
-        if not processes:
+        if cut := [fault.text for fault in self.faults if fault.action == "cut"]:
+            raise UsageError(f"'{cut[0]}': links are cut in simulated runs only; leave it out")
+        if not run.statistics().processes:
             raise UsageError("faults are played on runs of real processes: use engine='local'")
-        simulated = {"link"} if any(process.role == "node" for process in processes) else {"link", "node"}
-        if missing := [fault.text for fault in self.faults if fault.role in simulated]:
-            raise UsageError(
-                f"'{missing[0]}': links are those of simulated runs, nodes too but for a tree's; kill the agent of a real one"
-            )
         self._thread = threading.Thread(target=self._play, args=(run,), name="syncline-faults", daemon=True)
         self._thread.start()
         return self

@@ -68,9 +68,9 @@ class LocalCoordinatorPort(CoordinatorPort):
         if isinstance(message, m.JoinTable):
             staff.know(message.learner)
             layout = self._layouts[message.table]
-            lane = staff.region(Lane.nbytes(layout, slots=staff.geometry.slots), message.learner)
-            self._lanes[message.table, message.learner] = lane
-            return replace(message, lane=lane)
+            if not message.first:  # else it has published there already
+                self._make_lane(message.table, message.learner, layout)
+            return replace(message, lane=self._lanes[message.table, message.learner])
         if isinstance(message, m.JoinLoader):
             for learner in message.learners:
                 staff.know(learner)
@@ -79,7 +79,9 @@ class LocalCoordinatorPort(CoordinatorPort):
     def _with_own(self, learner: int, message: Any) -> Any:
         staff = self._run.staff
         if isinstance(message, m.Initialise):
-            return replace(message, handle=self._table(message.table, message.layout))
+            handle = self._table(message.table, message.layout)
+            lane = self._make_lane(message.table, learner, message.layout)
+            return replace(message, handle=handle, lane=lane)
         if isinstance(message, m.Opened):
             return self._opened(learner, message)
         if isinstance(message, m.Rejoined):
@@ -90,6 +92,12 @@ class LocalCoordinatorPort(CoordinatorPort):
     def _opened(self, learner: int, opened: m.Opened) -> m.Opened:
         lane = self._lanes.pop((opened.table, learner))
         return replace(opened, handle=self._tables[opened.table], lane=lane)
+
+    def _make_lane(self, table: int, learner: int, layout: Layout) -> Region:
+        staff = self._run.staff
+        lane = staff.region(Lane.nbytes(layout, slots=staff.geometry.slots), learner)
+        self._lanes[table, learner] = lane
+        return lane
 
     def _table(self, table: int, layout: Layout) -> Region:
         if table not in self._tables:

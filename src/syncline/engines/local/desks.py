@@ -135,7 +135,6 @@ class TableMemory:
         self.versions = Words(cells, Shares.words(sizes), shards=layout.shards, places=places)
         words = Shares.words(sizes) + Words.words(layout.shards, places)
         self.handles = Handles(region, position + 8 * words)
-        self.weights = self.ring[0]  # where the first values lie
 
     def to_card(self, device: str, *, owner: bool, wait: Callable[[], None]) -> None:
         """The ring lies there from now on."""

@@ -41,7 +41,6 @@ from syncline.ports import (
     TablePort,
 )
 from syncline.roles.run_plan import Seat
-from syncline.table.layout import Layout
 
 # words of the hub: the run is to end; how often the servers were started; how often learners were called
 STOP, GENERATION, CALLS = 0, 1, 2
@@ -87,14 +86,14 @@ def _copy(into: list[Tensor], source: list[Tensor]) -> None:
 class LocalTable(TablePort):
     """One table, seen from its learner."""
 
-    def __init__(self, opened: m.Opened, geometry: Geometry, port: LocalLearnerPort) -> None:
-        self.layout = opened.layout
+    def __init__(self, opened: m.Opened | m.Initialise, geometry: Geometry, port: LocalLearnerPort) -> None:
+        self.layout, self._first = opened.layout, isinstance(opened, m.Initialise)
         self._shelf = TableMemory(opened.handle, opened.layout, places=geometry.places)
         self._lane = Lane(opened.lane, opened.layout, slots=geometry.slots)
         self._replies: Replies = self._lane.replies
         self._port, self._sleeper = port, port.sleeper
         self._order: StreamOrder | None = None
-        if geometry.card is not None:
+        if geometry.card is not None and not self._first:  # else the shards have nothing there yet
             self._to_card(geometry.card)
         flat = opened.layout.parameters
         self._inbox = flat.views(self._lane.inbox)
@@ -155,6 +154,8 @@ class LocalTable(TablePort):
     def at(self, place: int) -> Draft:
         """A draft by its place."""
         slot = self._lane.slots[place]
+        if self._first:
+            return Draft(slot.gradients, self._shelf.buffers, place, self._shelf.others)
         return Draft(slot.gradients, slot.buffers, place)
 
     def _free(self) -> int | None:
@@ -169,9 +170,15 @@ class LocalTable(TablePort):
         return self._lane.drafts.freed(place, number) or self._lane.passed.freed(place, number)
 
     def publish(
-        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+        self,
+        draft: Draft,
+        message: Gradient | Put | m.Initialised,
+        options: bytes = b"",
+        present: Sequence[bool] = (),
     ) -> None:
         place = draft.place
+        if isinstance(message, m.Initialised):  # its shards look there when they hear of it
+            return
         if isinstance(message, Gradient):
             slot = self._lane.slots[place]
             if self._written[place] != message.options:
@@ -338,13 +345,11 @@ class LocalLearnerPort(LearnerPort):
     def tell(self, message: Any) -> None:
         self._channel.send(message)
 
-    def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        shelf = TableMemory(handle, layout, places=self._spec.geometry.places)
-        handle.close()
-        return layout.parameters.views(shelf.weights), shelf.buffers, shelf.others
-
-    def open(self, opened: m.Opened) -> LocalTable:
-        table = self._tables[opened.table] = LocalTable(opened, self._spec.geometry, self)
+    def open(self, opened: m.Opened | m.Initialise) -> LocalTable:
+        table = LocalTable(opened, self._spec.geometry, self)
+        if isinstance(opened, m.Initialise):
+            return table
+        self._tables[opened.table] = table
         if torch.device(self._spec.seat.device).type == "cuda" and not table.on_card:
             _pin(table.memory())
         return table

@@ -43,7 +43,7 @@ from syncline.engines.local.version_ring import RingPart
 from syncline.messages import log
 from syncline.messages.to_leader import NO_LOADER, Gradient, Put, Sum, ToLeader
 from syncline.messages.to_nodes import ToNodes
-from syncline.ports import Computing, Portion, Reading, ServerPort, Serving, VersionMemory
+from syncline.ports import FIRST_VALUES, Computing, Portion, Reading, ServerPort, Serving, VersionMemory
 from syncline.roles.server import ServerRole
 from syncline.table.checkpoints import FIRST, Folder
 from syncline.table.layout import Layout
@@ -154,8 +154,6 @@ class LocalServerPort(ServerPort):
 
     def _to_card(self, table: int, shelf: TableMemory, card: str) -> None:
         shelf.to_card(card, owner=self.shard == 0, wait=_nap)
-        part = self._layouts[table].parts[self.shard]
-        copy_segments(part.segments(shelf.ring[0]), part.segments(shelf.weights))
         self._orders[table] = StreamOrder(card, shelf.handles, EVENT + self.shard)
 
     def join_table(self, join: m.JoinTable) -> None:
@@ -163,9 +161,15 @@ class LocalServerPort(ServerPort):
         layout = self._layouts[join.table]
         lane = self._lanes[join.table, join.learner] = Lane(join.lane, layout, slots=geometry.slots)
         join.lane.close()
+        published = lane.slots[0]
+        if join.first:
+            lane.numbers[0] = FIRST_VALUES
         if join.table in self._orders:
             assert geometry.card is not None
             lane.to_card(geometry.card, owner=self.shard == 0, wait=_nap)
+            if join.first:  # which were written before there was memory on the card
+                part = layout.parts[self.shard]
+                copy_segments(part.segments(lane.slots[0].segments), part.segments(published.segments))
 
     def add_node(self, event: AddNode) -> None:
         self.branches.add(event)

@@ -27,12 +27,11 @@ class Kind(IntEnum):
     # a learner to its stand-in
     ASK = 1  # the coordinator, and wait for its answer
     TELL = 2  # the coordinator
-    OPEN = 3  # an ASK that the stand-in must understand
     LAST = 4  # a TELL: how its function ended
     NOTE = 5  # to the leading shard; what belongs to it has come before
     SLOT = 6  # a whole slot
     STATES = 7  # random states, for the message that follows
-    FIRST = 8  # a new table's first values
+    FIRST = 8  # a new table's first buffers and other tensors; its weights come as a slot
     READY = 9  # it has memory for a table's versions
     # a stand-in to its learner
     ANSWER = 20
@@ -49,9 +48,7 @@ class Kind(IntEnum):
     PULSE = 44  # to an agent, and its answer: it lives
 
 
-OBJECTS = frozenset(
-    map(int, (Kind.ASK, Kind.TELL, Kind.OPEN, Kind.LAST, Kind.ANSWER, Kind.ORDER, Kind.TASK, Kind.DONE))
-)
+OBJECTS = frozenset(map(int, (Kind.ASK, Kind.TELL, Kind.LAST, Kind.ANSWER, Kind.ORDER, Kind.TASK, Kind.DONE)))
 
 
 class Objects:

@@ -32,7 +32,6 @@ from syncline.engines.run import Task
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
 from syncline.ports import Computing, Draft, LearnerPort, Portion, Reading, Reset, Serving, TablePort
 from syncline.roles.run_plan import Seat
-from syncline.table.layout import Layout
 from syncline.table.slot import private_slot
 
 PLACES = 3  # versions of a table that may have arrived here
@@ -47,8 +46,8 @@ def place_of(table: int, index: int) -> int:
 class RemoteTable(TablePort):
     """One table, seen from its learner."""
 
-    def __init__(self, opened: m.Opened, slots: int, port: RemotePort) -> None:
-        self.layout = opened.layout
+    def __init__(self, opened: m.Opened | m.Initialise, slots: int, port: RemotePort) -> None:
+        self.layout, self._first = opened.layout, isinstance(opened, m.Initialise)
         self._number = opened.table
         self._slots = [private_slot(opened.layout) for _ in range(slots)]
         self._free = set(range(slots))
@@ -79,10 +78,15 @@ class RemoteTable(TablePort):
                 return None
             place = min(self._free)
             self._free.discard(place)
-        return Draft(self._slots[place].gradients, self._slots[place].buffers, place)
+        slot = self._slots[place]
+        return Draft(slot.gradients, slot.buffers, place, self.others if self._first else ())
 
     def publish(
-        self, draft: Draft, message: Gradient | Put, options: bytes = b"", present: Sequence[bool] = ()
+        self,
+        draft: Draft,
+        message: Gradient | Put | m.Initialised,
+        options: bytes = b"",
+        present: Sequence[bool] = (),
     ) -> None:
         slot = self._slots[draft.place]
         if isinstance(message, Gradient):
@@ -94,6 +98,9 @@ class RemoteTable(TablePort):
             if message.states:
                 slot.write_states(message.states)
         self._port.send(Kind.SLOT, *bytes_of([slot.memory]), place=place_of(self._number, draft.place))
+        if isinstance(message, m.Initialised):
+            self._port.send(Kind.FIRST, *bytes_of([*draft.buffers, *draft.others]), place=self._number)
+            return
         self._port.send(Kind.NOTE, NOTE.pack(*encode(message, draft.place)), place=1)
 
     def wait(self, number: int, *, block: bool = True) -> Reading | None:
@@ -125,7 +132,6 @@ class RemotePort(LearnerPort):
         self._generation = self._calls = 0
         self._began = False  # the hub's words have come
         self._tables: dict[int, RemoteTable] = {}
-        self._first: dict[int, Tensor] = {}
         self._portions: dict[int, dict[int, Portion]] = {}
         self._answers: list[Any] = []
         self._over = False
@@ -240,9 +246,7 @@ class RemotePort(LearnerPort):
             return mine.pop(index, None)
 
     def ask(self, message: Any) -> Any:
-        if isinstance(message, m.Initialised):
-            self.send(Kind.FIRST, *bytes_of([self._first.pop(message.table)]), place=message.table)
-        self._objects.send(self._connection, Kind.OPEN if isinstance(message, m.Open) else Kind.ASK, message)
+        self._objects.send(self._connection, Kind.ASK, message)
         with self.changed:
             self.changed.wait_for(lambda: self._answers)
             answer = self._answers.pop(0)
@@ -255,17 +259,10 @@ class RemotePort(LearnerPort):
     def tell(self, message: Any) -> None:
         self._objects.send(self._connection, Kind.TELL, message)
 
-    def first_values(self, handle: Any, layout: Layout) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        flats = layout.parameters, layout.buffers, layout.others
-        memory = self._first[handle] = torch.zeros(sum(flat.nbytes for flat in flats), dtype=torch.uint8)
-        views, start = [], 0
-        for flat in flats:
-            views.append(flat.views(flat.segments(memory[start:])))
-            start += flat.nbytes
-        return views[0], views[1], views[2]
-
-    def open(self, opened: m.Opened) -> RemoteTable:
+    def open(self, opened: m.Opened | m.Initialise) -> RemoteTable:
         table = RemoteTable(opened, self._slots, self)
+        if isinstance(opened, m.Initialise):
+            return table
         with self.changed:
             self._tables[opened.table] = table
         self.send(Kind.READY, place=opened.table)

@@ -22,7 +22,7 @@ from syncline.engines.local.control_channel import NOTHING, Channel
 from syncline.engines.local.desks import PORTION, Lane, Mailbox, TableMemory
 from syncline.engines.local.exchange import DELIVERED
 from syncline.engines.local.learner import CALLS, GENERATION, STOP, TRIES, ControlBlock, LearnerSpec
-from syncline.engines.local.packing import Parcel, unpack
+from syncline.engines.local.packing import Parcel
 from syncline.engines.local.record_codec import NOTE, Record, decode
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.local.version_ring import Reader
@@ -77,7 +77,7 @@ class _Sending:
 class _Table:
     """One table's memory here, and how far its learner has been told of it."""
 
-    def __init__(self, opened: m.Opened, spec: LearnerSpec) -> None:
+    def __init__(self, opened: m.Opened | m.Initialise, spec: LearnerSpec) -> None:
         geometry, layout = spec.geometry, opened.layout
         self.layout: Layout = layout
         self.shelf = TableMemory(opened.handle, layout, places=geometry.places)
@@ -133,8 +133,6 @@ class _Relay:
         self._generation = spec.generation
         self._words: list[int] = []  # as the learner knows them
         self._tables: dict[int, _Table] = {}
-        self._opening: m.Open | None = None
-        self._first: TableMemory | None = None
         self._waiting: deque[Record] = deque()  # for room on the desk
         self._ended = False
         self._refused = 0  # frames
@@ -175,7 +173,7 @@ class _Relay:
             if table is None or index >= len(table.lane.slots):
                 return None
             return bytes_of([table.lane.slots[index].memory])[0]
-        if head.kind == Kind.FIRST and self._opening is not None:
+        if head.kind == Kind.FIRST and head.place in self._tables:
             return memoryview(bytearray(head.length))
         return self._objects.into(head)
 
@@ -195,7 +193,7 @@ class _Relay:
     def _heard(self, frame: Frame) -> None:
         kind = frame.kind
         if kind == Kind.FIRST:
-            self._fill(frame.body)
+            self._fill(self._tables[frame.place].shelf, frame.body)
         elif (kind in OBJECTS or kind == Kind.CARGO) and (found := self._objects.gather(frame)):
             self._object(*found)
         elif frame.generation != self._generation:
@@ -223,27 +221,16 @@ class _Relay:
             self._spec.shard_bell.ring()
 
     def _object(self, kind: int, parcel: Parcel) -> None:
-        if kind == Kind.OPEN:
-            self._opening = unpack(parcel)
-            self._channel.send(self._opening)
-        else:
-            self._ended |= kind == Kind.LAST
-            self._channel.send(parcel)
-            parcel.close()
+        self._ended |= kind == Kind.LAST
+        self._channel.send(parcel)
+        parcel.close()
         if kind != Kind.TELL:
             self._desk.wait(True)
 
-    def _fill(self, values: memoryview) -> None:
-        """First values of a table, by the learner that initialises it."""
-        assert self._first is not None and self._opening is not None
-        memory, layout = torch.frombuffer(values, dtype=torch.uint8), self._opening.layout
-        start = 0
-        targets = layout.parameters.views(self._first.weights), self._first.buffers, self._first.others
-        for flat, into in zip((layout.parameters, layout.buffers, layout.others), targets, strict=True):
-            for target, value in zip(into, flat.views(flat.segments(memory[start:])), strict=True):
-                target.copy_(value)
-            start += flat.nbytes
-        self._first = None
+    def _fill(self, shelf: TableMemory, values: memoryview) -> None:
+        """First buffers and other tensors of a table, by the learner that initialises it."""
+        for target in bytes_of([*shelf.buffers, *shelf.others]):
+            target[:], values = values[: len(target)], values[len(target) :]
 
     # -- from the coordinator ----------------------------------------------------------------------------
 
@@ -255,10 +242,7 @@ class _Relay:
 
     def _stripped(self, message: Any) -> Any:
         """What is this node's own stays here."""
-        if isinstance(message, m.Initialise):
-            self._first = TableMemory(message.handle, message.layout, places=self._spec.geometry.places)
-            return replace(message, handle=message.table)
-        if isinstance(message, m.Opened):
+        if isinstance(message, m.Opened | m.Initialise):
             return self._opened(message)
         if isinstance(message, m.Rejoined):
             self._generation, desk = message.desk
@@ -267,7 +251,7 @@ class _Relay:
             return replace(message, tables=list(map(self._opened, message.tables)), desk=self._generation)
         return message
 
-    def _opened(self, message: m.Opened) -> m.Opened:
+    def _opened(self, message: Any) -> Any:
         table = self._tables[message.table] = _Table(message, self._spec)
         values = [each.clone() for each in table.shelf.buffers], [each.clone() for each in table.shelf.others]
         return replace(message, handle=values, lane=None)

@@ -25,6 +25,7 @@ from syncline.sim.random_states import Random
 from syncline.table.accumulator import Mean
 from syncline.table.layout import Layout, Part
 from syncline.table.promised import Made, Maker, PromisedPart, Taken
+from syncline.table.slot import Slot
 
 if TYPE_CHECKING:
     from syncline.sim.batched.shared_model import SharedModel
@@ -230,6 +231,7 @@ class PromisedLane(Traffic):
         self._computer = computer
         self.slots = [PromisedSlot(computer) for _ in range(slots)]
         self.arriving: dict[int, Version] = {}  # by number
+        self.first: Slot | None = None  # a table's first values, which are no promise
 
     def inbox(self, version: Version, shard: int) -> list[Tensor] | None:
         """Where the shard's part of this version goes; None where it is there already, or will be."""

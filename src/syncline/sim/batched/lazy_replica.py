@@ -16,10 +16,11 @@ from syncline.learn.server_session import copy_all
 from syncline.learn.stepper import Answer, FreeDraft, Replica, Stepper, Wait
 from syncline.learn.stepper import Steps as Waits
 from syncline.messages.to_leader import Gradient
-from syncline.ports import Draft, Reading
+from syncline.ports import FIRST_VALUES, Draft, Reading
 from syncline.sim.batched.lazy_gradients import Promise, PromisedLane, Version
 from syncline.sim.learner import TICKET
 from syncline.sim.owned_memory import DRAFT, Drafts, Releases
+from syncline.table.slot import private_slot
 
 if TYPE_CHECKING:
     from syncline.sim.builtin_learner import Builtin
@@ -54,11 +55,10 @@ class PromisedReplica(Replica):
         yield from self.drive(self.stepper.read(self.stepper.ticket()))
 
     def _initialise(self, answer: m.Initialise) -> None:
-        shop = self._shop
-        values = self._learner.first_values(answer.handle, shop.layout)
-        copy_all(values[0], [parameter.detach() for parameter in shop.parameters])
-        copy_all(values[1], shop.buffers)
-        copy_all(values[2], shop.tensors.others)
+        shop, slot = self._shop, private_slot(self._shop.layout)
+        copy_all(slot.gradients, [parameter.detach() for parameter in shop.parameters])
+        answer.lane.first = slot
+        answer.handle.begin(Draft(slot.gradients, shop.buffers, FIRST_VALUES, shop.tensors.others))
 
     def _begin(self, opened: m.Opened) -> None:
         """With the table's buffers, or where a checkpoint left this rank."""

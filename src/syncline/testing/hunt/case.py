@@ -67,6 +67,7 @@ class Case:
     clip: bool = False
     cluster: str = "equal"
     fan_in: int = 0  # of a tree; 0: flat servers
+    late: bool = False  # bulk comes after its note, late, or never because its sender died
 
     def __post_init__(self) -> None:
         for name, known in (("loop", LOOPS), ("policy", POLICIES)):
@@ -156,6 +157,7 @@ def random_case(seed: int, sync: str, *, learners: int | None = None, shards: in
         cluster=_random_cluster(draw),
     )
     case = replace(case, script="; ".join(_random_script(draw, case)))
+    case = replace(case, late=draw.random() < 0.5)
     planted = random.Random(f"{seed}/{sync}/tree")  # its own: the others stay the same
     return _over_a_tree(case, planted) if planted.random() < 0.2 and _on_sums(sync) else _with_nodes(case)
 

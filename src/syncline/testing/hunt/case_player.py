@@ -103,12 +103,14 @@ def run(case: Case, *, check: bool = True) -> Outcome:
     saved = contextlib.nullcontext() if case.checkpoint_every is None else scratch()
     with warnings.catch_warnings(), saved as folder:
         warnings.simplefilter("ignore")
-        return engine.run(_spec(case, folder), _bounded)
+        return engine.run(_spec(case, folder), partial(_prepared, case))
 
 
-def _bounded(world: Simulation | AllReduceSimulation) -> None:
+def _prepared(case: Case, world: Simulation | AllReduceSimulation) -> None:
     if isinstance(world, Simulation) and world.watch is not None:
         world.watch.most = MOST_EVENTS
+    if isinstance(world, Simulation) and case.late:
+        world.delay_bulk()
 
 
 def digest(outcome: Outcome) -> str:
