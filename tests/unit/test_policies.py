@@ -39,7 +39,7 @@ ROLE_ROOMS = {"learn", "roles"}
 
 MOST_PUBLIC_NAMES = 22  # three of them are batch methods
 MOST_LINES = 600
-MOST_SOURCE_LINES = 59_000  # whoever needs more raises it, with the reason in the same commit
+MOST_SOURCE_LINES = 61_240  # 740 for heartbeats and couriers of nodes; whoever needs more raises it, with the reason in the same commit
 
 FILES = sorted(SOURCE.rglob("*.py"))
 per_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))

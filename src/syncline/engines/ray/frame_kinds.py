@@ -21,6 +21,11 @@ WORDS = struct.Struct("!8q")
 AGENT = 0  # incarnation of what is said to an agent itself
 
 
+def place_of(table: int, index: int) -> int:
+    """A frame's place: a slot, or a version's, of a table."""
+    return table << 16 | index
+
+
 class Kind(IntEnum):
     """Of a frame."""
 
@@ -47,6 +52,8 @@ class Kind(IntEnum):
     TASK = 42  # to an agent: what its learners run
     DONE = 43  # from an agent
     PULSE = 44  # to an agent, and its answer: it lives
+    MIRROR = 45  # to an agent: versions come on this connection
+    HELD = 46  # to an agent: the version before it is whole; and its answer: it can be read
 
 
 OBJECTS = frozenset(
