@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.testing import Nodes
 from tests.integration.small_runs import PATIENCE, check_accounts, kinds
-from tests.integration.wires import ControlConnection, wire
+from tests.integration.wires import ControlConnection, Stalling, wire
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -181,3 +181,14 @@ def test_a_learner_that_does_not_read_for_a_while_is_not_lost(tmp_path: Path) ->
     """Whether it hangs is for `patience` to say, not for the network."""
     result = sl.launch(pauses, str(tmp_path), 8.0, learners=2, sync="hardsync", threads=1, engine=Nodes(2, 1))
     assert kinds(result) == [] and result.returned == [0, 1]
+
+
+def test_a_node_that_falls_silent_while_it_gets_what_its_learners_run_is_refused_in_one_line() -> None:
+    with (
+        wire(Stalling) as way,
+        pytest.raises(
+            sl.RunError, match=r"cannot reach .*\(node 1\).*: it does not answer any more"
+        ) as error,
+    ):
+        sl.launch(pauses, torch.zeros(16 << 20), 0.0, learners=2, engine=Nodes(2, 1, through=way.through))
+    assert "\n" not in str(error.value)

@@ -20,6 +20,7 @@ class ControlConnection:
         self._doors: list[socket.socket] = []
         self.ends: list[tuple[socket.socket, socket.socket]] = []  # the caller's, the agent's
         self.said: list[bytearray] = []  # by callers, on each connection; its beginning
+        self.passed = 0  # bytes of callers
         self._speaks = threading.Event()
         self._speaks.set()
 
@@ -37,17 +38,22 @@ class ControlConnection:
                 far = socket.create_connection(address)
                 self.ends.append((near, far))
                 self.said.append(bytearray())
-                for pair in ((near, far, self.said[-1]), (far, near, bytearray())):
+                for pair in ((near, far, self.said[-1]), (far, near, None)):
                     threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket, said: bytearray) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, said: bytearray | None) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                said += data[: KEPT - len(said)]
+                if said is not None:
+                    self._counted(data, said)
                 self._speaks.wait()
                 target.sendall(data)
             self._speaks.wait()
         self._end(source, target)
+
+    def _counted(self, data: bytes, said: bytearray) -> None:
+        self.passed += len(data)
+        said += data[: KEPT - len(said)]
 
     def _end(self, *ends: socket.socket) -> None:
         for end in ends:
@@ -73,10 +79,19 @@ class ControlConnection:
             end.close()
 
 
+class Stalling(ControlConnection):
+    """Falls silent after a megabyte."""
+
+    def _counted(self, data: bytes, said: bytearray) -> None:
+        super()._counted(data, said)
+        if self.passed > 1 << 20:
+            self.silence()
+
+
 class Repeating(ControlConnection):
     """Says every small frame of a learner twice."""
 
-    def _pass_on(self, source: socket.socket, target: socket.socket, said: bytearray) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, said: bytearray | None) -> None:
         if source not in [far for _, far in self.ends]:
             super()._pass_on(source, target, said)
             return

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
@@ -24,9 +25,10 @@ import torch
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
-from syncline.engines.ray.bulk_connection import Connection, Lost
+from syncline.engines.ray.bulk_connection import Connection, Head, Lost, bytes_of
 from syncline.engines.ray.frame_kinds import AGENT, WORDS, Kind, Objects
 from syncline.engines.ray.handshake import Listener, Secret
+from syncline.engines.ray.mirror import Mirror, MirrorOf
 from syncline.engines.ray.placement import gpu_of
 from syncline.engines.ray.pulse import notice_silence
 from syncline.engines.ray.remote_learner import RemoteLearner
@@ -56,6 +58,7 @@ class Order:
     seat: Seat
     slots: int
     threads: int | None  # None: as many as the node has for each
+    places: int  # for versions
 
 
 @dataclass(slots=True)
@@ -86,6 +89,7 @@ class Agent:
         _settle(path, folder)
         self._task: Parcel | None = None
         self._refused = 0  # frames
+        self._mirrors: dict[int, Mirror] = {}  # by table
         self._orders: queue.Queue[tuple[Order, socket.socket]] = queue.Queue()
         self._running: dict[int, _Running] = {}  # by pid
         self._places: dict[int, int] = {}  # GPU place -> pid
@@ -108,12 +112,15 @@ class Agent:
 
     def _welcome(self, end: socket.socket) -> None:
         objects = Objects()
-        connection = Connection(end, run=self._secret.run, incarnation=AGENT, into=objects.into)
+        into = partial(self._into, objects)
+        connection = Connection(end, run=self._secret.run, incarnation=AGENT, into=into)
         handed = False
         try:
             while not handed and (frame := connection.receive(FIRST_WORD)) is not None:
                 if frame.kind == Kind.PULSE:
                     self._answer(connection, end)
+                elif frame.kind == Kind.MIRROR:
+                    self._mirror(connection)
                 elif frame.kind not in (Kind.TASK, Kind.ORDER, Kind.CARGO):
                     break
                 elif (found := objects.gather(frame)) is not None:
@@ -147,10 +154,25 @@ class Agent:
             self._closing.set()
             self._wake.ring()
 
+    def _into(self, objects: Objects, head: Head) -> memoryview | None:
+        if head.kind != Kind.VERSION:
+            return objects.into(head)
+        mirror, index = self._mirrors.get(head.place >> 16), head.place & 0xFFFF
+        return None if mirror is None or index >= len(mirror.places) else bytes_of([mirror.begin(index)])[0]
+
+    def _mirror(self, connection: Connection) -> NoReturn:
+        """Versions, for all learners of this node."""
+        while True:
+            frame = connection.receive()
+            if frame is not None and frame.kind == Kind.HELD:
+                table, place, version, generation, *_ = WORDS.unpack(frame.body)
+                self._mirrors[table].offer(place, generation, version)
+                connection.send(Kind.HELD, frame.body)
+
     # -- learners ----------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        processes = Processes(lambda process, message: None, lambda process, how: None)
+        processes = Processes(self._asked, lambda process, how: None)
         processes.watch(self._wake.fd, lambda: self._start_ordered(processes))
         try:
             while not self._closing.is_set():
@@ -161,6 +183,12 @@ class Agent:
             processes.close(kill=True)
             for pid, running in list(self._running.items()):
                 self._forget(pid, running)
+
+    def _asked(self, process: Process, message: Any) -> None:
+        if isinstance(message, MirrorOf):
+            if message.table not in self._mirrors:
+                self._mirrors[message.table] = Mirror(message.nbytes, message.places)
+            process.channel.post(self._mirrors[message.table].region)
 
     def _start_ordered(self, processes: Processes) -> None:
         self._wake.quiet()
@@ -175,7 +203,7 @@ class Agent:
         if seat.device == "cuda":
             seat = replace(seat, device=gpu_of(place, self._gpus))
         handed = WakeUp(os.dup(end.fileno()))
-        spec = RemoteLearner(order.learner, seat, order.slots, self._secret.run, handed)
+        spec = RemoteLearner(order.learner, seat, order.slots, self._secret.run, handed, order.places)
         process = processes.fork("learner", order.learner, seat.rank, spec, None, self._threads(order))
         process.channel.post(self._task)
         handed.close()

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import select
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,20 +18,17 @@ from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.task_packing import pack_task
 from syncline.engines.ray.agent import About, describe, versions
-from syncline.engines.ray.bulk_connection import Connection, Lost, ready
 from syncline.engines.ray.cluster import Agents, RayCluster, load_ray
-from syncline.engines.ray.frame_kinds import AGENT, Kind, Objects, receive_object
-from syncline.engines.ray.handshake import Secret, Stranger, connect
+from syncline.engines.ray.handshake import Secret
 from syncline.engines.ray.measuring import Echoes, measure_way, measured
 from syncline.engines.ray.placement import Node, chosen_nodes, deal, gpu_of, next_node
 from syncline.engines.ray.pulse import Pulse
 from syncline.engines.ray.stand_in import StandIn
+from syncline.engines.ray.way import Way
 from syncline.engines.run import Engine, RunSpec
-from syncline.errors import NotYetError, RunError, UsageError
+from syncline.errors import NotYetError, UsageError
 from syncline.learn.server_session import check_whole
 from syncline.messages import Statistics
-
-LOOK = 0.5  # seconds between looks whether a node still lives
 
 
 class Places:
@@ -55,7 +50,8 @@ class Places:
             return None
         about = self._agents.about[node]
         name, lost = str(self._nodes[node]), self._pulse.lost[node]
-        return StandIn(about.address, name, self._secret, self._spec.threads, lost, self._pulse.refusals)
+        refusals, courier = self._pulse.refusals, self._pulse.courier(node)
+        return StandIn(about.address, name, self._secret, self._spec.threads, lost, refusals, courier)
 
     def _usable(self, node: int) -> bool:
         return node == 0 or self._pulse.alive(node)
@@ -187,9 +183,7 @@ class Ray(Engine):
                 index: Way(about.address, secret, str(nodes[index]), str(nodes[0]))
                 for index, about in agents.about.items()
             }
-            pulse = Pulse(
-                {index: way.node for index, way in ways.items()}, lambda node: ways[node].connect(), secret
-            )
+            pulse = Pulse(ways)
             for index, way in ways.items():
                 way.send_task(task, partial(pulse.alive, index))
             places = Places(nodes, dealt, agents, pulse, secret, spec)
@@ -235,39 +229,3 @@ def _with_devices(spec: RunSpec, home: Node, dealt: list[int]) -> RunSpec:
     for index, rank in enumerate(here):
         devices[rank] = gpu_of(index, home.gpus)
     return dataclasses.replace(spec, devices=tuple(devices), card=None)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Way:
-    """From the caller's node to an agent."""
-
-    address: tuple[str, int]
-    secret: Secret
-    node: str
-    home: str
-
-    def connect(self) -> socket.socket:
-        try:
-            return connect(self.address, self.secret)
-        except (OSError, Stranger) as error:
-            raise self._cut(error) from error
-
-    def _cut(self, error: Exception) -> RunError:
-        host, port = self.address
-        return RunError(
-            f"{self.home} cannot reach the agent on {self.node} at {host}:{port}: {error}; open that way between them (any port)"
-        )
-
-    def send_task(self, task: Parcel, alive: Callable[[], bool]) -> None:
-        """Once for a node: its learners share it."""
-        objects = Objects()
-        with self.connect() as end:
-            connection = Connection(end, run=self.secret.run, incarnation=AGENT, into=objects.into)
-            try:
-                objects.send(connection, Kind.TASK, task)
-                while not connection.flush() or receive_object(connection, objects, LOOK) is None:
-                    ready(end, select.POLLOUT, LOOK)
-                    if not alive():
-                        raise Lost("it does not answer any more")
-            except Lost as error:
-                raise self._cut(error) from error

@@ -21,12 +21,18 @@ WORDS = struct.Struct("!8q")
 AGENT = 0  # incarnation of what is said to an agent itself
 
 
+def place_of(table: int, index: int) -> int:
+    """A frame's place: a slot, or a version's, of a table."""
+    return table << 16 | index
+
+
 class Kind(IntEnum):
     """Of a frame."""
 
     # a learner to its stand-in
     ASK = 1  # the coordinator, and wait for its answer
     TELL = 2  # the coordinator
+    OPEN = 3  # an ASK that the stand-in must understand
     LAST = 4  # a TELL: how its function ended
     NOTE = 5  # to the leading shard; what belongs to it has come before
     SLOT = 6  # a whole slot
@@ -46,9 +52,13 @@ class Kind(IntEnum):
     TASK = 42  # to an agent: what its learners run
     DONE = 43  # from an agent
     PULSE = 44  # to an agent, and its answer: it lives
+    MIRROR = 45  # to an agent: versions come on this connection
+    HELD = 46  # to an agent: the version before it is whole; and its answer: it can be read
 
 
-OBJECTS = frozenset(map(int, (Kind.ASK, Kind.TELL, Kind.LAST, Kind.ANSWER, Kind.ORDER, Kind.TASK, Kind.DONE)))
+OBJECTS = frozenset(
+    map(int, (Kind.ASK, Kind.TELL, Kind.OPEN, Kind.LAST, Kind.ANSWER, Kind.ORDER, Kind.TASK, Kind.DONE))
+)
 
 
 class Objects:

@@ -22,12 +22,13 @@ from syncline import messages as m
 from syncline.engines.local.control_channel import Channel
 from syncline.engines.local.desks import PORTION
 from syncline.engines.local.exchange import DELIVERED, KEEP
-from syncline.engines.local.learner import CALLS, GENERATION, STOP, perform, say
+from syncline.engines.local.learner import CALLS, GENERATION, STOP, TRIES, perform, say
 from syncline.engines.local.packing import unpack
 from syncline.engines.local.record_codec import NOTE, encode
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost, bytes_of
-from syncline.engines.ray.frame_kinds import OBJECTS, WORDS, Kind, Objects
+from syncline.engines.ray.frame_kinds import OBJECTS, WORDS, Kind, Objects, place_of
+from syncline.engines.ray.mirror import MIRRORED, SHARED, Mirror, MirrorOf
 from syncline.engines.run import Task
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
 from syncline.ports import Computing, Draft, LearnerPort, Portion, Reading, Reset, Serving, TablePort
@@ -38,15 +39,12 @@ PLACES = 3  # versions of a table that may have arrived here
 OVERTAKEN = -1  # in place of a version's place
 
 
-def place_of(table: int, index: int) -> int:
-    """A frame's place: a slot, or a version's, of a table."""
-    return table << 16 | index
-
-
 class RemoteTable(TablePort):
     """One table, seen from its learner."""
 
-    def __init__(self, opened: m.Opened | m.Initialise, slots: int, port: RemotePort) -> None:
+    def __init__(
+        self, opened: m.Opened | m.Initialise, slots: int, port: RemotePort, mirror: Mirror | None
+    ) -> None:
         self.layout, self._first = opened.layout, isinstance(opened, m.Initialise)
         self._number = opened.table
         self._slots = [private_slot(opened.layout) for _ in range(slots)]
@@ -57,6 +55,9 @@ class RemoteTable(TablePort):
         flat = opened.layout.parameters
         self.places = [torch.zeros(flat.nbytes, dtype=torch.uint8) for _ in range(PLACES)]
         self._views = [flat.views(flat.segments(place)) for place in self.places]
+        self._mirror, self._generation = mirror, port.generation
+        mirrored = mirror.places if mirror is not None else []
+        self._mirrored = [flat.views(flat.segments(place)) for place in mirrored]
         self._released = 0  # tickets, from the first on
         self._reading, self._found = (
             Reading(-1),
@@ -115,15 +116,31 @@ class RemoteTable(TablePort):
         version, place = self._found
         if place == OVERTAKEN:
             return None
+        if place >= MIRRORED:
+            return self._read_mirror(version, place - MIRRORED, into)
         torch._foreach_copy_(into, self._views[place])
         return version
+
+    def _read_mirror(self, version: int, place: int, into: list[Tensor]) -> int | None:
+        """What was overwritten meanwhile has a newer one in its place."""
+        assert self._mirror is not None
+        for _ in range(TRIES):
+            if self._mirror.holds(place, self._generation, version):
+                torch._foreach_copy_(into, self._mirrored[place])
+                if self._mirror.holds(place, self._generation, version):
+                    return version
+            if (found := self._mirror.newest(self._generation, version)) is None:
+                return None
+            version, place = found
+        return None
 
 
 class RemotePort(LearnerPort):
     """All that a session asks, on one connection."""
 
-    def __init__(self, end: socket.socket, spec: RemoteLearner) -> None:
+    def __init__(self, end: socket.socket, spec: RemoteLearner, agent: Channel | None = None) -> None:
         self.learner, self.rank = spec.learner, spec.seat.rank
+        self._agent, self._places = agent, spec.places
         self._slots = spec.slots
         self.changed = threading.Condition()
         self._objects = Objects()
@@ -196,6 +213,10 @@ class RemotePort(LearnerPort):
     # -- waiting -----------------------------------------------------------------------------------------
 
     @property
+    def generation(self) -> int:
+        return self._generation
+
+    @property
     def reset(self) -> bool:
         return self._words[GENERATION] != self._generation
 
@@ -246,7 +267,8 @@ class RemotePort(LearnerPort):
             return mine.pop(index, None)
 
     def ask(self, message: Any) -> Any:
-        self._objects.send(self._connection, Kind.ASK, message)
+        understood = isinstance(message, m.AskDial)
+        self._objects.send(self._connection, Kind.OPEN if understood else Kind.ASK, message)
         with self.changed:
             self.changed.wait_for(lambda: self._answers)
             answer = self._answers.pop(0)
@@ -260,13 +282,21 @@ class RemotePort(LearnerPort):
         self._objects.send(self._connection, Kind.TELL, message)
 
     def open(self, opened: m.Opened | m.Initialise) -> RemoteTable:
-        table = RemoteTable(opened, self._slots, self)
         if isinstance(opened, m.Initialise):
-            return table
+            return RemoteTable(opened, self._slots, self, None)
+        table = RemoteTable(opened, self._slots, self, self._mirror(opened))
         with self.changed:
             self._tables[opened.table] = table
         self.send(Kind.READY, place=opened.table)
         return table
+
+    def _mirror(self, opened: m.Opened) -> Mirror | None:
+        """The node's memory for a large table's versions."""
+        nbytes = opened.layout.parameters.nbytes
+        if nbytes < SHARED or self._agent is None:
+            return None
+        self._agent.send(MirrorOf(opened.table, nbytes, self._places))
+        return Mirror(nbytes, self._places, self._agent.receive())
 
     def stopping(self) -> bool:
         return self._words[STOP] != 0
@@ -282,10 +312,10 @@ class RemotePort(LearnerPort):
 
 
 @contextlib.contextmanager
-def _connected(spec: RemoteLearner) -> Iterator[RemotePort]:
+def _connected(spec: RemoteLearner, agent: Channel) -> Iterator[RemotePort]:
     end = socket.socket(fileno=os.dup(spec.end.fd))
     spec.end.close()
-    port = RemotePort(end, spec)
+    port = RemotePort(end, spec, agent)
     try:
         yield port
     finally:
@@ -301,10 +331,11 @@ class RemoteLearner:
     slots: int
     run: bytes
     end: WakeUp  # the connection: it travels as a descriptor, as bells do
+    places: int  # for versions in a mirror
 
     def __call__(self, channel: Channel) -> int:
         task: Task = channel.receive()
-        with _connected(self) as port:
+        with _connected(self, channel) as port:
             try:
                 port.try_send(perform(task, port, self.seat))
             except BaseException as error:

@@ -9,31 +9,33 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import sys
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from syncline import messages as m
-from syncline.engines.local.control_channel import NOTHING, Channel
+from syncline.dial import Sync
+from syncline.engines.local.control_channel import NOTHING, Channel, Closed
 from syncline.engines.local.desks import PORTION, Lane, Mailbox, TableMemory
 from syncline.engines.local.exchange import DELIVERED
 from syncline.engines.local.learner import CALLS, GENERATION, STOP, TRIES, ControlBlock, LearnerSpec
-from syncline.engines.local.packing import Parcel
+from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.record_codec import NOTE, Record, decode
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.local.version_ring import Reader
 from syncline.engines.ray.agent import Order
 from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost, bytes_of
-from syncline.engines.ray.frame_kinds import AGENT, OBJECTS, WORDS, Kind, Objects
+from syncline.engines.ray.courier import Have, Versions, Want, bodies, choose, whole
+from syncline.engines.ray.frame_kinds import AGENT, OBJECTS, WORDS, Kind, Objects, place_of
 from syncline.engines.ray.handshake import Secret, Stranger, connect
-from syncline.engines.ray.remote_learner import OVERTAKEN, PLACES, place_of
+from syncline.engines.ray.mirror import MIRRORED, SHARED
+from syncline.engines.ray.remote_learner import OVERTAKEN, PLACES
 from syncline.messages.to_leader import Await, Blocked, Gradient, Load, Meet, Put, Reread, Rest
 from syncline.table.layout import Layout
 
+ASKED = -1  # in place of a frame: the courier brings it
 LOOK = 1000  # milliseconds without anything to do
 WAITS = (Gradient, Put, Rest, Reread, Load, Blocked, Await, Meet)  # after which a learner waits
 
@@ -48,9 +50,10 @@ class StandIn:
     threads: int | None
     lost: WakeUp  # rings when its node is declared dead
     refusals: WakeUp  # rings for every frame that was turned away
+    courier: WakeUp  # a channel to its node's: it travels as a descriptor, as bells do
 
     def __call__(self, channel: Channel, spec: LearnerSpec) -> int:
-        order = Order(spec.learner, spec.seat, spec.geometry.slots, self.threads)
+        order = Order(spec.learner, spec.seat, spec.geometry.slots, self.threads, spec.geometry.places)
         try:
             end = connect(self.address, self.secret)
             agent = Connection(end, run=self.secret.run, incarnation=AGENT, into=lambda head: None)
@@ -98,30 +101,11 @@ class _Table:
             del self.published[slot]
         return found
 
-    def choose(self, released: int) -> tuple[int, list[int]] | None:
-        """A version, and where it lies."""
-        for _ in range(TRIES):
-            if (found := self.reader.choose(released)) is not None:
-                return found
-            os.sched_yield()  # shards are between two versions
-        return None
-
     def bodies(self, places: list[int] | None) -> list[memoryview]:
-        """A version as it lies in memory, shard by shard."""
-        flat = self.layout.parameters
-        if places is None or len(set(places)) == 1:
-            segments = self.lane.inbox if places is None else self.shelf.ring[places[0]]
-            return bytes_of([whole(segments, flat.nbytes)])
-        parts = [
-            part.segments(self.shelf.ring[place])
-            for part, place in zip(self.layout.parts, places, strict=True)
-        ]
-        found: list[memoryview] = []
-        ends = [*flat.offsets[1:], flat.nbytes]
-        for index, (offset, end) in enumerate(zip(flat.offsets, ends, strict=True)):
-            found += bytes_of([part[index] for part in parts])
-            found.append(memoryview(bytes(end - offset - flat.lengths[index] * flat.item_sizes[index])))
-        return found
+        """A version as it lies in memory."""
+        if places is None:
+            return bytes_of([whole(self.lane.inbox, self.layout.parameters.nbytes)])
+        return bodies(self.layout, self.shelf.ring, places)
 
 
 class _Relay:
@@ -136,8 +120,11 @@ class _Relay:
         self._waiting: deque[Record] = deque()  # for room on the desk
         self._ended = False
         self._refused = 0  # frames
+        self._courier = Channel(socket.socket(fileno=os.dup(node.courier.fd)))
+        self._dials = {0: spec.seat.plan.course.first}  # by number, as learners know them
+        self._dial = 0  # that the learner has asked for
         self._poll = select.poll()
-        for fd in (spec.bell.fd, channel.fileno(), node.lost.fd):
+        for fd in (spec.bell.fd, channel.fileno(), self._courier.fileno(), node.lost.fd):
             self._poll.register(fd, select.POLLIN)
 
     def run(self) -> int:
@@ -145,6 +132,7 @@ class _Relay:
             while True:
                 busy = self._up()
                 self._answers()
+                self._brought()
                 self._down()
                 self._sleep(0 if busy else LOOK)
         except Lost as error:
@@ -221,9 +209,14 @@ class _Relay:
             self._spec.shard_bell.ring()
 
     def _object(self, kind: int, parcel: Parcel) -> None:
-        self._ended |= kind == Kind.LAST
-        self._channel.send(parcel)
-        parcel.close()
+        if kind == Kind.OPEN:
+            message = unpack(parcel)
+            self._dial = message.number
+            self._channel.send(message)
+        else:
+            self._ended |= kind == Kind.LAST
+            self._channel.send(parcel)
+            parcel.close()
         if kind != Kind.TELL:
             self._desk.wait(True)
 
@@ -244,6 +237,8 @@ class _Relay:
         """What is this node's own stays here."""
         if isinstance(message, m.Opened | m.Initialise):
             return self._opened(message)
+        if isinstance(message, Sync):
+            self._dials[self._dial] = message
         if isinstance(message, m.Rejoined):
             self._generation, desk = message.desk
             self._desk = Mailbox(desk)
@@ -252,6 +247,11 @@ class _Relay:
         return message
 
     def _opened(self, message: Any) -> Any:
+        if isinstance(message, m.Opened) and message.layout.parameters.nbytes >= SHARED:
+            places = self._spec.geometry.places
+            self._tell_courier(
+                Versions(message.table, self._generation, message.layout, places, message.handle)
+            )
         table = self._tables[message.table] = _Table(message, self._spec)
         values = [each.clone() for each in table.shelf.buffers], [each.clone() for each in table.shelf.others]
         return replace(message, handle=values, lane=None)
@@ -280,7 +280,7 @@ class _Relay:
         """What was released is sent as it lies in the ring, and told when it still lies there (M13); False: nothing to do."""
         sending = table.sending
         if sending is not None:
-            if not self._connection.sent(sending.frame):
+            if sending.frame == ASKED or not self._connection.sent(sending.frame):
                 return False
             if sending.places is None or table.reader.hold(sending.version, sending.places):
                 table.version = sending.version
@@ -304,7 +304,10 @@ class _Relay:
     def _send(self, number: int, table: _Table, reading: tuple[int, int, int], tries: int) -> None:
         version, places = reading[0], None
         if not reading[2] & DELIVERED:
-            chosen = table.choose(version)
+            if table.layout.parameters.nbytes >= SHARED:
+                self._ask(number, table, reading)
+                return
+            chosen = choose(table.reader, version)
             if chosen is None:
                 self._overtaken(number, table, reading)
                 return
@@ -315,6 +318,33 @@ class _Relay:
         place = place_of(number, table.place)
         frame = self._connection.send(Kind.VERSION, *table.bodies(places), place=place)
         table.sending = _Sending(reading, version, places, frame, tries)
+
+    def _ask(self, number: int, table: _Table, reading: tuple[int, int, int]) -> None:
+        """The node's courier for this version."""
+        dial = self._dials.get(reading[1])
+        self._tell_courier(Want(number, self._generation, reading[0], dial is None or dial.lockstep))
+        table.sending = _Sending(reading, reading[0], None, ASKED)
+
+    def _tell_courier(self, message: Versions | Want) -> None:
+        """It reads all the time; where it does not, it is killed."""
+        try:
+            self._courier.send(message)
+        except Closed as error:
+            raise Lost("the courier of its node is gone") from error
+
+    def _brought(self) -> None:
+        try:
+            while (have := self._courier.take()) is not NOTHING:
+                self._have(have)
+        except Closed as error:
+            raise Lost("the courier of its node is gone") from error
+
+    def _have(self, have: Have) -> None:
+        table = self._tables.get(have.table)
+        if table is None or table.sending is None or have.generation != self._generation:
+            return
+        table.version, table.place = have.version, MIRRORED + have.place
+        self._tell_reading(have.table, table, table.sending.reading)
 
     def _overtaken(self, number: int, table: _Table, reading: tuple[int, int, int]) -> None:
         table.version = -1
@@ -327,10 +357,3 @@ class _Relay:
         words = (number, table.released, *reading, table.version, place, self._generation)
         self._connection.send(Kind.READING, WORDS.pack(*words))
         self._desk.wait(False)
-
-
-def whole(segments: list[Tensor], nbytes: int) -> Tensor:
-    """The block of bytes that these segments are views of."""
-    first = segments[0]
-    start = first.storage_offset() * first.element_size()
-    return torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (nbytes,), (1,))

@@ -13,8 +13,8 @@ from syncline.dial import Course
 from syncline.engines.local.desks import PORTION
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.ray.bulk_connection import Connection
-from syncline.engines.ray.frame_kinds import WORDS, Kind, Objects
-from syncline.engines.ray.remote_learner import OVERTAKEN, RemoteLearner, RemotePort, place_of
+from syncline.engines.ray.frame_kinds import WORDS, Kind, Objects, place_of
+from syncline.engines.ray.remote_learner import OVERTAKEN, RemoteLearner, RemotePort
 from syncline.ports import Portion, Reset
 from syncline.roles.run_plan import RunPlan, Seat
 from syncline.table.layout import lay_out
@@ -36,7 +36,7 @@ class StandIn:
         self.words(0, 0, 0)
         seat = Seat(plan=RunPlan(course=Course.of("hardsync"), learners=1), rank=0)
         self._bell = WakeUp()
-        self.port = RemotePort(near, RemoteLearner(LEARNER, seat, 2, RUN, self._bell))
+        self.port = RemotePort(near, RemoteLearner(LEARNER, seat, 2, RUN, self._bell, 3))
         self.port._over = True  # its process does not end with the connection
         model = nn.Linear(3, 2)
         self.layout, _ = lay_out(model, [list(model.parameters())], cuttable=True, shards=1)
