@@ -39,9 +39,7 @@ ROLE_ROOMS = {"learn", "roles"}
 
 MOST_PUBLIC_NAMES = 22  # three of them are batch methods
 MOST_LINES = 600
-MOST_SOURCE_LINES = (
-    61_200  # whoever needs more raises it, with the reason in the same commit (last: leaf processes)
-)
+MOST_SOURCE_LINES = 61_700  # whoever needs more raises it, and says why (last: nodes of trees in processes)
 
 FILES = sorted(SOURCE.rglob("*.py"))
 per_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
