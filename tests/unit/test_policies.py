@@ -39,7 +39,7 @@ ROLE_ROOMS = {"learn", "roles"}
 
 MOST_PUBLIC_NAMES = 22  # three of them are batch methods
 MOST_LINES = 600
-MOST_SOURCE_LINES = 60_800  # whoever needs more raises it, with the reason in the same commit; last: groups simulated and weighed (250)
+MOST_SOURCE_LINES = 61_000  # whoever needs more raises it, with the reason in the same commit; last: seats update by themselves (220)
 
 FILES = sorted(SOURCE.rglob("*.py"))
 per_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
