@@ -81,7 +81,8 @@ class Supervision:
 
     def lost(self, learner: int, why: str, *, stepped: bool, **details: Any) -> None:
         unaware = self._coordinator.stale(learner)
-        self._carry_out(self.lifecycle.lost(learner, why, stepped=stepped, unaware=unaware, details=details))
+        how: dict[str, Any] = {"stepped": stepped, "unaware": unaware, "details": details}
+        self._carry_out(self.lifecycle.lost(learner, why, now=self._now(), **how))
 
     def shard_lost(self, lost: str, **details: Any) -> None:
         self._carry_out(self.lifecycle.shard_lost(lost, self._now(), details))

@@ -84,6 +84,7 @@ class Job:
     threads: int | None = None
     group: int = 1
     plan: str | dict[str, str] | None = None
+    local_update: bool = True
     check: bool = False
     run_dir: str | None = None
     resume: str | None = None

@@ -314,6 +314,13 @@ KEYS: tuple[Key, ...] = (
         meaning="how the model is cut over a group; auto is the cheapest way",
     ),
     Key(
+        name="local_update",
+        kind="true or false",
+        read=_flag,
+        default=True,
+        meaning="one group updates what is cut over its processes by itself",
+    ),
+    Key(
         name="check",
         kind="true or false",
         read=_flag,

@@ -84,6 +84,9 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Publish the gradient, wait as the dial says, read one version."""
+        return self._stepped(closure)
+
+    def _stepped(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         self._warn_of_writes()
         if closure is not None:

@@ -7,6 +7,7 @@ gradient is published when all have written theirs. Not responsible for processe
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch.utils.data import Dataset
 from syncline import messages as m
 from syncline.errors import LayoutError, LoopError, UsageError
 from syncline.learn.loader import Loader
+from syncline.learn.local_update import SeatOptimizer
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.server_session import ServerSession, shards_for
 from syncline.learn.session import Factory
@@ -85,6 +87,7 @@ class SeatPort(LearnerPort):
         self.learner, self.rank = port.learner, port.rank
         self._port, self.line, self.leads = port, line, line.seat == 0
         self.windows: list[Shares] = []  # by table
+        self.tables: dict[int, SeatTable] = {}
 
     def told(self, what: str, action: Callable[[], Any]) -> Any:
         """The first seat's answer, or what it raised, in every seat."""
@@ -167,7 +170,10 @@ class SeatPort(LearnerPort):
 
     def open(self, opened: m.Opened | m.Initialise) -> SeatTable:
         whole: Any = self._port.open(opened)
-        return SeatTable(whole, self.windows[opened.table], self)
+        found = SeatTable(whole, self.windows[opened.table], self)
+        if isinstance(opened, m.Opened):
+            self.tables[opened.table] = found
+        return found
 
     def stopping(self) -> bool:
         return bool(self.told("stopping", self._port.stopping))
@@ -225,7 +231,16 @@ class SeatTable(TablePort):
         self._drafts: dict[int, SeatDraft] = {}
         self.buffers = shares.buffers.read(whole.buffers)
         self.others = shares.others.read(whole.others)
-        whole.narrow = shares.parameters.read
+        whole.narrow = self._narrow
+        self.own: frozenset[int] = (
+            frozenset()
+        )  # entries that seats update themselves: they have been read once
+
+    def _narrow(self, version: list[Tensor]) -> list[Tensor]:
+        return self._rest(self._shares.parameters.read(version))
+
+    def _rest(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [each for index, each in enumerate(tensors) if index not in self.own] if self.own else tensors
 
     def draft(self, *, block: bool = True) -> Draft | None:
         place = self._port.told("draft", lambda: self._place(block))
@@ -261,6 +276,7 @@ class SeatTable(TablePort):
 
     def read(self, reading: Reading, into: list[Tensor]) -> int | None:
         """One version in all seats: who has an older one than another reads again."""
+        into = self._rest(into)
         version = self._agreed(reading, into) if into else reading.version
         if self._port.leads:
             self._whole.has_read()
@@ -312,10 +328,13 @@ class SeatSession(ServerSession):
     """One seat's view of the run."""
 
     port: SeatPort
+    shared = SeatOptimizer
+    _tables: list[SeatOptimizer]  # type: ignore[assignment]
 
     def __init__(self, port: SeatPort, config: Seat, seat: int) -> None:
         super().__init__(port, config)
         self.seat, self.seats = seat, config.seats
+        self.committed = False  # a step is under way that all of the group make
         self.left: list[Any] = []  # loops over loaders that nobody goes on with
 
     def settle(self) -> None:
@@ -335,12 +354,19 @@ class SeatSession(ServerSession):
         self.settle()
         return super().mean(value)
 
+    @property
+    def ending(self) -> bool:
+        return not self.committed and super().ending
+
     def close(self) -> None:
         self.settle()
+        for table in self._tables if self._refused is None else ():
+            with contextlib.suppress(Reset):
+                table.hand_over()
         super().close()
 
     def optimizer(self, model: nn.Module, factory: Factory) -> SharedOptimizer:
-        """The table has the whole model's layout; gradients of what every seat holds are added up before each step."""
+        """The table has the whole model's layout."""
         if not isinstance(model, Partitioned):
             raise UsageError(
                 f"session.optimizer in a group of {self.seats} seats takes a partitioned model: "
@@ -348,7 +374,8 @@ class SeatSession(ServerSession):
             )
         self.settle()
         table = super().optimizer(model, factory)
-        table.register_step_pre_hook(_reducing(model, self.settle))
+        assert isinstance(table, SeatOptimizer)
+        table.bind(model, local=self.plan.local)
         return table
 
     def _lay_out(
@@ -404,19 +431,3 @@ def _whole(value: Any, layout: Layout, index: int, inner: torch.optim.Optimizer)
         )
     filler = value.reshape(-1)[0].item() if value.numel() else 0.0
     return torch.full(shape, filler, dtype=value.dtype)
-
-
-def _reducing(model: Partitioned, settle: Callable[[], None]) -> Callable[..., Any]:
-    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """The closure runs here, so that its gradients are there to be added up."""
-        settle()
-        table, *rest = args
-        closure = rest[0] if rest else kwargs.get("closure")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        model.reduce_gradients()
-        return (table, (lambda: loss) if closure is not None else None), {}
-
-    return before

@@ -50,6 +50,8 @@ SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names
 class ServerSession(Session):
     """One learner's view of a run with servers."""
 
+    shared: type[SharedOptimizer] = SharedOptimizer
+
     def __init__(self, port: LearnerPort, seat: Seat) -> None:
         self.port, self.reader, self.plan = port, seat.reader, seat.plan
         self.rank, self.learners = seat.rank, seat.plan.learners
@@ -190,7 +192,7 @@ class ServerSession(Session):
             copy_all(tensors.buffers, personal.buffers.get(number, tensors.buffers))
             self._kept_random = personal.random
         steps = personal.steps if personal is not None else 0
-        return SharedOptimizer(self, number, inner, end, tensors, steps, wraps=wraps)
+        return self.shared(self, number, inner, end, tensors, steps, wraps=wraps)
 
     def put(self, model: nn.Module) -> None:
         """Make this learner's present values of the model global, with the next update (M6)."""

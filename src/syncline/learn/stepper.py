@@ -124,6 +124,11 @@ class Stepper:
         self._draft: Draft | None = None  # that is being filled
         self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
 
+    @property
+    def keeping(self) -> bool:
+        """A checkpoint follows the next gradient."""
+        return self._keep
+
     def ticket(self) -> int:
         """Numbers what this learner asks of this table."""
         self.tickets += 1

@@ -160,7 +160,7 @@ class Lifecycle:
     """Of a run over servers. Learners have ids, which are never given twice, and ranks.
 
     `recovers`: checkpoints are written, so that lost shards come back; `saved`: there is one to begin with. `rejoins`: learners
-    outlive their shards. `ranks`, `last_rank`, `returned` and `losses` are those of a run that goes on.
+    outlive their shards. `hold`: a part of the table is in the one learner (M16). `ranks`, `last_rank`, `returned` and `losses` are those of a run that goes on.
     """
 
     def __init__(
@@ -171,6 +171,7 @@ class Lifecycle:
         recovers: bool,
         saved: bool = False,
         rejoins: bool = True,
+        hold: bool = False,
         grace: Grace | None = None,
         ranks: Iterable[int] | None = None,
         last_rank: int = -1,
@@ -178,7 +179,7 @@ class Lifecycle:
         losses: Mapping[int, int] | None = None,
     ) -> None:
         self._faults, self._learners, self._grace = faults, learners, grace
-        self._recovers, self._saved, self.rejoins = recovers, saved, rejoins
+        self._recovers, self._saved, self.rejoins, self._hold = recovers, saved, rejoins, hold
         self._given = 0  # ids
         self.last_rank = last_rank
         self.live: dict[int, int] = {}  # id -> rank
@@ -232,6 +233,7 @@ class Lifecycle:
         stepped: bool,
         unaware: bool = False,
         details: Mapping[str, Any] | None = None,
+        now: float = 0.0,
     ) -> list[Decision]:
         """It died. `stepped`: not before it had made a step."""
         if (rank := self._take(learner)) is None:
@@ -240,8 +242,10 @@ class Lifecycle:
         found: list[Decision] = [
             Say(what, rank, "lost", {"learner": learner, **(details or {})}),
             Leave(learner, lost=True),
-            *self._repeat(unaware),
+            *(self._repeat(unaware) if not self._hold else []),
         ]
+        if self._hold:
+            return found + self.shard_lost(f"learner {rank} is lost with its part of the table ({why})", now)
         if self._faults.replace and not self.stopping:
             self.losses[rank] = 0 if stepped else self.losses[rank] + 1
             if self.losses[rank] < MOST:

@@ -165,10 +165,10 @@ class Leader:
         self._finished = True
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.finish())
+        for table, sequence in self._sequences.items():  # what was put without a later fold counts
+            self._log(log.Finish(table, sequence.version))
         if cut and self._cadence is not None and self._sequences and self._cadence.begin():
             self._cut()
-        for table, sequence in self._sequences.items():
-            self._log(log.Finish(table, sequence.version))
 
     # -- what learners say -------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class RunPlan:
     limit: int | None = None  # updates
     epochs: int | None = None  # of the first loader, where `train` knows it
     clip_norm: float | None = None
+    local: bool = False  # with one group, what is cut over its seats is updated by them (M16)
     snapshots: bool = False  # the first loader's epochs end with a snapshot
     saving: Saving = Saving()
 

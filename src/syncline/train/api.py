@@ -35,7 +35,7 @@ from syncline.train.checks import (
     check_schedule,
     check_seed,
 )
-from syncline.train.groups import GroupBatches, check_group, check_seats, cut_over, simulated
+from syncline.train.groups import GroupBatches, check_group, check_seats, cut_over, simulated, updates_locally
 from syncline.train.run import Run
 from syncline.train.spec import (
     DEFAULT_LEARNERS,
@@ -162,6 +162,7 @@ def train(
     wait: bool = True,
     group: int = 1,
     plan: Any = None,
+    local_update: bool = True,
     check: bool = False,
 ) -> Any:
     """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
@@ -183,8 +184,8 @@ def train(
     `patience` seconds is named, and ended with `kill_hung`.
 
     `group` processes, seats, hold one model together and are one learner, with one batch; `plan` says how its layers are cut over
-    them: "auto" (the cheapest, see `sl.plan`), "data", a Plan, or by hand, {"fc*": "model"}. With `check` the first batch is
-    compared with the whole model.
+    them: "auto" (the cheapest, see `sl.plan`), "data", a Plan, or by hand, {"fc*": "model"}. What is cut over the seats of one group
+    is updated by them, unless `local_update=False` (docs/howto/parallel.md). With `check` the first batch is compared with the whole model.
 
     With `sync="sandblaster"` the optimizer is a batch method such as `sl.LBFGS()`: `steps` counts iterations, `batch_size` is a portion of
     the batch, which is all data or, with `global_batch_size` or `schedule` (iteration -> examples), a sample. See docs/howto/batch_methods.md.
@@ -214,13 +215,6 @@ def train(
     aim = trained.objective if isinstance(trained, Backprop) else None
     batches = GroupBatches(data, collate, each, learners)
     plain = aim if regulariser is None else None
-    cut = None
-    if isinstance(runner, Sim):
-        runner = simulated(runner, group, plan, model=whole, objective=plain, batches=batches)
-        group = 1  # to the run
-    elif group > 1:
-        seats = devices_of(device, learners * group)
-        cut = cut_over(group, plan, model=whole, objective=plain, batches=batches, devices=seats)
     training = Training(
         model=sent,
         data=data,
@@ -235,7 +229,17 @@ def train(
         collate=collate,
         check=check,
     )
-    course = Course.of(sync)
+    evaluation = with_norm(evaluation_of(sent, evaluate, way, each, collate), rule, training)
+    course, cut, local = Course.of(sync), None, False
+    if isinstance(runner, Sim):
+        runner = simulated(runner, group, plan, model=whole, objective=plain, batches=batches)
+        group = 1  # to the run
+    elif group > 1:
+        seats = devices_of(device, learners * group)
+        local = local_update and updates_locally(
+            course, made, batches, plain=clip_norm is None and not warmstart and evaluation is None
+        )
+        cut = cut_over(group, plan, model=whole, objective=plain, batches=batches, devices=seats, local=local)
     description = RunPlan(
         course=course,
         learners=learners,
@@ -247,6 +251,7 @@ def train(
         limit=steps,
         epochs=epochs,
         clip_norm=clip_norm,
+        local=local,
     )
     spec = run_spec(
         runner,
@@ -261,7 +266,7 @@ def train(
         checkpoints=Checkpoints(
             run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
         ),
-        evaluate=with_norm(evaluation_of(sent, evaluate, way, each, collate), rule, training),
+        evaluate=evaluation,
         callbacks=(*check_callbacks(callbacks), *([rule] if rule is not None else [])),
     )
     run = Run(runner, spec, whole, made)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from syncline.cluster.record import Cluster, Compute
+from syncline.dial import Course
 from syncline.engines.batch_record import available_memory, readable
 from syncline.engines.local.engine import Local
 from syncline.engines.run import Engine
@@ -30,6 +31,7 @@ from syncline.plan import plan as cheapest
 from syncline.sim.engine import Sim
 from syncline.sim.grouped import groups_of, seats_of
 from syncline.table.store import PLACES
+from syncline.table.template import ELEMENTWISE
 from syncline.topologies import AllReduce, parse_topology
 
 
@@ -62,6 +64,15 @@ def check_seats(group: int, engine: Engine) -> None:
         raise NotYetError(
             f"group={group} in launch: the simulator has no seats, a group is one learner there; use train, or engine='local'"
         )
+
+
+def updates_locally(
+    course: Course, made: torch.optim.Optimizer, batches: GroupBatches, *, plain: bool
+) -> bool:
+    """Whether a group's seats can update what is cut over them (M16): it is alone, and a step takes its own gradient, as it is."""
+    (_, dial), *more = course.dials
+    same = not (more or dial.local or dial.delay) and dial.factor(1, batches.batch_size) == 1.0
+    return plain and batches.learners == 1 and same and type(made) in ELEMENTWISE
 
 
 class GroupBatches(NamedTuple):
@@ -106,6 +117,7 @@ def cut_over(
     batches: GroupBatches,
     devices: Sequence[str] = (),
     cluster: Cluster | None = None,
+    local: bool = False,
 ) -> Plan | None:
     """How `train`'s model is cut over each group; refused here where it cannot be. Without devices no memory is looked at."""
     if group == 1:
@@ -119,7 +131,7 @@ def cut_over(
     found = Plan.load(plan) if isinstance(plan, str) and plan.endswith(".json") else plan
     if plan is None or plan == "auto":
         joint = {name: _as_shape(tensor, batch_size, learners) for name, tensor in example.items()}
-        found = cheapest(model, joint, cluster, group, workers=group * learners, local_update=False)
+        found = cheapest(model, joint, cluster, group, workers=group * learners, local_update=local)
     planned = Group()
     planned.size = group
     mine = partition(skeleton(model), found, example, planned)

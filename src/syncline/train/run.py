@@ -175,6 +175,7 @@ class Run:
         """More learners join the run; they count from the version they first read."""
         check_whole("count", count)
         self._refuse_late("add_learners")
+        self._refuse_local("add_learners")
         if self._plan is not None and isinstance(self._plan.data, IterableDataset):
             raise UsageError(
                 f"an iterable data set is split over the {self._spec.plan.learners} learners of the start: "
@@ -186,6 +187,7 @@ class Run:
         """Another dial, from the next version on."""
         dial = as_sync(sync)
         self._refuse_late("change")
+        self._refuse_local("change")
         self._changes += 1
         if self._changes + len(self._spec.plan.course.dials) > MOST_DIALS:
             raise DialError(f"a run may have {MOST_DIALS} dials, this one has had them; start another run")
@@ -199,6 +201,12 @@ class Run:
         if self._made is not None:
             refuse_weighted(dial, self._made)
         self._handle.change(dial)
+
+    def _refuse_local(self, what: str) -> None:
+        if self._spec.plan.local:
+            raise UsageError(
+                f"{what}: this run's one group updates what is cut over its seats by itself; start it with local_update=False"
+            )
 
     def _refuse_late(self, what: str) -> None:
         if self.done:

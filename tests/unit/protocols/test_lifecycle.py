@@ -141,6 +141,23 @@ def test_at_a_checkpoint_learners_rejoin() -> None:
     assert acts(run.shard_lost("gone")) == [GoBack("gone", False, (), {})] and run.live == {1: 0, 2: 1}
 
 
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("stopping", [False, True])
+def test_a_learner_that_holds_a_part_of_the_table_is_lost_as_a_shard_is(
+    replace: bool, stopping: bool
+) -> None:
+    run = life(1, Faults(replace=replace), hold=True, saved=True, grace=GRACE)
+    if stopping:
+        run.stop(0.0)
+    leave, back, *_ = acts(run.lost(1, "killed", stepped=True, now=1.0))
+    assert leave == Leave(1, lost=True)
+    assert isinstance(back, GoBack) and not back.start and back.learners == {2: 0} and not back.ended
+    alone = life(1, Faults(replace=replace), hold=True, recovers=False)
+    assert "learner 0 is lost with its part of the table (killed), and there is no checkpoint" in failure(
+        alone.lost(1, "killed", stepped=True)
+    )
+
+
 def test_learners_that_keep_nothing_begin_with_the_new_shards() -> None:
     run = life(rejoins=False, saved=True)
     run.returned(1)

@@ -102,6 +102,7 @@ class Supervisor(Crew):
             spec.plan.learners,
             recovers=self.folder is not None,
             saved=spec.storage.restored is not None,
+            hold=spec.plan.local,
             grace=Grace(cut=LAST_CUT, step=GRACE),
         )
         ids = dict(lifecycle.live)
