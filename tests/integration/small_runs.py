@@ -57,7 +57,8 @@ def start(data: Any, **options: Any) -> sl.Run:
         "threads": 1,
     }
     torch.manual_seed(0)
-    return sl.train(nn.Linear(4, 2), data, wait=False, **{**settings, **options})
+    model = options.pop("model", None) or nn.Linear(4, 2)
+    return sl.train(model, data, wait=False, **{**settings, **options})
 
 
 def train(**changes: Any) -> Any:

@@ -56,6 +56,24 @@ def test_lockstep_gives_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
             assert torch.equal(value, calm.state_dict()[name])
 
 
+def test_buffers_go_back_too(tmp_path: Path) -> None:
+    """What BatchNorm saw of the batches that come again, it has not seen."""
+
+    def trained(**options: Any) -> sl.Run:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        return small_runs.start(points(SIZE), model=model, sync="hardsync", **options)
+
+    calm = trained().wait(timeout=60).state_dict()
+    run = trained(run_dir=tmp_path, checkpoint_every=7)
+    Faults("kill shard 1 at version 26").play(run)
+    result = run.wait(timeout=60)
+    assert kinds(result) == ["shard lost", "recovered"]
+    assert {
+        name for name, value in result.state_dict().items() if not torch.equal(value, calm[name])
+    } == set()
+
+
 def test_before_the_first_checkpoint_all_begins_again(tmp_path: Path) -> None:
     run = start(sync="hardsync", run_dir=tmp_path, checkpoint_every=1000)
     Faults("kill shard 1 at version 12").play(run)

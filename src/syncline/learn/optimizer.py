@@ -7,7 +7,7 @@ runs on the shards. Parameters change only inside `step`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,6 +192,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._table = self._replica.table = table
         self.stepper.begin()
         self._drive(self.stepper.read(self.stepper.ticket()))
+
+    def restore_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """As the checkpoint has them: what was seen since then is seen again."""
+        self._replica.restore_buffers(buffers)
 
     # -- writes and states -------------------------------------------------------------------------------
 

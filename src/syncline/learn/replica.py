@@ -5,7 +5,7 @@ Not responsible for when.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,11 @@ class ModelReplica(Replica):
         self.untouched = Untouched(
             self._parameters, [entry.name for entry in table.layout.parameters.entries]
         )
+
+    @torch.no_grad()
+    def restore_buffers(self, buffers: Sequence[Tensor]) -> None:
+        for mine, kept in zip(self._buffers, buffers, strict=True):
+            mine.copy_(kept)
 
     # -- a gradient --------------------------------------------------------------------------------------
 

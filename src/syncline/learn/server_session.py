@@ -109,6 +109,8 @@ class ServerSession(Session):
                 self._count = 0
                 for table, answer in zip(self._tables, back.tables, strict=True):
                     table.rejoin(self.port.open(answer))
+                    if answer.personal is not None and answer.table in answer.personal.buffers:
+                        table.restore_buffers(answer.personal.buffers[answer.table])
                 for loader in self._loaders:
                     loader.rejoin()
                 return
