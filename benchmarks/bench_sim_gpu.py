@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from benchmarks import machine
-from syncline.learn.gradients import Supervised
+from syncline.learn.gradient_ways import Supervised
 from syncline.models import Cifar10Full, cifar10_full_sgd
 from syncline.sim.batched.cuda_graphs import repeatable
 from syncline.sim.batched.deferred_steps import DeferredSteps
@@ -38,8 +38,8 @@ from syncline.sim.batched.tensor_rows import Rows, rows_of
 from syncline.sim.simulation import Simulation
 from syncline.table.flat_sgd import FlatSGD
 from syncline.table.layout import lay_out
+from syncline.table.optimizer_template import OptimizerTemplate
 from syncline.table.shard import bare_step
-from syncline.table.template import OptimizerTemplate
 
 EXAMPLES = 50_000
 PLACES = 4096

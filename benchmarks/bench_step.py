@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from benchmarks import machine
-from syncline.table.joined_step import JoinedStep
+from syncline.table.joined_parameters_step import JoinedStep
 from syncline.table.layout import lay_out
-from syncline.table.template import OptimizerTemplate, bare_step
+from syncline.table.optimizer_template import OptimizerTemplate, bare_step
 
 STEPS = 50
 CASES: list[tuple[type, dict[str, Any]]] = [

@@ -14,7 +14,7 @@ import torch
 from reproductions.splits import Split, show, split, write
 from syncline import Cluster
 from syncline.cluster.record import Compute, Link
-from syncline.nn.cots import IMAGE, cots_network
+from syncline.nn.cots_networks import IMAGE, cots_network
 
 IMAGES = 96
 PAPER = "paper: an update of the 11 B net on 64 GPUs takes less than 0.6 s (third stack)"

@@ -17,7 +17,7 @@ import syncline as sl
 from syncline.cli.app import app
 from syncline.errors import UsageError
 from syncline.report import read_clocks
-from syncline.report.clocks import CLOCKS, append_clocks, cut_clocks
+from syncline.report.clock_file import CLOCKS, append_clocks, cut_clocks
 from syncline.roles import vector_clocks as stamps
 from tests.integration import small_runs
 from tests.integration.small_runs import points

@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 import syncline as sl
 from syncline.report import read_clocks, read_run
-from syncline.roles.restore import restored
+from syncline.roles.checkpoint_manifest import restored
 from syncline.table.checkpoints import find
 from tests.integration import small_runs
 from tests.integration.small_runs import Constant, points, rising

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.cluster.record import Cluster, Compute, Link
 from syncline.errors import LearnerError, NotYetError, UsageError
-from syncline.sim.grouped import groups_of, seats_of
+from syncline.sim.group_times import groups_of, seats_of
 from syncline.testing.leftovers import children
 from syncline.train import groups
 
@@ -262,6 +262,13 @@ def test_all_seats_hear_of_new_shards(tmp_path: Path) -> None:
     alike(result, trained(learners=2, epochs=12, engine="sim"))
 
 
+def test_groups_publish_through_a_tree_of_processes() -> None:
+    alike(
+        trained(learners=2, group=2, plan={"4": "model"}, topology="tree:2"),
+        trained(learners=2, engine="sim"),
+    )
+
+
 @pytest.mark.parametrize("group", [1, 4])
 def test_a_run_goes_on_with_another_number_of_seats(group: int, tmp_path: Path) -> None:
     trained(group=2, plan={"4": "model"}, epochs=1, run_dir=tmp_path / "run")
@@ -291,7 +298,7 @@ def test_a_simulated_group_is_one_learner_that_takes_a_part_of_the_time(topology
 @pytest.mark.parametrize("plan", ["data", {"4": "model"}, "auto"])
 def test_a_simulated_groups_step_takes_what_its_plan_says(plan: Any) -> None:
     """But for what replicas send to the table, half of it each, which the simulator sends itself."""
-    batches = groups.Batches(TensorDataset(X, Y), None, 8, 1)
+    batches = groups.GroupBatches(TensorDataset(X, Y), None, 8, 1)
     asked: dict[str, Any] = {
         "model": network(),
         "objective": lambda model, batch: model(batch[0]).sum(),
@@ -346,7 +353,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a plan for one": ({"plan": "data"}, UsageError, r"give group= of at least 2"),
     "all-reduce": ({"group": 2, "topology": "allreduce"}, UsageError, r"group=2 over all-reduce: groups publish to servers"),
     "a table on a card": ({"group": 2, "table_device": "cuda:0"}, UsageError, r"table_device='cuda:0': seats share a table in the host's memory"),
-    "a tree": ({"group": 2, "learners": 2, "topology": "tree:2"}, NotYetError, r"topology 'tree:2.*' is not built yet in processes"),
     "ray": ({"group": 2, "engine": "ray"}, NotYetError, r"group=2 works with engine='local' and, in train, on the simulator so far, not with Ray"),
     "all-reduce, simulated": ({"group": 2, "engine": "sim", "topology": "allreduce"}, UsageError, r"group=2 over all-reduce: groups publish to servers"),
     "a layer that is none": ({"group": 2, "plan": {"fc": "model"}}, UsageError, r"no layer is called 'fc'"),
@@ -400,7 +406,7 @@ def test_what_does_not_fit_into_the_memory_is_refused_before_the_start(
     free = {"cpu": 10**9, "cuda:0": 10**9, "cuda:1": 10**9, device: 100_000}
     monkeypatch.setattr(groups, "free_memory", free.get)
     model, data = nn.Sequential(nn.Linear(1000, 32)), TensorDataset(torch.zeros(16, 1000))
-    batches = groups.Batches(data, None, 8, 2)
+    batches = groups.GroupBatches(data, None, 8, 2)
     asked: dict[str, Any] = {
         "model": model,
         "objective": lambda model, batch: model(batch[0]).sum(),

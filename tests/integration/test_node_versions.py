@@ -20,7 +20,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from syncline.engines.ray.mirror import SHARED
+from syncline.engines.ray.node_versions import SHARED
 from syncline.testing import Faults, Nodes
 from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same
 from tests.integration.wires import wire

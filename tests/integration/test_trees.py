@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.errors import LostError, NotYetError
-from syncline.report.clocks import read_clocks
+from syncline.report.clock_file import read_clocks
 from syncline.testing import Faults, Local, Nodes
 from syncline.testing.hunt import case_player as playing
 from syncline.testing.hunt.case import random_case

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from syncline.roles.restore import restored
+from syncline.roles.checkpoint_manifest import restored
 from syncline.table.checkpoints import find
 from syncline.testing.hunt import DIALS
 

@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 import syncline as sl
 from syncline.errors import LostWarning, SynclineWarning
 from syncline.report import read_run
-from syncline.report.page import page
+from syncline.report.html_page import page
 from tests.integration import small_runs
 from tests.integration.small_runs import launched, points, step
 

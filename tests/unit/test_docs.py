@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.dial import PRESETS
-from syncline.report.clocks import clock_lines
+from syncline.report.clock_file import clock_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

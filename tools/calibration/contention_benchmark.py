@@ -21,9 +21,9 @@ from syncline.engines.local.shared_memory import PAGE, Region, SharedWords
 from syncline.errors import RunError
 from syncline.learn.server_session import Session
 from syncline.sim.owned_memory import part_bytes
+from syncline.table.gradient_slot import Slot, slot_bytes
 from syncline.table.layout import LINE
 from syncline.table.shard import Shard
-from syncline.table.slot import Slot, slot_bytes
 from syncline.table.store import OnePlace
 from tools.calibration.shard_benchmark import Draft, Work, hand_over, seconds_of
 from tools.calibration.window_benchmark import Player, Stage, Workload, inequality

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from syncline.cluster.record import Cluster
 from syncline.dial import Course, Sync
-from syncline.engines.local.desks import Mailbox
 from syncline.engines.local.record_codec import decode, encode
 from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.local.table_memory import Mailbox
 from syncline.engines.run import RunSpec, Task
 from syncline.learn.server_session import Session, make_optimizer, shards_for
 from syncline.messages.to_leader import Gradient, ToLeader
@@ -28,11 +28,11 @@ from syncline.roles.run_plan import RunPlan
 from syncline.roles.server import ServerRole
 from syncline.sim.owned_memory import part_bytes
 from syncline.sim.simulation import Simulation
+from syncline.table.gradient_slot import private_slot
 from syncline.table.layout import Layout, lay_out
+from syncline.table.optimizer_template import ELEMENTWISE, OptimizerTemplate
 from syncline.table.shard import Shard
-from syncline.table.slot import private_slot
 from syncline.table.store import OnePlace
-from syncline.table.template import ELEMENTWISE, OptimizerTemplate
 from syncline.topologies import Servers
 from tools.calibration.window_benchmark import Workload
 

@@ -26,7 +26,7 @@ from syncline.batch.commands import (
     Swap,
 )
 from syncline.batch.line_search import armijo, wolfe
-from syncline.batch.standing import MEASURE, Options, Standing, need, number, whole
+from syncline.batch.method_state import MEASURE, Options, Standing, need, number, whole
 
 LineSearch = Literal["wolfe", "armijo"]
 

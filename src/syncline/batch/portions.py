@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from syncline.batch.gaps import Gaps
+from syncline.batch.free_numbers import Gaps
 from syncline.errors import RunError, UsageError
 
 

@@ -24,7 +24,7 @@ from syncline.cli.tradeoff import tradeoff
 from syncline.cli.train import Wish, run_job
 from syncline.dial import LATER, PRESETS
 from syncline.errors import UsageError
-from syncline.report.clocks import clock_lines
+from syncline.report.clock_file import clock_lines
 from syncline.report.run_record import EVENTS, read_run
 
 app = typer.Typer(

@@ -11,7 +11,7 @@ from syncline.cli.plain_output import duration, last_and_best, lasted
 from syncline.errors import RunError, UsageError
 from syncline.report import svg_plots as svg
 from syncline.report.event_lines import write_whole
-from syncline.report.page import measure
+from syncline.report.html_page import measure
 from syncline.report.run_record import RunRecord
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from syncline.engines.simulated_times import LearnerTimes
-from syncline.report.page import measure
+from syncline.report.html_page import measure
 from syncline.report.run_record import Line, RunRecord
 
 

@@ -18,7 +18,7 @@ from syncline.cli.plain_output import account, duration, event_line
 from syncline.cli.train import Wish, load, run_loaded
 from syncline.jobs import Job
 from syncline.sim.timing.run_times import Look
-from syncline.studies.point import time_job
+from syncline.studies.point_run import time_job
 
 REFRESHES, BAR = 2, 30  # a second; characters
 

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from syncline.cli.plain_output import duration, near
-from syncline.studies.judge import RankedPoint, best, fastest, frontier, groups, places, wanted
 from syncline.studies.progress import Progress
 from syncline.studies.rows import StudyRow
+from syncline.studies.summary import RankedPoint, best, fastest, frontier, groups, places, wanted
 
 SHOWN = 5  # rows of each table
 MOST_RUNNING = 16

@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from syncline.cluster.draws import normal, uniform
+from syncline.cluster.keyed_random import normal, uniform
 from syncline.dial import nearest
 from syncline.errors import UsageError
 

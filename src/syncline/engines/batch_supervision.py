@@ -18,7 +18,7 @@ from syncline.engines.recorder import Recorder
 from syncline.engines.run import RunSpec
 from syncline.errors import LostError
 from syncline.protocols import lifecycle as life
-from syncline.roles.restore import Restored
+from syncline.roles.checkpoint_manifest import Restored
 from syncline.table.checkpoints import CheckpointError, Folder, find
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from syncline.messages import Checkpointed, MakeTable, Saved
+from syncline.table.checkpoint_contents import read_content
 from syncline.table.checkpoints import FIRST, NOTES, CheckpointError, Folder, Written, write_tensors
-from syncline.table.contents import read_content
 
 Job = tuple[int, str, dict[str, Tensor], dict[str, Any]]
 

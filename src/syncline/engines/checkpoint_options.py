@@ -11,7 +11,7 @@ from syncline.engines.run import Storage
 from syncline.engines.run_lock import RunLock
 from syncline.errors import SynclineError, UsageError
 from syncline.learn.server_session import check_whole
-from syncline.roles.restore import Restored, restored
+from syncline.roles.checkpoint_manifest import Restored, restored
 from syncline.roles.run_plan import RunPlan, Saving
 from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, find
 

@@ -35,11 +35,11 @@ from syncline.learn.usage_warnings import not_finite
 from syncline.protocols import lifecycle as life
 from syncline.roles.allreduce_checkpoints import GatheredCut
 from syncline.roles.allreduce_coordinator import AllReduceCoordinator
-from syncline.roles.assembly import Assembly
-from syncline.roles.restore import Restored
+from syncline.roles.checkpoint_manifest import Restored
+from syncline.roles.version_assembly import Assembly
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
-from syncline.table.template import Options
+from syncline.table.optimizer_template import Options
 
 
 class Recorder:

@@ -19,7 +19,7 @@ from syncline.learn.portion_worker import BatchPlan
 from syncline.messages import Statistics
 from syncline.protocols.lifecycle import Faults
 from syncline.protocols.staleness import Staleness
-from syncline.roles.restore import Restored
+from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan, Seat
 
 Evaluate = Callable[[dict[str, Tensor]], dict[str, float]]

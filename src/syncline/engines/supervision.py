@@ -13,8 +13,8 @@ from typing import Any
 from syncline.engines.recorder import Recorder
 from syncline.errors import LostError
 from syncline.protocols import lifecycle as life
+from syncline.roles.checkpoint_manifest import Restored, restored
 from syncline.roles.coordinator import Coordinator
-from syncline.roles.restore import Restored, restored
 from syncline.table.checkpoints import CheckpointError, Folder, find
 
 

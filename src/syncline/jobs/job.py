@@ -23,7 +23,7 @@ from syncline.jobs import build, nets
 from syncline.jobs.keys import BY_NAME, KEYS, JobError, Named, Wrong, shown
 from syncline.jobs.names import METHODS, NAMES, one_line, resolve, takes_model
 from syncline.jobs.toml import dumps, lines_of, override, parse_override
-from syncline.learn.gradients import parse_way
+from syncline.learn.gradient_ways import parse_way
 from syncline.learn.loader import POLICIES
 from syncline.nn.arguments import wrong_arguments
 from syncline.topologies import parse_topology

@@ -14,7 +14,7 @@ from typing import Any
 
 from syncline.engines.checkpoint_options import AUTO, END
 from syncline.errors import UsageError
-from syncline.learn.gradients import WAYS
+from syncline.learn.gradient_ways import WAYS
 from syncline.learn.stop_rules import read_stop
 from syncline.parallel.rules import WAYS as CUTS
 

@@ -1,6 +1,6 @@
 """Nets that a job lists as layers: their problems with the places of the list, own types by `"package.module:Class"`, the net.
 
-Not responsible for what layers are (nn/records.py, nn/net.py).
+Not responsible for what layers are (nn/layer_records.py, nn/net.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 from syncline.errors import UsageError
 from syncline.jobs.names import Role, one_line, resolve
+from syncline.nn.layer_records import NetError, read_layers
 from syncline.nn.net import Net
-from syncline.nn.records import NetError, read_layers
 from syncline.nn.registry import TYPES, layer
 
 Problem = tuple[tuple[str, ...], str]

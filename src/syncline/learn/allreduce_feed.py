@@ -19,7 +19,7 @@ from syncline.learn.batches import to_device
 from syncline.learn.loader import epoch_order, reader
 from syncline.protocols.allreduce_rounds import Rounds, Share, Spans, at_start, left_of, standing
 from syncline.protocols.spans import Standing
-from syncline.roles.restore import LoaderState
+from syncline.roles.checkpoint_manifest import LoaderState
 
 if TYPE_CHECKING:
     from syncline.learn.allreduce_session import AllReduceSession

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from syncline.errors import UsageError
 from syncline.learn.allreduce_applications import Application, Applications
 from syncline.learn.allreduce_buckets import Header
-from syncline.learn.allreduce_hooks import Callbacks
 from syncline.learn.allreduce_reducer import Reducer, Round
 from syncline.learn.allreduce_state import as_in, cut_table, flight_of, load_table, plain_groups
+from syncline.learn.allreduce_user_hooks import Callbacks
 from syncline.learn.group_changes import GroupChanges
 from syncline.learn.session import UNSAID
 from syncline.ports import RunStopped
@@ -28,11 +28,11 @@ from syncline.protocols.pipeline import Pipeline, Vote
 from syncline.protocols.sequence import Account as Counted
 from syncline.protocols.staleness import StalenessClock
 from syncline.roles.allreduce_coordinator import Account, Copy, Deeper
+from syncline.roles.checkpoint_manifest import TableState
 from syncline.roles.pipeline_states import PipelineState
-from syncline.roles.restore import TableState
 from syncline.table.layout import Layout, Tensors
-from syncline.table.template import ELEMENTWISE
-from syncline.table.wrapping import look
+from syncline.table.nested_optimizers import look
+from syncline.table.optimizer_template import ELEMENTWISE
 
 if TYPE_CHECKING:
     from syncline.learn.allreduce_session import AllReduceSession

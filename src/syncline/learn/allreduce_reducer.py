@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from syncline.errors import UsageError
 from syncline.learn.allreduce_buckets import Bucket, Header, make_buckets
-from syncline.learn.allreduce_hooks import Callbacks
+from syncline.learn.allreduce_user_hooks import Callbacks
 from syncline.ports import Computing, Reduction
 from syncline.protocols.buckets import Filling
 from syncline.protocols.pipeline import Pipeline, ahead, behind, turn

@@ -20,7 +20,7 @@ from syncline.errors import LayoutError, UsageError
 from syncline.learn.allreduce_buckets import Header
 from syncline.learn.allreduce_feed import AllReduceLoader, AllReduceSplitLoader
 from syncline.learn.allreduce_optimizer import AllReduceOptimizer
-from syncline.learn.inputs import check_data, check_function
+from syncline.learn.input_checks import check_data, check_function
 from syncline.learn.loader import identity, read_ahead
 from syncline.learn.parameter_owners import ParameterOwners, tables_of
 from syncline.learn.randomness import pack_random, seed_random, unpack_random
@@ -41,14 +41,14 @@ from syncline.protocols.allreduce_rounds import equal_shares
 from syncline.protocols.checkpoint_schedule import JointCheckpointSchedule
 from syncline.roles.allreduce_checkpoints import Joint, PeerCut, own_losses
 from syncline.roles.allreduce_coordinator import PeerClosed, PeerEpoch, PeerTable
-from syncline.roles.means import brought, like, mean_of
+from syncline.roles.checkpoint_manifest import Restored, table_file
+from syncline.roles.learner_means import brought, like, mean_of
 from syncline.roles.pipeline_states import FLIGHTS, PipelineState, flight_tensors
-from syncline.roles.restore import Restored, table_file
 from syncline.roles.run_plan import Seat
 from syncline.table.checkpoints import CheckpointError
 from syncline.table.layout import Layout, lay_out
-from syncline.table.template import ELEMENTWISE
-from syncline.table.wrapping import look
+from syncline.table.nested_optimizers import look
+from syncline.table.optimizer_template import ELEMENTWISE
 from syncline.topologies import AllReduce
 
 

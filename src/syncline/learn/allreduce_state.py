@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from syncline.learn.allreduce_reducer import Reducer, Round
+from syncline.roles.checkpoint_manifest import TableState
 from syncline.roles.pipeline_states import MeanInFlight
-from syncline.roles.restore import TableState
 from syncline.table.checkpoints import CheckpointError, piece_tensors
 from syncline.table.layout import Layout
-from syncline.table.template import beside, piece_states
+from syncline.table.optimizer_template import beside, piece_states
 
 Options = dict[str, Any]
 _OTHER = object()  # what JSON does not have

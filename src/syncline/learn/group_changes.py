@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from syncline.table.groups import rated
-from syncline.table.template import Options, group_options
+from syncline.table.optimizer_template import Options, group_options
+from syncline.table.parameter_groups import rated
 
 
 class GroupChanges:

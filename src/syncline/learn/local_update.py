@@ -19,7 +19,7 @@ from syncline.learn.optimizer import SharedOptimizer
 from syncline.parallel.module import Part, Partitioned
 from syncline.ports import Reset, RunStopped, TablePort
 from syncline.table.layout import Tensors
-from syncline.table.template import bare_step, merge, split
+from syncline.table.optimizer_template import bare_step, merge, split
 
 if TYPE_CHECKING:
     from syncline.learn.seats import SeatSession

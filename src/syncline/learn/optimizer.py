@@ -20,9 +20,9 @@ from syncline.learn.replica import ModelReplica
 from syncline.learn.stepper import Answer, FreeDraft, Stepper, Steps, Wait
 from syncline.messages import to_leader as say
 from syncline.ports import Computing, Reset, RunStopped, TablePort
+from syncline.table.gradient_slot import options_text
 from syncline.table.layout import Tensors
-from syncline.table.slot import options_text
-from syncline.table.template import Options, group_options, merge, split
+from syncline.table.optimizer_template import Options, group_options, merge, split
 
 if TYPE_CHECKING:
     from syncline.learn.server_session import ServerSession

@@ -18,9 +18,9 @@ from torch.utils.data import Dataset, TensorDataset
 from syncline.batch.commands import BatchMethod
 from syncline.batch.samples import Batch, Samples
 from syncline.learn.batches import to_device
-from syncline.learn.gradients import Objective, check_loss
+from syncline.learn.gradient_ways import Objective, check_loss
 from syncline.learn.loader import epoch_order, reader
-from syncline.learn.models import CPU, Model, copied, made
+from syncline.learn.model_factories import CPU, Model, copied, made
 from syncline.table.layout import Layout, lay_out
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.learn.gradients import Backprop, Objective, Way, check_scalar
+from syncline.learn.gradient_ways import Backprop, Objective, Way, check_scalar
 
 Penalty = Callable[[nn.Module], Tensor]
 

@@ -26,11 +26,11 @@ from syncline.learn.server_session import ServerSession, shards_for
 from syncline.learn.session import Factory
 from syncline.messages.to_leader import Gradient, Put, ToLeader
 from syncline.parallel.module import Part, Partitioned
-from syncline.parallel.seats import Windows
+from syncline.parallel.seat_tensors import Windows
 from syncline.ports import Computing, Draft, LearnerPort, Portion, Reading, Reset, Serving, TablePort
 from syncline.roles.run_plan import Seat
 from syncline.table.layout import Flat, Layout, Tensors
-from syncline.table.template import OptimizerTemplate
+from syncline.table.optimizer_template import OptimizerTemplate
 
 TRIES = 8  # to read one version in all seats, before one is delivered
 

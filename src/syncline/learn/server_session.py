@@ -19,9 +19,9 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
-from syncline.learn.inputs import check_data, check_function
+from syncline.learn.input_checks import check_data, check_function
 from syncline.learn.loader import POLICIES, Loader, identity, read_ahead
-from syncline.learn.models import refuse_unready
+from syncline.learn.model_factories import refuse_unready
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.parameter_owners import ParameterOwners, tables_of
 from syncline.learn.randomness import pack_random, seed_random, unpack_random
@@ -31,17 +31,17 @@ from syncline.learn.usage_warnings import Watch
 from syncline.messages import to_leader as say
 from syncline.messages.to_leader import NO_LOADER
 from syncline.ports import LearnerPort, Reset, TablePort
-from syncline.roles.means import brought, like
+from syncline.roles.learner_means import brought, like
 from syncline.roles.run_plan import Seat
 from syncline.table.layout import Layout, Tensors, lay_out
-from syncline.table.template import (
+from syncline.table.nested_optimizers import look
+from syncline.table.optimizer_template import (
     ELEMENTWISE,
     SCALE_INVARIANT,
     OptimizerTemplate,
     is_torchs,
     refuse_unsupported,
 )
-from syncline.table.wrapping import look
 from syncline.topologies import Servers
 
 SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names the number of shards

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from syncline.dial import nearest
 from syncline.errors import UsageError
 from syncline.learn.batches import to_device
-from syncline.learn.models import CPU, copied
+from syncline.learn.model_factories import CPU, copied
 from syncline.learn.training import Counted, Evaluation, Training
 
 NORM = "gradient_norm"

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from syncline.errors import UsageError
 from syncline.learn.batches import to_device
-from syncline.learn.gradients import Backprop, Objective, Supervised, Way, check_scalar
-from syncline.learn.models import CPU, Model, copied, made
+from syncline.learn.gradient_ways import Backprop, Objective, Supervised, Way, check_scalar
+from syncline.learn.model_factories import CPU, Model, copied, made
 from syncline.learn.session import Session
 from syncline.parallel.module import partition
 

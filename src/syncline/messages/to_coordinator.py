@@ -13,7 +13,7 @@ from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
 from syncline.table.checkpoints import Written
 from syncline.table.layout import Layout
-from syncline.table.template import OptimizerTemplate, Options, PieceState
+from syncline.table.optimizer_template import OptimizerTemplate, Options, PieceState
 
 STREAM = (
     "stream"  # in place of a loader's policy: every learner reads its own share, of a size that nobody knows

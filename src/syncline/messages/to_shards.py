@@ -12,9 +12,9 @@ from syncline.messages.statistics import Counts
 from syncline.protocols.meetings import MeetingPlace
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
-from syncline.table.contents import Content, Source
+from syncline.table.checkpoint_contents import Content, Source
 from syncline.table.layout import Layout
-from syncline.table.template import OptimizerTemplate
+from syncline.table.optimizer_template import OptimizerTemplate
 
 
 @dataclass(frozen=True, slots=True)

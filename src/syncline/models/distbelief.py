@@ -11,7 +11,7 @@ from torch import nn
 from syncline.models import sizes
 from syncline.models.mlp import mlp
 from syncline.nn.block_local import BlockLocal2d
-from syncline.nn.contrast import LocalContrastNorm2d
+from syncline.nn.local_contrast_norm import LocalContrastNorm2d
 from syncline.nn.pooling import L2Pool2d
 
 STAGES, WINDOW, POOL_STEP = 3, 5, 2

@@ -30,9 +30,9 @@ from syncline.nn.arguments import (
     choice,
 )
 from syncline.nn.block_local import BlockLocal2d
-from syncline.nn.contrast import LocalContrastNorm2d
 from syncline.nn.crbm import CRBM
 from syncline.nn.energy import Units
+from syncline.nn.local_contrast_norm import LocalContrastNorm2d
 from syncline.nn.pooling import L2Pool2d
 from syncline.nn.rbm import RBM
 from syncline.nn.registry import built_in

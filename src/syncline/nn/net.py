@@ -25,8 +25,8 @@ from syncline.dial import nearest
 from syncline.errors import UsageError
 from syncline.nn import losses  # noqa: F401 - registers them
 from syncline.nn.initialisers import initialise
+from syncline.nn.layer_records import Layer, NetError, by_parameter, read_layers
 from syncline.nn.layers import Input
-from syncline.nn.records import Layer, NetError, by_parameter, read_layers
 
 TRIED = 2  # examples of a dry run
 Shape = tuple[int, ...]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.nn.block_local import BlockLocal2d
-from syncline.nn.contrast import LocalContrastNorm2d
+from syncline.nn.local_contrast_norm import LocalContrastNorm2d
 from syncline.nn.pooling import L2Pool2d, Padding
 
 

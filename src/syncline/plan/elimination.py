@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from syncline.plan.cut import Pairs, is_submodular, minimum_cut
+from syncline.plan.minimum_cut import Pairs, is_submodular, minimum_cut
 
 Rows = Sequence[Sequence[float]]  # by layer and choice
 Entry = tuple[float, float, Any]  # cost, memory, how it came about

@@ -12,7 +12,7 @@ docs/exact/run_folder.md describes the files. Not responsible for checkpoints (t
 
 from __future__ import annotations
 
-from syncline.report.clocks import read_clocks
+from syncline.report.clock_file import read_clocks
 from syncline.report.folder_writer import Recording
 from syncline.report.run_record import RunRecord, read_run
 

@@ -39,9 +39,9 @@ from syncline.learn.training import Training
 from syncline.messages import Clocks, Statistics
 from syncline.nn.net_file import layer_notes
 from syncline.report import weights
-from syncline.report.clocks import CLOCKS, append_clocks, cut_clocks
+from syncline.report.clock_file import CLOCKS, append_clocks, cut_clocks
 from syncline.report.event_lines import EVENTS, LineWriter, plain, read_lines, write_whole
-from syncline.report.page import page
+from syncline.report.html_page import page
 from syncline.report.run_record import Line, RunRecord, better, judged
 from syncline.report.tensorboard import TensorBoardWriter, installed
 from syncline.table.checkpoints import CheckpointError

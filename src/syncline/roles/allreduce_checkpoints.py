@@ -14,8 +14,8 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
+from syncline.roles.checkpoint_manifest import LEARNERS, learner_tensors, manifest
 from syncline.roles.pipeline_states import PipelineState, pipelines_json
-from syncline.roles.restore import LEARNERS, learner_tensors, manifest
 from syncline.table.checkpoints import Written
 
 

@@ -13,12 +13,12 @@ from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import UsageError
 from syncline.ports import CoordinatorPort
+from syncline.roles.checkpoint_manifest import Restored, manifest
 from syncline.roles.checkpoint_parts import Cuts
 from syncline.roles.optimizer_states import OptimizerStates
-from syncline.roles.pending_requests import PendingRequests
-from syncline.roles.restore import Restored, manifest
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.table_registry import TableRegistry
+from syncline.roles.waiting_learners import WaitingLearners
 from syncline.table.checkpoints import FIRST
 from syncline.table.layout import Layout
 
@@ -41,7 +41,7 @@ class Coordinator:
         self._chosen: dict[int, int] = {}  # dials that the user chose, by number, with the epoch in which
         self._epoch = self._restored.epoch  # of the first loader
         self.live = dict(learners)  # learner -> rank
-        self._room = PendingRequests(port, self.live, lambda *these: self._openings.withdraw(*these))
+        self._room = WaitingLearners(port, self.live, lambda *these: self._openings.withdraw(*these))
         self._openings = TableRegistry(port, plan, self.live, self._room, lambda: self._dial)
         self._openings.expect(learners, self._restored)
         self._states = OptimizerStates(port, self._room, lambda table: self.layout(table).shards)

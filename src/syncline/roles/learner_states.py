@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from syncline.roles.restore import learner_tensors
+from syncline.roles.checkpoint_manifest import learner_tensors
 
 
 def joint_buffers(columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -15,13 +15,13 @@ from syncline import messages as m
 from syncline.dial import Sync
 from syncline.messages import log
 from syncline.ports import FIRST_VALUES, Reading, ServerPort, Serving
-from syncline.roles.restore import table_file
+from syncline.roles.checkpoint_manifest import table_file
 from syncline.table.checkpoints import FIRST, CheckpointError
-from syncline.table.promised import PromisedPart
+from syncline.table.gradient_slot import SlotPart
+from syncline.table.lazy_gradients import PromisedPart
+from syncline.table.optimizer_template import Options
 from syncline.table.shard import Shard, total_norm
-from syncline.table.slot import SlotPart
 from syncline.table.store import fill
-from syncline.table.template import Options
 
 OPTIONS_KEPT = 256  # gradients of one learner that may wait for a fold
 

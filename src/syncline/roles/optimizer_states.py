@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from syncline import messages as m
 from syncline.ports import CoordinatorPort
-from syncline.roles.pending_requests import PendingRequests
+from syncline.roles.waiting_learners import WaitingLearners
 
 Key = tuple[int, int, int]  # table, number, learner
 
@@ -14,7 +14,7 @@ Key = tuple[int, int, int]  # table, number, learner
 class OptimizerStates:
     """Those under way; `shards_of` is the number of shards that hold a table."""
 
-    def __init__(self, port: CoordinatorPort, room: PendingRequests, shards_of: Callable[[int], int]) -> None:
+    def __init__(self, port: CoordinatorPort, room: WaitingLearners, shards_of: Callable[[int], int]) -> None:
         self._port, self._room, self._shards_of = port, room, shards_of
         self._parts: dict[Key, dict[int, m.StatePart]] = {}
         self._waits: set[Key] = set()  # learners that wait for parts

@@ -16,8 +16,8 @@ from syncline.ports import ServerPort
 from syncline.protocols.spans import Standing
 from syncline.roles.leader import Leader
 from syncline.roles.log_applier import LogApplier
+from syncline.table.optimizer_template import Options
 from syncline.table.shard import Shard
-from syncline.table.template import Options
 
 
 class ServerRole:

@@ -14,12 +14,12 @@ from syncline.errors import LayoutError, UsageError
 from syncline.ports import CoordinatorPort
 from syncline.protocols.rendezvous import Rendezvous
 from syncline.protocols.sequence import Account
-from syncline.roles.pending_requests import PendingRequests
-from syncline.roles.restore import Restored
+from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan
-from syncline.table.contents import Source, table_file
+from syncline.roles.waiting_learners import WaitingLearners
+from syncline.table.checkpoint_contents import Source, table_file
 from syncline.table.layout import Layout
-from syncline.table.template import OptimizerTemplate
+from syncline.table.optimizer_template import OptimizerTemplate
 from syncline.topologies import Trees
 
 
@@ -55,7 +55,7 @@ class TableRegistry:
         port: CoordinatorPort,
         plan: RunPlan,
         live: Mapping[int, int],
-        room: PendingRequests,
+        room: WaitingLearners,
         dial: Callable[[], int],
     ) -> None:
         self._port, self._plan, self._room, self._dial = port, plan, room, dial

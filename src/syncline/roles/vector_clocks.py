@@ -1,7 +1,7 @@
 """The vector clock of every update of the first table (R6), as the leading shard reports it: in pieces of bounded size.
 
 A row says: in this version is a gradient of this rank, computed on that version. Not responsible for keeping them
-(report/clocks.py).
+(report/clock_file.py).
 """
 
 from __future__ import annotations

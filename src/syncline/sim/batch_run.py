@@ -29,7 +29,7 @@ from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes
 from syncline.errors import LostError, NotYetError, RunError, UsageError
 from syncline.learn.portion_worker import BatchPlan, PortionWorker
 from syncline.learn.randomness import seed_random
-from syncline.roles.restore import Restored, table_file
+from syncline.roles.checkpoint_manifest import Restored, table_file
 from syncline.sim.batch_parties import Numbers, Play
 from syncline.sim.clock import Clock
 from syncline.sim.fault_player import Script

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from syncline import messages as m
 from syncline.engines.checkpoint_files import commit
 from syncline.ports import CoordinatorPort
-from syncline.roles.restore import restored, upto
+from syncline.roles.checkpoint_manifest import restored, upto
 from syncline.sim.random_states import OUTSIDE
 from syncline.table.checkpoints import Written, find
 

@@ -17,7 +17,7 @@ from syncline import messages as m
 from syncline.engines.recorder import learner_error
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.errors import InvariantError, UsageError
-from syncline.learn.models import without_graph
+from syncline.learn.model_factories import without_graph
 from syncline.learn.randomness import pack_random
 from syncline.learn.server_session import ServerSession
 from syncline.messages.to_leader import Gradient, Put, ToLeader
@@ -36,7 +36,7 @@ from syncline.ports import (
 )
 from syncline.sim.clock import Action, ClockPause
 from syncline.sim.fibers import Fiber, Killed, make_fiber
-from syncline.sim.late import Line
+from syncline.sim.late_bulk import Line
 from syncline.sim.owned_memory import DRAFT, Drafts, Releases, SimLane, SimTable, poison
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 
-from syncline.cluster.draws import uniform
+from syncline.cluster.keyed_random import uniform
 from syncline.cluster.record import Cluster
 
 

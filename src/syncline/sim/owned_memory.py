@@ -11,8 +11,8 @@ from torch import Tensor
 from syncline.messages.to_leader import Gradient
 from syncline.ports import Draft, Reading
 from syncline.sim.clock import Clock
+from syncline.table.gradient_slot import private_slot
 from syncline.table.layout import Layout
-from syncline.table.slot import private_slot
 from syncline.table.store import OwnMemory
 
 DRAFT = "a draft that is free"  # what a learner waits for

@@ -18,12 +18,12 @@ from syncline.messages.log import Entry, Fold, Leave, PutValues, Take
 from syncline.messages.to_leader import ToLeader
 from syncline.messages.to_shards import MakeTable
 from syncline.ports import FIRST_VALUES, Computing, Portion, Reading, ServerPort, Serving, VersionMemory
-from syncline.roles.restore import LEARNERS
+from syncline.roles.checkpoint_manifest import LEARNERS
 from syncline.sim.batched.lazy_gradients import PromisedLane, PromisedSlot
-from syncline.sim.checkpoint_moment import with_states
+from syncline.sim.checkpoint_contents import with_states
 from syncline.sim.clock import Action, ClockPause
 from syncline.sim.owned_memory import DRAFT, ShardMemory, SimLane, Traffic, poison
-from syncline.table.slot import Slot
+from syncline.table.gradient_slot import Slot
 from syncline.table.store import copy_segments, places_for
 
 if TYPE_CHECKING:

@@ -27,19 +27,19 @@ from syncline.learn.training import Evaluation
 from syncline.ports import ServerPort
 from syncline.protocols.lifecycle import Hangs, Kill, Lifecycle
 from syncline.protocols.tree_shape import Tree
+from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.coordinator import Coordinator
-from syncline.roles.restore import Restored
 from syncline.roles.server import ServerRole
 from syncline.sim.batched.lazy_gradients import PromisedLane
 from syncline.sim.batched.shared_model import SharedModel, Ways, make_workshop
 from syncline.sim.builtin_learner import Builtin
-from syncline.sim.checkpoint_moment import Moment
+from syncline.sim.checkpoint_contents import Moment
 from syncline.sim.clock import Action, Clock, Machines
 from syncline.sim.coordinator_port import SimCoordinator
 from syncline.sim.fault_player import Script
 from syncline.sim.gc_during_run import calm_collector
 from syncline.sim.invariants.watch import Watch, WatchedRole
-from syncline.sim.late import Late
+from syncline.sim.late_bulk import Late
 from syncline.sim.learner import SimLearner
 from syncline.sim.machine_faults import happens_to_machines
 from syncline.sim.network import SimNetwork

@@ -23,8 +23,8 @@ from syncline.protocols.tree_up import Node, Passed, Sum, SumDone, Up, of_one
 from syncline.sim.clock import Action
 from syncline.sim.owned_memory import NEVER, SimLane
 from syncline.table.accumulator import Mean, add_up
+from syncline.table.gradient_slot import private_slot
 from syncline.table.layout import Layout
-from syncline.table.slot import private_slot
 
 if TYPE_CHECKING:
     from syncline.sim.learner import SimLearner

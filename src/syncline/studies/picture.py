@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from syncline.report.page import STYLE, measure, table
+from syncline.report.html_page import STYLE, measure, table
 from syncline.report.svg_curves import Curve, Level, Scale, Spot, curves, scale, side_by_side
 from syncline.report.svg_plots import COLOURS, FAINT
-from syncline.studies.judge import RankedPoint, baseline, groups, places, wanted
 from syncline.studies.rows import StudyRow
+from syncline.studies.summary import RankedPoint, baseline, groups, places, wanted
 
 WIDE = 64  # largest over smallest number of learners, from which its axis is logarithmic
 RAMP = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#dcbd2c")  # for ordered values

@@ -20,7 +20,7 @@ from syncline.engines.local import forkserver
 from syncline.errors import SynclineError
 from syncline.jobs import Job
 from syncline.studies.grid import Point
-from syncline.studies.point import overrides, run_point, said
+from syncline.studies.point_run import overrides, run_point, said
 from syncline.studies.rows import StudyRow, asked
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from syncline.table.layout import Layout, Part
-from syncline.table.promised import Made, Maker, PromisedPart, Taken
+from syncline.table.lazy_gradients import Made, Maker, PromisedPart, Taken
 
 Present = tuple[bool, ...]
 

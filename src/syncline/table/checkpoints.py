@@ -33,8 +33,8 @@ from torch import Tensor
 
 from syncline.errors import RunError
 from syncline.table.layout import DTYPES, Entry, Flat, Layout, Part
-from syncline.table.template import PieceState
-from syncline.table.wrapping import PREFIX, Kept, keep
+from syncline.table.nested_optimizers import PREFIX, Kept, keep
+from syncline.table.optimizer_template import PieceState
 
 FORMAT, MANIFEST = 1, "checkpoint.json"
 FIRST = -1  # in place of a checkpoint's number: the first values of a table

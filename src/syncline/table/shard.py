@@ -15,11 +15,11 @@ from syncline.dial import Sync
 from syncline.table.accumulator import Accumulator
 from syncline.table.checkpoints import piece_tensors
 from syncline.table.layout import Layout
-from syncline.table.memory import VersionMemory
-from syncline.table.promised import Taken
+from syncline.table.lazy_gradients import Taken
+from syncline.table.optimizer_template import OptimizerTemplate, Options, PieceState
 from syncline.table.store import Store, copy_segments
-from syncline.table.template import OptimizerTemplate, Options, PieceState
 from syncline.table.updater import Updater
+from syncline.table.version_memory import VersionMemory
 
 
 class Shard:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from syncline.table.layout import DTYPES, Layout
-from syncline.table.memory import WRITTEN, VersionMemory
+from syncline.table.version_memory import WRITTEN, VersionMemory
 
 PLACES = 3  # of a ring, where no dial needs older versions
 

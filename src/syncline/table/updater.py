@@ -16,10 +16,10 @@ from torch import Tensor
 from syncline.table.accumulator import Gathered
 from syncline.table.checkpoints import CheckpointError, group_notes, piece_tensors, wrapped_tensors
 from syncline.table.flat_sgd import FlatSGD
-from syncline.table.groups import Groups
-from syncline.table.joined_step import JoinedStep
+from syncline.table.joined_parameters_step import JoinedStep
 from syncline.table.layout import Layout, Part
-from syncline.table.template import (
+from syncline.table.nested_optimizers import look
+from syncline.table.optimizer_template import (
     OptimizerTemplate,
     Options,
     PieceState,
@@ -30,7 +30,7 @@ from syncline.table.template import (
     is_torchs,
     piece_states,
 )
-from syncline.table.wrapping import look
+from syncline.table.parameter_groups import Groups
 
 
 class Updater:

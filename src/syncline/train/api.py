@@ -14,7 +14,7 @@ from syncline.batch.commands import BatchMethod
 from syncline.dial import Course
 from syncline.engines.checkpoint_options import AUTO, Checkpoints
 from syncline.engines.run import Callback, Engine, Task
-from syncline.learn.gradients import Backprop, Loss, Objective, way_of
+from syncline.learn.gradient_ways import Backprop, Loss, Objective, way_of
 from syncline.learn.regularisers import regularised
 from syncline.learn.server_session import check_whole
 from syncline.learn.stop_rules import read_stop, refuse_streams, with_norm

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline.dial import Course
 from syncline.engines.run import Callback
 from syncline.errors import LayoutError, UsageError
-from syncline.learn.inputs import as_data, check_function
-from syncline.learn.models import Model, ModelFactory, refuse_unready
+from syncline.learn.input_checks import as_data, check_function
+from syncline.learn.model_factories import Model, ModelFactory, refuse_unready
 from syncline.learn.server_session import (
     batch_of_each,
     check_batches,

@@ -29,9 +29,9 @@ from syncline.parallel.trace import skeleton
 from syncline.plan import Plan, step_seconds
 from syncline.plan import plan as cheapest
 from syncline.sim.engine import Sim
-from syncline.sim.grouped import groups_of, seats_of
+from syncline.sim.group_times import groups_of, seats_of
+from syncline.table.optimizer_template import ELEMENTWISE
 from syncline.table.store import PLACES
-from syncline.table.template import ELEMENTWISE
 from syncline.topologies import AllReduce, parse_topology
 
 

@@ -16,7 +16,7 @@ from syncline.dial import Sync, as_sync
 from syncline.engines.run import Engine, EpochRecord, Event, Handle, Outcome, RunSpec
 from syncline.engines.simulated_times import SimulatedTimes
 from syncline.errors import DialError, RunError, UsageError
-from syncline.learn.models import copied
+from syncline.learn.model_factories import copied
 from syncline.learn.server_session import check_whole, refuse_weighted
 from syncline.learn.training import Training
 from syncline.messages import Statistics

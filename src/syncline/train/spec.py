@@ -17,7 +17,7 @@ from syncline.engines.local.engine import Local
 from syncline.engines.ray.engine import Ray
 from syncline.engines.run import Callback, Engine, Evaluate, RunSpec, Task
 from syncline.engines.torchrun.engine import Torchrun
-from syncline.engines.torchrun.environment import TorchrunPlace
+from syncline.engines.torchrun.rank_and_store import TorchrunPlace
 from syncline.errors import NotYetError, UsageError
 from syncline.learn.server_session import check_whole
 from syncline.protocols.lifecycle import Faults

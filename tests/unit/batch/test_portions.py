@@ -11,7 +11,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from syncline.batch.gaps import Gaps
+from syncline.batch.free_numbers import Gaps
 from syncline.batch.portions import Assign, Cancel, Decision, Discard, Done, Portions, Statistics, Take
 from syncline.errors import RunError, UsageError
 

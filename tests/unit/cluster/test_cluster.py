@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.cluster.calibration_file import keep
-from syncline.cluster.draws import uniform
+from syncline.cluster.keyed_random import uniform
 from syncline.cluster.record import KINDS, Cluster, Compute, Cost, Jitter, Link
 from syncline.engines.fault_script import parse_script
 from syncline.errors import UsageError

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import TensorDataset
 
 from syncline.learn.batches import count_of, to_device
-from syncline.learn.gradients import Backprop
+from syncline.learn.gradient_ways import Backprop
 from syncline.learn.training import evaluation_of
 
 META = torch.device("meta")  # as good as a GPU for where tensors are

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from syncline.errors import UsageError
-from syncline.learn.gradients import Backprop, Supervised
-from syncline.learn.models import ModelFactory
+from syncline.learn.gradient_ways import Backprop, Supervised
+from syncline.learn.model_factories import ModelFactory
 from syncline.learn.training import Evaluation, check_metrics, evaluation_of
 
 SIZE, BATCH = 300, 256  # evaluation takes batches of 256: one of 256, one of 44

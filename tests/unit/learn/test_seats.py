@@ -14,7 +14,7 @@ from torch import Tensor
 from syncline.errors import LoopError
 from syncline.learn.seats import Line, SeatPort, SeatTable, joined_masks
 from syncline.parallel import Box, Part
-from syncline.parallel.seats import Windows
+from syncline.parallel.seat_tensors import Windows
 from syncline.ports import Reading
 
 WHOLE = {

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.plan.cut import is_submodular, minimum_cut
 from syncline.plan.elimination import cheapest, total
+from syncline.plan.minimum_cut import is_submodular, minimum_cut
 
 Rows = list[list[float]]
 Pairs = dict[tuple[int, int], Rows]

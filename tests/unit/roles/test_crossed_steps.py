@@ -24,7 +24,7 @@ from syncline.ports import ServerPort
 from syncline.protocols.meetings import STEP, MeetingPlace
 from syncline.roles.leader import Leader
 from syncline.roles.log_applier import LogApplier
-from syncline.roles.pending_requests import differing
+from syncline.roles.waiting_learners import differing
 
 many = settings(max_examples=200, deadline=None)
 TABLES = {"a": 0, "b": 1}

@@ -6,8 +6,8 @@ import dataclasses
 import json
 import math
 
+from syncline.roles.checkpoint_manifest import _by_number, _losses
 from syncline.roles.counters import Counters
-from syncline.roles.restore import _by_number, _losses
 
 
 def test_losses_belong_to_the_epoch_of_their_batches_whenever_it_is_done() -> None:

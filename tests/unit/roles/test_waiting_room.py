@@ -21,9 +21,9 @@ from syncline.messages.to_leader import Meet
 from syncline.ports import CoordinatorPort, ServerPort
 from syncline.protocols.meetings import EPOCH, LOADER, TABLE, MeetingPlace
 from syncline.roles.coordinator import Coordinator
-from syncline.roles.pending_requests import differing
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.server import ServerRole
+from syncline.roles.waiting_learners import differing
 
 Loop = list[str]  # "mean", or a loader's letter
 loops = st.lists(st.sampled_from(["mean", "a", "b"]), max_size=5).map(

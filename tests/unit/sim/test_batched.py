@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from syncline.errors import UsageError
-from syncline.learn.gradients import Supervised
+from syncline.learn.gradient_ways import Supervised
 from syncline.models import Cifar10Full
 from syncline.sim.batched.convolutions import convolve
 from syncline.sim.batched.joined_models import Joined, Stacked, padded

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncline.learn.gradients import Supervised
+from syncline.learn.gradient_ways import Supervised
 from syncline.sim.batched import deferred_steps as later
 from syncline.sim.batched.deferred_steps import DeferredSteps
 from syncline.sim.batched.objective import SimTask
@@ -14,7 +14,7 @@ from syncline.sim.batched.tensor_rows import Rows
 from syncline.table import flat_sgd
 from syncline.table.flat_sgd import FlatSGD
 from syncline.table.layout import lay_out
-from syncline.table.template import OptimizerTemplate
+from syncline.table.optimizer_template import OptimizerTemplate
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -7,7 +7,7 @@ import pytest
 from syncline.errors import LearnerError, RunError, UsageError
 from syncline.jobs import Job
 from syncline.studies.grid import Point
-from syncline.studies.point import overrides, run_point, said, time_job
+from syncline.studies.point_run import overrides, run_point, said, time_job
 
 SMALL = [
     "epochs=2",

@@ -34,7 +34,7 @@ from syncline.table.checkpoints import (
     write_tensors,
 )
 from syncline.table.layout import DTYPES, Layout, lay_out
-from syncline.table.template import OptimizerTemplate, PieceState, piece_states
+from syncline.table.optimizer_template import OptimizerTemplate, PieceState, piece_states
 
 # -- one file --------------------------------------------------------------------------------------------
 

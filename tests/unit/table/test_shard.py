@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from syncline.dial import Sync
 from syncline.errors import UsageError
 from syncline.ports import WRITTEN
+from syncline.table.gradient_slot import Slot, SlotPart, options_text, private_slot
 from syncline.table.layout import Layout, lay_out
+from syncline.table.optimizer_template import OptimizerTemplate, merge, split
 from syncline.table.shard import Shard, total_norm
-from syncline.table.slot import Slot, SlotPart, options_text, private_slot
 from syncline.table.store import OwnMemory, copy_segments
-from syncline.table.template import OptimizerTemplate, merge, split
 
 SHAPES = ((5, 7), (), (3, 50), (0,), (130,), (64,))
 SGD = partial(torch.optim.SGD, lr=1.0)

@@ -22,7 +22,7 @@ from syncline.engines.run import Task
 from syncline.learn.allreduce_session import AllReduceSession
 from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, RunStopped, Serving
 from syncline.roles.allreduce_coordinator import Meet
-from syncline.roles.restore import restored
+from syncline.roles.checkpoint_manifest import restored
 from syncline.roles.run_plan import Seat
 from syncline.table.checkpoints import read
 

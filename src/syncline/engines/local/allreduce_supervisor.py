@@ -18,7 +18,7 @@ from syncline.engines.local.hang_detection import HangDetection
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_memory import Region
 from syncline.engines.local.statistics_requests import Questions, with_processes
-from syncline.engines.local.supervisor_thread import RunThread
+from syncline.engines.local.supervisor_base import RunThread
 from syncline.engines.local.task_packing import pack_task
 from syncline.engines.recorder import learner_error, peer_record
 from syncline.engines.run import RunSpec

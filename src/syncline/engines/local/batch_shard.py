@@ -16,7 +16,7 @@ from syncline.engines.checkpoint_files import Job, write_part
 from syncline.engines.local.batch_memory import BatchMemory, Crash
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.shared_memory import Region
-from syncline.roles.restore import table_file
+from syncline.roles.checkpoint_manifest import table_file
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.table.vector_files import read_vectors, vector_tensors

@@ -29,12 +29,12 @@ from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_memory import Region
 from syncline.engines.local.statistics_requests import Questions, with_processes
-from syncline.engines.local.supervisor_thread import RunThread
+from syncline.engines.local.supervisor_base import RunThread
 from syncline.engines.local.task_packing import pack_task
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec
 from syncline.errors import LostError, RunError, UsageError
-from syncline.roles.restore import Restored
+from syncline.roles.checkpoint_manifest import Restored
 
 LOOK = 0.25  # seconds between looks at timers
 SHARD_PATIENCE = 5.0  # seconds at least

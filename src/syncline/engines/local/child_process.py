@@ -23,9 +23,9 @@ from syncline.engines.local.batch_learner import BatchLearnerSpec, run_batch_lea
 from syncline.engines.local.batch_shard import BatchShardSpec, run_batch_shard
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.learner import run_evaluator, run_learner
-from syncline.engines.local.node import run_node
 from syncline.engines.local.seat_processes import run_group
 from syncline.engines.local.server import run_server
+from syncline.engines.local.tree_node import run_node
 
 TERM_GRACE = 20.0  # seconds that a process goes on after SIGTERM
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncline import messages as m
 from syncline.engines.checkpoint_files import commit
-from syncline.engines.local.desks import Lane, TableMemory
 from syncline.engines.local.shared_memory import Region
+from syncline.engines.local.table_memory import Lane, TableMemory
 from syncline.ports import CoordinatorPort
-from syncline.roles.restore import upto
+from syncline.roles.checkpoint_manifest import upto
 from syncline.table.checkpoints import Written
 from syncline.table.layout import Layout
 

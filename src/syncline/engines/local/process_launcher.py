@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from syncline.engines.local.desks import Geometry, Mailbox
 from syncline.engines.local.exchange import LINE, Ring
 from syncline.engines.local.learner import CALLS, GENERATION, STOP, ControlBlock, LearnerSpec
-from syncline.engines.local.node_crew import NodeCrew
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.server import LOG_ENTRIES, AddLearner, ServerSpec
 from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.local.table_memory import Geometry, Mailbox
+from syncline.engines.local.tree_launcher import NodeCrew
 from syncline.engines.run import RunSpec
 from syncline.table.store import places_for
 from syncline.topologies import Trees

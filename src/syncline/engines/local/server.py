@@ -22,10 +22,8 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.engines.checkpoint_files import with_content, write_part
 from syncline.engines.checkpoint_writer import Writer
-from syncline.engines.local.branches import AddNode, Branches, NodeGone, NodeTable, name_of
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.cuda_memory import StreamOrder
-from syncline.engines.local.desks import DESK_PORTIONS, EVENT, Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Ring
 from syncline.engines.local.record_codec import (
     ENTRY,
@@ -39,6 +37,8 @@ from syncline.engines.local.record_codec import (
 )
 from syncline.engines.local.record_codec import Part as SumPart
 from syncline.engines.local.shared_memory import Region, SharedWords, Waiter, WakeUp, crash_at
+from syncline.engines.local.table_memory import DESK_PORTIONS, EVENT, Geometry, Lane, Mailbox, TableMemory
+from syncline.engines.local.tree_root_end import AddNode, Branches, NodeGone, NodeTable, name_of
 from syncline.engines.local.version_ring import RingPart
 from syncline.messages import log
 from syncline.messages.to_leader import NO_LOADER, Gradient, Put, Sum, ToLeader
@@ -46,8 +46,8 @@ from syncline.messages.to_nodes import ToNodes
 from syncline.ports import FIRST_VALUES, Computing, Portion, Reading, ServerPort, Serving, VersionMemory
 from syncline.roles.server import ServerRole
 from syncline.table.checkpoints import FIRST, Folder
+from syncline.table.gradient_slot import Slot
 from syncline.table.layout import Layout
-from syncline.table.slot import Slot
 from syncline.table.store import copy_segments
 
 DRAFTED = (log.Take, log.PutValues, log.Free)  # entries that speak of a draft

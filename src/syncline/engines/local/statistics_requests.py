@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from syncline import messages as m
 from syncline.engines.local.processes import Process
-from syncline.engines.local.supervisor_thread import RunThread
+from syncline.engines.local.supervisor_base import RunThread
 
 PATIENCE = 10.0  # seconds that a caller waits for an answer
 SILENCE = 2.0  # seconds that the leading shard gets for one

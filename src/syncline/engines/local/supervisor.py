@@ -20,7 +20,7 @@ from syncline.engines.local.packing import Parcel
 from syncline.engines.local.process_launcher import Away, ProcessLauncher
 from syncline.engines.local.processes import Process
 from syncline.engines.local.statistics_requests import Questions, with_processes
-from syncline.engines.local.supervisor_thread import RunThread
+from syncline.engines.local.supervisor_base import RunThread
 from syncline.engines.local.task_packing import pack_task
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec

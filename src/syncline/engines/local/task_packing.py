@@ -1,4 +1,4 @@
-"""A run's task on its way to processes; what cannot travel is named, before one starts. Not responsible for how (cargo.py)."""
+"""A run's task on its way to processes; what cannot travel is named, before one starts. Not responsible for how (packing.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.run import RunSpec
 from syncline.errors import UsageError
-from syncline.learn.gradients import Supervised
+from syncline.learn.gradient_ways import Supervised
 
 
 def pack_task(spec: RunSpec) -> tuple[Parcel, Parcel | None]:

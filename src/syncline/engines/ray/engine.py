@@ -18,13 +18,13 @@ from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.task_packing import pack_task
 from syncline.engines.ray.agent import About, describe, versions
+from syncline.engines.ray.agent_connections import Way
 from syncline.engines.ray.cluster import Agents, RayCluster, load_ray
 from syncline.engines.ray.handshake import Secret
-from syncline.engines.ray.measuring import Echoes, measure_way, measured
+from syncline.engines.ray.heartbeat import Heartbeat
+from syncline.engines.ray.link_measurement import Echoes, measure_way, measured
 from syncline.engines.ray.placement import Node, chosen_nodes, deal, gpu_of, next_node
-from syncline.engines.ray.pulse import Pulse
 from syncline.engines.ray.stand_in import StandIn
-from syncline.engines.ray.way import Way
 from syncline.engines.run import Engine, RunSpec
 from syncline.errors import NotYetError, UsageError
 from syncline.learn.server_session import check_whole
@@ -35,7 +35,13 @@ class Places:
     """Which rank is where; stand-ins for those elsewhere."""
 
     def __init__(
-        self, nodes: list[Node], dealt: list[int], agents: Agents, pulse: Pulse, secret: Secret, spec: RunSpec
+        self,
+        nodes: list[Node],
+        dealt: list[int],
+        agents: Agents,
+        pulse: Heartbeat,
+        secret: Secret,
+        spec: RunSpec,
     ) -> None:
         self._nodes, self._agents, self._pulse, self._secret, self._spec = nodes, agents, pulse, secret, spec
         self._of = dict(enumerate(dealt))
@@ -68,7 +74,7 @@ class RayHandle(LocalHandle):
     """A run on a cluster's nodes."""
 
     def __init__(
-        self, spec: RunSpec, places: Places, agents: Agents, pulse: Pulse, cluster: RayCluster
+        self, spec: RunSpec, places: Places, agents: Agents, pulse: Heartbeat, cluster: RayCluster
     ) -> None:
         self._agents, self._pulse, self._cluster = agents, pulse, cluster
         super().__init__(spec, away=places)
@@ -183,7 +189,7 @@ class Ray(Engine):
                 index: Way(about.address, secret, str(nodes[index]), str(nodes[0]))
                 for index, about in agents.about.items()
             }
-            pulse = Pulse(ways)
+            pulse = Heartbeat(ways)
             for index, way in ways.items():
                 way.send_task(task, partial(pulse.alive, index))
             places = Places(nodes, dealt, agents, pulse, secret, spec)

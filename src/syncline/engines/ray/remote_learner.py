@@ -20,20 +20,20 @@ from torch import Tensor
 
 from syncline import messages as m
 from syncline.engines.local.control_channel import Channel
-from syncline.engines.local.desks import PORTION
 from syncline.engines.local.exchange import DELIVERED, KEEP
 from syncline.engines.local.learner import CALLS, GENERATION, STOP, TRIES, perform, say
 from syncline.engines.local.packing import unpack
 from syncline.engines.local.record_codec import NOTE, encode
 from syncline.engines.local.shared_memory import WakeUp
+from syncline.engines.local.table_memory import PORTION
 from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost, bytes_of
 from syncline.engines.ray.frame_kinds import OBJECTS, WORDS, Kind, Objects, place_of
-from syncline.engines.ray.mirror import MIRRORED, SHARED, Mirror, MirrorOf
+from syncline.engines.ray.node_versions import MIRRORED, SHARED, Mirror, MirrorOf
 from syncline.engines.run import Task
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
 from syncline.ports import Computing, Draft, LearnerPort, Portion, Reading, Reset, Serving, TablePort
 from syncline.roles.run_plan import Seat
-from syncline.table.slot import private_slot
+from syncline.table.gradient_slot import private_slot
 
 PLACES = 3  # versions of a table that may have arrived here
 OVERTAKEN = -1  # in place of a version's place

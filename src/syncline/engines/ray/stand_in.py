@@ -18,20 +18,20 @@ from typing import Any
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.local.control_channel import NOTHING, Channel, Closed
-from syncline.engines.local.desks import PORTION, Lane, Mailbox, TableMemory
 from syncline.engines.local.exchange import DELIVERED
 from syncline.engines.local.learner import CALLS, GENERATION, STOP, TRIES, ControlBlock, LearnerSpec
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.record_codec import NOTE, Record, decode
 from syncline.engines.local.shared_memory import WakeUp
+from syncline.engines.local.table_memory import PORTION, Lane, Mailbox, TableMemory
 from syncline.engines.local.version_ring import Reader
 from syncline.engines.ray.agent import Order
 from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost, bytes_of
-from syncline.engines.ray.courier import Have, Versions, Want, bodies, choose, whole
 from syncline.engines.ray.frame_kinds import AGENT, OBJECTS, WORDS, Kind, Objects, place_of
 from syncline.engines.ray.handshake import Secret, Stranger, connect
-from syncline.engines.ray.mirror import MIRRORED, SHARED
+from syncline.engines.ray.node_versions import MIRRORED, SHARED
 from syncline.engines.ray.remote_learner import OVERTAKEN, PLACES
+from syncline.engines.ray.version_courier import Have, Versions, Want, bodies, choose, whole
 from syncline.messages.to_leader import Await, Blocked, Gradient, Load, Meet, Put, Reread, Rest
 from syncline.table.layout import Layout
 

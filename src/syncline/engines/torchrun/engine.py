@@ -27,12 +27,12 @@ from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.collectives import CollectiveGroup, wants_nccl
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.torchrun.control_connection import ControlConnection
-from syncline.engines.torchrun.environment import Arrival, Refusal, TorchrunPlace, difference, next_store
 from syncline.engines.torchrun.handshake import WORD, introduce
+from syncline.engines.torchrun.rank_and_store import Arrival, Refusal, TorchrunPlace, difference, next_store
 from syncline.engines.torchrun.run_server import Answer, Failed, Gone, Left, RunDone, RunServer, Stop, Waiting
 from syncline.errors import LearnerError, LostError, RunError, UsageError
 from syncline.learn.allreduce_session import AllReduceSession
-from syncline.learn.models import copied
+from syncline.learn.model_factories import copied
 from syncline.learn.training import Training
 from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, RunStopped, Serving
 from syncline.roles.allreduce_coordinator import Meet, apart, early

@@ -23,7 +23,7 @@ from syncline.sim.batched.tensor_rows import Rows, TensorRow
 from syncline.sim.random_states import Random
 from syncline.table.flat_sgd import FlatSGD, StepPlan
 from syncline.table.layout import Part
-from syncline.table.promised import Made, Taken
+from syncline.table.lazy_gradients import Made, Taken
 
 ROWS = 64  # gradients kept at first
 MOST_EXAMPLES = 4096  # in one computation

@@ -20,7 +20,7 @@ from syncline.ports import FIRST_VALUES, Draft, Reading
 from syncline.sim.batched.lazy_gradients import Promise, PromisedLane, Version
 from syncline.sim.learner import TICKET
 from syncline.sim.owned_memory import DRAFT, Drafts, Releases
-from syncline.table.slot import private_slot
+from syncline.table.gradient_slot import private_slot
 
 if TYPE_CHECKING:
     from syncline.sim.builtin_learner import Builtin

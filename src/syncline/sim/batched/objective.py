@@ -14,8 +14,8 @@ from torch.func import functional_call
 from torch.utils.data import Dataset
 
 from syncline.errors import UsageError
-from syncline.learn.gradients import Objective, check_scalar
-from syncline.learn.models import copied
+from syncline.learn.gradient_ways import Objective, check_scalar
+from syncline.learn.model_factories import copied
 from syncline.sim.batched.example_batches import examples_of
 from syncline.table.layout import DTYPES, Layout
 

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from syncline.engines.run import RunSpec
 from syncline.errors import UsageError
 from syncline.learn.loader import epoch_order, read_ahead, reader
-from syncline.learn.models import made
+from syncline.learn.model_factories import made
 from syncline.learn.server_session import make_optimizer, shards_for
 from syncline.learn.training import Schedule, Training, run_training
 from syncline.sim.batched.batched_gradients import BatchedGradients
@@ -26,9 +26,9 @@ from syncline.sim.batched.lazy_gradients import Computer, EachAlone, Versions
 from syncline.sim.batched.objective import SimTask
 from syncline.sim.batched.vmap_probe import trial
 from syncline.sim.learner import copy_arguments
+from syncline.table.gradient_slot import options_text
 from syncline.table.layout import Layout, Tensors, lay_out
-from syncline.table.slot import options_text
-from syncline.table.template import ELEMENTWISE, OptimizerTemplate, group_options
+from syncline.table.optimizer_template import ELEMENTWISE, OptimizerTemplate, group_options
 
 ORDERS_KEPT = 4  # epochs
 

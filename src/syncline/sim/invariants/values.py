@@ -17,8 +17,8 @@ from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Fold
 from syncline.sim.invariants.feed import Broken
 from syncline.table.layout import Layout
+from syncline.table.optimizer_template import OptimizerTemplate, Options
 from syncline.table.shard import Shard
-from syncline.table.template import OptimizerTemplate, Options
 
 KEPT = 64  # versions
 TOLERANCE = 1e-4

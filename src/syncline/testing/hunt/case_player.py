@@ -23,7 +23,7 @@ from syncline.dial import Course
 from syncline.engines.fault_script import parse_script
 from syncline.engines.run import Outcome, RunSpec, Storage, Task
 from syncline.errors import InvariantError, LostError
-from syncline.learn.gradients import Supervised
+from syncline.learn.gradient_ways import Supervised
 from syncline.learn.session import Session
 from syncline.learn.training import Training, run_training
 from syncline.protocols.lifecycle import Faults

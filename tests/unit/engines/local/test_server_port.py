@@ -7,10 +7,10 @@ from typing import Any, cast
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.local.control_channel import Channel
-from syncline.engines.local.desks import Geometry
 from syncline.engines.local.exchange import LINE, Ring
 from syncline.engines.local.server import ENTRY, LOG_ENTRIES, LocalServerPort, ServerSpec, _Loop
 from syncline.engines.local.shared_memory import Region, SharedWords, WakeUp
+from syncline.engines.local.table_memory import Geometry
 from syncline.messages.log import Change, GiveState
 
 

@@ -11,7 +11,7 @@ import pytest
 from syncline import messages as m
 from syncline.engines.local import statistics_requests as statistics
 from syncline.engines.local.statistics_requests import Questions
-from syncline.engines.local.supervisor_thread import RunThread
+from syncline.engines.local.supervisor_base import RunThread
 
 
 def test_whoever_asks_while_processes_start_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

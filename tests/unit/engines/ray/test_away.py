@@ -10,8 +10,8 @@ from torch import nn
 
 from syncline import messages as m
 from syncline.dial import Course
-from syncline.engines.local.desks import PORTION
 from syncline.engines.local.shared_memory import WakeUp
+from syncline.engines.local.table_memory import PORTION
 from syncline.engines.ray.bulk_connection import Connection
 from syncline.engines.ray.frame_kinds import WORDS, Kind, Objects, place_of
 from syncline.engines.ray.remote_learner import OVERTAKEN, RemoteLearner, RemotePort

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from syncline.errors import LayoutError
 from syncline.table.layout import Layout, Part, Piece
-from syncline.table.wrapping import Kept, look, packed, take_up, unpacked
+from syncline.table.nested_optimizers import Kept, look, packed, take_up, unpacked
 
 ELEMENTWISE: tuple[type, ...] = (
     torch.optim.SGD,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from syncline.table.groups import Groups
+from syncline.table.parameter_groups import Groups
 
 
 class Counting(Optimizer):

@@ -19,10 +19,10 @@ from collections.abc import Mapping
 
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.ray.agent_connections import Way
 from syncline.engines.ray.bulk_connection import Connection, Lost
-from syncline.engines.ray.courier import Courier
 from syncline.engines.ray.frame_kinds import AGENT, WORDS, Kind
-from syncline.engines.ray.way import Way
+from syncline.engines.ray.version_courier import Courier
 from syncline.protocols.watchdog import Watchdog
 
 EVERY = 1.0  # seconds between two words
@@ -42,7 +42,7 @@ def notice_silence(end: socket.socket) -> None:
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT * 1000))
 
 
-class Pulse:
+class Heartbeat:
     """All other nodes of a run, by their index; a thread of the caller's asks them."""
 
     def __init__(self, ways: Mapping[int, Way]) -> None:

@@ -16,8 +16,8 @@ from syncline.engines.local.exchange import LINE, Drafts, Outbox, Replies, Ring,
 from syncline.engines.local.record_codec import NOTE
 from syncline.engines.local.shared_memory import Region, SharedWords
 from syncline.engines.local.version_ring import Words
+from syncline.table.gradient_slot import Slot, slot_bytes
 from syncline.table.layout import Layout
-from syncline.table.slot import Slot, slot_bytes
 
 PORTION = struct.Struct("=6q")
 DESK_NOTES, DESK_PORTIONS = 64, 256

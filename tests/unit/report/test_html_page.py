@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from syncline.report import svg_plots as svg
-from syncline.report.page import page
+from syncline.report.html_page import page
 from syncline.report.run_record import RunRecord
 from tests.unit.report.lines_of_a_run import end, event, start, whole
 

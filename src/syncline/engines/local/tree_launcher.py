@@ -9,9 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from syncline.engines.local.branches import AddNode, NodeDesk, NodeGone, NodeTable
-from syncline.engines.local.desks import LEAF, Geometry, Lane
-from syncline.engines.local.node import (
+from syncline.engines.local.processes import Process, Processes
+from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.local.table_memory import LEAF, Geometry, Lane
+from syncline.engines.local.tree_node import (
     AddLearnerBelow,
     AddNodeBelow,
     Below,
@@ -20,8 +21,7 @@ from syncline.engines.local.node import (
     Moved,
     NodeSpec,
 )
-from syncline.engines.local.processes import Process, Processes
-from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.local.tree_root_end import AddNode, NodeDesk, NodeGone, NodeTable
 from syncline.engines.run import RunSpec
 from syncline.protocols.tree_shape import ROOT, Tree
 from syncline.table.layout import Layout

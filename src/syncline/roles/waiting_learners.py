@@ -15,10 +15,10 @@ from syncline import messages as m
 from syncline.errors import LoopError, UsageError
 from syncline.ports import CoordinatorPort
 from syncline.protocols.meetings import EPOCH, LOADER, STEP, TABLE, MeetingPlace
-from syncline.roles.means import mean_of
+from syncline.roles.learner_means import mean_of
 
 
-class PendingRequests:
+class WaitingLearners:
     """Who of `live` (learner -> rank) has asked for what; `withdrawn` is told of an opening that was refused here."""
 
     def __init__(

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from syncline.engines.local.shared_memory import Region
-from syncline.engines.ray.courier import Want, _Table
-from syncline.engines.ray.mirror import Mirror
+from syncline.engines.ray.node_versions import Mirror
+from syncline.engines.ray.version_courier import Want, _Table
 
 NBYTES, PLACES = 5000, 3
 

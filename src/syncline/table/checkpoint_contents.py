@@ -15,8 +15,8 @@ from torch import Tensor
 
 from syncline.table.checkpoints import Checkpoint, kept_whole, own_options, whole
 from syncline.table.layout import Layout
-from syncline.table.template import OptimizerTemplate
-from syncline.table.wrapping import Kept
+from syncline.table.nested_optimizers import Kept
+from syncline.table.optimizer_template import OptimizerTemplate
 
 
 def table_file(table: int, shard: int) -> str:

@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.local.branches import NodeDesk, NodeTable
 from syncline.engines.local.control_channel import Channel, Closed
-from syncline.engines.local.desks import Geometry, Lane, Mailbox
 from syncline.engines.local.exchange import Ring
 from syncline.engines.local.record_codec import WHOLE, Answers, Part, Record, Whole, decode, encode_answer
 from syncline.engines.local.shared_memory import Region, Waiter, WakeUp, crash_at
+from syncline.engines.local.table_memory import Geometry, Lane, Mailbox
+from syncline.engines.local.tree_root_end import NodeDesk, NodeTable
 from syncline.messages.to_leader import Gradient
 from syncline.messages.to_nodes import Counted, Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
 from syncline.protocols.tree_shape import ROOT
 from syncline.protocols.tree_up import Again, Node, Passed, Sum, SumDone, Up
 from syncline.table.accumulator import Mean, add_up
+from syncline.table.gradient_slot import Slot
 from syncline.table.layout import Layout
-from syncline.table.slot import Slot
 
 LISTEN_EVERY = 0.002  # seconds of work between looks at the supervisor's channel
 FREE = -1  # in place of a sum's number

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from syncline.studies.grid import Point
-from syncline.studies.judge import baseline, best, fastest, frontier, groups, places, wanted
 from syncline.studies.progress import Progress, cost
 from syncline.studies.rows import asked
+from syncline.studies.summary import baseline, best, fastest, frontier, groups, places, wanted
 from tests.unit.studies.studies import row, whole
 
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from syncline.table import joined_step
-from syncline.table.joined_step import JoinedStep
+from syncline.table import joined_parameters_step as joined_step
+from syncline.table.joined_parameters_step import JoinedStep
 from syncline.table.layout import lay_out
-from syncline.table.template import ELEMENTWISE, OptimizerTemplate, bare_step, piece_states
+from syncline.table.optimizer_template import ELEMENTWISE, OptimizerTemplate, bare_step, piece_states
 
 SHAPES = [(7, 13), (10,), (33,), (128, 5), (1,), (17,), (), (0,), (3, 3, 3, 3), (65,)]
 OPTIONS: dict[type, list[dict[str, Any]]] = {

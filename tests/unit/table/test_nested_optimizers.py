@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from syncline.errors import RunError
-from syncline.table.wrapping import keep, look, packed, take_up, unpacked
+from syncline.table.nested_optimizers import keep, look, packed, take_up, unpacked
 
 
 class Holding(Optimizer):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from syncline.table.template import Options, group_options
+from syncline.table.optimizer_template import Options, group_options
 
 
 class Groups:

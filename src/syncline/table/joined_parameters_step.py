@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.table.layout import Part, Piece
-from syncline.table.template import ELEMENTWISE, bare_step
+from syncline.table.optimizer_template import ELEMENTWISE, bare_step
 
 MOST = 1 << 16  # elements of a run: it stays in a core's cache between the operations of a step
 WORTH = 0.75  # runs to parameters, at most

@@ -16,7 +16,7 @@ from torch import nn
 from syncline.engines.run import EpochRecord
 from syncline.errors import LearnerError, UsageError
 from syncline.jobs import Job
-from syncline.learn.gradients import Backprop, way_of
+from syncline.learn.gradient_ways import Backprop, way_of
 from syncline.learn.training import evaluation_of
 from syncline.sim.engine import Sim
 from syncline.sim.timing.run_times import Follow, Timing

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAda
 
 from syncline.errors import LayoutError
 from syncline.table.layout import Layout, lay_out
-from syncline.table.template import OptimizerTemplate, cut_state, merge, piece_states, split
+from syncline.table.optimizer_template import OptimizerTemplate, cut_state, merge, piece_states, split
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 SHAPES = ((5, 7), (33,), (), (0,), (64, 3), (1, 1, 17), (2, 0), (2, 301), (0,))
