@@ -128,5 +128,8 @@ def test_a_node_that_loses_its_courier_is_lost(number: int) -> None:
     until(lambda: len([each for each in run.statistics().processes if each.role == "learner"]) > 3)
     run.stop()
     result = run.wait(PATIENCE)
-    assert kinds(result) == ["lost", "replaced"]
+    assert set(kinds(result)) == {
+        "lost",
+        "replaced",
+    }  # another may have begun there before the node was given up
     check_accounts(result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from syncline.engines.run import Storage
@@ -58,18 +58,27 @@ class Checkpoints:
         there = root is not None and (self.run_dir is not None or root.parent.is_dir())
         lock = _locked(root.parent) if root is not None and there else None
         try:
-            found = self._restored(plan)
+            checkpoint = find(self.resume) if self.resume is not None else None
+            found = self._restored(plan, checkpoint)
             if root is not None:
                 Folder(root).prepare()
                 Folder(root).forget_first()
+                Folder(root).forget_adopted()
+            if (
+                root is not None
+                and checkpoint is not None
+                and root.resolve() not in checkpoint.path.resolve().parents
+            ):
+                adopted = self.read(Folder(root).adopt(checkpoint))
+                found = replace(adopted, name=str(checkpoint.path))
         except BaseException:
             if lock is not None:
                 lock.release()
             raise
         return Storage(str(root.resolve()) if root is not None else None, self.keep, lock, found)
 
-    def _restored(self, plan: RunPlan) -> Restored | None:
-        found = self.read(find(self.resume)) if self.resume is not None else None
+    def _restored(self, plan: RunPlan, checkpoint: Checkpoint | None) -> Restored | None:
+        found = self.read(checkpoint) if checkpoint is not None else None
         flights = sum(len(each.flights) for each in found.pipelines.values()) if found is not None else 0
         if found is not None and flights and not plan.topology.fixed_members:
             raise UsageError(

@@ -44,7 +44,7 @@ from syncline.report.event_lines import EVENTS, LineWriter, plain, read_lines, w
 from syncline.report.html_page import page
 from syncline.report.run_record import Line, RunRecord, better, judged
 from syncline.report.tensorboard import TensorBoardWriter, installed
-from syncline.table.checkpoints import CheckpointError
+from syncline.table.checkpoints import CheckpointError, Folder
 
 OFTEN, SELDOM = 0.25, 1.0  # seconds between two statistics
 SOON = 20.0  # seconds of a run with OFTEN
@@ -257,6 +257,7 @@ class Recording:
             self._lines.close()
             if self._board is not None:
                 self._board.close()
+            Folder(self.folder / "checkpoints").forget_adopted()
             if self._lock is not None:
                 self._lock.release()
 

@@ -22,7 +22,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -185,6 +185,22 @@ class Folder:
             for name in os.listdir(self.first) if names is None else names:
                 (self.first / name).unlink(missing_ok=True)
             self.first.rmdir()
+
+    def adopt(self, checkpoint: Checkpoint) -> Checkpoint:
+        """One of another folder, by links to its files: whoever writes there may remove it, and shards read it later."""
+        path = self.root / ".resumed" / checkpoint.path.name
+        with _named(f"cannot link {checkpoint.path} in {self.root}"):
+            self.forget_adopted()
+            path.mkdir(parents=True)
+            for file in checkpoint.path.iterdir():
+                try:
+                    os.link(file, path / file.name)
+                except OSError:  # another disk
+                    shutil.copyfile(file, path / file.name)
+        return replace(checkpoint, path=path)
+
+    def forget_adopted(self) -> None:
+        shutil.rmtree(self.root / ".resumed", ignore_errors=True)
 
     def begin(self, number: int) -> Path:
         """An empty temporary folder for the files of this checkpoint."""
