@@ -38,8 +38,7 @@ from syncline.sim.batched.tensor_rows import Rows, rows_of
 from syncline.sim.simulation import Simulation
 from syncline.table.flat_sgd import FlatSGD
 from syncline.table.layout import lay_out
-from syncline.table.optimizer_template import OptimizerTemplate
-from syncline.table.shard import bare_step
+from syncline.table.optimizer_template import OptimizerTemplate, bare_step
 
 EXAMPLES = 50_000
 PLACES = 4096

@@ -21,9 +21,9 @@ from torch.optim import SGD
 
 import syncline as sl
 from syncline.engines.ray import engine as engines
+from syncline.engines.ray.authentication import HELLO, NONCE, Secret, Stranger, connect
 from syncline.engines.ray.bulk_connection import Connection
 from syncline.engines.ray.frame_kinds import AGENT, Kind
-from syncline.engines.ray.handshake import HELLO, NONCE, Secret, Stranger, connect
 from syncline.testing import Nodes
 from tests.integration.small_runs import PATIENCE, kinds, same
 from tests.integration.wires import Repeating, wire

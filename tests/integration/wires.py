@@ -7,8 +7,8 @@ import socket
 import threading
 from collections.abc import Iterator
 
+from syncline.engines.ray.authentication import HELLO, MAC, NONCE
 from syncline.engines.ray.bulk_connection import _HEAD
-from syncline.engines.ray.handshake import HELLO, MAC, NONCE
 
 KEPT = 1 << 16  # bytes
 

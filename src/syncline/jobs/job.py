@@ -25,7 +25,7 @@ from syncline.jobs.names import METHODS, NAMES, one_line, resolve, takes_model
 from syncline.jobs.toml import dumps, lines_of, override, parse_override
 from syncline.learn.gradient_ways import parse_way
 from syncline.learn.loader import POLICIES
-from syncline.nn.arguments import wrong_arguments
+from syncline.nn.file_arguments import wrong_arguments
 from syncline.topologies import parse_topology
 
 Problem = tuple[tuple[str, ...], str]  # the key's path, what is wrong

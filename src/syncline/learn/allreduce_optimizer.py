@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from syncline.errors import UsageError
 from syncline.learn.allreduce_applications import Application, Applications
-from syncline.learn.allreduce_buckets import Header
+from syncline.learn.allreduce_flat_buffers import Header
 from syncline.learn.allreduce_reducer import Reducer, Round
 from syncline.learn.allreduce_state import as_in, cut_table, flight_of, load_table, plain_groups
 from syncline.learn.allreduce_user_hooks import Callbacks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.learn.allreduce_buckets import Bucket, Header, make_buckets
+from syncline.learn.allreduce_flat_buffers import Bucket, Header, make_buckets
 from syncline.learn.allreduce_user_hooks import Callbacks
 from syncline.ports import Computing, Reduction
 from syncline.protocols.buckets import Filling

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
-from syncline.learn.allreduce_buckets import Header
 from syncline.learn.allreduce_feed import AllReduceLoader, AllReduceSplitLoader
+from syncline.learn.allreduce_flat_buffers import Header
 from syncline.learn.allreduce_optimizer import AllReduceOptimizer
 from syncline.learn.input_checks import check_data, check_function
 from syncline.learn.loader import identity, read_ahead

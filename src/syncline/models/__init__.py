@@ -14,7 +14,7 @@ from syncline.models.distbelief import locally_connected, speech
 from syncline.models.googlenet import GoogLeNet, auxiliary_loss
 from syncline.models.mlp import mlp
 from syncline.models.recurrent import Recurrent
-from syncline.nn.crbm import CRBM
+from syncline.nn.conditional_rbm import CRBM
 from syncline.nn.dbm import DBM
 from syncline.nn.dbn import DBN
 from syncline.nn.rbm import RBM

@@ -7,11 +7,11 @@ Not responsible for running on many workers; modules made here go through `syncl
 
 from syncline.nn.autoencoder import Objective, TiedAutoencoder
 from syncline.nn.block_local import BlockLocal2d, BlockLocalDecoder2d
+from syncline.nn.conditional_rbm import CRBM, windows
 from syncline.nn.cots_networks import cots_network
-from syncline.nn.crbm import CRBM, windows
 from syncline.nn.dbm import DBM
 from syncline.nn.dbn import DBN
-from syncline.nn.fused import FusedStack, Step, joint_update
+from syncline.nn.fused_update import FusedStack, Step, joint_update
 from syncline.nn.greedy import Greedy, GreedyRecord
 from syncline.nn.image_preprocessing import Whitening, contrast_normalise
 from syncline.nn.layer_records import NetError

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from syncline.errors import UsageError
 from syncline.kernels.block_local_ops import batch_last
-from syncline.nn.fused import FusedStack, Step
+from syncline.nn.fused_update import FusedStack, Step
 from syncline.nn.stack import Stack
 
 TENSORS, POSITION = "greedy.safetensors", "greedy.json"

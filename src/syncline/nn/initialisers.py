@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.dial import nearest
-from syncline.nn.arguments import Number, Positive, wrong_arguments, wrong_values
+from syncline.nn.file_arguments import Number, Positive, wrong_arguments, wrong_values
 
 Initialise = Callable[..., Any]
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from syncline.dial import nearest
 from syncline.errors import UsageError
-from syncline.nn.arguments import FLAG, NOT_NEGATIVE, shown, wrong_arguments, wrong_values
+from syncline.nn.file_arguments import FLAG, NOT_NEGATIVE, shown, wrong_arguments, wrong_values
 from syncline.nn.initialisers import wrong_initialiser
 from syncline.nn.registry import LayerType, find_type
 

@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.nn.arguments import (
+from syncline.nn.block_local import BlockLocal2d
+from syncline.nn.conditional_rbm import CRBM
+from syncline.nn.energy import Units
+from syncline.nn.file_arguments import (
     Count,
     Counts,
     Flag,
@@ -29,9 +32,6 @@ from syncline.nn.arguments import (
     Wholes,
     choice,
 )
-from syncline.nn.block_local import BlockLocal2d
-from syncline.nn.crbm import CRBM
-from syncline.nn.energy import Units
 from syncline.nn.local_contrast_norm import LocalContrastNorm2d
 from syncline.nn.pooling import L2Pool2d
 from syncline.nn.rbm import RBM

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.nn.arguments import Kind, Number
+from syncline.nn.file_arguments import Kind, Number
 from syncline.nn.registry import built_in
 
 Dims = tuple[int, ...]

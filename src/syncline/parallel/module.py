@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from syncline.errors import UsageError
-from syncline.parallel import layers, recurrent  # noqa: F401  (their rules)
+from syncline.parallel import layer_slicing, recurrent  # noqa: F401 (their rules)
 from syncline.parallel.check import compare
 from syncline.parallel.functions import name_of
 from syncline.parallel.move import Group, joined

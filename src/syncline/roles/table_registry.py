@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from syncline import messages as m
 from syncline.errors import LayoutError, UsageError
 from syncline.ports import CoordinatorPort
-from syncline.protocols.rendezvous import Rendezvous
+from syncline.protocols.contributions import Contributions
 from syncline.protocols.sequence import Account
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan
@@ -64,7 +64,7 @@ class TableRegistry:
         self.loaders: dict[int, m.OpenLoader] = {}
         self.initial: dict[int, int] = {}  # the first fold and the first epoch wait for these
         self._restored = Restored(name="the start", seed=plan.seed)
-        self._together = Rendezvous(())
+        self._together = Contributions(())
 
     def expect(self, learners: Mapping[int, int], restored: Restored) -> None:
         """These begin together, there; in a warm start one alone."""
@@ -73,7 +73,7 @@ class TableRegistry:
         if learners and restored.version < self._plan.warm:
             first = min(learners, key=lambda learner: learners[learner])
             self.initial = {first: learners[first]}
-        self._together = Rendezvous(self.initial)
+        self._together = Contributions(self.initial)
 
     def leave(self, learner: int) -> None:
         """Nobody waits for it to open a loader."""

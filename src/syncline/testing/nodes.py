@@ -17,9 +17,9 @@ from typing import Any
 
 from syncline.engines.local import forkserver
 from syncline.engines.ray.agent import About, Agent
+from syncline.engines.ray.authentication import Secret
 from syncline.engines.ray.cluster import Agents, RayCluster
 from syncline.engines.ray.engine import Ray
-from syncline.engines.ray.handshake import Secret
 from syncline.engines.ray.link_measurement import Address, Echo, Echoes
 from syncline.engines.ray.placement import Node
 from syncline.testing.leftovers import children

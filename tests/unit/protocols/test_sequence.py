@@ -15,9 +15,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from syncline.dial import Sync
+from syncline.protocols.contributions import Contributions
 from syncline.protocols.folding import Folding, Ticket, leader
 from syncline.protocols.membership import Members
-from syncline.protocols.rendezvous import Rendezvous
 from syncline.protocols.sequence import Decision, Drop, Fold, Full, Sequence, Take
 from syncline.protocols.staleness import StalenessClock
 from syncline.protocols.waiting import Gate, Release
@@ -487,7 +487,7 @@ moves = st.lists(st.tuples(st.sampled_from("jlbbw"), st.integers(0, 3), st.sampl
 def test_a_meeting_is_complete_when_every_live_member_has_brought_its_own(
     initial: set[int], script: list[tuple[str, int, str]]
 ) -> None:
-    meeting, members = Rendezvous(initial), set(initial)
+    meeting, members = Contributions(initial), set(initial)
     brought: dict[str, dict[int, str]] = {"x": {}, "y": {}}
     for move, member, key in script:
         done: list[tuple[str, dict[int, str]]] = []

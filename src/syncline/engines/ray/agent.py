@@ -25,9 +25,9 @@ import torch
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
+from syncline.engines.ray.authentication import Listener, Secret
 from syncline.engines.ray.bulk_connection import Connection, Head, Lost, bytes_of
 from syncline.engines.ray.frame_kinds import AGENT, WORDS, Kind, Objects
-from syncline.engines.ray.handshake import Listener, Secret
 from syncline.engines.ray.heartbeat import notice_silence
 from syncline.engines.ray.node_versions import Mirror, MirrorOf
 from syncline.engines.ray.placement import gpu_of

@@ -2,7 +2,7 @@
 
 A frame's body is sent from the views it was given with and received into the view that the receiver names, slice by slice.
 Every frame says of which run, generation and incarnation it is, and which one it is; what is of another or comes again is
-discarded, what is no frame ends the connection, and both are counted. Not responsible for who may connect (handshake.py), nor for what frames mean.
+discarded, what is no frame ends the connection, and both are counted. Not responsible for who may connect (authentication.py), nor for what frames mean.
 """
 
 from __future__ import annotations

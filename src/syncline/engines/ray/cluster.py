@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from syncline.engines.ray.agent import About, Agent
-from syncline.engines.ray.handshake import Secret
+from syncline.engines.ray.authentication import Secret
 from syncline.engines.ray.placement import Node
 from syncline.errors import RunError, UsageError
 

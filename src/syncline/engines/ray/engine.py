@@ -18,9 +18,9 @@ from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.task_packing import pack_task
 from syncline.engines.ray.agent import About, describe, versions
-from syncline.engines.ray.agent_connections import Way
+from syncline.engines.ray.agent_client import Way
+from syncline.engines.ray.authentication import Secret
 from syncline.engines.ray.cluster import Agents, RayCluster, load_ray
-from syncline.engines.ray.handshake import Secret
 from syncline.engines.ray.heartbeat import Heartbeat
 from syncline.engines.ray.link_measurement import Echoes, measure_way, measured
 from syncline.engines.ray.placement import Node, chosen_nodes, deal, gpu_of, next_node

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import Region, WakeUp
-from syncline.engines.ray.agent_connections import Way
+from syncline.engines.ray.agent_client import Way
 from syncline.engines.ray.bulk_connection import Connection, Lost
 from syncline.engines.ray.frame_kinds import AGENT, WORDS, Kind
 from syncline.engines.ray.version_courier import Courier

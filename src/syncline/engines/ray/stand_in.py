@@ -26,9 +26,9 @@ from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.local.table_memory import PORTION, Lane, Mailbox, TableMemory
 from syncline.engines.local.version_ring import Reader
 from syncline.engines.ray.agent import Order
+from syncline.engines.ray.authentication import Secret, Stranger, connect
 from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost, bytes_of
 from syncline.engines.ray.frame_kinds import AGENT, OBJECTS, WORDS, Kind, Objects, place_of
-from syncline.engines.ray.handshake import Secret, Stranger, connect
 from syncline.engines.ray.node_versions import MIRRORED, SHARED
 from syncline.engines.ray.remote_learner import OVERTAKEN, PLACES
 from syncline.engines.ray.version_courier import Have, Versions, Want, bodies, choose, whole

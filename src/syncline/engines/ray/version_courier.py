@@ -22,9 +22,9 @@ from syncline.engines.local.learner import TRIES
 from syncline.engines.local.server import TableMemory
 from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.engines.local.version_ring import Reader
+from syncline.engines.ray.authentication import Secret, Stranger, connect
 from syncline.engines.ray.bulk_connection import Connection, Lost, bytes_of
 from syncline.engines.ray.frame_kinds import AGENT, WORDS, Kind, place_of
-from syncline.engines.ray.handshake import Secret, Stranger, connect
 from syncline.table.layout import Layout
 
 LOOK = 1000  # milliseconds without anything to do

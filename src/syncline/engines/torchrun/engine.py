@@ -26,8 +26,8 @@ from syncline.engines.allocator import keep_freed_memory
 from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.collectives import CollectiveGroup, wants_nccl
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
+from syncline.engines.torchrun.authentication import WORD, introduce
 from syncline.engines.torchrun.control_connection import ControlConnection
-from syncline.engines.torchrun.handshake import WORD, introduce
 from syncline.engines.torchrun.rank_and_store import Arrival, Refusal, TorchrunPlace, difference, next_store
 from syncline.engines.torchrun.run_server import Answer, Failed, Gone, Left, RunDone, RunServer, Stop, Waiting
 from syncline.errors import LearnerError, LostError, RunError, UsageError

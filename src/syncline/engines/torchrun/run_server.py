@@ -21,8 +21,8 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.engines.recorder import learner_error, peer_record, said
 from syncline.engines.run import Outcome, RunSpec
+from syncline.engines.torchrun.authentication import MOST, WORD, Greeted, TorchrunStranger
 from syncline.engines.torchrun.control_connection import ControlConnection
-from syncline.engines.torchrun.handshake import MOST, WORD, Greeted, TorchrunStranger
 from syncline.errors import RunError
 from syncline.protocols.lifecycle import alone
 from syncline.roles.allreduce_coordinator import Meet

@@ -11,9 +11,9 @@ import pytest
 
 from syncline.dial import Course
 from syncline.engines.run import RunSpec, Task
+from syncline.engines.torchrun.authentication import MOST, introduce
 from syncline.engines.torchrun.control_connection import ControlConnection
 from syncline.engines.torchrun.engine import Line
-from syncline.engines.torchrun.handshake import MOST, introduce
 from syncline.engines.torchrun.run_server import Failed, RunServer
 from syncline.errors import LostError
 from syncline.roles.allreduce_coordinator import Meet

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-class Rendezvous:
+class Contributions:
     """Meetings by key; a meeting completes once."""
 
     def __init__(self, members: Iterable[int]) -> None:

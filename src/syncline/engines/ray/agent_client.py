@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from syncline.engines.local.packing import Parcel
+from syncline.engines.ray.authentication import Secret, Stranger, connect
 from syncline.engines.ray.bulk_connection import Connection, Lost, ready
 from syncline.engines.ray.frame_kinds import AGENT, Kind, Objects, receive_object
-from syncline.engines.ray.handshake import Secret, Stranger, connect
 from syncline.errors import RunError
 
 LOOK = 0.5  # seconds between looks whether a node still lives
