@@ -46,9 +46,9 @@ def test_a_lost_shard_comes_back_and_nothing_is_lost_but_time(sync: str, shard: 
 
 def test_lockstep_gives_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
     """The data that was lost is dealt out again in the same rounds."""
-    calm = start(sync="hardsync").wait(timeout=60)
+    calm = start(sync="hardsync", epochs=4).wait(timeout=60)
     for shard, version in ((0, 20), (1, 33)):
-        run = start(sync="hardsync", run_dir=tmp_path / str(shard), checkpoint_every=7)
+        run = start(sync="hardsync", run_dir=tmp_path / str(shard), checkpoint_every=7, epochs=4)
         Faults(f"kill shard {shard} at version {version}").play(run)
         result = run.wait(timeout=60)
         assert kinds(result) == ["shard lost", "recovered"]
@@ -62,7 +62,7 @@ def test_buffers_go_back_too(tmp_path: Path) -> None:
     def trained(**options: Any) -> sl.Run:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-        return small_runs.start(points(SIZE), model=model, sync="hardsync", **options)
+        return small_runs.start(points(SIZE), model=model, sync="hardsync", epochs=4, **options)
 
     calm = trained().wait(timeout=60).state_dict()
     run = trained(run_dir=tmp_path, checkpoint_every=7)
@@ -173,7 +173,13 @@ def test_shards_read_their_values_themselves(
     lost: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator, in this process, opens no file of a table: of a run that goes on, that goes back, that begins again."""
-    options: dict[str, Any] = {"checkpoint_every": 20, "run_dir": tmp_path / "run", "topology": "servers:2"}
+    options: dict[str, Any] = {
+        "checkpoint_every": 20,
+        "keep_checkpoints": 100,
+        "run_dir": tmp_path / "run",
+        "topology": "servers:2",
+        "epochs": 8,  # well beyond the loss
+    }
     calm = start(data=points(480), sync="hardsync", **options).wait(timeout=60)
     opened = Checkpoint.tensors
 
