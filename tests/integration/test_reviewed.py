@@ -182,8 +182,8 @@ def train(**options: Any) -> sl.Run:
 
 def test_clipping_is_right_after_going_back(tmp_path: Path) -> None:
     """Shards tell each other norms by version: those of versions that were lost must not count."""
-    calm = train(clip_norm=0.05).wait(timeout=60)
-    run = train(clip_norm=0.05, run_dir=tmp_path, checkpoint_every=20)
+    calm = train(clip_norm=0.05, epochs=4).wait(timeout=60)
+    run = train(clip_norm=0.05, epochs=4, run_dir=tmp_path, checkpoint_every=20)
     Faults("kill shard 1 at version 35; kill shard 0 at version 70").play(run)
     result = run.wait(timeout=60)
     assert [event.kind for event in result.events].count("recovered") == 2
