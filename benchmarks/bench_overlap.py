@@ -43,12 +43,12 @@ QUICK = {"models": "alexnet-small", "rates": LOOPBACK, "repeats": 1, "seconds": 
 
 @dataclass
 class Network:
-    """Places for two learners, joined by a link or by the loopback interface; no port is used twice."""
+    """Places for learners, joined by a link (two of them) or by the loopback interface; no port is used twice."""
 
     link: Link | None
     _count: int = 0
 
-    def places(self) -> list[Place]:
+    def places(self, count: int = 2) -> list[Place]:
         self._count += 1
         port = free_port() if self.link is None else FIRST_PORT + self._count
         cores = sorted(os.sched_getaffinity(0))
@@ -58,9 +58,9 @@ class Network:
                 address=ADDRESSES[0] if self.link else "127.0.0.1",
                 port=port,
                 interface=INTERFACE if self.link else "lo",
-                core=cores[rank] if len(cores) > 1 else None,
+                core=cores[rank % len(cores)] if len(cores) > 1 else None,
             )
-            for rank in range(2)
+            for rank in range(count)
         ]
 
 

@@ -1,23 +1,24 @@
 """A model cut over two processes: ours against DDP and against DTensor's hybrid. Time of one update.
 
     python -m benchmarks.bench_parallel [--models alexnet,dense] [--batches 64,8] [--rates loopback,1000]
-        [--methods ddp,dtensor,ours] [--repeats 3] [--steps 5] [--json FILE] [--quick]
+        [--methods ddp,dtensor,ours,group] [--repeats 3] [--steps 5] [--json FILE] [--quick]
 
-`alexnet` is AlexNet in one tower (62 M), `dense` its fully connected part. `ddp` gives each process half of the batch; `ours`
-is `sl.partition` by the plan that counts floats, with local updates; `dtensor` has replicated convolutions on half of the
-batch and columnwise and rowwise dense layers. Processes are joined by the loopback interface, or by a link of so many Mbit/s
-between two network namespaces (root and iproute2). All methods run in turn, repeated; the table shows medians, and what
-the plan predicts from measured layers. Leave the machine alone meanwhile.
+`alexnet` is AlexNet in one tower (62 M), `dense` its fully connected part. `ddp` gives each process half of the batch;
+`dtensor` has replicated convolutions on half of the batch and columnwise and rowwise dense layers; `ours` is `sl.partition` in
+a plain loop, by the plan that counts floats; `group` is the same as `sl.launch(..., learners=1, group=2)` under torchrun, which
+adds up gradients while backward runs. Processes are joined by the loopback interface, or by a link of so many Mbit/s between
+two network namespaces (root and iproute2). All methods run in turn, repeated; the table shows medians, beside what the plan
+predicts for `ours` from what was measured just before, in both processes at once: layers, the optimizer, the link.
+Leave the machine alone meanwhile.
 """
 
 import argparse
 import json
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,11 +38,12 @@ from benchmarks.peers.team import Team
 from benchmarks.workload import make_optimizer
 from syncline.cluster.record import Compute, Link
 from syncline.models import AlexNet
-from syncline.plan import Plan, measure, plan
+from syncline.parallel import Group
+from syncline.plan import measure, plan, step_seconds
 
 START_S, WARM_UP = 120.0, 2
 QUICK = {"models": "small", "batches": "8", "rates": "loopback", "repeats": 1, "steps": 2}
-GBIT = 125e6
+WIRE = (256, 2 << 20)  # numbers that are exchanged to measure the link
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,14 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Task:
+    """Seconds of an update, or with the method "parts" what a prediction is made of; `choices` of ours, by hand."""
+
     model: str
     batch: int
     method: str
     steps: int
+    processes: int = 2
+    choices: Mapping[str, str] | None = None
 
 
 @dataclass
@@ -81,8 +87,17 @@ class Row:
     model: str
     batch: int
     rate: str
-    predicted: float | None = None
+    predicted: float
     seconds: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of one process: seconds of each layer for the whole batch and of its optimizer, and the link as it finds it."""
+
+    layers: dict[str, float]
+    optimizer: float
+    wire: Link
 
 
 def prepared(task: Task) -> tuple[nn.Module, Tensor, Tensor]:
@@ -92,7 +107,7 @@ def prepared(task: Task) -> tuple[nn.Module, Tensor, Tensor]:
     return model.make(), inputs, torch.randint(model.classes, (task.batch,))
 
 
-def work(_: Connection, rank: int, place: Place, task: Task) -> float:
+def work(_: Connection, rank: int, place: Place, task: Task) -> Any:
     """One process: seconds of an update."""
     if place.namespace is not None:
         link.enter(place.namespace)
@@ -100,18 +115,68 @@ def work(_: Connection, rank: int, place: Place, task: Task) -> float:
         os.sched_setaffinity(0, {place.core})
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = place.interface
+    if task.method == "group":
+        return _in_group(task, rank, place)
     timeout = timedelta(seconds=START_S)
-    store = dist.TCPStore(place.address, place.port, 2, rank == 0, timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-    step = METHODS[task.method](task, rank)
-    for _step in range(WARM_UP):
+    store = dist.TCPStore(place.address, place.port, task.processes, rank == 0, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=task.processes, timeout=timeout)
+    if task.method == "parts":
+        return _parts(task)
+    return _timed(METHODS[task.method](task, rank), task.steps, dist.barrier)
+
+
+def _timed(step: Callable[[], Any], steps: int, meet: Callable[[], Any]) -> float:
+    for _ in range(WARM_UP):
         step()
-    dist.barrier()
+    meet()
     start = time.perf_counter()
-    for _step in range(task.steps):
+    for _ in range(steps):
         step()
-    dist.barrier()
-    return (time.perf_counter() - start) / task.steps
+    meet()
+    return (time.perf_counter() - start) / steps
+
+
+def _parts(task: Task) -> Parts:
+    model, inputs, _ = prepared(task)
+    layers = measure(model, inputs)
+    mine = sl.partition(model, _choices(task, model, inputs), inputs)
+    optimizer = make_optimizer(mine.parameters())
+    for parameter in mine.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    seconds = _timed(optimizer.step, 3, dist.barrier)
+    small, large = (_timed(_exchange(count), 10, dist.barrier) for count in WIRE)
+    return Parts(layers, seconds, Link(latency=small, bandwidth=4 * WIRE[1] / max(large - small, 1e-9)))
+
+
+def _exchange(count: int) -> Callable[[], Any]:
+    """So many numbers to the next process."""
+    group, numbers = Group(dist.group.WORLD), torch.zeros(count)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    sent, received = ([count * (rank == other) for rank in range(group.size)] for other in (after, before))
+    return lambda: group.exchange(numbers, sent, received).wait()
+
+
+def _choices(task: Task, model: nn.Module, inputs: Tensor) -> Mapping[str, str]:
+    return task.choices if task.choices is not None else plan(model, inputs, group=task.processes).choices
+
+
+def _in_group(task: Task, rank: int, place: Place) -> float:
+    words = {
+        "RANK": rank,
+        "WORLD_SIZE": task.processes,
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": place.port,
+    }
+    os.environ.update({name: str(word) for name, word in words.items()})
+    model, inputs, labels = prepared(task)
+
+    def learner(session: sl.Session) -> float:
+        mine = sl.partition(model, _choices(task, model, inputs), inputs)
+        optimizer = session.optimizer(mine, make_optimizer)
+        return _timed(_stepping(mine, optimizer, inputs, labels), task.steps, lambda: session.mean(0.0))
+
+    seconds: float = sl.launch(learner, learners=1, group=task.processes).returned[0]
+    return seconds
 
 
 def _ddp(task: Task, rank: int) -> Callable[[], None]:
@@ -123,7 +188,7 @@ def _ddp(task: Task, rank: int) -> Callable[[], None]:
 
 def _ours(task: Task, rank: int) -> Callable[[], None]:
     model, inputs, labels = prepared(task)
-    mine = sl.partition(model, plan(model, inputs, group=2))
+    mine = sl.partition(model, _choices(task, model, inputs), inputs)
     optimizer = make_optimizer(mine.parameters())
     return _stepping(mine, optimizer, inputs, labels, mine.reduce_gradients)
 
@@ -170,32 +235,34 @@ METHODS: dict[str, Callable[[Task, int], Callable[[], None]]] = {
     "dtensor": _dtensor,
     "ours": _ours,
 }
+EVERY = (*METHODS, "group")
 
 
-def predicted(name: str, batch: int, rate: str) -> float | None:
-    """Seconds of an update by the plan, from layers measured here with one thread; over a link only."""
-    if rate == "loopback":
-        return None
-    torch.set_num_threads(1)
-    model, inputs, _ = prepared(Task(name, batch, "ours", 0))
-    wire = Link(latency=2e-4, bandwidth=float(rate) / 1000 * GBIT)
-    cluster = sl.Cluster(compute=Compute(base=1.0), card=wire)
-    choices: Plan = plan(model, inputs, group=2)
-    return plan(model, inputs, cluster, 2, compute=measure(model, inputs), given=choices.choices).seconds
+def predicted(network: Network, task: Task) -> float:
+    """Seconds of an update by the plan, from parts measured in all processes at once: each as slow as the slowest has it."""
+    found: list[Parts] = run(network, replace(task, method="parts"))
+    layers = {name: max(each.layers[name] for each in found) for name in found[0].layers}
+    wire = max((each.wire for each in found), key=lambda wire: wire.latency + 1e6 / (wire.bandwidth or 1e12))
+    cluster = sl.Cluster(compute=Compute(base=1.0), card=wire, learners_per_machine=1)
+    model, inputs, _ = prepared(task)
+    step = step_seconds(model, inputs, cluster, task.processes, _choices(task, model, inputs), compute=layers)
+    return step + max(each.optimizer for each in found)
 
 
-def run(network: Network, task: Task) -> float:
+def run(network: Network, task: Task) -> list[Any]:
     with Team(START_S + 60 * task.steps, method="fork") as team:
-        members = [team.start(work, rank, place, task) for rank, place in enumerate(network.places())]
-        return max(team.receive(member) for member in members)
+        places = network.places(task.processes)
+        members = [team.start(work, rank, place, task) for rank, place in enumerate(places)]
+        return [team.receive(member) for member in members]
 
 
 def measured(name: str, batch: int, rate: str, methods: list[str], repeats: int, steps: int) -> Row:
-    row = Row(name, batch, rate, predicted(name, batch, rate))
     with network_of(rate, 0.0) as network:
+        row = Row(name, batch, rate, predicted(network, Task(name, batch, "parts", steps)))
         for _ in range(repeats):
             for method in methods:
-                row.seconds.setdefault(method, []).append(run(network, Task(name, batch, method, steps)))
+                times = run(network, Task(name, batch, method, steps))
+                row.seconds.setdefault(method, []).append(max(times))
     return row
 
 
@@ -206,9 +273,8 @@ def show(row: Row) -> None:
         spread = f"{min(row.seconds[method]):.3f}..{max(row.seconds[method]):.3f}"
         ratio = f"{median['ddp'] / value:.2f} x ddp" if "ddp" in median else ""
         print(f"  {method:<10}{value:>9.3f}{spread:>18}  {ratio}")
-    if row.predicted is not None:
-        print(f"  predicted{row.predicted:>10.3f}")
-    sys.stdout.flush()
+    off = f"{row.predicted / median['ours']:.2f} of what ours takes" if "ours" in median else ""
+    print(f"  {'predicted':<10}{row.predicted:>9.3f}{'':>18}  {off}", flush=True)
 
 
 def main() -> None:
@@ -218,7 +284,7 @@ def main() -> None:
     parser.add_argument("--models", default="alexnet,dense")
     parser.add_argument("--batches", default="64,8")
     parser.add_argument("--rates", default="loopback,1000")
-    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--methods", default=",".join(EVERY))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path)
@@ -226,6 +292,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         vars(options).update(QUICK)
+    print(machine.describe())
     rows = []
     for rate in options.rates.split(","):
         for name in options.models.split(","):
@@ -234,8 +301,8 @@ def main() -> None:
                 show(row)
                 rows.append(row)
     if options.json:
-        found = {"machine": machine.describe(), "rows": [vars(row) for row in rows]}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        kept = {"machine": machine.describe(), "rows": [vars(row) for row in rows]}
+        options.json.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

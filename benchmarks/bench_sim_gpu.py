@@ -4,7 +4,7 @@
 
 cifar10_full on random images; the settings are Rudra's (σ, μ, λ). `plain` computes one gradient after another by autograd,
 `joined` those of one version in one pass (hardsync, softsync:1), `stacked` those of 30 versions at once (async); each with and without
-CUDA graphs, convolutions as products of unfolded windows or as vmap's grouped ones, with and without TF32. `step` is the
+CUDA graphs, convolutions as products of unfolded windows or as vmap's grouped ones. `step` is the
 optimizer's step, `run` whole simulated runs. Every way is first compared with the plain one. Each case has its own limit of time.
 """
 
@@ -31,10 +31,10 @@ from syncline.learn.gradient_ways import Supervised
 from syncline.models import Cifar10Full, cifar10_full_sgd
 from syncline.sim.batched.cuda_graphs import repeatable
 from syncline.sim.batched.deferred_steps import DeferredSteps
-from syncline.sim.batched.joined_models import Joined, Stacked
 from syncline.sim.batched.objective import SimTask
 from syncline.sim.batched.shared_model import Ways
 from syncline.sim.batched.tensor_rows import Rows, rows_of
+from syncline.sim.batched.vmap_gradients import Joined, Stacked
 from syncline.sim.simulation import Simulation
 from syncline.table.flat_sgd import FlatSGD
 from syncline.table.layout import lay_out
@@ -42,10 +42,7 @@ from syncline.table.optimizer_template import OptimizerTemplate, bare_step
 
 EXAMPLES = 50_000
 PLACES = 4096
-TOLERANCE = {
-    False: 1e-3,
-    True: 3e-2,
-}  # of the norm, by TF32: where two windows are all but equal, rounding chooses
+TOLERANCE = 1e-3  # of the norm: where two windows are all but equal, rounding chooses
 
 
 class Bench:
@@ -149,9 +146,9 @@ def plain_rows(bench: Bench, weights: list[list[Tensor]], batches: list[Tensor])
     return torch.stack(rows)
 
 
-def difference(mine: Tensor, reference: Tensor, *, tf32: bool) -> float:
+def difference(mine: Tensor, reference: Tensor) -> float:
     apart = float((mine - reference).norm() / reference.norm())
-    if not apart <= TOLERANCE[tf32]:
+    if not apart <= TOLERANCE:
         raise AssertionError(f"differs from the plain gradient by {apart:.2e} of its norm")
     return apart
 
@@ -161,10 +158,10 @@ def plain(bench: Bench, size: int) -> dict[str, Any]:
     return bench.rate(lambda: plain_rows(bench, weights, batches), 1)
 
 
-def joined(bench: Bench, size: int, count: int, *, graphs: bool, tf32: bool = False) -> dict[str, Any]:
+def joined(bench: Bench, size: int, count: int, *, graphs: bool) -> dict[str, Any]:
     """A fold of `count` gradients of one version."""
     (weights,), batches = bench.weights(1), bench.batches(count, size)
-    way = Joined(bench.task, bench.losses, rows_of(bench.task, [weights]), graphs=graphs, tf32=tf32)
+    way = Joined(bench.task, bench.losses, rows_of(bench.task, [weights]), graphs=graphs)
     shares, places = [1 / count] * count, list(range(count))
 
     def fold() -> None:
@@ -174,7 +171,7 @@ def joined(bench: Bench, size: int, count: int, *, graphs: bool, tf32: bool = Fa
     way.prepare(batches)
     fold()
     reference = plain_rows(bench, [weights] * count, batches).mean(0)
-    worst = difference(way.total[0], reference, tf32=tf32)
+    worst = difference(way.total[0], reference)
     return {**bench.rate(fold, count), "difference": worst}
 
 
@@ -183,16 +180,14 @@ def stacked_way(bench: Bench, weights: list[list[Tensor]], **ways: Any) -> Stack
     return Stacked(bench.task, bench.losses, versions, gradients, **ways)
 
 
-def stacked(
-    bench: Bench, size: int, count: int, *, graphs: bool, convolutions: str, tf32: bool = False
-) -> dict[str, Any]:
+def stacked(bench: Bench, size: int, count: int, *, graphs: bool, convolutions: str) -> dict[str, Any]:
     """All outstanding gradients of `count` learners, each of its own version."""
     weights, batches = bench.weights(count), bench.batches(count, size)
-    way = stacked_way(bench, weights, graphs=graphs, convolutions=convolutions, tf32=tf32)
+    way = stacked_way(bench, weights, graphs=graphs, convolutions=convolutions)
     every = list(range(count))  # versions, rows and places
     made = way.rows.stacks[0][:count]
     way.fill(every, batches, every, every)
-    worst = difference(made, plain_rows(bench, weights, batches), tf32=tf32)
+    worst = difference(made, plain_rows(bench, weights, batches))
     first = made.clone()
     way.fill(every, batches, every, every)
     same = bool(torch.equal(first, made))
@@ -375,11 +370,6 @@ def cases(bench: Bench) -> dict[str, Callable[[], dict[str, Any]]]:
     found["step copy of a version"] = lambda: copies(bench)
     found["plain (·,4,·)"] = lambda: plain(bench, 4)
     found["plain (·,128,·)"] = lambda: plain(bench, 128)
-    if modes[0]:
-        found["joined (1,4,30) graphs tf32"] = lambda: joined(bench, 4, 30, graphs=True, tf32=True)
-        found["stacked (30,4,30) unfolded graphs tf32"] = lambda: stacked(
-            bench, 4, 30, graphs=True, convolutions="unfolded", tf32=True
-        )
     for size, count in ((4, 1), (4, 8), (128, 1), (128, 10), (16, 8)):
         found[f"joined {count} of {size}"] = lambda s=size, c=count: joined(bench, s, c, graphs=modes[0])
     for size, count in ((4, 1), (4, 8), (4, 16), (4, 64), (16, 8), (128, 10)):

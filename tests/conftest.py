@@ -4,10 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from syncline.sim.simulation import Simulation
 from syncline.testing import end_leftovers
 
+settings.register_profile("busy", deadline=None)  # a busy machine misses any
+settings.load_profile("busy")
 Simulation.honest = True  # in simulated runs, too, nobody sees another's memory
 
 

@@ -1,17 +1,14 @@
 """COTS-HPC's Fig. 6: one joint update of all layers by size of the net and number of GPUs (C5).
 
-    python -m reproductions.cots.fig6 [--gpus 1,4,9,16,36,64] [--nets 1.8b,11b] [--teraflops 1.0] [--csv FILE]
+    python -m reproductions.cots.fig6 [--gpus 1,4,9,16,36,64] [--nets 1.8b,11b] [--teraflops 1.0] [--csv FILE] [--picture FILE]
 
 Several GPUs were not there: times are `sl.plan`'s costs for nets cut over the image (C4), 96 images, GPUs of so many TFLOP/s (the
 paper's kernels had about 1), InfiniBand of 56 Gbit/s between machines of 4 GPUs. What one GPU really takes is in README.md.
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 
-from reproductions.splits import Split, show, split, write
+from reproductions.splits import Split, draw, options_of, show, split, write
 from syncline import Cluster
 from syncline.cluster.record import Compute, Link
 from syncline.nn.cots_networks import IMAGE, cots_network
@@ -42,21 +39,15 @@ def rows(name: str, gpus: list[int], teraflops: float) -> list[Split]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gpus", default="1,4,9,16,36,64")
-    parser.add_argument("--nets", default="1.8b,11b")
-    parser.add_argument("--teraflops", type=float, default=1.0)
-    parser.add_argument("--csv", type=Path)
-    options = parser.parse_args()
+    options = options_of(__doc__, gpus="1,4,9,16,36,64", nets="1.8b,11b", teraflops="1.0")
     every: list[Split] = []
     for name in options.nets.split(","):
-        found = rows(name, [int(word) for word in options.gpus.split(",")], options.teraflops)
+        found = rows(name, [int(word) for word in options.gpus.split(",")], float(options.teraflops))
         show(found, f"COTS-HPC, Fig. 6: {name}, {IMAGES} images", found[0].total)
         every += found
     print(PAPER)
     write(every, options.csv)
+    draw(every, options.picture, "COTS-HPC, Fig. 6: one update, by plan", speed=True)
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def write_csv(file: Path, found: dict[tuple[str, int], list[Point]]) -> None:
 
 def draw(file: Path, found: dict[tuple[str, int], list[Point]]) -> None:
     series = [
-        svg.Series(f"{method} ({workers})", [(point.seconds, point.accuracy) for point in points])
+        (f"{method} ({workers})", [(point.seconds, point.accuracy) for point in points])
         for (method, workers), points in found.items()
     ]
     file.write_text(svg.lines("Test accuracy against time", series, x="virtual seconds", y="accuracy"))

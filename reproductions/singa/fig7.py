@@ -1,23 +1,21 @@
 """SINGA's Fig. 7: one mini-batch of 256 images through AlexNet (62 M) on 1 Gbit/s, by kind of parallelism and workers (S9).
 
-    python -m reproductions.singa.fig7 [--workers 1,2,4,8,16,32] [--width 1.0] [--csv FILE]
+    python -m reproductions.singa.fig7 [--workers 1,2,4,8,16,32] [--width 1.0] [--csv FILE] [--picture FILE]
 
 One group; one node takes 27.3 s, as the paper has it. Times are those of `sl.plan`'s costs: partitioned parameters are updated
-where they are (S4), the others are added up in the group, where the paper sends them to 7 servers.
+where they are (S4), the others are added up in the group. The last row is the simulator's: every worker a learner of its own that
+sends all parameters to 7 servers in lockstep, as the paper's data parallelism does.
 """
-
-import argparse
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from reproductions.splits import Split, show, split, write
+from reproductions.splits import Split, draw, options_of, show, simulated, split, write
 from syncline import Cluster
 from syncline.cluster.record import Compute, Link
 from syncline.models import AlexNet
 
-BATCH, ONE_NODE = 256, 27.3
+BATCH, ONE_NODE, SERVERS = 256, 27.3, 7
 WAYS = {"model-parallel": {"*": "model"}, "data-parallel": {"*": "data"}, "hybrid": None}
 PAPER = "paper: model-parallel gets slower with nodes; data-parallel turns at 4; hybrid gains up to about 16, 5x one node, 20x model-parallel"
 
@@ -34,25 +32,25 @@ def network(width: float = 1.0) -> nn.Module:
 
 def rows(workers: list[int], width: float) -> list[Split]:
     model, example = network(width), torch.empty(BATCH, 3, 224, 224, device="meta")
-    return [
+    found = [
         split(name, model, example, cluster(), choices, group=count)
         for name, choices in WAYS.items()
         for count in workers
     ]
+    served = {"group": 1, "shards": SERVERS, "sync": "hardsync"}
+    name, choices = f"data-parallel, {SERVERS} servers", WAYS["data-parallel"]
+    return found + [
+        simulated(name, model, example, cluster(), choices, workers=count, **served) for count in workers
+    ]  # type: ignore[arg-type]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--workers", default="1,2,4,8,16,32")
-    parser.add_argument("--width", type=float, default=1.0)
-    parser.add_argument("--csv", type=Path)
-    options = parser.parse_args()
-    found = rows([int(word) for word in options.workers.split(",")], options.width)
+    options = options_of(__doc__, workers="1,2,4,8,16,32", width="1.0")
+    found = rows([int(word) for word in options.workers.split(",")], float(options.width))
     show(found, "SINGA, Fig. 7", ONE_NODE)
     print(PAPER)
     write(found, options.csv)
+    draw(found, options.picture, "SINGA, Fig. 7: AlexNet, 256 images, 1 Gbit/s")
 
 
 if __name__ == "__main__":

@@ -69,9 +69,9 @@ def serve(orders: Connection, namespace: str) -> None:
 class LinkedAgents(Agents):
     """The first node is the caller's, the second is behind the link."""
 
-    def __init__(self, elsewhere: Elsewhere, learners: int, secret: Secret) -> None:
-        self._elsewhere = elsewhere
-        options = {"learners": learners, "path": list(sys.path), "folder": os.getcwd()}
+    def __init__(self, elsewhere: Elsewhere, secret: Secret) -> None:
+        self._elsewhere, self.secret = elsewhere, secret
+        options = {"path": list(sys.path), "folder": os.getcwd()}
         self.about = {1: elsewhere.begin(Agent, secret, **options)}
 
     def alive(self, index: int) -> bool:
@@ -108,13 +108,13 @@ class LinkedCluster(RayCluster):
     def agents(
         self,
         nodes: Sequence[Node],
-        counts: Sequence[int],
+        loads: Sequence[int],
         secret: Secret,
         *,
         gpus: bool,
         resources: Mapping[str, float] | None,
     ) -> Any:
-        return LinkedAgents(self._elsewhere, counts[1], secret)
+        return LinkedAgents(self._elsewhere, secret)
 
 
 class Linked(sl.Ray):

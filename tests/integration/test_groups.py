@@ -73,8 +73,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, dict[str, Any]]] = {
     "by examples": (network, 2, "data", {}),
     "by the cheapest plan": (network, 4, "auto", {"check": True}),
     "by hand": (network, 4, BY_HAND, {}),
-    "recurrent": (Recurrent, 2, {"cells": "model", "out": "model"}, {}),
+    "recurrent": (Recurrent, 2, {"cells": "model", "out": "model"}, {"learners": 2, "topology": "servers:3"}),
     "two groups": (network, 2, BY_HAND, {"learners": 2}),
+    "two groups, shards for their windows": (network, 4, BY_HAND, {"learners": 2, "topology": "servers:4"}),
     "two shards, with a limit on the norm": (
         network, 2, {"4": "model"}, {"learners": 2, "topology": "servers:2", "clip_norm": 0.5}
     ),
@@ -99,7 +100,9 @@ def test_a_group_learns_what_one_process_learns(case: str) -> None:
 @pytest.mark.parametrize("sync", ["softsync:1", "async", "downpour:push=2,fetch=2,local_lr=0.05", "ssp:1"])
 def test_groups_are_the_learners_of_any_dial(sync: str) -> None:
     result = trained(group=2, plan={"4": "model"}, learners=2, sync=sync)
-    assert result.history[-1].examples == 96
+    assert (
+        max(record.examples for record in result.history) == 96
+    )  # one epoch may end before the one before it
     assert result.history[-1].loss < result.history[0].loss * 1.5
 
 
@@ -241,7 +244,8 @@ def test_a_group_is_replaced_whole() -> None:
 def test_groups_whose_seats_die_at_any_moment_are_replaced_and_every_example_counts_once(seed: int) -> None:
     draw = random.Random(seed)
     sync = draw.choice(["hardsync", "softsync:1", "async", "delayed:1"])
-    with begun(sync=sync, epochs=30, replace=True, patience=None) as run:
+    shards = draw.choice(["servers:1", "servers:3"])
+    with begun(sync=sync, topology=shards, epochs=30, replace=True, patience=None) as run:
         for _ in range(3):
             threading.Event().wait(draw.uniform(0.0, 0.6))  # any moment
             pids = run._handle.pids()
@@ -270,11 +274,12 @@ def test_groups_publish_through_a_tree_of_processes() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_a_run_goes_on_with_another_number_of_seats(group: int, tmp_path: Path) -> None:
-    trained(group=2, plan={"4": "model"}, epochs=1, run_dir=tmp_path / "run")
+def test_a_run_goes_on_with_another_number_of_seats_and_shards(group: int, tmp_path: Path) -> None:
+    two: dict[str, Any] = {"learners": 2, "topology": "servers:2"}
+    trained(group=2, plan={"4": "model"}, epochs=1, run_dir=tmp_path / "run", **two)
     plan = {"0": "model", "4": "rows"} if group > 1 else None
-    again = trained(group=group, plan=plan, epochs=2, resume=tmp_path / "run")
-    alike(again, trained(engine="sim"))
+    again = trained(group=group, plan=plan, resume=tmp_path / "run", **{**two, "topology": "servers:3"})
+    alike(again, trained(engine="sim", learners=2))
 
 
 # -- simulated -----------------------------------------------------------------------------------------------
@@ -353,7 +358,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a plan for one": ({"plan": "data"}, UsageError, r"give group= of at least 2"),
     "all-reduce": ({"group": 2, "topology": "allreduce"}, UsageError, r"group=2 over all-reduce: groups publish to servers"),
     "a table on a card": ({"group": 2, "table_device": "cuda:0"}, UsageError, r"table_device='cuda:0': seats share a table in the host's memory"),
-    "ray": ({"group": 2, "engine": "ray"}, NotYetError, r"group=2 works with engine='local' and, in train, on the simulator so far, not with Ray"),
     "all-reduce, simulated": ({"group": 2, "engine": "sim", "topology": "allreduce"}, UsageError, r"group=2 over all-reduce: groups publish to servers"),
     "a layer that is none": ({"group": 2, "plan": {"fc": "model"}}, UsageError, r"no layer is called 'fc'"),
     "a layer that cannot": ({"group": 2, "plan": {"4": "spatial"}}, UsageError, r"'4' \(Linear\) cannot be cut as 'spatial'"),
@@ -381,21 +385,6 @@ def test_what_cannot_be_is_refused_before_the_start(case: str) -> None:
     }
     with pytest.raises(kind, match=words):
         sl.train(network(), (X, Y), **settings)
-
-
-@pytest.mark.parametrize("topology", ["servers", "allreduce"])
-def test_groups_under_torchrun_are_refused(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(
-        NotYetError, match=r"group=2 under torchrun: its processes are learners, not seats; .*sl.partition"
-    ):
-        trained(group=2, topology=topology)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])

@@ -125,11 +125,11 @@ def test_a_frozen_agent_is_declared_dead_and_whatever_comes_back_ends_itself() -
     until(lambda: version(run) >= 10)
     agent = engine.cluster.running.agents[1]
     pids = agent.pids
-    assert len(pids) == 3  # the agent, its fork server, a learner
+    assert len(pids) == 4  # the agent, its fork server, its relay, a learner
     agent.signal(signal.SIGSTOP, all_of_it=False)
     until(lambda: len(states(run, 1)) > 1)
     agent.signal(signal.SIGCONT, all_of_it=False)
-    until(lambda: not alive(pids[2]))
+    until(lambda: not alive(pids[3]))
     seen = version(run)
     until(lambda: version(run) > seen + 10)
     run.stop()

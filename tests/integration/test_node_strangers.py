@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from torch.optim import SGD
 import syncline as sl
 from syncline.engines.ray import engine as engines
 from syncline.engines.ray.authentication import HELLO, NONCE, Secret, Stranger, connect
-from syncline.engines.ray.bulk_connection import Connection
+from syncline.engines.ray.bulk_connection import _HEAD, Connection
 from syncline.engines.ray.frame_kinds import AGENT, Kind
 from syncline.testing import Nodes
 from tests.integration.small_runs import PATIENCE, kinds, same
@@ -99,9 +98,8 @@ def strangers(address: tuple[str, int]) -> int:
 
 def bad_frames(address: tuple[str, int], secret: Secret) -> int:
     """By one that knows it: no frame, a huge one, an unknown one, half of one, one of another run."""
-    head = struct.Struct("!3sB8sIQQQQ")
-    huge = head.pack(b"SL1", Kind.TASK, secret.run, 0, AGENT, 0, 0, 1 << 50)
-    half = head.pack(b"SL1", Kind.TASK, secret.run, 0, AGENT, 0, 0, 1 << 10) + b"and no more"
+    huge = _HEAD.pack(b"SL1", Kind.SAID, secret.run, 0, AGENT, 0, 0, 0, 1 << 50)
+    half = _HEAD.pack(b"SL1", Kind.SAID, secret.run, 0, AGENT, 0, 0, 0, 1 << 10) + b"and no more"
     for words in (os.urandom(100), huge):
         with connect(address, secret) as end:
             end.sendall(words)
@@ -109,7 +107,7 @@ def bad_frames(address: tuple[str, int], secret: Secret) -> int:
     with connect(address, secret) as end:
         end.sendall(half)
     with connect(address, secret) as end:
-        Connection(end, run=b"another!", incarnation=AGENT, into=lambda head: None).send(Kind.TASK, b"void")
+        Connection(end, run=b"another!", incarnation=AGENT, into=lambda head: None).send(Kind.SAID, b"void")
     with connect(address, secret) as end:
         Connection(end, run=secret.run, incarnation=AGENT, into=lambda head: None).send(99, b"unknown")
         end.setblocking(True)
@@ -133,13 +131,13 @@ def test_a_conversation_that_was_recorded_is_refused_when_it_is_said_again() -> 
     with wire() as way:
         engine = Nodes(2, 1, through=way.through)
         run = begin(engine=engine, epochs=100_000)
-        until(lambda: len(way.said) >= 3 and len(run.statistics().steps) == 2)  # pulse, task, learner
+        until(lambda: len(way.said) >= 3 and len(run.statistics().steps) == 2)  # pulse, control, relay
         agent = engine.cluster.running.agents[1]
         recorded = [bytes(said) for said in way.said]
         for said in recorded:
             raw(agent.about().address, said)
         until(lambda: run.statistics().refused == len(recorded))
-        assert len(agent._running) == 1
+        assert len(agent.host.learners) == 1
         run.stop()
         assert kinds(run.wait(PATIENCE)) == []
 

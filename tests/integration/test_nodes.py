@@ -109,9 +109,8 @@ def test_learners_join_on_the_node_with_the_fewest() -> None:
     run.add_learners(2)
     while not {2, 3} <= set(run.statistics().steps):
         time.sleep(0.01)
-    assert [len(agent._running) for agent in engine.cluster.running.agents.values()] == [
-        2
-    ]  # dealt over two nodes
+    (agent,) = engine.cluster.running.agents.values()  # dealt over two nodes
+    assert len(agent.host.learners) == 2
     run.stop()
     result = run.wait(PATIENCE)
     assert kinds(result).count("joined") == 2
@@ -120,8 +119,7 @@ def test_learners_join_on_the_node_with_the_fewest() -> None:
 
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("sync", ["hardsync", "async"])
-def test_a_cut_connection_is_a_lost_learner(sync: str, replace: bool) -> None:
-    """Its stand-in is killed: the process on the other node ends, its batches are handed out again."""
+def test_a_learner_lost_elsewhere_has_its_batches_handed_out_again(sync: str, replace: bool) -> None:
     run = begin(sync=sync, epochs=6, loss=None, objective=slowly, engine=Nodes(2, 2), replace=replace)
     Faults("kill learner 2 at version 10").play(run)
     result = run.wait(PATIENCE)
@@ -173,7 +171,16 @@ def test_a_learner_killed_in_the_middle_of_a_large_transfer_leaves_no_trace(
 
 def test_a_lost_agent_takes_its_learners_along_and_others_take_their_place() -> None:
     engine = Nodes(3, 2)
-    run = begin(sync="async", learners=4, epochs=10, loss=None, objective=slowly, engine=engine, replace=True)
+    run = begin(
+        sync="async",
+        topology="servers:1",
+        learners=4,
+        epochs=10,
+        loss=None,
+        objective=slowly,
+        engine=engine,
+        replace=True,
+    )
     while run.statistics().tables.get(0) is None or run.statistics().tables[0].version < 20:
         time.sleep(0.01)
     engine.cluster.running.agents[1].close()
@@ -299,3 +306,32 @@ def test_warm_start_is_one_learners_alone() -> None:
     result = train(sync="softsync:1", warmstart=5, engine=Nodes(2, 2))
     check_accounts(result)
     assert result.statistics.tables[0].examples == 2 * SIZE
+
+
+# -- groups of seats -----------------------------------------------------------------------------------------
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 2)).double()
+
+
+def doubled(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch[0].double()), batch[1])
+
+
+@pytest.mark.parametrize("topology", ["servers:1", "servers:3"])
+def test_groups_on_several_machines_train_as_they_do_on_one(topology: str, tmp_path: Path) -> None:
+    """Two groups of two seats, one on each node, with shards on both."""
+    options: dict[str, Any] = {
+        "model": wide,
+        "loss": None,
+        "objective": doubled,
+        "topology": topology,
+        "learners": 2,
+        "group": 2,
+        "plan": {"0": "model", "2": "rows"},
+    }
+    here = train(**options).state_dict()
+    there = train(engine=Nodes(2, 2), run_dir=tmp_path, **options).state_dict()
+    assert all((here[name] - there[name]).abs().max() < 1e-10 for name in here)

@@ -228,5 +228,5 @@ def test_a_lost_node_is_the_loss_of_its_learners_and_others_take_their_place(add
         time.sleep(0.01)
     run.stop()
     result = run.wait(LONGEST)
-    assert sorted(kinds(result)) == ["lost", "lost", "replaced", "replaced"]
+    assert sorted(kinds(result)) == ["lost", "lost", "machine lost", "replaced", "replaced"]
     check_accounts(result)

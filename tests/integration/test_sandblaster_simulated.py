@@ -14,11 +14,11 @@ from torch.utils.data import IterableDataset
 from typer.testing import CliRunner
 
 import syncline as sl
+from reproductions.distbelief.batch_times import time_batch
 from syncline import errors
 from syncline.cli.app import app
 from syncline.engines import batch_record as batch
 from syncline.jobs import Job
-from syncline.sim.timing.batch_method_times import time_batch
 from tests.integration.batch_runs import METHOD, kinds, losses, network, points, same, train
 from tests.unit.batch.test_own_method import barzilai_borwein
 

@@ -140,7 +140,7 @@ def workers_of(pid: int) -> list[int]:
     for each in Path("/proc").iterdir():
         try:
             parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"syncline.studies.worker" in (each / "cmdline").read_bytes():
+            if parent == pid and b"syncline.studies.worker_pool" in (each / "cmdline").read_bytes():
                 found.append(int(each.name))
         except (OSError, ValueError, IndexError):
             continue

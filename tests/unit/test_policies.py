@@ -16,7 +16,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / PACKAGE
 
 # Imports go down only. A room may import rooms of lower ranks, and rooms of its own rank in one direction.
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("errors", "dial", "cluster"),
+    ("errors", "version", "dial", "cluster"),
     ("protocols", "batch", "topologies"),
     ("table", "kernels"),
     ("messages", "ports"),
@@ -40,7 +40,7 @@ ROLE_ROOMS = {"learn", "roles"}
 MOST_PUBLIC_NAMES = 22  # three of them are batch methods
 MOST_LINES = 600
 MOST_PORT_METHODS = 30  # over all ports
-MOST_SOURCE_LINES = 62_400  # whoever needs more raises it, with the reason in the same commit; last: leaf processes, lost nodes, measuring a cluster, groups simulated
+MOST_SOURCE_LINES = 63_100  # whoever needs more raises it, with the reason in the same commit; last: shards on several machines of a cluster
 
 FILES = sorted(SOURCE.rglob("*.py"))
 per_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_parallel
+from reproductions import measured
 from reproductions.cots import fig6
 from reproductions.distbelief import fig3
 from reproductions.singa import fig7, fig9
@@ -31,7 +32,14 @@ def test_hybrid_is_at_least_as_fast_as_each_of_its_parts(
     fig9.main()
     assert "images/s by group size: 1:" in capsys.readouterr().out
     lines = (tmp_path / "rows.csv").read_text().splitlines()
-    assert lines[0].split(",")[:3] == ["what", "workers", "group"] and len(lines) == 4
+    assert lines[0].startswith('# {"cpu"') and "commit" in lines[0]
+    assert lines[1].split(",")[:3] == ["what", "workers", "group"] and len(lines) == 5
+
+
+def test_servers_that_all_send_everything_to_end_what_data_parallelism_gains() -> None:
+    served = [row for row in fig7.rows([4, 8, 32], 1.0) if "servers" in row.what]
+    few, more, many = (row.total for row in served)
+    assert more < few and many > more
 
 
 def test_dense_nets_gain_little_and_large_local_ones_more() -> None:
@@ -47,6 +55,14 @@ def test_an_update_of_the_large_net_is_cut_over_the_image() -> None:
     assert 3 < one.total / four.total <= 4.1
 
 
-def test_every_method_of_the_benchmark_steps() -> None:
-    row = bench_parallel.measured("small", 8, "loopback", ["ddp", "ours"], 1, 1)
-    assert set(row.seconds) == {"ddp", "ours"} and min(row.seconds["ours"]) > 0
+def test_every_method_of_the_benchmark_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    row = bench_parallel.measured("small", 8, "loopback", ["ddp", "ours", "group"], 1, 1)
+    assert set(row.seconds) == {"ddp", "ours", "group"} and min(row.seconds["ours"]) > 0
+    assert row.predicted > 0
+    bench_parallel.show(row)
+    assert "of what ours takes" in capsys.readouterr().out
+
+
+def test_a_measured_point_stands_beside_what_the_plan_says() -> None:
+    found = measured.point("fig7", ("hybrid", "small", 8, None), 2, 1, 1)
+    assert found.processes == 2 and min(found.predicted, found.measured) > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from syncline.cli.compare import comparison, write_plot
 from syncline.cli.display import panel
 from syncline.cli.error_output import told, warn_shortly
 from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where
-from syncline.cli.plain_output import duration, event_line, how, summary
+from syncline.cli.plain_output import duration, event_line, how, print_line, print_rows, summary
 from syncline.cli.plan import plan
 from syncline.cli.show_net import KINDS, show_net
 from syncline.cli.simulate import simulate
@@ -26,6 +25,7 @@ from syncline.dial import LATER, PRESETS
 from syncline.errors import UsageError
 from syncline.report.clock_file import clock_lines
 from syncline.report.run_record import EVENTS, read_run
+from syncline.version import VERSION
 
 app = typer.Typer(
     name="syncline",
@@ -41,7 +41,6 @@ app = typer.Typer(
     """,
     epilog="A job is a TOML file, docs/howto/job_file.md; what a run leaves is in docs/exact/run_folder.md.",
 )
-Name = Annotated[str | None, typer.Option(metavar="NAME")]
 
 
 def main() -> None:
@@ -53,7 +52,7 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"syncline {importlib.metadata.version('syncline')}")
+        print(f"syncline {VERSION}")
         raise typer.Exit()
 
 
@@ -190,12 +189,11 @@ def show(
         record = read_run(run if run is not None else _newest())
         console = Console()
         console.print(panel(record))
-        console.print(how(record), style="bold", highlight=False, soft_wrap=True)
+        print_line(console, how(record), "bold")
         took = [("simulating took", duration(record.took))] if record.took is not None else []
-        for name, value in [*summary(record), *took]:
-            console.print(f"  {name:<16}{value}", highlight=False, soft_wrap=True, markup=False)
+        print_rows(console, [*summary(record), *took])
         for event in record.faults:
-            console.print(f"  fault at {event_line(event)}", highlight=False, soft_wrap=True, markup=False)
+            print_line(console, f"  fault at {event_line(event)}")
 
 
 def _newest() -> Path:

@@ -36,9 +36,8 @@ def write_all_letters() -> None:
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
-    letters = error.object[error.start : error.end]
-    return "".join(PLAIN.get(letter) or _without_marks(letter) for letter in letters), error.end
-
-
-def _without_marks(letter: str) -> str:
-    return unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?"
+    found = ""
+    for letter in error.object[error.start : error.end]:
+        without_marks = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
+        found += PLAIN.get(letter) or without_marks or "?"
+    return found, error.end

@@ -86,7 +86,7 @@ def write_plot(records: Sequence[RunRecord], path: Path) -> None:
         title = "Training loss" if name == "loss" else name.capitalize()
         for which, x in ((0, "epochs"), (1, _seconds(records))):
             series = [
-                svg.Series(
+                (
                     f"{each.name} ({each.options.get('sync')})",
                     sorted((p[which], p[2]) for p in each.metric(name)),
                 )
@@ -95,6 +95,6 @@ def write_plot(records: Sequence[RunRecord], path: Path) -> None:
             over = "epochs" if which == 0 else "time"
             plots.append(svg.lines(f"{title} over {over}", series, x=x, y=name.removeprefix("test ")))
     try:
-        write_whole(path, svg.stacked(plots))
+        write_whole(path, svg.side_by_side(plots))
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error

@@ -24,7 +24,8 @@ COLOURS = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed"
 def panel(record: RunRecord, *, note: str = "") -> Panel:
     """All of it."""
     state = record.state
-    parts: list[RenderableType] = [_progress(record), _numbers(record), Text(""), _middle(record)]
+    middle = Columns([_learners(record), _staleness(record)], padding=(0, 4))  # or below each other
+    parts: list[RenderableType] = [_progress(record), _numbers(record), Text(""), middle]
     if record.events and (events := _events(record)):
         parts += [Text(""), events]
     if note:
@@ -98,12 +99,6 @@ def _numbers(record: RunRecord) -> Text:
     return text
 
 
-def _middle(record: RunRecord) -> Columns:
-    return Columns(
-        [_learners(record), _staleness(record)], padding=(0, 4)
-    )  # below each other where it is narrow
-
-
 def _staleness(record: RunRecord) -> RenderableType:
     found, staleness = record.histogram, record.staleness
     grid = Table.grid(padding=(0, 1))
@@ -127,7 +122,8 @@ def _staleness(record: RunRecord) -> RenderableType:
 
 
 def _learners(record: RunRecord) -> RenderableType:
-    rows, rates = learners_of(record.last), record.learner_rates()
+    rows = learners_of(record.last)
+    rates = record.learner_rates(window=5.0 if record.state == "running" else float("inf"))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="grey50")
     for name, justify in (
         ("learner", "right"),
@@ -141,10 +137,9 @@ def _learners(record: RunRecord) -> RenderableType:
     for each in rows[:MOST_LEARNERS]:
         words, style = _doing(each, record.last.get("missing"))
         alive = style != "red"
-        rate = rates.get(each["rank"], 0.0) if record.state == "running" else _mean_rate(record, each["rank"])
         table.add_row(
             str(each["rank"]),
-            f"{rate:.1f}/s" if alive else "–",
+            f"{rates.get(each['rank'], 0.0):.1f}/s" if alive else "–",
             str(furthest - (each.get("steps") or 0)) if alive else "–",
             f"{each['loss']:.4f}" if isinstance(each.get("loss"), int | float) else "–",
             Text(words, style=style),
@@ -154,10 +149,6 @@ def _learners(record: RunRecord) -> RenderableType:
         more = ", ".join(f"{count} {words}" for words, count in states.items())
         return Group(table, Text(f"and {len(rows) - MOST_LEARNERS} more: {more}", style="grey50"))
     return table
-
-
-def _mean_rate(record: RunRecord, rank: int) -> float:
-    return record.learner_rates(window=float("inf")).get(rank, 0.0)
 
 
 def _doing(learner: Line, missing: object) -> tuple[str, str]:

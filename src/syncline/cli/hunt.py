@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from syncline.cli.plain_output import print_line
 from syncline.dial import Course
 from syncline.errors import UsageError
-from syncline.testing.hunt import DIALS, Case, Failure, Found, hunt, play, random_case
+from syncline.testing.hunt import DIALS, Case, Found, hunt, play, random_case
 
 LINES = 15  # seconds between two lines where there is no terminal
 
@@ -68,9 +69,9 @@ def _replay(wish: Hunt, console: Console) -> int:
     case = case_of(wish)
     failure = play(case)
     if failure is None:
-        _line(console, f"nothing is broken in seed {case.seed}: {case.sync}, script '{case.script}'")
+        print_line(console, f"nothing is broken in seed {case.seed}: {case.sync}, script '{case.script}'")
         return 0
-    _tell(console, failure)
+    print_line(console, str(failure))
     return 1
 
 
@@ -102,7 +103,7 @@ def _hunt(wish: Hunt, console: Console) -> int:
         )
     seconds = time.monotonic() - began
     if found is None:
-        _line(console, f"nothing is broken: {wish.seeds} seeds × {len(dials)} dials, {seconds:.0f} s")
+        print_line(console, f"nothing is broken: {wish.seeds} seeds × {len(dials)} dials, {seconds:.0f} s")
         return 0
     _tell_found(console, found, wish)
     return 1
@@ -129,16 +130,16 @@ class _Shown:
         now = time.monotonic()
         if not self._console.is_terminal and now - self._last > LINES:
             self._last = now
-            _line(self._console, f"{done} of {total} cases")
+            print_line(self._console, f"{done} of {total} cases")
 
 
 def _tell_found(console: Console, found: Found, wish: Hunt) -> None:
-    _line(console, f"broken by seed {found.drawn.seed} under {found.drawn.sync}:")
-    _tell(console, found.failure)
-    _line(console, f"script, shortened: {found.case.script or '(nothing happens)'}")
-    _line(console, "again:")
-    _line(console, f"  {found.case.command()}")
-    _line(console, f"as it was drawn: {_drawn(found, wish)}")
+    print_line(console, f"broken by seed {found.drawn.seed} under {found.drawn.sync}:")
+    print_line(console, str(found.failure))
+    print_line(console, f"script, shortened: {found.case.script or '(nothing happens)'}")
+    print_line(console, "again:")
+    print_line(console, f"  {found.case.command()}")
+    print_line(console, f"as it was drawn: {_drawn(found, wish)}")
 
 
 def _drawn(found: Found, wish: Hunt) -> str:
@@ -148,11 +149,3 @@ def _drawn(found: Found, wish: Hunt) -> str:
     for option, value in (("--learners", wish.learners), ("--shards", wish.shards)):
         words += [option, str(value)] if value is not None else []
     return shlex.join(words)
-
-
-def _tell(console: Console, failure: Failure) -> None:
-    _line(console, str(failure))
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True, markup=False)

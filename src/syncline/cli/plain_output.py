@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from rich.console import Console
 
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.report.html_page import measure
 from syncline.report.run_record import Line, RunRecord
+
+
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    """Uncut, whatever the width: it may be there to be copied."""
+    console.print(text, style=style, soft_wrap=True, markup=False, highlight=False)
+
+
+def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    for name, value in rows:
+        print_line(console, f"  {name:<16}{value}")
 
 
 def near(path: Path) -> str:

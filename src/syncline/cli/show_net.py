@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
-
 from syncline.errors import UsageError
 from syncline.jobs import Job
 from syncline.nn.net import Net
@@ -22,12 +20,9 @@ def show_net(file: Path, *, graph: bool) -> None:
     net = isinstance(model, Net)
     if graph and not net:
         raise UsageError(f"{file} names its model; --graph draws nets that are written as layers")
-    print(model if net else _described(model))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(model if net else f"{model}\n{count:,} parameters")
     if graph:
         picture = Path(f"{file.stem}.svg")
         picture.write_text(net_graph(model.table()), encoding="utf-8")
         print(f"graph: {picture}")
-
-
-def _described(model: nn.Module) -> str:
-    return f"{model}\n{sum(parameter.numel() for parameter in model.parameters()):,} parameters"

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from syncline.cli.engines import SETS, SimulatedEngine, refuse_other_engine
-from syncline.cli.plain_output import account, duration, event_line
+from syncline.cli.plain_output import account, duration, event_line, print_line, print_rows
 from syncline.cli.train import Wish, load, run_loaded
 from syncline.jobs import Job
 from syncline.sim.timing.run_times import Look
@@ -47,7 +47,7 @@ def simulate_job(
     code = _time(loaded, console) if simulated.timing else run_loaded(loaded, wish, console)
     cluster = loaded.engine.arguments.get("cluster", "equal")
     words = f"times are virtual, on {cluster}; the simulation took {duration(time.monotonic() - began)}"
-    console.print(words, soft_wrap=True, markup=False, highlight=False)
+    print_line(console, words)
     return code
 
 
@@ -104,8 +104,6 @@ def _time(job: Job, console: Console) -> int:
         f"{job.model_name}, {job.sync}, {job.learners} learners × batch {job.batch_size}: sizes only"
     )
     for event in timing.happened:
-        line = event_line({"seconds": event.seconds, "rank": event.rank, "what": event.what})
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-    for name, value in rows:
-        console.print(f"  {name:<16}{value}", soft_wrap=True, markup=False, highlight=False)
+        print_line(console, event_line({"seconds": event.seconds, "rank": event.rank, "what": event.what}))
+    print_rows(console, rows)
     return 0

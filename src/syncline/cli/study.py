@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import tomllib
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from syncline.cli.engines import SimulatedEngine
 from syncline.cli.error_output import FAILURE, INTERRUPTED
-from syncline.cli.plain_output import counted, near
+from syncline.cli.plain_output import counted, near, print_line
 from syncline.cli.study_display import StudyBoard, last_words, row_line
 from syncline.cli.train import Wish, load
 from syncline.dial import Course
@@ -26,12 +25,14 @@ from syncline.jobs import Job, Named
 from syncline.learn.server_session import check_batches
 from syncline.protocols.lifecycle import Faults
 from syncline.report.event_lines import write_whole
-from syncline.studies.grid import Grid, Point, Skipped
+from syncline.studies.grid import Grid, Point
 from syncline.studies.picture import page, picture
-from syncline.studies.pool import Ended, Moved, News, Pool, Started
+from syncline.studies.point_run import work_on_points
 from syncline.studies.progress import Progress
 from syncline.studies.rows import StudyRow, left
+from syncline.studies.rows import asked as row_of
 from syncline.studies.store import JOB, LOG, StudyStore, read_rows
+from syncline.studies.worker_pool import Died, Ended, Moved, News, Pool, Started
 from syncline.topologies import parse_topology
 
 PICTURE, PAGE = "tradeoff.svg", "tradeoff.html"
@@ -61,7 +62,8 @@ def study(asked: Asked, console: Console) -> int:
     folder = asked.out or Path("runs") / f"tradeoff-{asked.wish.job.stem if asked.wish.job else 'digits'}"
     kind = {"timing": True} if asked.timing else {}
     with StudyStore(folder, {**job.table(), **kind}, fresh=asked.fresh) as store:
-        _say_skipped(skipped, console)
+        for each in skipped:
+            print_line(console, f"left out: {each.sync} with {each.learners} learners: {each.reason}")
         todo = left(points, store.rows)
         progress = Progress(todo, before=len(points) - len(todo), steps=job.steps is not None)
         interrupted = _conduct(job, asked, store, progress, console)
@@ -71,7 +73,7 @@ def study(asked: Asked, console: Console) -> int:
     mine = set(points)
     last_words([row for row in store.rows if row.point in mine], folder, _unit(store.job), console)
     if interrupted:
-        _line(
+        print_line(
             console,
             f"{progress.done} of {progress.total} runs are done; the same command goes on with the rest",
         )
@@ -129,28 +131,19 @@ def _refuse_batch(size: int, data: Any) -> None:
         raise UsageError(f"--batch-size {size}: {error}") from None
 
 
-def _say_skipped(skipped: Iterable[Skipped], console: Console) -> None:
-    for each in skipped:
-        _line(console, f"left out: {each.sync} with {each.learners} learners: {each.reason}")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 # -- while it runs ---------------------------------------------------------------------------------------------
 
 
 def _conduct(job: Job, asked: Asked, store: StudyStore, progress: Progress, console: Console) -> bool:
     """True where Ctrl-C ended it; what has ended by then is kept."""
-    wanted = asked.jobs or (_cores() if asked.simulated is not None else 1)
+    wanted = asked.jobs or (len(os.sched_getaffinity(0)) if asked.simulated is not None else 1)
     workers = min(wanted, len(progress.points))
-    _line(console, _headline(store, progress, workers))
+    print_line(console, _headline(store, progress, workers))
     if not progress.points:
         return False
-    board = StudyBoard(progress, console)
+    board, work = StudyBoard(progress, console), work_on_points(job, timing=asked.timing)
     try:
-        with _Interrupt() as interrupt, _pool(job, asked, workers, store) as pool, board:
+        with _Interrupt() as interrupt, Pool(work, workers, store.folder / LOG) as pool, board:
             for news in pool.run(progress.points):
                 for each in news:
                     _heard(each, job, store, progress, board)
@@ -160,10 +153,6 @@ def _conduct(job: Job, asked: Asked, store: StudyStore, progress: Progress, cons
     finally:
         _forget_empty(store.folder / LOG)
     return False
-
-
-def _pool(job: Job, asked: Asked, workers: int, store: StudyStore) -> Pool:
-    return Pool(job, workers, store.folder / LOG, timing=asked.timing)
 
 
 class _Interrupt:
@@ -203,20 +192,19 @@ def _headline(store: StudyStore, progress: Progress, workers: int) -> str:
 
 def _heard(news: News, job: Job, store: StudyStore, progress: Progress, board: StudyBoard) -> None:
     if isinstance(news, Started):
-        progress.started(news.point, board.now())
+        progress.started(news.piece, board.now())
     elif isinstance(news, Moved):
-        total = f"/{job.epochs}" if job.epochs else ""
-        progress.moved(
-            news.point, news.epochs / job.epochs if job.epochs else 0.0, f"epoch {news.epochs}{total}"
-        )
-    elif isinstance(news, Ended):
-        store.add(news.row)
-        progress.ended(news.row)
-        board.line(row_line(news.row, progress))
+        total, epochs = f"/{job.epochs}" if job.epochs else "", news.said
+        progress.moved(news.piece, epochs / job.epochs if job.epochs else 0.0, f"epoch {epochs}{total}")
+    else:
+        row = news.answer if isinstance(news, Ended) else _died(news, store)
+        store.add(row)
+        progress.ended(row)
+        board.line(row_line(row, progress))
 
 
-def _line(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+def _died(news: Died, store: StudyStore) -> StudyRow:
+    return row_of(news.piece, error=f"{news.how}; {store.folder / LOG} may say why")
 
 
 # -- pictures --------------------------------------------------------------------------------------------------

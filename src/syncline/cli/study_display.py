@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -14,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from syncline.cli.plain_output import duration, near
+from syncline.cli.plain_output import duration, near, print_line
 from syncline.studies.progress import Progress
 from syncline.studies.rows import StudyRow
 from syncline.studies.summary import RankedPoint, best, fastest, frontier, groups, places, wanted
@@ -28,8 +27,13 @@ class StudyBoard:
     """Shows a progress: live on a terminal, else only the lines that it is given."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
-        self._progress, self._console = progress, console
-        self._live = Live(console=console, get_renderable=self._panel, auto_refresh=False, transient=True)
+        self._console = console
+        self._live = Live(
+            console=console,
+            get_renderable=lambda: panel(progress, self.now()),
+            auto_refresh=False,
+            transient=True,
+        )
         progress.began = self.now()
 
     def now(self) -> float:
@@ -40,9 +44,7 @@ class StudyBoard:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._live.stop()
 
     def show(self) -> None:
@@ -50,10 +52,7 @@ class StudyBoard:
             self._live.refresh()
 
     def line(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
-
-    def _panel(self) -> RenderableType:
-        return panel(self._progress, self.now())
+        print_line(self._console, text)
 
 
 def panel(progress: Progress, now: float) -> RenderableType:
@@ -122,10 +121,8 @@ def last_words(rows: Sequence[StudyRow], folder: Path, unit: str, console: Conso
         console.print(_groups(f"{NAMES[column]} of about equal μλ, time in {unit}", found, column))
     for row in rows:
         if row.failed:
-            text = f"failed: {row.point}: {row.error}"
-            console.print(text, style="red", soft_wrap=True, markup=False, highlight=False)
-    text = f"{near(folder)}: tradeoff.csv, tradeoff.svg, tradeoff.html"
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+            print_line(console, f"failed: {row.point}: {row.error}", "red")
+    print_line(console, f"{near(folder)}: tradeoff.csv, tradeoff.svg, tradeoff.html")
 
 
 def _table(title: str, *names: str) -> Table:

@@ -27,6 +27,7 @@ from syncline.cli.plain_output import (
     how,
     near,
     next_steps,
+    print_line,
     summary,
 )
 from syncline.engines.local import forkserver
@@ -83,7 +84,7 @@ def run_loaded(job: Job, wish: Wish, console: Console) -> int:
         _watch(run, console, goes_on=job.resume is not None)
         result = _result(run)
     except SynclineError:
-        _line(console, f"failed; what was recorded is in {near(record.path)}")
+        print_line(console, f"failed; what was recorded is in {near(record.path)}")
         raise
     _last_words(record, result, wish, console)
     return 128 + run.interrupts.number if result.interrupted else 0
@@ -229,7 +230,7 @@ def _live(run: Run, record: RunRecord, console: Console, note: Callable[[], str]
 
 def _plain(run: Run, record: RunRecord, console: Console, *, goes_on: bool) -> None:
     """One line per epoch and event; of a run that goes on, what it has new."""
-    _line(console, f"{near(record.path)}: {headline(record)}")
+    print_line(console, f"{near(record.path)}: {headline(record)}")
     printed = {each["epoch"] for each in record.epochs} if goes_on else set()
     events = len(record.events) if goes_on else 0
     ended = False
@@ -238,17 +239,12 @@ def _plain(run: Run, record: RunRecord, console: Console, *, goes_on: bool) -> N
         for each in list(record.epochs):
             if each["epoch"] not in printed:
                 printed.add(each["epoch"])
-                _line(console, epoch_line(record, each))
+                print_line(console, epoch_line(record, each))
         fresh = record.events[events:]  # more may come meanwhile, on another thread
         events += len(fresh)
         for each in fresh:
             if each.get("event") not in QUIET:
-                _line(console, event_line(each))
-
-
-def _line(console: Console, text: str) -> None:
-    """Uncut, whatever the width."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+                print_line(console, event_line(each))
 
 
 # -- the end ---------------------------------------------------------------------------------------------------
@@ -263,13 +259,13 @@ def _last_words(record: RunRecord, result: Result, wish: Wish, console: Console)
         grid.add_row(f"  {name}", value)
     files = [name for name in ("report.html", MODEL) if (record.path / name).exists()]
     grid.add_row("  run folder", near(record.path) + (f" ({', '.join(files)})" if files else ""))
-    console.print(how(record), style="bold", highlight=False, soft_wrap=True)
+    print_line(console, how(record), "bold")
     console.print(grid)
     if result.interrupted:
-        _line(console, f"go on with:  syncline train --resume {shlex.quote(near(record.path))}")
+        print_line(console, f"go on with:  syncline train --resume {shlex.quote(near(record.path))}")
         return
     console.print("try next", style="bold")
     command = ["syncline", wish.command, *([str(wish.job)] if wish.job else [])]
     for command_line, words in next_steps(record, command, wish.given()):
-        _line(console, f"  {command_line}")  # uncut: it is there to be copied
-        console.print(f"      {words}", style="grey50", highlight=False, soft_wrap=True)
+        print_line(console, f"  {command_line}")
+        print_line(console, f"      {words}", "grey50")

@@ -1,6 +1,6 @@
 """A cluster as a record: how long learners compute, what links carry, what shards' work costs, who shares a machine.
 
-Pure: numbers in, seconds out. Not responsible for when anything happens (`network`, `cores`, `world`), nor for where the
+Pure: numbers in, seconds out. Not responsible for when anything happens (`sim`), nor for where the
 figures of the named clusters come from (docs/howto/simulator.md says that for each).
 """
 
@@ -28,31 +28,33 @@ def _number(owner: str, name: str, value: Any, *, least: float = 0.0, above: boo
         )
 
 
+class _Numbers:
+    """All fields of such a record are numbers that are not negative."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]
+            _number(type(self).__name__, item.name, getattr(self, item.name))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
+class Compute(_Numbers):
     """Seconds of one mini-batch of μ examples: base + per_example·μ."""
 
     base: float = 1.0
     per_example: float = 0.0
-
-    def __post_init__(self) -> None:
-        _number("Compute", "base", self.base)
-        _number("Compute", "per_example", self.per_example)
 
     def seconds(self, examples: int) -> float:
         return self.base + self.per_example * examples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class Cost(_Numbers):
     """Seconds of work on some bytes."""
 
     fixed: float = 0.0
     per_byte: float = 0.0
-
-    def __post_init__(self) -> None:
-        _number("Cost", "fixed", self.fixed)
-        _number("Cost", "per_byte", self.per_byte)
 
     def seconds(self, nbytes: int) -> float:
         return self.fixed + self.per_byte * nbytes
@@ -151,13 +153,9 @@ class Cluster:
     def __post_init__(self) -> None:
         for name, kind in _PARTS.items():
             _part(name, kind, getattr(self, name))
-        _number("Cluster", "stragglers", self.stragglers)
+        for name in ("stragglers", "crowding", "message", "reply", "spin", "delay"):
+            _number("Cluster", name, getattr(self, name))
         _number("Cluster", "slowdown", self.slowdown, least=1.0)
-        _number("Cluster", "crowding", self.crowding)
-        _number("Cluster", "message", self.message)
-        _number("Cluster", "reply", self.reply)
-        _number("Cluster", "spin", self.spin)
-        _number("Cluster", "delay", self.delay)
         if self.slice is not None:
             _number("Cluster", "slice", self.slice, above=True)
         if self.stragglers > 1:
@@ -170,7 +168,7 @@ class Cluster:
             )
         for speed in self.speeds:
             _number("Cluster", "a speed", speed, above=True)
-        for name in ("learners_per_machine", "shards_per_machine", "cores"):
+        for name in _WHOLE:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"Cluster: {name} is a whole number >= 1, or None, got {value!r}")

@@ -50,34 +50,27 @@ class ArrayPlace:
         )
 
 
-class Mapped:
-    """An array in a file; pickled as its place."""
+class HeldArray:
+    """An array in memory, or in a file: that is pickled as its place."""
 
-    def __init__(self, place: ArrayPlace) -> None:
-        self._place = place
-        self.array = place.map()
+    def __init__(self, array: np.ndarray, place: ArrayPlace | None = None) -> None:
+        self.array, self._place = array, place
 
-    def __reduce__(self) -> tuple[type[Mapped], tuple[ArrayPlace]]:
-        return Mapped, (self._place,)
-
-    def take(self, index: Any) -> Tensor:
-        return _tensor(self.array[index])
-
-
-class Held:
-    """An array that had to be read into memory."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return (HeldArray, (self.array,)) if self._place is None else (mapped, (self._place,))
 
     def take(self, index: Any) -> Tensor:
         return _tensor(self.array[index])
+
+
+def mapped(place: ArrayPlace) -> HeldArray:
+    return HeldArray(place.map(), place)
 
 
 class ArrayData(Dataset[tuple[Tensor, ...]]):
     """Row i of every array; the first as float32 divided by `scale` if that is given, whole numbers of the others as int64."""
 
-    def __init__(self, parts: Sequence[Mapped | Held], *, scale: float | None = None) -> None:
+    def __init__(self, parts: Sequence[HeldArray], *, scale: float | None = None) -> None:
         self.parts, self.scale = list(parts), scale
 
     def __len__(self) -> int:
@@ -118,7 +111,7 @@ def arrays(
     wanted = _names(names, split)
     place = as_folder(folder, "name a folder of .npy files, an .npz or an .npy")
     if place.is_file() and place.suffix == ".npy":
-        parts: list[Mapped | Held] = [_npy(place)]
+        parts: list[HeldArray] = [_npy(place)]
     elif place.is_file():
         parts = _members(place, wanted)
     else:
@@ -134,7 +127,7 @@ def _names(names: Sequence[str] | None, split: str) -> list[str]:
     return list(names)
 
 
-def _folder(place: Path, wanted: list[str]) -> list[Mapped | Held]:
+def _folder(place: Path, wanted: list[str]) -> list[HeldArray]:
     files = [place / f"{name}.npy" for name in wanted]
     if all(file.is_file() for file in files):
         return [_npy(file) for file in files]
@@ -146,7 +139,7 @@ def _folder(place: Path, wanted: list[str]) -> list[Mapped | Held]:
     raise UsageError(f"{place}: no {missing}, and not exactly one .npz; the folder has {found}")
 
 
-def _equally_long(place: Path, wanted: list[str], parts: list[Mapped | Held]) -> list[Mapped | Held]:
+def _equally_long(place: Path, wanted: list[str], parts: list[HeldArray]) -> list[HeldArray]:
     if any(part.array.ndim == 0 for part in parts):
         raise UsageError(f"{place}: an array is a single number, not a list of examples")
     if len({len(part.array) for part in parts}) > 1:
@@ -155,12 +148,12 @@ def _equally_long(place: Path, wanted: list[str], parts: list[Mapped | Held]) ->
     return parts
 
 
-def _npy(file: Path) -> Mapped:
+def _npy(file: Path) -> HeldArray:
     with file.open("rb") as stream:
-        return Mapped(_place(stream, file, str(file), file.stat().st_size))
+        return mapped(_place(stream, file, str(file), file.stat().st_size))
 
 
-def _members(file: Path, wanted: list[str]) -> list[Mapped | Held]:
+def _members(file: Path, wanted: list[str]) -> list[HeldArray]:
     """Arrays of an archive: mapped where they are stored, read where they are compressed."""
     try:
         with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
@@ -174,15 +167,15 @@ def _members(file: Path, wanted: list[str]) -> list[Mapped | Held]:
         raise UsageError(f"{file}: not a readable npz archive: {error}") from error
 
 
-def _member(archive: zipfile.ZipFile, stream: IO[bytes], file: Path, info: zipfile.ZipInfo) -> Mapped | Held:
+def _member(archive: zipfile.ZipFile, stream: IO[bytes], file: Path, info: zipfile.ZipInfo) -> HeldArray:
     where = f"{file} ({info.filename})"
     if info.compress_type != zipfile.ZIP_STORED:
-        return Held(_compressed(archive, info, where))
+        return HeldArray(_compressed(archive, info, where))
     stream.seek(info.header_offset)
     name, extra = struct.unpack_from("<HH", stream.read(LOCAL_HEADER), 26)
     start = info.header_offset + LOCAL_HEADER + name + extra
     stream.seek(start)
-    return Mapped(_place(stream, file, where, start + info.file_size))
+    return mapped(_place(stream, file, where, start + info.file_size))
 
 
 def _note_compressed(file: Path, infos: list[zipfile.ZipInfo]) -> None:

@@ -13,17 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from syncline.data.images import (
-    PIXELS,
-    SPLITS,
-    Arrays,
-    Images,
-    as_folder,
-    check_choice,
-    find,
-    make,
-    read_npz,
-)
+from syncline.data.images import Arrays, Images, find, make, read_npz
 from syncline.errors import UsageError
 
 FILES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)}
@@ -41,12 +31,7 @@ def cifar10(
     `pixels`: "unit" gives 0…1, "centred" 0…255 minus the mean image of the training set, as `cifar10_full` wants
     them. `floats` converts once instead of per batch.
     """
-    check_choice("split", split, SPLITS)
-    check_choice("pixels", pixels, PIXELS)
-    place = as_folder(folder, HINT)
-    arrays = _arrays(place, split)
-    train = _arrays(place, "train") if pixels == "centred" and split != "train" else arrays
-    return make(arrays, train, pixels=pixels, classes=10, floats=floats, source=place)
+    return make(folder, split, _arrays, pixels=pixels, floats=floats, hint=HINT)
 
 
 def _arrays(place: Path, split: str) -> Arrays:

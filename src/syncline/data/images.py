@@ -5,8 +5,7 @@ Pixels stay one byte each until a batch is read, a quarter of the memory of floa
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from syncline.dial import nearest
 from syncline.errors import UsageError
 
 SPLITS = ("train", "test")
@@ -60,11 +60,9 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 def check_choice(what: str, value: object, known: Sequence[str]) -> None:
     """One of a few words, or an error that names the nearest."""
-    if value in known:
-        return
-    near = difflib.get_close_matches(str(value).lower(), known, n=1)
-    hint = f", did you mean {near[0]!r}?" if near else ""
-    raise UsageError(f"{what} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
+    if value not in known:
+        names = ", ".join(map(repr, known))
+        raise UsageError(f"{what} must be one of {names}, got {value!r}{nearest(value, known)}")
 
 
 def as_folder(folder: object, hint: str) -> Path:
@@ -111,27 +109,33 @@ def read_npz(file: Path, split: str, shape: tuple[int, ...]) -> Arrays:
 
 
 def make(
-    arrays: Arrays, train: Arrays, *, pixels: str, classes: int, floats: bool, source: Path
+    folder: str | Path,
+    split: str,
+    read: Callable[[Path, str], Arrays],
+    *,
+    pixels: str,
+    floats: bool,
+    hint: str,
+    classes: int = 10,
 ) -> Images | TensorDataset:
-    """The data set of one split; `train` gives the mean for centred pixels."""
+    """The data set of one split, which `read` finds; the training set's mean centres pixels."""
+    check_choice("split", split, SPLITS)
+    check_choice("pixels", pixels, PIXELS)
+    place = as_folder(folder, hint)
+    arrays = read(place, split)
     labels = torch.from_numpy(arrays["labels"].astype(np.int64))
     if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
         raise UsageError(
-            f"{source}: labels must lie in 0 to {classes - 1}, "
-            f"found {int(labels.min())} to {int(labels.max())}"
+            f"{place}: labels must lie in 0 to {classes - 1}, found {int(labels.min())} to {int(labels.max())}"
         )
-    images = _channels(arrays["images"])
+    images = torch.from_numpy(np.ascontiguousarray(arrays["images"]))
+    images = images.unsqueeze(1) if images.dim() == 3 else images  # (N, C, H, W)
     if pixels == "unit":
         made = Images(images, labels)
     else:
+        train = arrays if split == "train" else read(place, "train")
         made = Images(images, labels, scale=1.0, mean=_mean(train["images"]))
     return made.floats() if floats else made
-
-
-def _channels(images: np.ndarray) -> Tensor:
-    """(N, H, W) to (N, 1, H, W)"""
-    pixels = torch.from_numpy(np.ascontiguousarray(images))
-    return pixels.unsqueeze(1) if pixels.dim() == 3 else pixels
 
 
 def _mean(images: np.ndarray) -> Tensor:

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from torch.utils.data import TensorDataset
 
-from syncline.data.images import (
-    PIXELS,
-    SPLITS,
-    Arrays,
-    Images,
-    as_folder,
-    check_choice,
-    find,
-    make,
-    read_npz,
-)
+from syncline.data.images import Arrays, Images, find, make, read_npz
 from syncline.errors import UsageError
 
 PARTS = {"train": "train", "test": "t10k"}
@@ -39,9 +30,8 @@ def mnist(
     `pixels`: "unit" gives 0…1, "centred" 0…255 minus the mean image of the training set. `floats` converts once
     instead of per batch.
     """
-    return _read(
-        folder, split, pixels, floats, below=("raw", "MNIST/raw"), archive="mnist", hint=MNIST_SOURCE
-    )
+    read = partial(_arrays, below=("raw", "MNIST/raw"), archive="mnist", hint=MNIST_SOURCE)
+    return make(folder, split, read, pixels=pixels, floats=floats, hint=MNIST_SOURCE)
 
 
 def fashion_mnist(
@@ -49,29 +39,11 @@ def fashion_mnist(
 ) -> Images | TensorDataset:
     """Fashion-MNIST: files and arguments as for `mnist`; the archive is `fashion-mnist.npz`."""
     below = ("raw", "FashionMNIST/raw")
-    return _read(folder, split, pixels, floats, below=below, archive="fashion-mnist", hint=FASHION_SOURCE)
+    read = partial(_arrays, below=below, archive="fashion-mnist", hint=FASHION_SOURCE)
+    return make(folder, split, read, pixels=pixels, floats=floats, hint=FASHION_SOURCE)
 
 
-def _read(
-    folder: str | Path,
-    split: str,
-    pixels: str,
-    floats: bool,
-    *,
-    below: tuple[str, ...],
-    archive: str,
-    hint: str,
-) -> Images | TensorDataset:
-    check_choice("split", split, SPLITS)
-    check_choice("pixels", pixels, PIXELS)
-    place = as_folder(folder, hint)
-    arrays = _arrays(place, split, below, archive, hint)
-    needs_mean = pixels == "centred" and split != "train"
-    train = _arrays(place, "train", below, archive, hint) if needs_mean else arrays
-    return make(arrays, train, pixels=pixels, classes=10, floats=floats, source=place)
-
-
-def _arrays(place: Path, split: str, below: tuple[str, ...], archive: str, hint: str) -> Arrays:
+def _arrays(place: Path, split: str, *, below: tuple[str, ...], archive: str, hint: str) -> Arrays:
     if place.is_file():
         return read_npz(place, split, (SIDE, SIDE))
     packed = find(place, (), (f"{archive}.npz",))

@@ -22,9 +22,10 @@ class Writer:
 
     def __init__(self, folder: Path, report: Callable[[Saved], None]) -> None:
         self._folder, self._report = Folder(folder), report
-        self._jobs: queue.Queue[Job] = queue.Queue()
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._number: int | None = None
-        threading.Thread(target=self._run, name="syncline-writer", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="syncline-writer", daemon=True)
+        self._thread.start()
 
     def write(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         self._jobs.put((number, name, tensors, notes))
@@ -39,6 +40,11 @@ class Writer:
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # behind the folds, where the system allows it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
-        while True:
-            self._report(write_part(self._folder, self._jobs.get()))
+        while (job := self._jobs.get()) is not None:
+            self._report(write_part(self._folder, job))
             self._jobs.task_done()
+
+    def close(self) -> None:
+        """When all of it is on the disk."""
+        self._jobs.put(None)
+        self._thread.join()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncline.parallel.move import Group
 from syncline.ports import PeerLost, Reduction
 
 SLICE = timedelta(seconds=0.25)
@@ -100,6 +101,20 @@ class CollectiveGroup:
         leaving = threading.Thread(target=_leave, args=(held, flush), name="syncline-group", daemon=True)
         leaving.start()
         leaving.join(BROKEN if self.broken else LEAVING)  # a program that ends meanwhile is aborted
+
+
+class MovesOf(Group):
+    """Such a group for the moves of a model that is cut over it: waiting ends when the run fails."""
+
+    def __init__(self, joined: CollectiveGroup) -> None:
+        super().__init__(joined._group)
+        self._joined = joined
+
+    def finish(self, work: Any) -> None:
+        Running(work, self._joined).wait()
+
+    def broken(self) -> None:
+        raise PeerLost("a move between seats failed")
 
 
 def _leave(held: list[Any], flush: bool) -> None:

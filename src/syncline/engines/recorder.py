@@ -363,6 +363,7 @@ def peer_record(
 
     keeper = AllReduceCoordinator(
         spec.plan.learners,
+        spec.processes,
         emit=recorder.emit,
         event=recorder.event,
         reply=reply,

@@ -70,6 +70,11 @@ class RunSpec:
         """In words."""
         return SANDBLASTER if self.batch is not None else str(self.plan.course)
 
+    @property
+    def processes(self) -> int:
+        """Of all learners, to begin with."""
+        return self.plan.learners * self.group
+
     def seat(self, rank: int) -> Seat:
         """What one learner knows."""
         first = rank * self.group

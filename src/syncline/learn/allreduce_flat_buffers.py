@@ -102,7 +102,7 @@ class Bucket:
             self.gradients.mul_(factor)
 
 
-def make_buckets(parameters: Sequence[nn.Parameter], limit: int | None) -> list[Bucket]:
+def make_buckets(parameters: Sequence[nn.Parameter], limit: int | None, device: torch.device) -> list[Bucket]:
     """Buckets over these parameters, in the order in which they are reduced; exactly one carries the header."""
     kinds = [f"{parameter.dtype} on {parameter.device}" for parameter in parameters]
     sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
@@ -117,7 +117,8 @@ def make_buckets(parameters: Sequence[nn.Parameter], limit: int | None) -> list[
         )
         for number, indices in enumerate(plan)
     ]
-    if carrier is None:  # no dtype that can count: the header travels alone
-        like = torch.empty(0, dtype=torch.float32, device=parameters[0].device)
+    if carrier is None:  # no dtype that can count, or nothing to reduce: the header travels alone
+        device = parameters[0].device if parameters else device
+        like = torch.empty(0, dtype=torch.float32, device=device)
         buckets.insert(0, Bucket((), (), header=True, like=like))
     return buckets

@@ -19,7 +19,14 @@ from syncline.errors import UsageError
 from syncline.learn.allreduce_applications import Application, Applications
 from syncline.learn.allreduce_flat_buffers import Header
 from syncline.learn.allreduce_reducer import Reducer, Round
-from syncline.learn.allreduce_state import as_in, cut_table, flight_of, load_table, plain_groups
+from syncline.learn.allreduce_state import (
+    as_in,
+    cut_table,
+    flight_of,
+    load_table,
+    plain_groups,
+    refuse_hidden,
+)
 from syncline.learn.allreduce_user_hooks import Callbacks
 from syncline.learn.group_changes import GroupChanges
 from syncline.learn.session import UNSAID
@@ -70,12 +77,19 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         self.hooks = Callbacks(
             model, list(zip(names, self._parameters, strict=True)), hooked=topology.layerwise
         )
-        self._reducer = Reducer(session, number, self._parameters, names, self.hooks, self._pipeline)
+        self._shared = self._to_reduce(model)
+        shared = [self._parameters[index] for index in self._shared]
+        named = [names[index] for index in self._shared]
+        self._reducer = Reducer(session, number, shared, named, self.hooks, self._pipeline)
         self._by_bucket = self._groups_by_bucket()
         self._wishes = GroupChanges(self, look(inner).optimizers)
 
+    def _to_reduce(self, model: nn.Module) -> list[int]:
+        """Parameters whose gradients all processes make together, by index."""
+        return list(range(len(self._parameters)))
+
     def __repr__(self) -> str:
-        return f"AllReduceOptimizer(table {self.number}, {self.kind.__name__}, {len(self._reducer.buckets)} buckets)"
+        return f"{type(self).__name__}(table {self.number}, {self.kind.__name__}, {len(self._reducer.buckets)} buckets)"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "_reducer" in self.__dict__:
@@ -192,11 +206,14 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         """The real optimizer, on all parameters."""
         clip = self._session.plan.clip_norm
         if clip is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters, clip)
+            self._clip(clip)
         self.hooks.averaged(self)
         self.hooks.applying(self._parameters)
         with self._rates(current):
             self.inner.step()
+
+    def _clip(self, limit: float) -> None:
+        torch.nn.utils.clip_grad_norm_(self._parameters, limit)
 
     @contextlib.contextmanager
     def _rates(self, current: Round) -> Iterator[None]:
@@ -281,7 +298,7 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         elif self._order != "end":
             self._reducer.read_header(current)
         if self._session.plan.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters, self._session.plan.clip_norm)
+            self._clip(self._session.plan.clip_norm)
         self.hooks.averaged(self)
         parts = [self._application(current, number) for number in range(len(current.buckets))]
         yield Applications(parts)
@@ -343,8 +360,8 @@ class AllReduceOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def put(self) -> None:
         """Learner 0's present values become everybody's."""
-        for parameter in self._parameters:
-            self._port.broadcast(parameter.data)
+        for index in self._shared:
+            self._port.broadcast(self._parameters[index].data)
 
     def state_dict(self) -> dict[str, Any]:
         """The real optimizer's."""
@@ -377,8 +394,8 @@ class AllReduceOptimizer(torch.optim.Optimizer):
 
     def _checksum(self) -> int:
         checksum = 0
-        for parameter in self._parameters:
-            values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        for index in self._shared:
+            values = self._parameters[index].detach().cpu().contiguous().view(-1).view(torch.uint8)
             checksum = zlib.crc32(memoryview(values.numpy()), checksum)  # type: ignore[arg-type]
         return checksum
 
@@ -389,13 +406,31 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         if self._session.rank == 0:
             flat = self.layout.parameters
             segments = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
-            for view, parameter in zip(flat.views(segments), self._parameters, strict=True):
-                view.copy_(parameter)
+            for view, value in zip(flat.views(segments), self.values(), strict=True):
+                view.copy_(value)
         return Copy(self.version, segments, self.buffers())
 
     def buffers(self) -> list[Tensor]:
         """Copies."""
         return [buffer.detach().cpu().clone() for buffer in self._buffers]
+
+    # -- of a whole model, where this process has a part of it -------------------------------------------
+
+    def values(self) -> list[Tensor]:
+        """Of the parameters."""
+        return [parameter.detach() for parameter in self._parameters]
+
+    def states(self) -> dict[int, dict[str, Any]]:
+        """Of the optimizer, by parameter."""
+        found = enumerate(self._parameters)
+        return {index: state for index, parameter in found if (state := self.inner.state.get(parameter))}
+
+    def own(self, index: int, value: Any) -> Any:
+        """What this process has of a parameter's value, or of a state of it."""
+        return value
+
+    def own_buffers(self, buffers: list[Tensor]) -> list[Tensor]:
+        return buffers
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -413,7 +448,8 @@ class AllReduceOptimizer(torch.optim.Optimizer):
 
     def cut(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Parameters and the optimizer's state, copied: tensors by name, other values."""
-        return cut_table(self.layout, self.inner, self._parameters)
+        refuse_hidden(self.inner)
+        return cut_table(self.layout, self.values(), self.states())
 
     def pipeline(self) -> PipelineState:
         """How far it is, and what is in flight."""
@@ -433,7 +469,7 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         account = kept.account
         self.version, self._gradients, self._examples = account.version, account.gradients, examples
         self._clock.histogram.update(account.histogram or {})
-        load_table(self.inner, self._parameters, kept)
+        load_table(self.inner, self._parameters, kept, self.own)
         for group, values in zip(self.param_groups, pipeline.groups, strict=False):
             group.update(as_in(group, values))
         made = {key for values in pipeline.groups for key in values}
@@ -454,10 +490,7 @@ class AllReduceOptimizer(torch.optim.Optimizer):
     def named(self) -> dict[str, Tensor]:
         """Copies of the parameters by name, tied ones by all their names."""
         entries = self.layout.parameters.entries
-        found = {
-            entry.name: parameter.detach().cpu().clone()
-            for entry, parameter in zip(entries, self._parameters, strict=True)
-        }
+        found = {entry.name: value.cpu().clone() for entry, value in zip(entries, self.values(), strict=True)}
         return found | {alias: found[name] for alias, name in self.layout.aliases if name in found}
 
     def release_hooks(self) -> None:

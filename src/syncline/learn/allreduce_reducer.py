@@ -88,7 +88,7 @@ class Reducer:
         self._handles = self._hook() if topology.layerwise else []
 
     def _new_buckets(self) -> list[Bucket]:
-        return make_buckets(self._parameters, self._limit)
+        return make_buckets(self._parameters, self._limit, self._session.device)
 
     @property
     def pending(self) -> bool:
@@ -135,9 +135,10 @@ class Reducer:
         only_repeated = not self._fresh and (self._given > 0 or session.repeating)
         weight = 0 if only_repeated else self._weight
         started = self._pipeline.started
+        counted = weight if session.seat == 0 else 0  # a group's seats make one gradient
         header = Header(
-            weight,
-            float(weight > 0),
+            counted,
+            float(counted > 0),
             float(session.port.stopping()),
             float(session.wishes_cut()),
             float(session.more),

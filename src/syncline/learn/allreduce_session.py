@@ -7,7 +7,7 @@ and reports. All it asks of the world goes through its port.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from syncline.roles.learner_means import brought, like, mean_of
 from syncline.roles.pipeline_states import FLIGHTS, PipelineState, flight_tensors
 from syncline.roles.run_plan import Seat
 from syncline.table.checkpoints import CheckpointError
-from syncline.table.layout import Layout, lay_out
+from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.nested_optimizers import look
 from syncline.table.optimizer_template import ELEMENTWISE
 from syncline.topologies import AllReduce
@@ -54,6 +54,8 @@ from syncline.topologies import AllReduce
 
 class AllReduceSession(Session):
     """One learner's view of an all-reduce run."""
+
+    table = AllReduceOptimizer
 
     def __init__(self, port: CollectivePort, seat: Seat, restored: Restored | None = None) -> None:
         self.port, self.reader, self.plan = port, seat.reader, seat.plan
@@ -139,25 +141,30 @@ class AllReduceSession(Session):
                 f"survive; use apply=end, or one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}"
             )
         number = len(self._tables)
-        layout, tensors = lay_out(
-            model, [group["params"] for group in inner.param_groups], cuttable=False, shards=1
-        )
+        layout, tensors = self._lay_out(model, inner)
         names = [entry.name for entry in layout.parameters.entries]
         named = list(zip(names, tensors.parameters, strict=True))
         self._owned.check(named)
         self._compare(number, layout)
         self._owned.claim(named)
         with torch.no_grad():
-            for tensor in (*tensors.parameters, *tensors.buffers, *tensors.others):
+            for tensor in self._alike(model, layout, tensors):
                 self.port.broadcast(tensor.data)
         if self.rank == 0:
             self.port.tell(PeerTable(number, layout))
-        table = AllReduceOptimizer(self, number, inner, model, layout, tensors)
+        table = self.table(self, number, inner, model, layout, tensors)
         self._resume_table(table, tensors.buffers)
         self._tables.append(table)
         self._silence.add(tensors.parameters)
         self.watch.opened(tensors.parameters, table, inner, *look(inner).optimizers)
         return table
+
+    def _lay_out(self, model: nn.Module, inner: torch.optim.Optimizer) -> tuple[Layout, Tensors]:
+        return lay_out(model, [group["params"] for group in inner.param_groups], cuttable=False, shards=1)
+
+    def _alike(self, model: nn.Module, layout: Layout, tensors: Tensors) -> Sequence[Tensor]:
+        """What every process has the same values of."""
+        return (*tensors.parameters, *tensors.buffers, *tensors.others)
 
     def _resume_table(self, table: AllReduceOptimizer, buffers: list[Tensor]) -> None:
         """Of a run that goes on: the weights, the optimizer's state, this learner's buffers and random states."""
@@ -172,7 +179,8 @@ class AllReduceSession(Session):
         if number == 0:
             table.resume_losses(own_losses(found.counts.losses, self.rank, self.learners))
         own = found.learners.get(self.rank) or next(iter(found.learners.values()), m.Personal())
-        copy_all(buffers, own.buffers.get(number, buffers))
+        if number in own.buffers:
+            copy_all(buffers, table.own_buffers(own.buffers[number]))
         self._restore_random()
 
     def _compare(self, number: int, layout: Layout) -> None:

@@ -5,7 +5,7 @@ Not responsible for counts and positions, which the optimizer and the loaders ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,20 +16,23 @@ from syncline.roles.checkpoint_manifest import TableState
 from syncline.roles.pipeline_states import MeanInFlight
 from syncline.table.checkpoints import CheckpointError, piece_tensors
 from syncline.table.layout import Layout
-from syncline.table.optimizer_template import beside, piece_states
+from syncline.table.optimizer_template import beside, to_host
 
 Options = dict[str, Any]
 _OTHER = object()  # what JSON does not have
 
 
 def cut_table(
-    layout: Layout, inner: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
+    layout: Layout, values: Sequence[Tensor], states: Mapping[int, dict[str, Any]]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Copies by name, as a shard that owns the whole table would have them; and the state that is no tensor."""
-    refuse_hidden(inner)
     part = layout.parts[0]
-    values = [parameter.detach().cpu().clone() for parameter in parameters]
-    return piece_tensors(part, values, piece_states(inner, part, parameters))
+    by_piece = {
+        (piece.entry, piece.start, piece.stop): {key: to_host(value) for key, value in state.items()}
+        for piece in part.pieces
+        if (state := states.get(piece.entry))
+    }
+    return piece_tensors(part, [to_host(value) for value in values], by_piece)
 
 
 def refuse_hidden(inner: torch.optim.Optimizer) -> None:
@@ -53,8 +56,13 @@ def refuse_hidden(inner: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def load_table(inner: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], kept: TableState) -> None:
-    """The inverse."""
+def load_table(
+    inner: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    kept: TableState,
+    take: Callable[[int, Any], Any],
+) -> None:
+    """The inverse; of a whole tensor by its index, `take` gives what this process holds."""
     inner.state.clear()
     whole = {  # whose counts of steps lie on the device, too
         id(parameter)
@@ -64,9 +72,10 @@ def load_table(inner: torch.optim.Optimizer, parameters: Sequence[nn.Parameter],
     }
     found, states = kept.content, kept.content.state or {}
     for index, parameter in enumerate(parameters):
-        parameter.copy_(found.values[index])
+        parameter.copy_(take(index, found.values[index]))
         if index in states:
-            state = beside(parameter, _copied(states[index]))
+            own = {key: take(index, value) for key, value in states[index].items()}
+            state = beside(parameter, _copied(own))
             inner.state[parameter] = _moved(state, parameter.device) if id(parameter) in whole else state
 
 

@@ -6,9 +6,7 @@ state of the slices when a checkpoint follows, and at the end. Not responsible f
 
 from __future__ import annotations
 
-import math
-import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +17,7 @@ from syncline.learn.optimizer import SharedOptimizer
 from syncline.parallel.module import Part, Partitioned
 from syncline.ports import Reset, RunStopped, TablePort
 from syncline.table.layout import Tensors
-from syncline.table.optimizer_template import bare_step, merge, split
+from syncline.table.optimizer_template import bare_step, beside, merge, split
 
 if TYPE_CHECKING:
     from syncline.learn.seats import SeatSession
@@ -106,13 +104,14 @@ class SeatOptimizer(SharedOptimizer):
             self._hand_state()
 
     def _hand_state(self) -> None:
-        """The first seat puts all seats' together; of what the others say to the servers nothing is heard."""
-        mine = {index: self._inner.state.get(self._parameters[index], {}) for index in self._own}
-        seats = [pickle.loads(each) for each in self._session.port.gather(pickle.dumps(mine))]
+        """Of what other seats than the first say to the servers nothing is heard."""
+        names = {index: self._table.layout.parameters.entries[index].name for index in self._own}
+        states = {index: self._inner.state.get(self._parameters[index], {}) for index in self._own}
+        found = whole_states(self._model, names, self._parameters, states, self._session.port.agree)
         whole = self._whole_state(self._state_parts())
         for number, index in self._numbers():
-            if found := joined_state(self._own[index], [seat[index] for seat in seats]):
-                whole["state"][number] = found
+            if index in found:
+                whole["state"][number] = found[index]
         self._load(*split(self._table.layout, whole))
 
     def _take_over(self) -> None:
@@ -122,8 +121,9 @@ class SeatOptimizer(SharedOptimizer):
             parameter = self._parameters[index]
             self._inner.state.pop(parameter, None)
             if number in whole:
-                found = {key: self._taken(index, value) for key, value in whole[number].items()}
-                self._inner.state[parameter] = found
+                part, rank = self._own[index], self._model.group.rank
+                found = {key: part.own(rank, value) for key, value in whole[number].items()}
+                self._inner.state[parameter] = beside(parameter, found)
         self._session.port.tables[self.number].own = frozenset(self._own)
 
     def _whole_state(self, parts: list[m.StatePart]) -> dict[str, Any]:
@@ -134,14 +134,6 @@ class SeatOptimizer(SharedOptimizer):
         """As the optimizer counts them, and as the table does."""
         entries = (index for group in self._table.layout.groups for index in group)
         return [(number, index) for number, index in enumerate(entries) if index in self._own]
-
-    def _taken(self, index: int, value: Any) -> Any:
-        part, parameter = self._own[index], self._parameters[index]
-        if not isinstance(value, Tensor):
-            return value
-        if tuple(value.shape) != part.shape:
-            return value.clone()
-        return part.take(self._model.group.rank, value).to(parameter.device)
 
     # -- as users see it ---------------------------------------------------------------------------------
 
@@ -156,18 +148,44 @@ class SeatOptimizer(SharedOptimizer):
             self._session.insist(self._take_over)
 
 
-def joined_state(part: Part, seats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """An optimizer's state of a whole parameter, from that of every seat's slice; who holds nothing of it has none."""
-    found: dict[str, Any] = {}
-    for rank, state in enumerate(seats):
-        holds = math.prod(part.local_shape(rank)) > 0
-        for key, value in state.items() if holds else ():
-            if not isinstance(value, Tensor) or tuple(value.shape) != part.local_shape(rank):
-                found.setdefault(key, value)
-            else:
-                whole = found.setdefault(key, torch.zeros(part.shape, dtype=value.dtype))
-                part.put(rank, whole, value.cpu())
-    return found
+def whole_states(
+    model: Partitioned,
+    names: Mapping[int, str],
+    parameters: Sequence[Tensor],
+    states: Mapping[int, dict[str, Any]],
+    meet: Callable[[Any], list[Any]],
+) -> dict[int, dict[str, Any]]:
+    """An optimizer's states of whole parameters, those of `names`, from every seat's slices; all seats call it.
+
+    First each says what it has, of a slice its dtype: who holds nothing of a parameter may have no state of it.
+    """
+    said = {
+        index: {
+            key: value.dtype if _like(value, parameters[index]) else value for key, value in state.items()
+        }
+        for index in names
+        if (state := states.get(index))
+    }
+    everybody, found = meet(said), {}
+    for index, name in names.items():
+        shape = model.parts[name].local_shape
+        holds = (seat for rank, seat in enumerate(everybody) if index in seat and 0 not in shape(rank))
+        own = states.get(index, {})
+        found[index] = {
+            key: _gathered(model, name, own.get(key), parameters[index], value)
+            for key, value in next(holds, {index: {}})[index].items()
+        }
+    return {index: state for index, state in found.items() if state}
+
+
+def _gathered(model: Partitioned, name: str, own: Any, parameter: Tensor, said: Any) -> Any:
+    if not isinstance(said, torch.dtype):
+        return said
+    return model.whole(name, torch.zeros_like(parameter, dtype=said) if own is None else own)
+
+
+def _like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def without_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:

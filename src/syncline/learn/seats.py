@@ -8,6 +8,7 @@ gradient is published when all have written theirs. Not responsible for processe
 from __future__ import annotations
 
 import contextlib
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from syncline.learn.server_session import ServerSession, shards_for
 from syncline.learn.session import Factory
 from syncline.messages.to_leader import Gradient, Put, ToLeader
 from syncline.parallel.module import Part, Partitioned
-from syncline.parallel.seat_tensors import Windows
+from syncline.parallel.seat_tensors import Windows, shard_cuts
 from syncline.ports import Computing, Draft, LearnerPort, Portion, Reading, Reset, Serving, TablePort
 from syncline.roles.run_plan import Seat
 from syncline.table.layout import Flat, Layout, Tensors
@@ -64,7 +65,11 @@ class SharedTable(Protocol):
     layout: Layout
     buffers: Sequence[Tensor]
     others: Sequence[Tensor]
-    narrow: Callable[[list[Tensor]], list[Tensor]]  # of a version, what this seat reads
+
+    def narrow_to(
+        self, own: Callable[[list[Tensor]], list[Tensor]], reads: Sequence[Sequence[tuple[int, int]]]
+    ) -> None:
+        """What this seat reads of a version, and which elements of every entry that are."""
 
     def at(self, place: int) -> Draft: ...
     def draft(self, *, block: bool = True) -> Draft | None: ...
@@ -128,10 +133,10 @@ class SeatPort(LearnerPort):
         self.line.done(own)
         return []
 
-    def agree(self, own: int) -> list[int]:
-        """Everybody's number, in every seat."""
-        said = [int(each) for each in self.gather(str(own).encode())]
-        found: list[int] = self.told("agree", lambda: said)
+    def agree(self, own: Any) -> list[Any]:
+        """Everybody's, in every seat; small."""
+        said = [pickle.loads(each) for each in self.gather(pickle.dumps(own))]
+        found: list[Any] = self.told("agree", lambda: said)
         return found
 
     def spend(self, work: Computing | Serving) -> None:
@@ -231,7 +236,7 @@ class SeatTable(TablePort):
         self._drafts: dict[int, SeatDraft] = {}
         self.buffers = shares.buffers.read(whole.buffers)
         self.others = shares.others.read(whole.others)
-        whole.narrow = self._narrow
+        whole.narrow_to(self._narrow, shares.parameters.reads)
         self.own: frozenset[int] = (
             frozenset()
         )  # entries that seats update themselves: they have been read once
@@ -367,14 +372,10 @@ class SeatSession(ServerSession):
 
     def optimizer(self, model: nn.Module, factory: Factory) -> SharedOptimizer:
         """The table has the whole model's layout."""
-        if not isinstance(model, Partitioned):
-            raise UsageError(
-                f"session.optimizer in a group of {self.seats} seats takes a partitioned model: "
-                f"sl.partition({type(model).__name__}(...), plan, example); got {type(model).__name__}"
-            )
+        check_partitioned(model, self.seats)
         self.settle()
         table = super().optimizer(model, factory)
-        assert isinstance(table, SeatOptimizer)
+        assert isinstance(model, Partitioned) and isinstance(table, SeatOptimizer)
         table.bind(model, local=self.plan.local)
         return table
 
@@ -392,6 +393,7 @@ class SeatSession(ServerSession):
         size = layout.parameters.nbytes
         shards = shards_for(inner, self.plan.servers, size)
         layout = replace(layout, shards=shards)
+        layout = replace(layout, cuts=shard_cuts(layout, model.parts, self.seats))
         self.port.windows[len(self._tables) :] = [Shares(layout, model)]
         return layout, tensors
 
@@ -405,10 +407,22 @@ class SeatSession(ServerSession):
         return replace(template, state=state)
 
 
+def check_partitioned(model: nn.Module, seats: int) -> None:
+    if not isinstance(model, Partitioned):
+        raise UsageError(
+            f"session.optimizer in a group of {seats} seats takes a partitioned model: "
+            f"sl.partition({type(model).__name__}(...), plan, example); got {type(model).__name__}"
+        )
+
+
 def whole_layout(layout: Layout, parts: dict[str, Part]) -> Layout:
     """Of a whole model, from that of its slices."""
 
     def whole(flat: Flat) -> Flat:
+        if strange := [entry.name for entry in flat.entries if entry.name not in parts]:
+            raise LayoutError(
+                f"the optimizer holds a parameter ({strange[0]}) that is not the partitioned model's"
+            )
         return Flat(tuple(replace(entry, shape=parts[entry.name].shape) for entry in flat.entries))
 
     return replace(

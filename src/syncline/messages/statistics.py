@@ -38,6 +38,7 @@ class ProcessStatistics:
     state: str  # "computing", "waits for version 7", "returned", "lost" …
     steps: int = 0
     loss: float | None = None
+    machine: str = ""  # its name, where it is another than the caller's
 
 
 @dataclass(frozen=True, slots=True)

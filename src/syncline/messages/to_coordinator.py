@@ -204,6 +204,16 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Save:
+    """A file of a checkpoint, from a machine that does not see their folder."""
+
+    number: int
+    name: str
+    tensors: dict[str, Tensor]
+    notes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A file of a checkpoint is on the disk, or is not."""
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from syncline.models.alexnet import AlexNet
 from syncline.models.autoencoder import Autoencoder, reconstruction
-from syncline.models.cifar10_full import Cifar10Full, cifar10_full_groups, cifar10_full_sgd
+from syncline.models.cifar10_full import Cifar10Full, cifar10_full_sgd
+from syncline.models.cifar10_full import cifar10_full_groups as cifar10_full_groups
 from syncline.models.distbelief import locally_connected, speech
 from syncline.models.googlenet import GoogLeNet, auxiliary_loss
 from syncline.models.mlp import mlp
@@ -38,21 +39,3 @@ OBJECTIVES: dict[str, Callable[..., torch.Tensor]] = {
     "auxiliary_loss": auxiliary_loss,
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"cifar10_full_sgd": cifar10_full_sgd}
-
-__all__ = [
-    "MODELS",
-    "OBJECTIVES",
-    "OPTIMIZERS",
-    "AlexNet",
-    "Autoencoder",
-    "Cifar10Full",
-    "GoogLeNet",
-    "Recurrent",
-    "auxiliary_loss",
-    "cifar10_full_groups",
-    "cifar10_full_sgd",
-    "locally_connected",
-    "mlp",
-    "reconstruction",
-    "speech",
-]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
+from syncline.models.sizes import check_whole
 
 STARTS = {"conv1": 1e-4, "conv2": 0.01, "conv3": 0.01, "ip1": 0.01}  # standard deviations of the weights
 LAST_DECAY = 250.0  # times the weight decay, on the last weights
@@ -47,8 +48,7 @@ class Cifar10Full(nn.Module):
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
-        if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
-            raise UsageError(f"classes must be a whole number of at least 1, got {classes!r}")
+        check_whole("classes", classes)
         self.conv1 = nn.Conv2d(3, 32, 5, padding=2)
         self.conv2 = nn.Conv2d(32, 32, 5, padding=2)
         self.conv3 = nn.Conv2d(32, 64, 5, padding=2)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import nn
 
+from syncline.dial import nearest
 from syncline.errors import UsageError
+from syncline.models.sizes import check_flag
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -29,11 +30,9 @@ def mlp(sizes: Sequence[int], activation: str = "relu", *, bias: bool = True) ->
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"sizes must be whole numbers of at least 1, got {size!r} in {list(sizes)!r}")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        near = difflib.get_close_matches(str(activation).lower(), ACTIVATIONS, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
+        hint = nearest(activation, ACTIVATIONS)
         raise UsageError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}{hint}")
-    if not isinstance(bias, bool):
-        raise UsageError(f"bias must be true or false, got {bias!r}")
+    check_flag("bias", bias)
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs, bias=bias), ACTIVATIONS[activation]()]

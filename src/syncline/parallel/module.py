@@ -21,7 +21,7 @@ from syncline.errors import UsageError
 from syncline.parallel import layer_slicing, recurrent  # noqa: F401 (their rules)
 from syncline.parallel.check import compare
 from syncline.parallel.functions import name_of
-from syncline.parallel.move import Group, joined
+from syncline.parallel.move import Group, Move, joined
 from syncline.parallel.program import Program
 from syncline.parallel.rules import rule_of
 from syncline.parallel.trace import skeleton, trace
@@ -48,18 +48,20 @@ class Part:
         parts = [tensor[box.inside(base)] for box in self.boxes[rank]]
         return torch.cat(parts, self._dim(rank)) if len(parts) > 1 else parts[0].clone()
 
-    def put(self, rank: int, tensor: Tensor, local: Tensor) -> None:
-        """Write a rank's part into the whole tensor."""
-        for into, part in self.pairs(rank, tensor, local):
-            into.copy_(part)
+    def own(self, rank: int, value: Any) -> Any:
+        """A rank's part of a tensor of the whole shape, as of an optimizer's state; everything else as it is."""
+        cut = isinstance(value, Tensor) and tuple(value.shape) == self.shape
+        return self.take(rank, value) if cut else value.clone() if isinstance(value, Tensor) else value
 
     def pairs(self, rank: int, tensor: Tensor, local: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Views of the whole tensor, and those of a rank's part that belong there."""
-        base, boxes = Box.whole(self.shape), self.boxes[rank]
-        dim = self._dim(rank)
-        sizes = [box.shape[dim] for box in boxes] if len(boxes) > 1 else []
-        parts = local.split(sizes, dim) if sizes else (local,)
-        return [(tensor[box.inside(base)], part) for box, part in zip(boxes, parts, strict=True)]
+        base, parts = Box.whole(self.shape), self.split(rank, local)
+        return [(tensor[box.inside(base)], part) for box, part in zip(self.boxes[rank], parts, strict=True)]
+
+    def split(self, rank: int, local: Tensor) -> tuple[Tensor, ...]:
+        """A rank's part, box by box."""
+        boxes, dim = self.boxes[rank], self._dim(rank)
+        return local.split([box.shape[dim] for box in boxes], dim) if len(boxes) > 1 else (local,)
 
     def local_shape(self, rank: int) -> Shape:
         boxes, dim = self.boxes[rank], self._dim(rank)
@@ -186,15 +188,21 @@ class Partitioned(nn.Module):
 
     def gather(self, *, gradients: bool = False) -> dict[str, Tensor]:
         """The whole model's tensors by name, or their (reduced) gradients, in every process; all of the group call it."""
-        found, rank = {}, self.group.rank
         buffers = () if gradients else self.named_buffers()
-        for name, tensor in (*self.named_parameters(), *buffers):
-            part, local = self.parts[name], tensor.grad if gradients else tensor.detach()
-            result = torch.zeros(part.shape, dtype=tensor.dtype, device=tensor.device)
-            if local is not None and part.boxes.index(part.boxes[rank]) == rank:  # of copies, the first
-                part.put(rank, result, local)
-            found[name] = self.group.add(result)
-        return found
+        named = dict((*self.named_parameters(), *buffers))
+        if gradients:
+            named = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named.items()}
+        return {name: self.whole(name, tensor) for name, tensor in named.items()}
+
+    @torch.no_grad()
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """A tensor of a parameter's or buffer's whole shape, from every process's part; all of the group call it."""
+        part = self.parts[name]
+        if part.replicated:
+            return local.detach().clone()
+        everywhere = [(Box.whole(part.shape),)] * self.group.size
+        owned = part.split(self.group.rank, local.detach().contiguous())
+        return Move(self.group, part.shape, part.boxes, everywhere)(*owned)[0]
 
     def reduce_gradients(self) -> None:
         """Add up the gradients of what every process holds; those of slices are whole already."""

@@ -49,6 +49,11 @@ class Group:
     def broken(self) -> None:
         """Somebody is gone."""
 
+    def finish(self, work: Any) -> None:
+        """Wait for one of torch's collectives."""
+        with self.guard():
+            work.wait()
+
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, the same in each; differentiable."""
         summed: Tensor = tensor if self.size == 1 else _Total.apply(self, tensor)
@@ -62,7 +67,8 @@ class Group:
         buffer = tensor.detach().cpu() if staged else tensor.detach().clone()
         buffer = buffer.contiguous()
         with self.guard():
-            self._group.allreduce([buffer]).wait()
+            work = self._group.allreduce([buffer])
+        self.finish(work)
         return buffer.to(tensor.device)
 
 
@@ -78,9 +84,9 @@ class Joined:
 _here: list[Joined] = []
 
 
-def join(group: Joined) -> None:
-    """This process is one of it from here on."""
-    _here[:] = [group]
+def join(group: Joined | None) -> None:
+    """This process is one of it from here on; of none, with None."""
+    _here[:] = [group] if group is not None else []
 
 
 def joined() -> Joined | None:
@@ -96,8 +102,7 @@ class Arriving:
         self._buffer, self._source, self._device = buffer, source, device
 
     def wait(self) -> Tensor:
-        with self._group.guard():
-            self._work.wait()
+        self._group.finish(self._work)
         return self._buffer.to(self._device)
 
 

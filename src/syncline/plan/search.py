@@ -171,12 +171,17 @@ def plan(
 
 
 def step_seconds(
-    model: nn.Module, example: Any, cluster: Any, group: int, choices: Mapping[str, str]
+    model: nn.Module,
+    example: Any,
+    cluster: Any,
+    group: int,
+    choices: Mapping[str, str],
+    compute: Mapping[str, float] | None = None,
 ) -> float:
     """Of a group whose layers are cut so, those with parameters that are not named by examples; without what goes to the table."""
     with _without_collections():
         graph = LayerGraph(model, example, group)
-        prices = Measured(graph, group, True, cluster, None, table=False)
+        prices = Measured(graph, group, True, cluster, compute, table=False)
         graph.find_ways((*prices.ways, *({"rows"} & set(choices.values()))))
         names = [unit.name for unit in graph.units]
         named = {key: way for key, way in choices.items() if key in names or set(key) & set("*?[")}

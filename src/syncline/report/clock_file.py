@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from syncline.errors import UsageError
+from syncline.report.event_lines import append_whole
 
 CLOCKS = "clocks.bin"
 ROW = np.dtype([("version", "<u4"), ("rank", "<u4"), ("stamp", "<u4")])
@@ -48,14 +49,7 @@ def append_clocks(folder: Path, rows: bytes) -> None:
     first = int(np.frombuffer(rows, dtype=ROW, count=1)["version"][0])
     if first <= _last(folder / CLOCKS):
         cut_clocks(folder, first - 1)
-    with (folder / CLOCKS).open("ab", buffering=0) as file:
-        start = file.tell()
-        try:
-            while rows:
-                rows = rows[file.write(rows) :]
-        except OSError:
-            file.truncate(start)
-            raise
+    append_whole(folder / CLOCKS, rows)
 
 
 def _last(path: Path) -> int:

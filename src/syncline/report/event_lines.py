@@ -16,7 +16,7 @@ from typing import Any
 from syncline.engines.checkpoint_options import EVENTS
 from syncline.errors import RunError
 
-__all__ = ["EVENTS", "LineWriter", "plain", "read_lines", "write_whole"]
+__all__ = ["EVENTS", "LineWriter", "append_whole", "plain", "read_lines", "write_whole"]
 
 
 def plain(value: Any) -> Any:
@@ -29,42 +29,45 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
-    return plain(value.item()) if callable(getattr(value, "item", None)) and _single(value) else str(value)
-
-
-def _single(value: Any) -> bool:
-    """A number of numpy's or torch's."""
-    return getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0
+    single = getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0  # numpy's or torch's
+    return plain(value.item()) if single and callable(getattr(value, "item", None)) else str(value)
 
 
 class LineWriter:
     """Appends lines to a file; an error is raised once per line, and leaves whole lines only."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            append_whole(path, b"")
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 1))
+                self._torn = file.read(1) not in (b"", b"\n")  # by a run that was killed
         except OSError as error:
             raise RunError(f"cannot write {path}: {error.strerror}; give another run folder") from error
-        size = os.fstat(self._fd).st_size
-        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"  # by a run that was killed
 
     def write(self, line: Mapping[str, Any]) -> None:
         """One line, or OSError and nothing."""
         text = json.dumps(plain(line), separators=(",", ":"), ensure_ascii=False) + "\n"
-        content = ("\n" + text if self._torn else text).encode("utf-8", "replace")
-        start = os.fstat(self._fd).st_size
-        try:
-            written = os.write(self._fd, content)
-            if written < len(content):  # the disk is full: this says so
-                os.write(self._fd, content[written:])
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._fd, start)
-            raise
+        append_whole(self._path, ("\n" + text if self._torn else text).encode("utf-8", "replace"))
         self._torn = False
 
-    def close(self) -> None:
-        os.close(self._fd)
+
+def append_whole(path: Path, content: bytes, *, lasting: bool = False) -> None:
+    """All of it, or OSError and nothing; `lasting`: it is on the disk when this returns."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    start = os.fstat(file).st_size
+    try:
+        while content:
+            content = content[os.write(file, content) :]
+        if lasting:
+            os.fsync(file)
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(file, start)
+        raise
+    finally:
+        os.close(file)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,6 @@ What cannot be written is said once, and the run goes on. Not responsible for re
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
@@ -45,6 +44,7 @@ from syncline.report.html_page import page
 from syncline.report.run_record import Line, RunRecord, better, judged
 from syncline.report.tensorboard import TensorBoardWriter, installed
 from syncline.table.checkpoints import CheckpointError, Folder
+from syncline.version import VERSION
 
 OFTEN, SELDOM = 0.25, 1.0  # seconds between two statistics
 SOON = 20.0  # seconds of a run with OFTEN
@@ -68,12 +68,13 @@ class Recording:
         self._best = weights.best_so_far(folder) if spec.storage.restored else None
         self._board: TensorBoardWriter | None = None
         self._gone: dict[int, str] = {}  # rank -> how, in a simulated run
-        self._before = (
-            spec.storage.restored.counts.examples.get(0, 0) if spec.storage.restored else 0
-        )  # examples
+        restored = spec.storage.restored
+        self._before = restored.counts.examples.get(0, 0) if restored else 0  # examples
         self._first: tuple[int, float] | None = None  # examples and seconds when the first were folded
-        self._read_past()
-        self._keep_clocks(None, spec.storage.restored.version if spec.storage.restored else 0)
+        if (folder / EVENTS).exists():  # a run that goes on appends
+            for line in read_lines(folder / EVENTS):
+                self.record.feed(line)
+        self._keep_clocks(None, restored.version if restored else 0)
         self._lines = LineWriter(folder / EVENTS)
         options = describe(spec, engine, model)
         started = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
@@ -83,13 +84,7 @@ class Recording:
         self._add("start", **self._beginning(spec, options))
 
     def _keep(self) -> None:
-        self._whole("run.json", json.dumps(plain(self._kept), indent=2) + "\n")
-
-    def _read_past(self) -> None:
-        """A run that goes on appends."""
-        if (self.folder / EVENTS).exists():
-            for line in read_lines(self.folder / EVENTS):
-                self.record.feed(line)
+        self.keep("run.json", json.dumps(plain(self._kept), indent=2) + "\n")
 
     def _beginning(self, spec: RunSpec, options: Line) -> Line:
         restored = spec.storage.restored
@@ -124,10 +119,6 @@ class Recording:
         if self._thread is not None:
             self._thread.join(LONGEST)
 
-    def keep(self, name: str, text: str) -> None:
-        """Another file of the folder, in whole or not at all."""
-        self._whole(name, text)
-
     # -- the thread --------------------------------------------------------------------------------------
 
     def _main(self, handle: Handle) -> None:
@@ -159,17 +150,8 @@ class Recording:
 
     def _take(self, record: Any) -> None:
         if isinstance(record, EpochRecord):
-            self._add(
-                "epoch",
-                seconds=record.seconds,
-                epoch=record.epoch,
-                version=record.version,
-                examples=record.examples,
-                loss=record.loss,
-                losses=record.losses,
-                metrics=record.metrics,
-                **({"notes": record.notes} if record.notes else {}),
-            )
+            known = dataclasses.asdict(record)
+            self._add("epoch", **{key: value for key, value in known.items() if value or key != "notes"})
         elif isinstance(record, Clocks):
             self._keep_clocks(record.rows)
         elif isinstance(record, Event):
@@ -185,7 +167,7 @@ class Recording:
                 details=record.details,
             )
         elif isinstance(record, Logged):
-            self._add("log", seconds=record.seconds, rank=record.rank, metrics=record.metrics)
+            self._add("log", **dataclasses.asdict(record))
         elif isinstance(record, Snapshot):
             self._keep_best(record)
         elif isinstance(record, Sampled):
@@ -250,11 +232,10 @@ class Recording:
             if self._virtual:
                 self._kept["took"] = self._took + time.monotonic() - self._began
                 self._keep()
-            self._whole(REPORT, page(self.record))
+            self.keep(REPORT, page(self.record))
         except Exception as raised:  # the run's result must not depend on its report
             self._failed(f"{type(raised).__name__}: {raised}")
         finally:
-            self._lines.close()
             if self._board is not None:
                 self._board.close()
             Folder(self.folder / "checkpoints").forget_adopted()
@@ -300,7 +281,8 @@ class Recording:
         except OSError as error:
             self._failed(f"{self.folder / CLOCKS}: {error.strerror}")
 
-    def _whole(self, name: str, text: str) -> None:
+    def keep(self, name: str, text: str) -> None:
+        """A file of the folder, in whole or not at all."""
         try:
             write_whole(self.folder / name, text)
         except OSError as error:
@@ -404,7 +386,7 @@ def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
         "method": repr(spec.batch.method) if spec.batch is not None else None,
         "machine": f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}",
         "versions": {
-            "syncline": importlib.metadata.version("syncline"),
+            "syncline": VERSION,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

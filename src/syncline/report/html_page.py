@@ -58,12 +58,8 @@ def plots(record: RunRecord) -> list[str]:
     }
     for name, names in wanted.items():
         series = {each: record.metric(each) for each in names}
-        by_epoch = [
-            svg.Series(_called(each), [(e, v) for e, _, v in points]) for each, points in series.items()
-        ]
-        by_time = [
-            svg.Series(_called(each), sorted((s, v) for _, s, v in points)) for each, points in series.items()
-        ]
+        by_epoch = [(_called(each), [(e, v) for e, _, v in points]) for each, points in series.items()]
+        by_time = [(_called(each), sorted((s, v) for _, s, v in points)) for each, points in series.items()]
         y = name.split()[-1].lower()
         over = f"{record.word}s"
         drawn.append(svg.lines(f"{name} over {over}", by_epoch, x=over, y=y))
@@ -84,7 +80,7 @@ def batch_plots(record: RunRecord) -> list[str]:
     """What a batch method says of its iterations; nothing for other runs."""
     found = {name: record.noted(name) for name in NOTES}
     return [
-        svg.lines(NOTES[name], [svg.Series(name, points)], x="iterations", y=name)
+        svg.lines(NOTES[name], [(name, points)], x="iterations", y=name)
         for name, points in found.items()
         if points
     ]
@@ -99,7 +95,7 @@ def _called(name: str) -> str:
 
 
 def fault_marks(record: RunRecord) -> list[svg.Mark]:
-    return [svg.Mark(each["seconds"], _event_words(each)) for each in record.faults]
+    return [(each["seconds"], _event_words(each)) for each in record.faults]
 
 
 def staleness_plot(record: RunRecord) -> str:
@@ -123,7 +119,7 @@ def rates_plot(record: RunRecord) -> str:
             done = (each.get("steps") or 0) - steps.get(each["rank"], 0)
             if span > 0 and done >= 0 and each.get("state") not in GONE:
                 series.setdefault(each["rank"], []).append((after["seconds"], done / span))
-    drawn = [svg.Series(f"learner {rank}", series[rank]) for rank in sorted(series)[: len(svg.COLOURS)]]
+    drawn = [(f"learner {rank}", series[rank]) for rank in sorted(series)[: len(svg.COLOURS)]]
     marks = fault_marks(record)
     return svg.lines("Rates of learners", drawn, x=_seconds(record), y="gradients/s", marks=marks, zero=True)
 

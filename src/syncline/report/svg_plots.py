@@ -1,205 +1,363 @@
-"""Plots as SVG text, without any dependency: lines over a number, and bars. They stand alone or inside a page."""
+"""Plots as SVG text, without any dependency: curves through points, on linear or logarithmic axes, and bars.
+
+They stand alone, side by side, or inside a page. Every point has its words as a tooltip; labels that would cover each other are
+left out. Not responsible for what is drawn.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from xml.etree import ElementTree
 
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 INK, FAINT, RULE, FAULT = "#1f2937", "#6b7280", "#e5e7eb", "#b91c1c"
-WIDTH, HEIGHT = 520, 280
-LEFT, RIGHT, TOP, BOTTOM = 58, 16, 34, 46
 FONT = "font-family='system-ui, sans-serif' font-size='12'"
+SMALL, LARGE = (520, 280), (600, 420)  # widths and heights
+LEFT, RIGHT, TOP, BOTTOM = 60, 18, 34, 48
+LETTER, LINE = 5.8, 13.0  # size of a label's letters and lines
+ROW = 16  # height of the legend's rows
+WIDE = 8.0  # largest over smallest value, from which an axis is logarithmic
+MANY = 60  # points of a line that has no dots
+Size = tuple[int, int]
 Point = tuple[float, float]
+Series = tuple[str, Sequence[Point]]  # a line, with its name
+Mark = tuple[float, str]  # a place on an axis, with words
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
-    """One line of a plot."""
-
-    name: str
-    points: Sequence[Point]
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A vertical line at something that happened."""
+class Spot:
+    """A point with its label and tooltip."""
 
     x: float
-    words: str
+    y: float
+    label: str = ""
+    tip: str = ""
+    weight: float = 0.0  # labels of larger weight are placed first
 
 
-@dataclass(slots=True)
-class Axis:
-    """From values to places on the paper."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Spots in order; joined by a line, marked by dots, or both."""
+
+    spots: Sequence[Spot]
+    colour: str = INK
+    name: str = ""  # for the legend
+    line: bool = True
+    dots: bool = True
+    dashed: bool = False
+
+
+# -- axes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From values to places, by the value or by its logarithm."""
 
     low: float
     high: float
-    start: float
-    end: float
-    ticks: list[float] = field(default_factory=list)
+    log: bool = False
+    ticks: tuple[float, ...] = field(default=())
 
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+    def place(self, value: float, start: float, end: float) -> float:
+        low, high, at = (math.log(v) if self.log else v for v in (self.low, self.high, value))
+        return start + (at - low) / (high - low) * (end - start)
 
 
-def lines(
+def scale(values: Sequence[float], *, log: bool | None = None, powers: bool = False) -> Scale:
+    """Round limits around some values; logarithmic where they are wide apart, with `powers` in powers of two."""
+    low, high = min(values), max(values)
+    possible = low > max(1e-12 * high, 1e-100)
+    if powers and possible:
+        return _powers(low, high)
+    wide = possible and high / low > WIDE if log is None else log
+    return _logarithmic(low, high) if wide and possible else _linear(low, high)
+
+
+def _powers(low: float, high: float) -> Scale:
+    first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
+    last = max(last, first + 1)
+    every = max(1, math.ceil((last - first) / 10))
+    return Scale(2.0**first, 2.0**last, True, tuple(2.0**k for k in range(first, last + 1, every)))
+
+
+def _linear(low: float, high: float) -> Scale:
+    size = max(abs(low), abs(high))
+    if high - low <= max(1e-9 * size, 1e-100):  # nothing to tell apart
+        half = size / 2 if size > 1e-90 else 0.5
+        low, high = low - half, high + half
+    size = 10.0 ** math.floor(math.log10((high - low) / 5))
+    step = next(factor * size for factor in (1, 2, 2.5, 5, 10) if factor * size >= (high - low) / 5 * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = tuple(number * step for number in range(first, last + 1))
+    return Scale(ticks[0], ticks[-1], False, ticks)
+
+
+def _logarithmic(low: float, high: float) -> Scale:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 3 else (1,)
+    every = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+    below = max((tick for tick in every if tick <= low * 1.0001), default=every[0])
+    above = min((tick for tick in every if tick >= high * 0.9999), default=every[-1])
+    above = above if above > below else below * 10
+    return Scale(below, above, True, tuple(tick for tick in every if below <= tick <= above))
+
+
+# -- plots -----------------------------------------------------------------------------------------------------
+
+
+def curves(
     title: str,
-    series: Sequence[Series],
+    drawn: Sequence[Curve],
     *,
     x: str,
     y: str,
+    across: Scale | None = None,
+    up: Scale | None = None,
+    level: Mark | None = None,
     marks: Sequence[Mark] = (),
-    zero: bool = False,
+    size: Size = LARGE,
 ) -> str:
-    """Lines over a common axis, with the zero if wanted; says so where there is nothing to draw."""
-    drawn = [each for each in series if each.points]
-    if not drawn:
-        return _frame(title, [_text(WIDTH / 2, HEIGHT / 2, "no data yet", anchor="middle", colour=FAINT)])
-    across = _axis([p[0] for s in drawn for p in s.points] + [m.x for m in marks], LEFT, WIDTH - RIGHT)
-    values = [p[1] for s in drawn for p in s.points]
-    up = _axis([0.0, *values] if zero else values, HEIGHT - BOTTOM, TOP)
-    parts = [*_grid(across, up), *_labels(x, y), *_marks(marks, across)]
-    for number, each in enumerate(drawn):
-        parts += _line(each, across, up, COLOURS[number % len(COLOURS)])
-    ends = [up(each.points[-1][1]) for each in drawn]
-    low = sum(ends) / len(ends) < (TOP + HEIGHT - BOTTOM) / 2  # they end high: the legend goes below them
-    return _frame(title, [*parts, *_legend(drawn, title, low)])
+    """One plot; scales are made from the points where they are not given. `level` is across it, `marks` are things that happened."""
+    spots = [spot for curve in drawn for spot in curve.spots]
+    if not spots:
+        return _empty(title, size)
+    legend, rows = _legend(drawn, size[0])
+    across = across or scale([spot.x for spot in spots])
+    up = up or scale([spot.y for spot in spots] + ([level[0]] if level else []))
+    area = _Area(size, across, up, rows)
+    parts = [*area.rules(), *area.ticks(), *area.names(x, y), *area.marks(marks)]
+    if level is not None:
+        parts += area.level(*level, spots)
+    for curve in drawn:
+        parts += area.curve(curve)
+    return _frame(title, area.size, [*parts, *area.labels(spots), *legend])
+
+
+def lines(
+    title: str, series: Sequence[Series], *, x: str, y: str, marks: Sequence[Mark] = (), zero: bool = False
+) -> str:
+    """Lines over a common axis, with the zero if wanted; a single line is named by the title."""
+    found = [(name, points) for name, points in series if points]
+    if not found:
+        return _empty(title, SMALL)
+    drawn = [
+        Curve(
+            spots=[
+                Spot(*at, tip=f"{name}: {number_text(at[1], 4)} at {number_text(at[0], 4)}") for at in points
+            ],
+            colour=COLOURS[number % len(COLOURS)],
+            name=name if len(found) > 1 else "",
+            dots=len(points) <= MANY,
+        )
+        for number, (name, points) in enumerate(found)
+    ]
+    spots = [spot for curve in drawn for spot in curve.spots]
+    across = scale([spot.x for spot in spots] + [place for place, _ in marks], log=False)
+    up = scale([0.0] * zero + [spot.y for spot in spots], log=False)
+    return curves(title, drawn, x=x, y=y, across=across, up=up, marks=marks, size=SMALL)
 
 
 def bars(title: str, values: Sequence[tuple[str, float, str]], *, x: str, y: str) -> str:
     """Bars from (label, value, tooltip)."""
     if not any(value for _, value, _ in values):
-        return _frame(title, [_text(WIDTH / 2, HEIGHT / 2, "no data yet", anchor="middle", colour=FAINT)])
-    up = _axis([0.0, max(value for _, value, _ in values)], HEIGHT - BOTTOM, TOP)
-    up.low, up.ticks = 0.0, [tick for tick in up.ticks if tick >= 0]
-    room = (WIDTH - LEFT - RIGHT) / len(values)
-    parts = [*_rules(up), *_labels(x, y)]
-    every = max(1, math.ceil(len(values) * 26 / (WIDTH - LEFT - RIGHT)))
+        return _empty(title, SMALL)
+    up = scale([0.0, max(value for _, value, _ in values)], log=False)
+    area = _Area(SMALL, Scale(0, len(values)), up)
+    parts = [*area.rules(), *area.names(x, y)]
+    room = area.x(1) - area.x(0)
+    wide, every = min(46.0, room * 0.72), max(1, math.ceil(26 / room))
     for number, (label, value, tip) in enumerate(values):
-        middle, top = LEFT + room * (number + 0.5), up(value)
-        wide = min(46.0, room * 0.72)
+        middle, top = area.x(number + 0.5), area.y(value)
         parts.append(
-            f"<rect x='{middle - wide / 2:.1f}' y='{top:.1f}' width='{wide:.1f}' height='{up(0) - top:.1f}' "
+            f"<rect x='{middle - wide / 2:.1f}' y='{top:.1f}' width='{wide:.1f}' height='{area.y(0) - top:.1f}' "
             f"fill='{COLOURS[0]}'><title>{escape(tip)}</title></rect>"
         )
         if number % every == 0:
-            parts.append(_text(middle, HEIGHT - BOTTOM + 16, label, anchor="middle"))
-    return _frame(title, parts)
+            parts.append(_text(middle, area.low + 16, label, anchor="middle"))
+    return _frame(title, area.size, parts)
 
 
-def stacked(plots: Sequence[str]) -> str:
-    """Several plots in one picture, two in a row."""
-    rows = math.ceil(len(plots) / 2)
-    wide, high = WIDTH * min(2, len(plots)), HEIGHT * rows
-    placed = (
-        f"<g transform='translate({WIDTH * (number % 2)} {HEIGHT * (number // 2)})'>{plot}</g>"
-        for number, plot in enumerate(plots)
+def side_by_side(plots: Sequence[str], title: str = "") -> str:
+    """Plots in one picture, two in a row, with a heading if wanted."""
+    sizes = [[int(ElementTree.fromstring(plot).get(key, 0)) for plot in plots] for key in ("width", "height")]
+    step, high = max(sizes[0]), 34 if title else 0
+    placed = []
+    for first in range(0, len(plots), 2):
+        row = enumerate(plots[first : first + 2])
+        placed += [f"<g transform='translate({step * column} {high})'>{plot}</g>" for column, plot in row]
+        high += max(sizes[1][first : first + 2])
+    heading = f"<text x='{LEFT}' y='26' {FONT} fill='{INK}'>{escape(title)}</text>" if title else ""
+    paper = "<rect width='100%' height='100%' fill='white'/>"
+    return _svg((step * min(2, len(plots)), high), f"{paper}{heading}{''.join(placed)}") + "\n"
+
+
+# -- on paper --------------------------------------------------------------------------------------------------
+
+
+class _Area:
+    """What is between the axes, below so many rows of a legend: the first of them takes room from it."""
+
+    def __init__(self, size: Size, across: Scale, up: Scale, rows: int = 0) -> None:
+        self.size = size[0], size[1] + ROW * max(0, rows - 1)
+        self._across, self._up = across, up
+        self.right, self.high, self.low = (
+            size[0] - RIGHT,
+            TOP + (ROW * rows + 8) * (rows > 0),
+            self.size[1] - BOTTOM,
+        )
+        self._taken: list[Box] = []  # by words
+
+    def at(self, spot: Spot) -> Point:
+        return self.x(spot.x), self.y(spot.y)
+
+    def x(self, value: float) -> float:
+        return self._across.place(value, LEFT, self.right)
+
+    def y(self, value: float) -> float:
+        return self._up.place(value, self.low, self.high)
+
+    def rules(self) -> Iterator[str]:
+        for tick in self._up.ticks:
+            yield self._across_all(self.y(tick), f"stroke='{RULE}'")
+            yield _text(LEFT - 6, self.y(tick) + 4, number_text(tick), anchor="end")
+
+    def ticks(self) -> Iterator[str]:
+        for tick in self._across.ticks:
+            yield self._upright(self.x(tick), f"stroke='{RULE}'")
+            yield _text(self.x(tick), self.low + 16, number_text(tick), anchor="middle")
+
+    def _across_all(self, y: float, style: str, tip: str = "") -> str:
+        return f"<line x1='{LEFT}' x2='{self.right}' y1='{y:.1f}' y2='{y:.1f}' {style}>{_title(tip)}</line>"
+
+    def _upright(self, x: float, style: str, tip: str = "") -> str:
+        return (
+            f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{self.high}' y2='{self.low}' {style}>{_title(tip)}</line>"
+        )
+
+    def names(self, x: str, y: str) -> Iterator[str]:
+        """Of the axes."""
+        yield _text((LEFT + self.right) / 2, self.size[1] - 11, x, anchor="middle", colour=FAINT)
+        turned = f"translate(14 {(self.high + self.low) / 2:.0f}) rotate(-90)"
+        yield f"<text transform='{turned}' text-anchor='middle' fill='{FAINT}'>{escape(y)}</text>"
+
+    def marks(self, marks: Sequence[Mark]) -> Iterator[str]:
+        for place, words in marks:
+            yield self._upright(
+                self.x(place), f"stroke='{FAULT}' stroke-dasharray='3 3' class='fault'", words
+            )
+            yield _text(self.x(place), self.high + 3, "×", anchor="middle", colour=FAULT)
+
+    def level(self, value: float, words: str, spots: Sequence[Spot]) -> Iterator[str]:
+        place, wide = self.y(value), LETTER * 1.1 * len(words)
+        yield self._across_all(place, f"stroke='{INK}' stroke-dasharray='6 4'", words)
+        ends = (self.right - wide / 2 - 4, LEFT + wide / 2 + 4)
+        boxes = [_box(x, place + y, wide, LINE) for x in ends for y in (-9, 9)]
+        box = next((box for box in boxes if not _overlaps(box, self._dots(spots))), boxes[0])
+        self._taken.append(box)
+        yield _label(box, words, colour=FAINT, size=11)
+
+    def _dots(self, spots: Sequence[Spot]) -> list[Box]:
+        return [_box(x, y, 7, 7) for x, y in dict.fromkeys(map(self.at, spots))]
+
+    def curve(self, curve: Curve) -> Iterator[str]:
+        if curve.line and curve.spots:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(self.at, curve.spots))
+            style = "stroke-width='1' stroke-dasharray='3 3'" if curve.dashed else "stroke-width='2'"
+            yield f"<polyline points='{path}' fill='none' stroke='{curve.colour}' {style} stroke-linejoin='round'/>"
+        for spot in curve.spots if curve.dots else ():
+            x, y = self.at(spot)
+            tip = _title(spot.tip or spot.label)
+            yield f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3' fill='{curve.colour}'>{tip}</circle>"
+
+    def labels(self, spots: Sequence[Spot]) -> Iterator[str]:
+        """Where there is room, the weightiest first."""
+        taken = [*self._taken, *self._dots(spots)]
+        ordered = sorted(spots, key=lambda spot: -spot.weight)
+        for spot in {(*self.at(spot), spot.label): spot for spot in ordered}.values():
+            free = (box for box in self._around(spot) if spot.label and not _overlaps(box, taken))
+            if (box := next(free, None)) is not None:
+                taken.append(box)
+                yield _label(box, spot.label, colour=INK, size=10)
+
+    def _around(self, spot: Spot) -> Iterator[Box]:
+        """Places for a label, the best first, inside the axes."""
+        x, y = self.at(spot)
+        wide = LETTER * len(spot.label)
+        beside, above = wide / 2 + 7, LINE / 2 + 5
+        steps = ((0, -1), (0, 1), (1, 0), (-1, 0), (0.7, -1), (-0.7, -1), (0.7, 1), (-0.7, 1))
+        for across, up in steps:
+            box = _box(x + across * beside, y + up * above, wide, LINE)
+            if (
+                box[0] >= LEFT
+                and box[2] <= self.size[0] - 2
+                and box[1] >= self.high - 8
+                and box[3] <= self.low
+            ):
+                yield box
+
+
+def _box(x: float, y: float, wide: float, high: float) -> Box:
+    return x - wide / 2, y - high / 2, x + wide / 2, y + high / 2
+
+
+def _overlaps(box: Box, others: Sequence[Box]) -> bool:
+    return any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in others)
+
+
+def _legend(drawn: Sequence[Curve], width: int) -> tuple[list[str], int]:
+    """Below the title; and in how many rows."""
+    parts, left, rows = [], float(width), 0
+    for curve in drawn:
+        wide = 36 + 6.6 * len(curve.name)
+        if curve.name and left + wide - 15 > width:
+            left, rows = float(LEFT), rows + 1
+        if curve.name:
+            y, dash = 22 + ROW * rows, " stroke-dasharray='3 3'" if curve.dashed else ""
+            parts.append(
+                f"<line x1='{left:.0f}' x2='{left + 16:.0f}' y1='{y}' y2='{y}' stroke='{curve.colour}' "
+                f"stroke-width='{1 if curve.dashed else 3}'{dash}/>"
+            )
+            parts.append(_text(left + 21, y + 4, curve.name))
+            left += wide
+    return parts, rows
+
+
+def _empty(title: str, size: Size) -> str:
+    return _frame(
+        title, size, [_text(size[0] / 2, size[1] / 2, "no data yet", anchor="middle", colour=FAINT)]
     )
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {wide} {high}' width='{wide}' height='{high}'>"
-        f"<rect width='{wide}' height='{high}' fill='white'/>{''.join(placed)}</svg>\n"
-    )
 
 
-# -- parts -----------------------------------------------------------------------------------------------------
+def _frame(title: str, size: Size, parts: Sequence[str]) -> str:
+    heading = f"<text x='{LEFT}' y='20' font-weight='600' fill='{INK}'>{escape(title)}</text>"
+    return _svg(size, f"{_title(title)}{heading}{''.join(parts)}", f" role='img' {FONT}")
 
 
-def _frame(title: str, parts: Sequence[str]) -> str:
-    heading = f"<text x='{LEFT}' y='18' font-weight='600' fill='{INK}'>{escape(title)}</text>"
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' "
-        f"height='{HEIGHT}' role='img' {FONT}><title>{escape(title)}</title>{heading}{''.join(parts)}</svg>"
-    )
+def _svg(size: Size, content: str, more: str = "") -> str:
+    box = f"viewBox='0 0 {size[0]} {size[1]}' width='{size[0]}' height='{size[1]}'"
+    return f"<svg xmlns='http://www.w3.org/2000/svg' {box}{more}>{content}</svg>"
 
 
-def _axis(values: Sequence[float], start: float, end: float) -> Axis:
-    low, high = min(values), max(values)
-    if high <= low:
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    step = _nice((high - low) / 5)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = [number * step for number in range(first, last + 1)]
-    return Axis(ticks[0], ticks[-1], start, end, ticks)
-
-
-def _nice(step: float) -> float:
-    size = 10.0 ** math.floor(math.log10(step))
-    return next(factor * size for factor in (1, 2, 2.5, 5, 10) if factor * size >= step * 0.999)
-
-
-def _grid(across: Axis, up: Axis) -> list[str]:
-    ticks = [
-        _text(across(tick), HEIGHT - BOTTOM + 16, number_text(tick), anchor="middle") for tick in across.ticks
-    ]
-    return [*_rules(up), *ticks]
-
-
-def _rules(up: Axis) -> list[str]:
-    parts = []
-    for tick in up.ticks:
-        place = f"{up(tick):.1f}"
-        parts.append(f"<line x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{place}' y2='{place}' stroke='{RULE}'/>")
-        parts.append(_text(LEFT - 6, up(tick) + 4, number_text(tick), anchor="end"))
-    return parts
-
-
-def _labels(x: str, y: str) -> list[str]:
-    return [
-        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x, anchor="middle", colour=FAINT),
-        f"<text transform='translate(14 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)' text-anchor='middle' "
-        f"fill='{FAINT}'>{escape(y)}</text>",
-    ]
-
-
-def _marks(marks: Sequence[Mark], across: Axis) -> list[str]:
-    return [
-        f"<line x1='{across(m.x):.1f}' x2='{across(m.x):.1f}' y1='{TOP}' y2='{HEIGHT - BOTTOM}' "
-        f"stroke='{FAULT}' stroke-dasharray='3 3' class='fault'><title>{escape(m.words)}</title></line>"
-        f"<text x='{across(m.x):.1f}' y='{TOP + 3}' fill='{FAULT}' text-anchor='middle'>×</text>"
-        for m in marks
-    ]
-
-
-def _line(series: Series, across: Axis, up: Axis, colour: str) -> list[str]:
-    path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in series.points)
-    parts = [
-        f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='2' stroke-linejoin='round'/>"
-    ]
-    if len(series.points) <= 60:
-        parts += [
-            f"<circle cx='{across(x):.1f}' cy='{up(y):.1f}' r='2.6' fill='{colour}'>"
-            f"<title>{escape(series.name)}: {number_text(y, 4)} at {number_text(x, 4)}</title></circle>"
-            for x, y in series.points
-        ]
-    return parts
-
-
-def _legend(series: Sequence[Series], title: str, low: bool) -> list[str]:
-    """Beside the title where there is room, else on the right where no line ends; a single line is named by the title."""
-    if len(series) < 2:
-        return []
-    wide = [24 + 6.2 * len(each.name) for each in series]
-    if LEFT + 7.0 * len(title) + sum(wide) <= WIDTH:
-        lefts = [WIDTH - RIGHT - sum(wide[number:]) + 8 for number in range(len(series))]
-        places, back = [(left, 18.0) for left in lefts], []
-    else:
-        left = max(LEFT + 8.0, WIDTH - RIGHT - max(wide))
-        top = HEIGHT - BOTTOM - 16.0 * len(series) - 10 if low else TOP + 2.0
-        places = [(left, top + 12 + 16 * number) for number in range(len(series))]
-        size = f"width='{WIDTH - RIGHT - left + 6:.0f}' height='{16 * len(series) + 6}'"
-        back = [f"<rect x='{left - 6:.0f}' y='{top:.0f}' {size} fill='white' fill-opacity='0.85'/>"]
-    for number, (each, (left, y)) in enumerate(zip(series, places, strict=True)):
-        colour = COLOURS[number % len(COLOURS)]
-        back.append(f"<rect x='{left:.0f}' y='{y - 6:.0f}' width='12' height='4' fill='{colour}'/>")
-        back.append(_text(left + 16, y, each.name))
-    return back
+def _title(words: str) -> str:
+    """A tooltip."""
+    return f"<title>{escape(words)}</title>" if words else ""
 
 
 def _text(x: float, y: float, words: str, *, anchor: str = "start", colour: str = INK) -> str:
     return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' fill='{colour}'>{escape(words)}</text>"
+
+
+def _label(box: Box, words: str, *, colour: str, size: int) -> str:
+    """Words that stay readable on lines."""
+    return (
+        f"<text x='{(box[0] + box[2]) / 2:.1f}' y='{box[3] - 3:.1f}' text-anchor='middle' fill='{colour}' "
+        f"font-size='{size}' paint-order='stroke' stroke='white' stroke-width='3'>{escape(words)}</text>"
+    )
 
 
 def number_text(value: float, digits: int = 3) -> str:

@@ -96,6 +96,7 @@ class AllReduceCoordinator:
     def __init__(
         self,
         learners: int,
+        processes: int,
         *,
         emit: Callable[[Any], None],
         event: Callable[..., None],
@@ -103,11 +104,11 @@ class AllReduceCoordinator:
         fail: Callable[[BaseException], None],
         keep: Callable[[GatheredCut], None],
     ) -> None:
-        self._learners = learners
+        self._learners, self._processes = learners, processes  # more of them where a learner has seats
         self._emit, self._event, self._reply, self._fail, self._keep = emit, event, reply, fail, keep
         self._cuts = AllReduceCheckpoints(learners)
         self.layouts: dict[int, Layout] = {}
-        self._met = [0] * learners  # meetings of each
+        self._met = [0] * processes  # meetings of each
         self._meetings: dict[int, dict[int, Meet]] = {}
         self._epochs: dict[int, dict[int, PeerEpoch]] = {}
         self.closed: dict[int, PeerClosed] = {}
@@ -154,10 +155,10 @@ class AllReduceCoordinator:
                     "all-reduce all learners must do the same in the same order"
                 )
             )
-        elif len(meeting) == self._learners:
+        elif len(meeting) == self._processes:
             del self._meetings[number]
-            values = [meeting[each].value for each in range(self._learners)]
-            for each in range(self._learners):
+            values = [meeting[each].value for each in range(self._processes)]
+            for each in range(self._processes):
                 self._reply(each, values)
         else:
             self._check_absent()
@@ -203,7 +204,7 @@ class AllReduceCoordinator:
     def _close(self, rank: int, report: PeerClosed) -> None:
         self.closed[rank] = report
         self._check_absent()
-        if len(self.closed) < self._learners:
+        if len(self.closed) < self._processes:
             return
         self._emit_copies("final", [self.closed[each].copies for each in range(self._learners)])
         self._emit(m.Finished(self._statistics()))

@@ -67,9 +67,7 @@ class SimPeer(CollectivePort):
 
     def _main(self) -> None:
         world, spec = self._world, self._world.spec
-        torch.set_num_threads(
-            spec.threads or 1
-        )  # each thread has its own number, and another in its first operation
+        torch.set_num_threads(spec.threads or 1)  # each thread has its own, another in its first operation
         try:
             session = AllReduceSession(
                 self, replace(spec.seat(self.rank), reader=False), spec.storage.restored

@@ -2,7 +2,7 @@
 
 It says to coordinator and leading shard exactly what `run_training` says through a session: `learn.training`,
 `learn.session` and `learn.feed` are its plain reference, tests compare the two to the bit. A generator that gives way where a session
-would block. Gradients are promised (`promises`), not made here.
+would block. Gradients are promised (`batched.lazy_gradients`), not made here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from syncline.learn.stepper import FeedWait, Portions, Rested
 from syncline.messages.to_leader import Farewell
 from syncline.ports import Portion, RunStopped
 from syncline.sim.batched.lazy_gradients import Own, Promise
-from syncline.sim.batched.lazy_replica import PromisedReplica
+from syncline.sim.builtin_replica import PromisedReplica
 from syncline.sim.clock import Clock
 from syncline.sim.fibers import Handler
 from syncline.sim.learner import WAITING, SimLearner
@@ -52,7 +52,7 @@ class Builtin(SimLearner):
         self._count = self._used = 0
         self._mark: torch.Tensor | None = None
         self._ready: Callable[[], bool] = lambda: True
-        self._kept_random = b""
+        self.kept_random = b""  # of a run that goes on: in force with the first batch
 
     def _make_fiber(self) -> Handler:
         return Handler(self._main_steps())
@@ -95,9 +95,7 @@ class Builtin(SimLearner):
             feed.leave()
         if not self.ending:
             table.stepper.push()
-        if (
-            self.run_plan.saving.cuts
-        ):  # nothing more will be published: leave the random states as of the last gradient
+        if self.run_plan.saving.cuts:  # nothing more is published: the random states of the last gradient
             self.post(Farewell(TABLE, self.random_states(marked=True)))
 
     def _epoch(self, table: PromisedReplica, feed: Feed) -> Steps:
@@ -105,9 +103,9 @@ class Builtin(SimLearner):
         feed.begin()
         while not self.ending or feed.waiting:
             yield from feed.fetch()
-            portion = feed.take()
-            if portion is None:
+            if not feed.waiting:
                 break
+            portion = feed.waiting.pop(0)
             self._fresh, self._used = True, portion.number + 1
             self._count += portion.stop - portion.start
             table.promise = self._promise(table, portion, feed.parts)
@@ -142,10 +140,6 @@ class Builtin(SimLearner):
             clock.at(until, self.wake)
         else:
             self.fiber.resume()  # it draws only where a gradient is made, from its own states
-
-    def wake_at(self, times: list[float]) -> None:
-        for time in times:
-            self._world.clock.at(time, self.wake)
 
     @property
     def clock(self) -> Clock:
@@ -213,22 +207,18 @@ class Builtin(SimLearner):
 
     # -- random states -----------------------------------------------------------------------------------
 
-    def keep_random(self, states: bytes) -> None:
-        """Of a run that goes on: in force with the first batch."""
-        self._kept_random = states
-
     def _restore_random(self) -> None:
-        if self._kept_random:
+        if self.kept_random:
             outside = Random()
-            unpack_random(self._kept_random, CPU)
+            unpack_random(self.kept_random, CPU)
             self.own.random.save()
             outside.restore()
-            self._kept_random = b""
+            self.kept_random = b""
 
     def mark_random(self) -> None:
         """A gradient is published: what torch draws from here on belongs to the next."""
         if self.run_plan.saving.cuts:
-            self._mark = self.own.random.torch_state
+            self._mark = self.own.random.torch
 
     def states(self) -> bytes:
         return self.random_states() if self.started and not self.dead else b""
@@ -272,18 +262,14 @@ class Feed:
         """Have the next portion, and as many after it as are read ahead."""
         ahead = self._shop.ahead
         while self._more and len(self.waiting) <= ahead and not self._learner.ending:
-            portion = self._at_hand() or (yield from self._next())
+            portion = self._at_hand()
+            if portion is None:
+                portion = yield from self._drive(self._portion.next(self._wanted, block=not self.waiting))
             if portion is None:
                 break
             self._more = not portion.end
             if self._more:
                 self.waiting.append(portion)
-
-    def _next(self) -> Generator[None, None, Portion | None]:
-        return (yield from self._drive(self._portion.next(self._wanted, block=not self.waiting)))
-
-    def take(self) -> Portion | None:
-        return self.waiting.pop(0) if self.waiting else None
 
     def leave(self) -> None:
         """The epoch is over for this learner."""

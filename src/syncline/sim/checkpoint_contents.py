@@ -7,14 +7,12 @@ tables, feeds and random states, which are in every checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from syncline.engines.run import RunSpec
-from syncline.sim.fault_player import Script
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +36,6 @@ class Moment:
             return cls(**{**kept, "losses": [(rank, count) for rank, count in kept["losses"]]})
         seconds = kept["seconds"] if kept is not None else 0.0
         return cls(learners=spec.plan.learners, seconds=seconds, ranks=list(range(spec.plan.learners)))
-
-    def record(self) -> dict[str, Any]:
-        """Plain values, for a manifest."""
-        return asdict(self)
-
-    def rest(self, script: Script) -> Script:
-        """What has not happened yet."""
-        return script.rest(self.played)
 
 
 def with_states(tensors: dict[str, Tensor], states: Iterable[tuple[int, bytes]]) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Simulated collectives: all learners' buffers are summed in rank order, after the time of a ring over the slowest link.
 
-One ring at a time: reductions that start while another is under way wait for the network. Not responsible for who waits (`peers`).
+One ring at a time: reductions that start while another is under way wait for the network. Not responsible for who waits (`allreduce`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from syncline.cluster.record import Cluster, Link
+from syncline.cluster.record import Cluster
 from syncline.sim.clock import Clock
 
 BROADCAST, SUM = "broadcast", "sum"
@@ -66,12 +66,9 @@ class Rings:
             return 0.0
         part = -(-nbytes // self._learners)
         self.moved += hops * part * self._learners
-        link = self._link()
-        return link.setup + hops * (link.latency + link.seconds(part))
-
-    def _link(self) -> Link:
         machines = {self._cluster.machine_of_learner(rank) for rank in range(self._learners)}
-        return self._cluster.card if len(machines) > 1 else self._cluster.memory
+        link = self._cluster.card if len(machines) > 1 else self._cluster.memory
+        return link.setup + hops * (link.latency + link.seconds(part))
 
     @torch.no_grad()
     def _end(self, ring: Ring) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ class SimCoordinator(CoordinatorPort):
             return False
         manifest["history"] = upto(number, world.recorder.history())
         exact = world.goes_on()
-        manifest["simulated"] = world.moment(exact=exact).record()
+        manifest["simulated"] = asdict(world.moment(exact=exact))
         done = commit(world.folder, number, manifest, files, world.spec.storage.keep if prune else None)
         self.tell(done)
         if not done.problem:

@@ -7,6 +7,7 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -20,24 +21,26 @@ from syncline.learn.server_session import check_whole
 from syncline.learn.training import run_training
 from syncline.protocols.lifecycle import Faults
 from syncline.sim.allreduce import AllReduceSimulation, check_peer_script
-from syncline.sim.batch_run import BatchSimulation, check_batch_script
+from syncline.sim.batch_method_run import BatchSimulation, check_batch_script
 from syncline.sim.batched.shared_model import Ways
 from syncline.sim.fault_player import Script, check_script
-from syncline.sim.gc_after_run import debris
+from syncline.sim.garbage_collection import debris
 from syncline.sim.random_states import Random
 from syncline.sim.simulation import Simulation
-from syncline.sim.timing.run_times import Follow, Length, Timing, time_all_reduce, time_run, time_tree
-from syncline.sim.timing.sizes_only import OnUpdate, Sizes
+from syncline.sim.timing.allreduce_times import time_all_reduce
+from syncline.sim.timing.run_times import Follow, Length, TimedRun, Timing, time_servers, time_tree
+from syncline.sim.timing.sized_simulation import OnUpdate, Sizes
 from syncline.topologies import AllReduce, Servers, Trees, parse_topology
 
 LOOK = 0.05  # seconds between looks whether a run that was asked something has ended
+World = Simulation | AllReduceSimulation | BatchSimulation
 
 
 class SimHandle(Handle):
     """A simulated run on a thread of its own."""
 
     def __init__(self, engine: Sim, spec: RunSpec) -> None:
-        self._world: Simulation | AllReduceSimulation | BatchSimulation | None = None
+        self._world: World | None = None
         self._engine, self._spec = engine, spec
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
@@ -58,13 +61,7 @@ class SimHandle(Handle):
         threads, outside = torch.get_num_threads(), Random()
         torch.set_num_threads(self._spec.threads or 1)
         try:
-            engine, spec = self._engine, self._spec
-            if spec.batch is not None:
-                batch = engine.batch_world(spec)
-                self._follow(batch)
-                self._outcome = batch.run()
-            else:
-                self._outcome = engine.run(spec, self._follow)
+            self._outcome = self._engine.run(self._spec, self._follow)
         except BaseException as error:
             self._error = error
         finally:
@@ -72,7 +69,7 @@ class SimHandle(Handle):
             outside.restore()
             self._begun.set()
 
-    def _follow(self, world: Simulation | AllReduceSimulation | BatchSimulation) -> None:
+    def _follow(self, world: World) -> None:
         self._world = world
         self._begun.set()
 
@@ -90,10 +87,14 @@ class SimHandle(Handle):
     def done(self) -> bool:
         return not self._thread.is_alive()
 
-    def stop(self) -> None:
+    def _ask(self, command: Callable[[Any], None]) -> None:
+        """Between two events of the run."""
         self._begun.wait()
         if self._world is not None:
-            self._world.commands.append(lambda world: world.ask_stop())
+            self._world.commands.append(command)
+
+    def stop(self) -> None:
+        self._ask(lambda world: world.ask_stop())
 
     def interrupt(self, signal: int) -> None:
         self._interrupted = not self.done
@@ -103,18 +104,14 @@ class SimHandle(Handle):
         """Nothing ends a simulated learner's own computation in the middle."""
         self._thread.join(seconds)
         if not self.done and self._world is not None:
-            self._world.commands.append(lambda world: world.fail(KeyboardInterrupt()))
+            self._ask(lambda world: world.fail(KeyboardInterrupt()))
             self._thread.join(10)
 
     def add_learners(self, count: int) -> None:
-        self._begun.wait()
-        if self._world is not None:
-            self._world.commands.append(lambda world: world.ask_add(count))
+        self._ask(lambda world: world.ask_add(count))
 
     def change(self, sync: Sync) -> None:
-        self._begun.wait()
-        if self._world is not None:
-            self._world.commands.append(lambda world: world.change(sync))
+        self._ask(lambda world: world.change(sync))
 
     def statistics(self) -> m.Statistics:
         self._begun.wait()
@@ -123,7 +120,7 @@ class SimHandle(Handle):
         if threading.current_thread() is self._thread:
             return self._world.statistics()
         answers: queue.SimpleQueue[m.Statistics] = queue.SimpleQueue()
-        self._world.commands.append(lambda world: answers.put(world.statistics()))
+        self._ask(lambda world: answers.put(world.statistics()))
         while not self.done:
             with contextlib.suppress(queue.Empty):
                 return answers.get(timeout=LOOK)
@@ -179,33 +176,28 @@ class Sim(Engine):
         self.check, self.handlers, self.batched, self.exact = check, handlers, batched, exact
         Script.of(script)  # refused here, not when the run starts
 
-    def batch_world(self, spec: RunSpec) -> BatchSimulation:
-        """A run of a batch method that has not begun."""
-        seed = spec.plan.seed if self.seed is None else self.seed
-        return BatchSimulation(spec, self.cluster, script=Script.of(self.script), seed=seed)
-
-    def run(
-        self, spec: RunSpec, follow: Callable[[Simulation | AllReduceSimulation], None] = lambda world: None
-    ) -> Outcome:
+    def run(self, spec: RunSpec, follow: Callable[[World], None] = lambda world: None) -> Outcome:
         """To its end, from checkpoint to checkpoint where these are exact; `follow` gets each world before it runs."""
         world = self.world(spec)
         while True:
             follow(world)
             outcome = world.run()
-            if isinstance(world, AllReduceSimulation) or world.next is None:
+            if not isinstance(world, Simulation) or world.next is None:
                 return outcome
             storage = dataclasses.replace(spec.storage, restored=world.next)
             world = self.world(dataclasses.replace(spec, storage=storage), previous=world)
 
-    def world(self, spec: RunSpec, previous: Simulation | None = None) -> Simulation | AllReduceSimulation:
+    def world(self, spec: RunSpec, previous: Simulation | None = None) -> World:
         """A run that has not begun, or the part after the checkpoint of another world."""
-        seed = spec.plan.seed if self.seed is None else self.seed
+        seed, script = spec.plan.seed if self.seed is None else self.seed, Script.of(self.script)
+        if spec.batch is not None:
+            return BatchSimulation(spec, self.cluster, script=script, seed=seed)
         if spec.plan.topology.fixed_members:
-            return AllReduceSimulation(spec, self.cluster, script=Script.of(self.script), seed=seed)
+            return AllReduceSimulation(spec, self.cluster, script=script, seed=seed)
         return Simulation(
             spec,
             self.cluster,
-            script=Script.of(self.script),
+            script=script,
             seed=seed,
             check=self.check,
             handlers=self.handlers,
@@ -242,72 +234,43 @@ class Sim(Engine):
         virtual `seconds`. `on_update` gets each version, its moment and the mean staleness of its gradients;
         `follow`, before it begins, a function that says how far it is and may be called from another thread.
         """
-        script, course = Script.of(self.script), Course.of(sync)
         check_whole("shards", shards)
-        sizes = Sizes(parameters=parameters, examples=examples, itemsize=itemsize)
-        length = Length(epochs=epochs, steps=steps, seconds=seconds)
-        seed = seed if self.seed is None else self.seed
+        run = TimedRun(
+            cluster=self.cluster,
+            sizes=Sizes(parameters=parameters, examples=examples, itemsize=itemsize),
+            course=Course.of(sync),
+            length=Length(epochs=epochs, steps=steps, seconds=seconds),
+            learners=learners,
+            batch_size=batch_size,
+            policy=policy,
+            warm=warmstart,
+            seed=seed if self.seed is None else self.seed,
+            on_update=on_update,
+            follow=follow,
+        )
+        script = Script.of(self.script)
         place = parse_topology(topology) if topology is not None else Servers(shards, True)
         if topology is not None and shards != 1:
             raise UsageError(f"timing: give shards={shards} or topology={topology!r}, not both")
+        if isinstance(place, Servers):
+            if layers is not None:
+                raise UsageError(
+                    "timing: layers= are those of all-reduce; servers cut the whole table: leave it out"
+                )
+            return time_servers(run, place.shards, script)
+        place.check(run.course, Faults(), clip_norm=None, warm=warmstart)
         if isinstance(place, AllReduce):
-            place.check(course, Faults(), clip_norm=None, warm=warmstart)
             if script.faults or on_update is not None:
                 what = "a script" if script.faults else "on_update"
                 raise UsageError(
                     f"timing over all-reduce has no events: leave {what} out, or run with gradients"
                 )
-            return time_all_reduce(
-                self.cluster,
-                sizes,
-                course,
-                length,
-                topology=place,
-                layers=layers,
-                learners=learners,
-                batch_size=batch_size,
-                policy=policy,
-                seed=seed,
-                follow=follow,
-            )
-        if isinstance(place, Trees):
-            place.check(course, Faults(), clip_norm=None, warm=warmstart)
-            if script.faults or layers is not None:
-                what = "the script" if script.faults else "layers="
-                raise UsageError(f"timing over a tree knows nothing of {what}: leave it out")
-            return time_tree(
-                self.cluster,
-                sizes,
-                course,
-                length,
-                topology=place if place.root.fixed else dataclasses.replace(place, root=Servers(1, True)),
-                learners=learners,
-                batch_size=batch_size,
-                policy=policy,
-                warm=warmstart,
-                seed=seed,
-                on_update=on_update,
-                follow=follow,
-            )
-        if layers is not None:
-            raise UsageError(
-                "timing: layers= are those of all-reduce; servers cut the whole table: leave it out"
-            )
-        return time_run(
-            self.cluster,
-            sizes,
-            course,
-            length,
-            learners=learners,
-            shards=place.shards if topology is not None else shards,
-            batch_size=batch_size,
-            policy=policy,
-            warm=warmstart,
-            script=script,
-            seed=seed,
-            on_update=on_update,
-            follow=follow,
-        )
+            return time_all_reduce(run, place, layers)
+        assert isinstance(place, Trees)
+        if script.faults or layers is not None:
+            what = "the script" if script.faults else "layers="
+            raise UsageError(f"timing over a tree knows nothing of {what}: leave it out")
+        return time_tree(run, place)
 
     def _ways(self, spec: RunSpec) -> Ways | None:
         if isinstance(self.batched, Ways):
@@ -316,20 +279,20 @@ class Sim(Engine):
         return Ways() if self.batched or (self.batched is None and on_gpu) else None
 
     def start(self, spec: RunSpec) -> SimHandle:
+        script = Script.of(self.script)
         if spec.batch is not None:
             if self.check:
                 raise UsageError(
                     "Sim(check=True) checks the accounts of folds, sandblaster has none: leave check out"
                 )
-            check_batch_script(Script.of(self.script))
-            return SimHandle(self, spec)
-        if spec.plan.topology.fixed_members:
+            check_batch_script(script)
+        elif spec.plan.topology.fixed_members:
             if self.check:
                 raise UsageError(
                     "Sim(check=True) checks the accounts of servers, over all-reduce there are none: leave check out, "
                     "or use topology='servers'"
                 )
-            check_peer_script(Script.of(self.script))
-            return SimHandle(self, spec)
-        check_script(Script.of(self.script), spec, self.cluster)
+            check_peer_script(script)
+        else:
+            check_script(script, spec, self.cluster)
         return SimHandle(self, spec)

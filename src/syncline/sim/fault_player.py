@@ -1,11 +1,12 @@
 """Playing a script in a simulated run: its moments are moments of virtual time, or versions as the leading shard makes them.
 
-Not responsible for what a line may say (`engines.script`), nor for carrying it out (the world).
+Not responsible for what a line may say (`engines.fault_script`), nor for what happens to single learners and shards (`Simulation.play`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from syncline.cluster.record import Cluster
 from syncline.dial import Course, as_sync
@@ -13,6 +14,9 @@ from syncline.engines.fault_script import Fault, parse_script
 from syncline.engines.run import RunSpec
 from syncline.errors import DialError, UsageError
 from syncline.topologies import Trees
+
+if TYPE_CHECKING:
+    from syncline.sim.simulation import Simulation
 
 
 class Script:
@@ -85,3 +89,28 @@ def check_script(script: Script, spec: RunSpec, cluster: Cluster) -> None:
                     f"script, '{fault.text}': {dial} keeps {dial.delay + 1} versions, this run was started to keep "
                     f"{spec.plan.delay + 1}"
                 )
+
+
+def happens_to_machines(world: Simulation, fault: Fault) -> bool:
+    """A line about a whole machine (`node`) or a link, now; False if nobody is there."""
+    if fault.action == "cut":
+        what = f"the link between nodes {fault.rank} and {fault.other} is cut for {fault.length:g} s"
+        world.recorder.event(what, kind="cut")
+        world.network.cut(fault.rank, fault.other, world.clock.now + fault.length)
+        return True
+    learners = [each for each in world.live.values() if each.machine == fault.rank and not each.dead]
+    servers = [each for each in world.servers if each.machine == fault.rank and not each.dead]
+    done = "killed" if fault.action == "kill" else f"paused for {fault.length:g} s"
+    if learners or servers:
+        world.recorder.event(f"node {fault.rank} is {done} by the script", kind=done.split()[0])
+    for learner in learners:
+        if fault.action == "kill":
+            world.kill(learner, "killed by the script with its node")
+        else:
+            world.pause(learner, fault.length)
+    for server in servers:
+        if fault.action == "kill":
+            world.lose_shard(server.shard)
+        else:
+            server.pause.begin(world.clock.now, fault.length)
+    return bool(learners or servers)

@@ -18,8 +18,6 @@ try:
 except ImportError:  # an extra
     greenlet = None  # type: ignore[assignment]
 
-STACK = 16 << 20  # bytes of a thread's stack: address space, touched only where it is used
-
 
 class Killed(BaseException):
     """Unwinds a fiber that is ended from outside."""

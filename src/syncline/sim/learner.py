@@ -35,8 +35,9 @@ from syncline.ports import (
     TablePort,
 )
 from syncline.sim.clock import Action, ClockPause
+from syncline.sim.delayed_delivery import Line
 from syncline.sim.fibers import Fiber, Killed, make_fiber
-from syncline.sim.late_bulk import Line
+from syncline.sim.machine_cores import InTurn
 from syncline.sim.owned_memory import DRAFT, Drafts, Releases, SimLane, SimTable, poison
 
 if TYPE_CHECKING:
@@ -56,11 +57,10 @@ class SimLearner(LearnerPort):
         "_communication",
         "_computation",
         "_compute",
-        "_copying",
         "_incoming",
         "_leader",
         "_line",
-        "_outbox",
+        "_outgoing",
         "_pace",
         "_steps",
         "_waiting",
@@ -88,9 +88,10 @@ class SimLearner(LearnerPort):
         self._leader = world.servers[0]  # the one that it knows
         self.pause = ClockPause()
         self.stepped = False  # it has said something to the leading shard
-        self._outbox: list[Action] = []  # what waits for a gradient that is being copied
-        self._copying = False
-        self._incoming: dict[int, list[tuple[float, Action]]] = {}  # by shard: what it is copying
+        self._outgoing = InTurn(
+            world.machines, self.machine, self
+        )  # what it says, behind gradients it copies
+        self._incoming: dict[int, InTurn] = {}  # by shard: what it is copying
         self._arrival = 0.0  # of the last thing it sent: nothing overtakes
         self.portions: dict[tuple[int, int], Portion] = {}
         self._answers: list[Any] = []
@@ -231,8 +232,8 @@ class SimLearner(LearnerPort):
         """To a machine, or to the coordinator; after all that it sent before."""
         if self.dead:
             return
-        if self._copying:
-            self._outbox.append(partial(self._send, action, target, nbytes))
+        if self._outgoing.busy:
+            self._outgoing.add(0.0, partial(self._send, action, target, nbytes))
         else:
             self._send(action, target, nbytes)
 
@@ -305,37 +306,11 @@ class SimLearner(LearnerPort):
                     if (0, number) not in lane.freed:
                         self._send_to_leaf(lane.said[number])
 
-    def _copied(self) -> None:
-        """The gradient lies ready: it leaves, and what waited behind it."""
-        self._copying = False
-        while self._outbox and not self._copying:
-            self._outbox.pop(0)()
-
     def take_in(self, shard: int, seconds: float, arrive: Action) -> None:
         """What a shard sent is here: it is copied, after all that this shard sent before."""
-        line = self._incoming.get(shard)
-        if line is None:
-            line = self._incoming[shard] = []
-        if not line and not seconds:
-            arrive()
-            return
-        line.append((seconds, arrive))
-        if len(line) == 1:
-            self._copy_in(line)
-
-    def _copy_in(self, line: list[tuple[float, Action]]) -> None:
-        while line:
-            seconds, arrive = line[0]
-            if seconds:
-                self._world.machines.run(self.machine, seconds, partial(self._copied_in, line), self)
-                return
-            line.pop(0)
-            arrive()
-
-    def _copied_in(self, line: list[tuple[float, Action]]) -> None:
-        _, arrive = line.pop(0)
-        arrive()
-        self._copy_in(line)
+        if shard not in self._incoming:
+            self._incoming[shard] = InTurn(self._world.machines, self.machine, self)
+        self._incoming[shard].add(seconds, arrive)
 
     # -- the port ----------------------------------------------------------------------------------------
 
@@ -389,22 +364,7 @@ class SimLearner(LearnerPort):
         if world.nodes and isinstance(message, Gradient):
             world.lanes[message.table, self.learner].said[message.number] = message
             leave = partial(self._send_to_leaf, message)
-        seconds = world.cluster.copy.seconds(sum(parts))
-        if self._copying:
-            self._outbox.append(partial(self._copy_first, seconds, leave))
-        else:
-            self._copy_first(seconds, leave)
-
-    def _copy_first(self, seconds: float, leave: Action) -> None:
-        if seconds:
-            self._copying = True
-            self._world.machines.run(self.machine, seconds, partial(self._leave, leave), self)
-        else:
-            leave()
-
-    def _leave(self, leave: Action) -> None:
-        leave()
-        self._copied()
+        self._outgoing.add(world.cluster.copy.seconds(sum(parts)), leave)
 
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
         key = (loader, index)

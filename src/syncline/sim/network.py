@@ -135,9 +135,6 @@ class SimNetwork:
 
     def cards(self) -> dict[int, tuple[float, float]]:
         """Seconds for which each machine's card was sending, and receiving."""
+        idle = Way()
         machines = sorted(self._out.keys() | self._in.keys())
-        return {each: (_busy(self._out.get(each)), _busy(self._in.get(each))) for each in machines}
-
-
-def _busy(way: Way | None) -> float:
-    return way.busy if way is not None else 0.0
+        return {each: (self._out.get(each, idle).busy, self._in.get(each, idle).busy) for each in machines}

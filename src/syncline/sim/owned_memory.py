@@ -149,7 +149,4 @@ def poison(tensors: Iterable[Tensor]) -> None:
 def part_bytes(layout: Layout) -> list[int]:
     """Bytes of every shard's part of the parameters."""
     sizes = layout.parameters.item_sizes
-    return [
-        sum((high - low) * size for (low, high), size in zip(part.slices, sizes, strict=True))
-        for part in layout.parts
-    ]
+    return [sum((high - low) * sizes[segment] for segment, low, high in part.slices) for part in layout.parts]

@@ -70,15 +70,11 @@ class Random:
 
     def save(self) -> None:
         """Those of now instead."""
-        self._torch, self._numpy, self._python = torch.get_rng_state(), _numpy.read(), random.getstate()
+        self.torch, self._numpy, self._python = torch.get_rng_state(), _numpy.read(), random.getstate()
         self._gpus = torch.cuda.get_rng_state_all() if self._with_gpus else None
 
-    @property
-    def torch_state(self) -> torch.Tensor:
-        return self._torch
-
     def restore(self) -> None:
-        torch.set_rng_state(self._torch)
+        torch.set_rng_state(self.torch)
         _numpy.write(self._numpy)
         random.setstate(self._python)
         if self._gpus is not None:

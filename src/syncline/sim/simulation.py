@@ -34,14 +34,14 @@ from syncline.sim.batched.lazy_gradients import PromisedLane
 from syncline.sim.batched.shared_model import SharedModel, Ways, make_workshop
 from syncline.sim.builtin_learner import Builtin
 from syncline.sim.checkpoint_contents import Moment
-from syncline.sim.clock import Action, Clock, Machines
+from syncline.sim.clock import Action, Clock
 from syncline.sim.coordinator_port import SimCoordinator
-from syncline.sim.fault_player import Script
-from syncline.sim.gc_during_run import calm_collector
+from syncline.sim.delayed_delivery import Late
+from syncline.sim.fault_player import Script, happens_to_machines
+from syncline.sim.garbage_collection import calm_collector
 from syncline.sim.invariants.watch import Watch, WatchedRole
-from syncline.sim.late_bulk import Late
 from syncline.sim.learner import SimLearner
-from syncline.sim.machine_faults import happens_to_machines
+from syncline.sim.machine_cores import Machines
 from syncline.sim.network import SimNetwork
 from syncline.sim.owned_memory import SimLane, SimTable, poison
 from syncline.sim.random_states import OUTSIDE, RandomStreams
@@ -84,7 +84,7 @@ class Simulation(Crew):
         self._began = moment = Moment.of(spec)
         self.exact = exact
         self.next: Restored | None = None  # the checkpoint that another world goes on from
-        self.script = moment.rest(script or Script(()))
+        self.script = (script or Script(())).rest(moment.played)
         self.clock = Clock()
         self.clock.now = moment.seconds
         self.network = SimNetwork(cluster, seed)

@@ -4,10 +4,10 @@
     rows.py      what is known of a finished point; CSV
     store.py     the study's folder: rows as they come, going on where it stopped
     progress.py  what is done, running and left; when it will end
-    judge.py     means over seeds, the best, groups of equal μλ
-    point.py     one point as a run
-    worker.py    a process that runs points; pool.py: several of them
+    summary.py   means over seeds, the best, groups of equal μλ
+    point_run.py one point as a run
+    worker_pool.py  processes that do pieces of work, such as points
     picture.py   the curves as SVG and as a page
 
-Everything up to judge.py is pure or files only. Not responsible for options and displays (cli/).
+Everything up to summary.py is pure or files only. Not responsible for options and displays (cli/).
 """

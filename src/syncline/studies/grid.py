@@ -103,15 +103,11 @@ def parse_dials(text: str, reference_batch: int | None = None) -> tuple[str, ...
 
 
 def _referred(course: Course, batch: int | None) -> Course:
-    if batch is None:
-        return course
-    return Course(tuple((epoch, _with_reference(dial, batch)) for epoch, dial in course.dials))
+    def referred(dial: Sync) -> Sync:
+        wants = batch is not None and dial.lockstep and dial.reference_batch is None
+        return replace(dial, reference_batch=batch) if wants else dial
 
-
-def _with_reference(dial: Sync, batch: int) -> Sync:
-    if not dial.lockstep or dial.reference_batch is not None:
-        return dial
-    return replace(dial, reference_batch=batch)
+    return Course(tuple((epoch, referred(dial)) for epoch, dial in course.dials))
 
 
 def parse_numbers(option: str, text: str, *, least: int = 1) -> tuple[int, ...]:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from syncline.report.html_page import STYLE, measure, table
-from syncline.report.svg_curves import Curve, Level, Scale, Spot, curves, scale, side_by_side
-from syncline.report.svg_plots import COLOURS, FAINT
+from syncline.report.svg_plots import COLOURS, FAINT, Curve, Mark, Scale, Spot, curves, scale, side_by_side
 from syncline.studies.rows import StudyRow
 from syncline.studies.summary import RankedPoint, baseline, groups, places, wanted
 
@@ -100,9 +99,9 @@ class _Look:
             f"{place.sync} {place.name}: {value} after {place.seconds:.4g} s, {place.updates} updates{seeds}"
         )
 
-    def _level(self) -> Level | None:
+    def _level(self) -> Mark | None:
         found = self._baseline
-        return Level(self._y(found), f"baseline {found.name}") if found is not None else None
+        return (self._y(found), f"baseline {found.name}") if found is not None else None
 
     def over_product(self, syncs: Sequence[str]) -> str:
         """Rudra's rule: what counts is μλ. A dot for each, a line through the means of groups."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from syncline.engines.local import forkserver
 from syncline.engines.run import EpochRecord
-from syncline.errors import LearnerError, UsageError
+from syncline.errors import LearnerError, SynclineError, UsageError
 from syncline.jobs import Job
 from syncline.learn.gradient_ways import Backprop, way_of
 from syncline.learn.training import evaluation_of
@@ -25,7 +26,9 @@ from syncline.studies.rows import StudyRow, asked
 from syncline.topologies import Servers, Trees, parse_topology
 from syncline.train import Result, train
 from syncline.train.groups import GroupBatches, check_group, simulated
+from syncline.version import VERSION
 
+Source = tuple[str, str, str | None]  # a job as text, its name, where it looks for callables
 Moved = Callable[[int], None]  # gets the number of epochs that are done
 
 
@@ -37,6 +40,29 @@ def overrides(point: Point) -> list[str]:
         f"batch_size={point.batch_size}",
         f"seed={point.seed}",
     ]
+
+
+def work_on_points(job: Job, *, timing: bool) -> Callable[[], Callable[[Point, Moved], StudyRow]]:
+    """For worker processes; what they begin with."""
+    source = (job.dumps(), job.source.name, job.source.folder)
+    return partial(_prepare, source, local=job.engine.name == "local", timing=timing)
+
+
+def _prepare(source: Source, *, local: bool, timing: bool) -> Callable[[Point, Moved], StudyRow]:
+    if local:
+        forkserver.start_here()  # before there is another thread
+    else:
+        torch.set_num_threads(1)
+    return partial(_work, source, timing)
+
+
+def _work(source: Source, timing: bool, point: Point, moved: Moved) -> StudyRow:
+    text, name, folder = source
+    try:
+        job = Job.parse(text, overrides(point), name=name, folder=folder)
+    except SynclineError as error:
+        return asked(point, error=said(error))
+    return run_point(job, point, moved, timing=timing)
 
 
 def run_point(
@@ -176,7 +202,7 @@ def said(error: BaseException) -> str:
 @cache
 def made_by() -> dict[str, str]:
     """The library's version, and its commit where it runs from a checkout."""
-    return {"commit": _commit(), "version": importlib.metadata.version("syncline")}
+    return {"commit": _commit(), "version": VERSION}
 
 
 def _commit() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from syncline.dial import Course
@@ -66,7 +66,7 @@ class Progress:
 
     def part(self) -> float:
         """Of the work of this call."""
-        whole = sum(map(self._cost, self.points))
+        whole = self._whole()
         return self._worked() / whole if whole else 1.0
 
     def remaining(self, now: float) -> float | None:
@@ -74,12 +74,12 @@ class Progress:
         worked, spent = self._worked(), now - self.began
         if worked <= 0 or spent <= 0:
             return None
-        return max(0.0, sum(map(self._cost, self.points)) - worked) * spent / worked
+        return max(0.0, self._whole() - worked) * spent / worked
+
+    def _whole(self) -> float:
+        return sum(cost(point, steps=self.steps) for point in self.points)
 
     def _worked(self) -> float:
-        ended = sum(self._cost(row.point) for row in self.rows)
-        return ended + sum(each.part * self._cost(each.point) for each in self.running.values())
-
-    @property
-    def _cost(self) -> Callable[[Point], float]:
-        return lambda point: cost(point, steps=self.steps)
+        parts = [(row.point, 1.0) for row in self.rows]
+        parts += [(each.point, each.part) for each in self.running.values()]
+        return sum(part * cost(point, steps=self.steps) for point, part in parts)

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from syncline.errors import RunError, UsageError
 from syncline.jobs.toml import dumps
-from syncline.report.event_lines import write_whole
+from syncline.report.event_lines import append_whole, write_whole
 from syncline.studies.grid import Point
 from syncline.studies.rows import StudyRow, head, line_of, ordered, rows_of
 
@@ -144,17 +144,9 @@ class StudyStore:
     def add(self, row: StudyRow) -> None:
         """A run has ended: its line is on the disk when this returns, in whole."""
         self.rows = [each for each in self.rows if each.point != row.point] + [row]
-        content, path = line_of(row).encode("utf-8", "replace"), self.folder / TABLE
+        path = self.folder / TABLE
         try:
-            with path.open("ab", buffering=0) as file:
-                start = os.fstat(file.fileno()).st_size
-                try:
-                    if file.write(content) != len(content):
-                        raise OSError(28, "No space left on device")
-                    os.fsync(file.fileno())
-                except OSError:
-                    os.ftruncate(file.fileno(), start)
-                    raise
+            append_whole(path, line_of(row).encode("utf-8", "replace"), lasting=True)
         except OSError as error:
             raise RunError(
                 f"cannot write {path}: {error.strerror}; make room, and run again to go on"

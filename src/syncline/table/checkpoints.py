@@ -504,8 +504,8 @@ def _joined(entry: Entry, pieces: Sequence[_Found]) -> tuple[Tensor, dict[str, A
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:
-    """A layout for the manifest."""
-    return asdict(layout)
+    """A layout for the manifest; where shards were cut is nobody's later."""
+    return asdict(replace(layout, cuts=()))
 
 
 def layout_of(data: Mapping[str, Any]) -> Layout:
@@ -515,4 +515,5 @@ def layout_of(data: Mapping[str, Any]) -> Layout:
         for kind in ("parameters", "buffers", "others")
     }
     groups, aliases = (tuple(tuple(each) for each in data[key]) for key in ("groups", "aliases"))
-    return Layout(**flats, groups=groups, aliases=aliases, cuttable=data["cuttable"], shards=data["shards"])
+    cuttable, shards = data["cuttable"], data["shards"]
+    return Layout(**flats, groups=groups, aliases=aliases, cuttable=cuttable, shards=shards, cuts=())

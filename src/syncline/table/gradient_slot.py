@@ -20,9 +20,21 @@ OPTIONS_ROOM = 16384  # bytes for the group options as JSON
 STATES_ROOM = 16384  # bytes for a learner's random states
 
 
+class SlotOffsets:
+    """Where in a slot what lies, in bytes; values come first."""
+
+    def __init__(self, layout: Layout) -> None:
+        count = len(layout.parameters.entries)
+        self.buffers = layout.parameters.nbytes
+        self.mask = self.buffers + layout.buffers.nbytes
+        self.mask_end = self.mask + count
+        self.options = self.mask + -(-count // LINE) * LINE
+        self.states = self.options + OPTIONS_ROOM
+        self.end = self.states + STATES_ROOM
+
+
 def slot_bytes(layout: Layout) -> int:
-    mask = -(-len(layout.parameters.entries) // LINE) * LINE
-    return layout.parameters.nbytes + layout.buffers.nbytes + mask + OPTIONS_ROOM + STATES_ROOM
+    return SlotOffsets(layout).end
 
 
 class Slot:
@@ -34,14 +46,11 @@ class Slot:
         self.memory = memory
         values = memory if values is None else values
         self.segments = flat.segments(values)
-        self.buffers = buffers.views(buffers.segments(values[flat.nbytes :]))
-        position = flat.nbytes + buffers.nbytes
-        count = len(flat.entries)
-        self.mask = memory[position : position + count]  # uint8: 1 where the parameter has a gradient
-        start = position + -(-count // LINE) * LINE
-        self._options = memoryview(memory[start : start + OPTIONS_ROOM].numpy())  # type: ignore[arg-type]
-        start += OPTIONS_ROOM
-        self._states = memoryview(memory[start : start + STATES_ROOM].numpy())  # type: ignore[arg-type]
+        at = SlotOffsets(layout)
+        self.buffers = buffers.views(buffers.segments(values[at.buffers :]))
+        self.mask = memory[at.mask : at.mask_end]  # uint8: 1 where the parameter has a gradient
+        self._options = memoryview(memory[at.options : at.states].numpy())  # type: ignore[arg-type]
+        self._states = memoryview(memory[at.states : at.end].numpy())  # type: ignore[arg-type]
 
     @cached_property
     def gradients(self) -> list[Tensor]:

@@ -8,6 +8,7 @@ round otherwise) nor for 16-bit numbers (likewise): those are stepped plainly.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from syncline.table.layout import Part, Piece
 from syncline.table.optimizer_template import ELEMENTWISE, bare_step
 
-MOST = 1 << 16  # elements of a run: it stays in a core's cache between the operations of a step
+MOST = (
+    1 << 16
+)  # elements of a run: it stays in a core's cache between the operations of a step; a GPU takes all at once
 WORTH = 0.75  # runs to parameters, at most
 DTYPES = (torch.float32, torch.float64)
 COUNTS = ("step", "mu_product")  # one number for a parameter; all else in a state is shaped like it
@@ -75,7 +78,7 @@ class JoinedStep:
         """Only where the bits are the same, and where it gains something."""
         if type(optimizer) not in ELEMENTWISE or any(segment.dtype not in DTYPES for segment in weights):
             return None
-        if any(segment.is_cuda for segment in weights) or _fused(optimizer):
+        if _fused(optimizer):
             return None
         joined = cls(optimizer, part, parameters, weights)
         return joined if len(joined._runs) <= WORTH * len(parameters) else None
@@ -140,13 +143,14 @@ def _runs(
     parameters: Sequence[nn.Parameter],
     weights: Sequence[Tensor],
 ) -> list[_Run]:
+    most = sys.maxsize if any(segment.is_cuda for segment in weights) else MOST
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     chunks: list[tuple[tuple[int, int], list[tuple[nn.Parameter, Piece]]]] = []
     for parameter, piece in zip(parameters, part.pieces, strict=True):
         key = group_of[id(parameter)], piece.segment
         end = piece.position + piece.stop - piece.start
         last = chunks[-1] if chunks else None
-        if last is not None and last[0] == key and end - last[1][0][1].position <= MOST:
+        if last is not None and last[0] == key and end - last[1][0][1].position <= most:
             last[1].append((parameter, piece))
         else:
             chunks.append((key, [(parameter, piece)]))

@@ -23,6 +23,8 @@ from syncline.errors import LayoutError
 GRAIN = 64  # elements
 LINE = 1024  # bytes: a segment starts at a multiple of GRAIN elements of any dtype
 
+Spans = tuple[tuple[int, int], ...]
+
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -136,20 +138,20 @@ class Piece:
     entry: int
     start: int
     stop: int
-    segment: int
-    position: int  # first element, in the shard's slice of the segment
+    segment: int  # which of the shard's slices
+    position: int  # first element, in that slice
     whole: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one shard owns: a slice of every segment."""
+    """What one shard owns: slices of the segments, (segment, first element, end)."""
 
-    slices: tuple[tuple[int, int], ...]
+    slices: tuple[tuple[int, int, int], ...]
     pieces: tuple[Piece, ...]
 
     def segments(self, segments: Sequence[Tensor]) -> list[Tensor]:
-        return [segment[low:high] for segment, (low, high) in zip(segments, self.slices, strict=True)]
+        return [segments[segment][low:high] for segment, low, high in self.slices]
 
     def views(self, own: Sequence[Tensor], entries: Sequence[Entry]) -> list[Tensor]:
         """One tensor per piece over the shard's slices; whole entries in their shape, others flat."""
@@ -171,12 +173,17 @@ class Layout:
     aliases: tuple[tuple[str, str], ...]  # further names of tied parameters
     cuttable: bool
     shards: int
+    cuts: tuple[
+        Spans, ...
+    ] = ()  # of the line of all bytes, each shard's spans, if they are not one of equal size for each
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
+        if self.cuts:
+            return tuple(_part(self.parameters, spans) for spans in self.cuts)
         bounds = _bounds(self.parameters, self.shards, self.cuttable)
         bounds[-1] += 1  # the last part also owns what is empty and lies at the very end
-        return tuple(_part(self.parameters, low, high) for low, high in pairwise(bounds))
+        return tuple(_part(self.parameters, (span,)) for span in pairwise(bounds))
 
     def difference(self, other: Layout) -> str | None:
         """The first thing in which two layouts differ, in words; None if they agree."""
@@ -212,22 +219,34 @@ def _bounds(flat: Flat, shards: int, cuttable: bool) -> list[int]:
     return [*bounds, flat.nbytes]
 
 
-def _part(flat: Flat, low: int, high: int) -> Part:
-    slices = []
-    for offset, length, size in zip(flat.offsets, flat.lengths, flat.item_sizes, strict=True):
-        first = min(length, max(0, (low - offset) // size))
-        last = min(length, max(0, (high - offset) // size))
-        slices.append((first, last))
-    pieces = []
+def _part(flat: Flat, spans: Spans) -> Part:
+    slices: list[tuple[int, int, int]] = []
+    pieces: list[Piece] = []
+    for low, high in spans:
+        first = len(slices)
+        for segment, (offset, length, size) in enumerate(
+            zip(flat.offsets, flat.lengths, flat.item_sizes, strict=True)
+        ):
+            begin, end = (min(length, max(0, (at - offset) // size)) for at in (low, high))
+            slices.append((segment, begin, end))
+        pieces += _pieces(flat, (low, high), slices[first:], first)
+    return Part(tuple(slices), tuple(sorted(pieces, key=lambda piece: (piece.entry, piece.start))))
+
+
+def _pieces(
+    flat: Flat, span: tuple[int, int], slices: Sequence[tuple[int, int, int]], number: int
+) -> list[Piece]:
+    """Of entries in a span of bytes, whose slices, one of each segment, are counted from `number`."""
+    found = []
     for index, (entry, (segment, start)) in enumerate(zip(flat.entries, flat.places, strict=True)):
-        first, last = slices[segment]
+        _, first, last = slices[segment]
         begin, end = max(start, first), min(start + entry.numel, last)
-        here = low <= flat.offsets[segment] + start * flat.item_sizes[segment] < high
+        here = span[0] <= flat.offsets[segment] + start * flat.item_sizes[segment] < span[1]
         if begin < end or (entry.numel == 0 and here):
             whole = end - begin == entry.numel
             end = max(begin, end)
-            pieces.append(Piece(index, begin - start, end - start, segment, begin - first, whole))
-    return Part(tuple(slices), tuple(pieces))
+            found.append(Piece(index, begin - start, end - start, number + segment, begin - first, whole))
+    return found
 
 
 @dataclass(frozen=True)

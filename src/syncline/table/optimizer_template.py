@@ -72,7 +72,7 @@ class OptimizerTemplate:
                 "belongs to no shard; keep it in a parameter's state, in a group, or use topology='allreduce'"
             )
         state = {
-            index[id(p)]: {key: _to_host(value) for key, value in entry.items()}
+            index[id(p)]: {key: to_host(value) for key, value in entry.items()}
             for p, entry in optimizer.state.items()
             if entry
         }
@@ -175,7 +175,8 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _to_host(value: Any) -> Any:
+def to_host(value: Any) -> Any:
+    """A copy there, of a tensor."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
@@ -206,7 +207,7 @@ def piece_states(
 ) -> PieceState:
     """A shard's optimizer state by piece, copied."""
     return {
-        (piece.entry, piece.start, piece.stop): {key: _to_host(value) for key, value in state.items()}
+        (piece.entry, piece.start, piece.stop): {key: to_host(value) for key, value in state.items()}
         for piece, parameter in zip(part.pieces, parameters, strict=True)
         if (state := optimizer.state.get(parameter))
     }
@@ -257,5 +258,5 @@ def split(layout: Layout, state_dict: dict[str, Any]) -> tuple[Options, dict[int
     for indices, group in zip(layout.groups, groups, strict=True):
         for index, number in zip(indices, group["params"], strict=True):
             if entry := state_dict["state"].get(number):
-                state[index] = {key: _to_host(value) for key, value in entry.items()}
+                state[index] = {key: to_host(value) for key, value in entry.items()}
     return options, state

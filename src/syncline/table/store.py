@@ -30,8 +30,8 @@ class OwnMemory(VersionMemory):
         part, flat = layout.parts[shard], layout.parameters
         self.places = [
             [
-                torch.zeros(high - low, dtype=DTYPES[dtype], device=device)
-                for (low, high), dtype in zip(part.slices, flat.dtypes, strict=True)
+                torch.zeros(high - low, dtype=DTYPES[flat.dtypes[segment]], device=device)
+                for segment, low, high in part.slices
             ]
             for _ in range(places)
         ]
@@ -78,17 +78,19 @@ class Store:
 
     def prepare(self) -> None:
         """The next version is about to be made in `segments`, which have the newest one's values."""
-        newest = self._newest
-        if len(self._places) > 1 and (self._keep or self._memory.being_read()):
-            held = self._held
-            other = min((each for each in range(len(held)) if each != newest), key=held.__getitem__)
+        newest, memory, held = self._newest, self._memory, self._held
+        if len(self._places) > 1 and (self._keep or memory.being_read() or memory.kept(newest)):
+            others = [each for each in range(len(held)) if each != newest]
+            if not self._keep:
+                others = [each for each in others if not memory.kept(each)] or others
+            other = min(others, key=held.__getitem__)
             self._begin(other)
             copy_segments(self._places[other], self._places[newest])
             if self._movable:
                 self._newest = other
                 return
             held[other] = self.version
-            self._memory.offer(other, self.version)
+            memory.offer(other, self.version)
         self._begin(newest)
 
     def complete(self) -> None:

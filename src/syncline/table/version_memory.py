@@ -21,3 +21,7 @@ class VersionMemory(ABC):
     @abstractmethod
     def being_read(self) -> bool:
         """Somebody may be copying what was offered."""
+
+    def kept(self, place: int) -> bool:
+        """Somebody reads there for long: others are written first."""
+        return False

@@ -92,6 +92,8 @@ def _find(statistics: Statistics, fault: Fault) -> ProcessStatistics | None:
     over = ("returned", "raised", "lost", "killed")
     for process in reversed(statistics.processes):
         if (process.role, process.rank) == (fault.role, fault.rank) and process.state not in over:
+            if process.machine:
+                raise UsageError(f"'{fault.text}': {process.role} {process.rank} is on {process.machine}")
             return process
     return None
 

@@ -54,16 +54,15 @@ class ApartAgent:
 class SmallAgents(Agents):
     """One of each node but the caller's, in this process or apart."""
 
-    def __init__(self, counts: Sequence[int], secret: Secret, *, apart: bool, through: Through) -> None:
-        here = list(sys.path), os.getcwd()
-        used = {index: count for index, count in enumerate(counts) if index > 0 and count}
+    def __init__(self, count: int, secret: Secret, *, apart: bool, through: Through) -> None:
+        self.secret, here = secret, (list(sys.path), os.getcwd())
         self.agents: dict[int, Any]
         self._starter: subprocess.Popen[bytes] | None = None
         if apart:
-            self.about = self._start_apart((secret.run, secret.key, used, *here))
+            self.about = self._start_apart((secret.run, secret.key, count, *here))
             self.agents = {index: ApartAgent(about) for index, about in self.about.items()}
         else:
-            self.agents = {index: _agent(secret, count, *here) for index, count in used.items()}
+            self.agents = {index: _agent(secret, *here) for index in range(1, count)}
             self.about = {index: agent.about() for index, agent in self.agents.items()}
         for index, about in self.about.items():
             self.about[index] = replace(about, address=through(about.address))
@@ -80,7 +79,7 @@ class SmallAgents(Agents):
         assert self._starter.stdin is not None and self._starter.stdout is not None
         self._starter.stdin.write(pickle.dumps(settings))
         self._starter.stdin.flush()
-        return {index: pickle.load(self._starter.stdout) for index in settings[2]}
+        return {index: pickle.load(self._starter.stdout) for index in range(1, settings[2])}
 
     def close(self) -> None:
         for agent in self.agents.values():
@@ -89,20 +88,20 @@ class SmallAgents(Agents):
             self._starter.communicate()
 
 
-def _agent(secret: Secret, learners: int, path: list[str], folder: str) -> Agent:
-    return Agent(secret, "127.0.0.1", learners=learners, path=path, folder=folder)
+def _agent(secret: Secret, path: list[str], folder: str) -> Agent:
+    return Agent(secret, "127.0.0.1", path=path, folder=folder)
 
 
 def serve() -> None:
     """Starts the agents of nodes that are apart, all from one warm process; they end when its input does."""
-    run, key, counts, path, folder = pickle.load(sys.stdin.buffer)
+    run, key, count, path, folder = pickle.load(sys.stdin.buffer)
     out = os.dup(1)
     os.dup2(2, 1)
     forkserver._warm_up()
-    for count in counts.values():
+    for _ in range(1, count):
         if os.fork() == 0:
             forkserver.start_here()
-            agent = _agent(Secret(run, key), count, path, folder)
+            agent = _agent(Secret(run, key), path, folder)
             os.write(out, pickle.dumps(agent.about()))
             os.close(out)
             os.read(0, 1)
@@ -111,7 +110,7 @@ def serve() -> None:
             os._exit(0)
     os.close(out)
     os.read(0, 1)
-    for _ in counts:
+    for _ in range(1, count):
         os.wait()
 
 
@@ -132,7 +131,8 @@ class SmallEchoes(Echoes):
 class SmallCluster(RayCluster):
     """So many nodes of so many cores; the first is the caller's."""
 
-    def __init__(self, count: int, cores: int, *, apart: bool, through: Through) -> None:
+    def __init__(self, count: int, cores: int, *, apart: bool, through: Through, blind: bool = False) -> None:
+        self._blind = blind
         self._nodes = [Node(f"node {index}", "127.0.0.1", cores, home=index == 0) for index in range(count)]
         self._apart, self._through = apart, through
 
@@ -142,13 +142,15 @@ class SmallCluster(RayCluster):
     def agents(
         self,
         nodes: Sequence[Node],
-        counts: Sequence[int],
+        loads: Sequence[int],
         secret: Secret,
         *,
         gpus: bool,
         resources: Mapping[str, float] | None,
     ) -> SmallAgents:
-        self.running = SmallAgents(counts, secret, apart=self._apart, through=self._through)
+        self.running = SmallAgents(len(nodes), secret, apart=self._apart, through=self._through)
+        for agent in self.running.agents.values() if self._blind else ():
+            agent.sees = lambda token: False
         return self.running
 
     def close(self) -> None:
@@ -158,7 +160,8 @@ class SmallCluster(RayCluster):
 class Nodes(Ray):
     """In place of `sl.Ray`; `cluster.running.agents` are the last run's.
 
-    `apart=True`: each in processes of its own. `through` gives the address at which an agent's own is reached.
+    `apart=True`: each in processes of its own. `through` gives the address at which an agent's own is reached. `blind=True`:
+    they do not see the caller's files.
     """
 
     def __init__(
@@ -168,10 +171,11 @@ class Nodes(Ray):
         *,
         apart: bool = False,
         through: Through = lambda address: address,
+        blind: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.cluster = SmallCluster(count, cores, apart=apart, through=through)
+        self.cluster = SmallCluster(count, cores, apart=apart, through=through, blind=blind)
 
     def _attach(self, cores: int) -> SmallCluster:
         return self.cluster

@@ -35,7 +35,15 @@ from syncline.train.checks import (
     check_schedule,
     check_seed,
 )
-from syncline.train.groups import GroupBatches, check_group, check_seats, cut_over, simulated, updates_locally
+from syncline.train.groups import (
+    GroupBatches,
+    check_group,
+    check_seats,
+    cut_over,
+    simulated,
+    under_torchrun,
+    updates_locally,
+)
 from syncline.train.run import Run
 from syncline.train.spec import (
     DEFAULT_LEARNERS,
@@ -43,6 +51,7 @@ from syncline.train.spec import (
     devices_of,
     engine_of,
     learners_of,
+    place_of,
     run_spec,
     topology_of,
 )
@@ -85,7 +94,8 @@ def launch(
     """
     runner = engine_of(engine)
     check_group(group, plan, runner, topology)
-    learners = learners_of(runner, learners, topology, wait)
+    sync, topology = under_torchrun(runner, group, sync, topology)
+    learners = learners_of(runner, learners, topology, wait, group)
     check_seats(group, runner)
     check_call(function, arguments, keywords)
     check_seed(seed)
@@ -200,7 +210,8 @@ def train(
         run = Run(runner, batch, whole)
         return run.wait() if wait else run
     check_group(group, plan, runner, topology)
-    learners = learners_of(runner, learners, topology, wait)
+    sync, topology = under_torchrun(runner, group, sync, topology, local_update=local_update)
+    learners = learners_of(runner, learners, topology, wait, group)
     each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)
     check_loop(loss, objective, epochs, steps, policy, collate)
     data, evaluate = check_data(data, each), check_evaluate(evaluate)
@@ -235,11 +246,17 @@ def train(
         runner = simulated(runner, group, plan, model=whole, objective=plain, batches=batches)
         group = 1  # to the run
     elif group > 1:
-        seats = devices_of(device, learners * group)
-        local = local_update and updates_locally(
-            course, made, batches, plain=clip_norm is None and not warmstart and evaluation is None
+        place = place_of(runner)
+        seats = devices_of(device, learners * group if place is None else place.local)
+        local = (
+            place is None
+            and local_update
+            and updates_locally(
+                course, made, batches, plain=clip_norm is None and not warmstart and evaluation is None
+            )
         )
-        cut = cut_over(group, plan, model=whole, objective=plain, batches=batches, devices=seats, local=local)
+        asked: dict[str, Any] = {"model": whole, "objective": plain, "batches": batches}
+        cut = cut_over(group, plan, **asked, devices=seats, local=local or place is not None, place=place)
     description = RunPlan(
         course=course,
         learners=learners,

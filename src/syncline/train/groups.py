@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset
 from syncline.cluster.record import Cluster, Compute
 from syncline.dial import Course
 from syncline.engines.batch_record import available_memory, readable
-from syncline.engines.local.engine import Local
 from syncline.engines.run import Engine
 from syncline.engines.torchrun.engine import Torchrun
+from syncline.engines.torchrun.rank_and_store import TorchrunPlace
 from syncline.errors import NotYetError, UsageError
 from syncline.learn.loader import reader
 from syncline.learn.server_session import check_whole
@@ -44,18 +44,37 @@ def check_group(group: Any, plan: Any, engine: Engine, topology: str) -> None:
             )
         return
     if isinstance(engine, Torchrun):
-        raise NotYetError(
-            f"group={group} under torchrun: its processes are learners, not seats; call sl.partition(model, plan, example) in a loop of "
-            "your own there, or start the script without torchrun"
-        )
+        return
     if isinstance(parse_topology(topology), AllReduce):
         raise UsageError(
             f"group={group} over all-reduce: groups publish to servers; use topology='servers', or sl.partition in your own loop"
         )
-    if not isinstance(engine, Local | Sim):
-        raise NotYetError(
-            f"group={group} works with engine='local' and, in train, on the simulator so far, not with {type(engine).__name__}"
+
+
+def under_torchrun(
+    engine: Engine, group: int, sync: Any, topology: str, *, local_update: bool = True
+) -> tuple[Any, str]:
+    """The dial and the topology of a run. The processes of torchrun's are one group: no servers, and nobody to wait for."""
+    if group == 1 or not isinstance(engine, Torchrun):
+        return sync, topology
+    if topology == "servers":
+        topology = "allreduce:layerwise"
+    found = parse_topology(topology)
+    if not isinstance(found, AllReduce) or found.apply != "end" or not local_update:
+        asked = f"topology={topology!r}" if local_update else "local_update=False"
+        raise UsageError(
+            f"group={group} under torchrun with {asked}: one group has no servers, its seats add up gradients among "
+            "themselves; leave that out"
         )
+    course, lockstep = Course.of(sync), Course.of("hardsync").first
+    if any(dial.local or dial.delay for _, dial in course.dials):
+        raise NotYetError(
+            f"group={group} under torchrun with sync={course}: a step takes its own gradient; use hardsync"
+        )
+    for _, dial in course.dials:
+        if not dial.lockstep:
+            dial.check(1)  # among one learner they are all the same (M2)
+    return Course(tuple((at, dial if dial.lockstep else lockstep) for at, dial in course.dials)), topology
 
 
 def check_seats(group: int, engine: Engine) -> None:
@@ -84,14 +103,16 @@ class GroupBatches(NamedTuple):
     learners: int
 
 
-def check_memory(mine: Partitioned, learners: int, devices: Sequence[str]) -> None:
+def check_memory(
+    mine: Partitioned, learners: int, devices: Sequence[str], place: TorchrunPlace | None = None
+) -> None:
     """That seats and table fit into this machine's memory and its cards'; what is counted is needed at least."""
     seats = [mine.memory(rank) for rank in range(mine.group.size)]
     held = Counter[str]()
-    for number in range(learners * len(seats)):
+    for number in range(learners * len(seats)) if place is None else place.neighbours:
         held[devices[number % len(devices)]] += seats[number % len(seats)]
     size = sum(math.prod(mine.parts[name].shape) * p.element_size() for name, p in mine.named_parameters())
-    table = size * (PLACES + learners)
+    table = size * (PLACES + learners) if place is None else 0
     held["cpu"] += table
     for device, needed in held.items():
         there = free_memory(device)
@@ -118,6 +139,7 @@ def cut_over(
     devices: Sequence[str] = (),
     cluster: Cluster | None = None,
     local: bool = False,
+    place: TorchrunPlace | None = None,
 ) -> Plan | None:
     """How `train`'s model is cut over each group; refused here where it cannot be. Without devices no memory is looked at."""
     if group == 1:
@@ -136,7 +158,7 @@ def cut_over(
     planned.size = group
     mine = partition(skeleton(model), found, example, planned)
     if devices:
-        check_memory(mine, learners, devices)
+        check_memory(mine, learners, devices, place)
     inputs = tuple((name, tuple(t.shape), str(t.dtype).split(".")[1]) for name, t in example.items())
     if isinstance(found, Plan):
         return Plan(found.choices, found.rows, group, group * learners, batch_size, found.costs, inputs)

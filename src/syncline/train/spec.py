@@ -66,12 +66,15 @@ def run_spec(
     if place is not None:
         devices = (devices_of(device, place.local)[place.local_rank],)
         checkpoints = dataclasses.replace(checkpoints, rank=place.rank)
+    card = None if dealt or group > 1 or tree else card_of(table_device, devices)
+    if card is not None:  # the card folds, and processes that take turns on it only wait for each other
+        plan = dataclasses.replace(plan, topology=plan.topology.sized(1, 1, lockstep=True))
     saving, storage = checkpoints.opened(plan)
     return RunSpec(
         task=task,
         plan=dataclasses.replace(plan, saving=saving, snapshots=evaluate is not None),
         devices=devices,
-        card=None if dealt or group > 1 or tree else card_of(table_device, devices),
+        card=card,
         group=group,
         cut=cut,
         threads=threads,
@@ -187,8 +190,6 @@ def engine_of(engine: Any) -> Engine:
     if isinstance(engine, Engine):
         return engine
     if engine == "local" and (place := TorchrunPlace.here()) is not None:
-        if place.rank == 0:
-            _say_torchrun(place.learners)
         return Torchrun(place)
     if not isinstance(engine, str) or engine not in ENGINES:
         made = f"; {engine.__name__} is a class, give {engine.__name__}()" if isinstance(engine, type) else ""
@@ -199,9 +200,12 @@ def engine_of(engine: Any) -> Engine:
 
 
 @cache
-def _say_torchrun(learners: int) -> None:
+def _say_torchrun(processes: int, group: int) -> None:
     """Once: the same script, started by itself, starts learners of its own."""
-    words = f"the {learners} processes that torchrun started are the learners; engine=sl.Local() would start others"
+    what = "the learners" if group == 1 else "the seats of one learner"
+    words = (
+        f"the {processes} processes that torchrun started are {what}; engine=sl.Local() would start others"
+    )
     print(f"syncline: {words}", file=sys.stderr, flush=True)
 
 
@@ -210,8 +214,13 @@ def place_of(engine: Engine) -> TorchrunPlace | None:
     return engine.place if isinstance(engine, Torchrun) else None
 
 
-def learners_of(engine: Engine, learners: int, topology: str, wait: bool) -> int:
+def learners_of(engine: Engine, learners: int, topology: str, wait: bool, group: int) -> int:
     place = place_of(engine)
     if place is None:
         return learners
-    return place.check(topology=topology, learners=learners, default=DEFAULT_LEARNERS, wait=wait)
+    learners = place.check(
+        topology=topology, learners=learners, default=DEFAULT_LEARNERS, wait=wait, group=group
+    )
+    if place.rank == 0:
+        _say_torchrun(place.learners, group)
+    return learners

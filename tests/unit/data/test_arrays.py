@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from syncline.data import arrays
-from syncline.data.arrays import Held, Mapped
 from syncline.engines.local import packing as cargo
 from syncline.errors import UsageError
 
@@ -41,7 +40,7 @@ def test_mapped_items_and_batches(
     store: Callable[[Path, np.ndarray], Path], x: np.ndarray, tmp_path: Path
 ) -> None:
     data = arrays(store(tmp_path, x))
-    assert all(isinstance(part, Mapped) and isinstance(part.array, np.memmap) for part in data.parts)
+    assert all(isinstance(part.array, np.memmap) for part in data.parts)
     assert len(data) == 7
     item, label = data[-1]
     np.testing.assert_array_equal(item.numpy(), X[-1])
@@ -72,7 +71,7 @@ def test_compressed_members_are_read_with_a_note(tmp_path: Path) -> None:
         UserWarning, match=r"x_train.npy, y_train.npy compressed, so read into memory .* np.savez"
     ):
         data = arrays(tmp_path)
-    assert all(isinstance(part, Held) for part in data.parts)
+    assert not any(isinstance(part.array, np.memmap) for part in data.parts)
     np.testing.assert_array_equal(data[2][0].numpy(), X[2])
 
 

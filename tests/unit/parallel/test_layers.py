@@ -149,7 +149,14 @@ FEATURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, .
     "softmax-last": (lambda: nn.Softmax(-1), (5, 7), ("data",)),
     "gelu": (nn.GELU, (5, 7), ("data", "model")),
     "conv-1d": (lambda: nn.Conv1d(4, 6, 3, padding=1), (5, 4, 9), ALL),
-    "max-pool-1d": (lambda: nn.MaxPool1d(3, 2), (5, 4, 19), ALL[::2]),
+    "max-pool-1d": (lambda: nn.MaxPool1d(3, 2), (5, 4, 19), ALL),
+    "mean-pool-1d": (lambda: nn.AvgPool1d(3, 2, padding=1), (5, 4, 19), ALL),
+    "adaptive-pool-1d": (lambda: nn.AdaptiveAvgPool1d(3), (5, 4, 19), ALL[:2]),
+    "batch-norm-sequence": (lambda: nn.BatchNorm1d(4), (5, 4, 9), ALL),
+    "conv-3d": (lambda: nn.Conv3d(4, 6, (3, 2, 2), stride=2), (5, 4, 9, 8, 4), ALL),
+    "max-pool-3d": (lambda: nn.MaxPool3d(2, 1, padding=1), (5, 4, 6, 5, 4), ALL),
+    "mean-pool-3d": (lambda: nn.AvgPool3d(2, 1, padding=1), (5, 4, 6, 5, 4), ALL),
+    "batch-norm-3d": (lambda: nn.BatchNorm3d(4), (5, 4, 6, 5, 4), ALL),
     "attention-layer": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (5, 3, 8), ("data",)
     ),

@@ -33,7 +33,6 @@ def test_lines_are_readable_while_the_file_grows(tmp_path: Path) -> None:
     for number in range(3):
         writer.write({"n": number, "text": "λ\nμ"})
         assert [line["n"] for line in read_lines(path)] == list(range(number + 1))
-    writer.close()
     assert path.read_bytes().count(b"\n") == 3
 
 
@@ -43,7 +42,6 @@ def test_torn_and_damaged_lines_are_left_out(tmp_path: Path) -> None:
     assert [line["n"] for line in read_lines(path)] == [1, 2]
     writer = LineWriter(path)  # a run that goes on after a kill
     writer.write({"n": 4})
-    writer.close()
     assert [line["n"] for line in read_lines(path)] == [1, 2, 4]
 
 
@@ -66,7 +64,6 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.read_bytes() == b'{"n":1}\n'
     monkeypatch.setattr(os, "write", real)  # there is room again
     writer.write({"n": 3})
-    writer.close()
     assert [line["n"] for line in read_lines(path)] == [1, 3]
 
 

@@ -87,16 +87,16 @@ def test_pages_of_runs_that_went_wrong(lines: list[dict[str, Any]]) -> None:
 )
 def test_axes_hold_all_values(values: list[float]) -> None:
     points = list(enumerate(values))
-    plot = ElementTree.fromstring(svg.lines("t", [svg.Series("s", points)], x="x", y="y"))
+    plot = ElementTree.fromstring(svg.lines("t", [("s", points)], x="x", y="y"))
     (line,) = plot.iter(f"{SVG}polyline")
     for place in line.get("points", "").split():
         x, y = map(float, place.split(","))
-        assert svg.LEFT - 0.1 <= x <= svg.WIDTH - svg.RIGHT + 0.1
-        assert svg.TOP - 0.1 <= y <= svg.HEIGHT - svg.BOTTOM + 0.1
+        assert svg.LEFT - 0.1 <= x <= svg.SMALL[0] - svg.RIGHT + 0.1
+        assert svg.TOP - 0.1 <= y <= svg.SMALL[1] - svg.BOTTOM + 0.1
 
 
 def test_several_plots_in_one_picture() -> None:
     one = svg.bars("b", [("0", 1.0, "one")], x="x", y="y")
-    picture = ElementTree.fromstring(svg.stacked([one, one, one]))
+    picture = ElementTree.fromstring(svg.side_by_side([one, one, one]))
     assert len(picture.findall(f"{SVG}g")) == 3
-    assert picture.get("height") == str(2 * svg.HEIGHT)
+    assert picture.get("height") == str(2 * svg.SMALL[1])

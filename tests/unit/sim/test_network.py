@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.cluster.record import Cluster, Link
+from syncline.sim.machine_cores import Cores
 from syncline.sim.network import SimNetwork, Way
-from syncline.sim.shared_cores import Cores
 
 CARD = Link(latency=0.25, bandwidth=100.0)
 MEMORY = Link(latency=0.0625, bandwidth=1000.0)
@@ -145,14 +145,6 @@ def test_three_on_two_cores() -> None:
     assert cores.next() == pytest.approx(1.25)
     assert [cores.done(1.25), cores.done(1.25)] == ["a", "c"]
     assert cores.next() is None
-    assert len(cores) == 0
-
-
-def test_cores_without_a_limit() -> None:
-    cores = Cores(None)
-    for task in range(100):
-        cores.add(0.0, 1.0, task)
-    assert cores.next() == 1.0
 
 
 def test_what_is_sent_over_a_cut_link_leaves_when_it_is_mended() -> None:

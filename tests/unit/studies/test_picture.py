@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.report.svg_curves import Curve, Level, Spot, curves, scale
+from syncline.report.svg_plots import Curve, Spot, curves, scale
 from syncline.studies.picture import page, panels, picture, ramp
 from syncline.studies.rows import asked
 from tests.unit.studies.studies import grid, row, whole
@@ -71,7 +71,7 @@ def test_without_errors_there_are_times_only() -> None:
 def ticks(panel: str) -> list[str]:
     """Below the axis across."""
     found = ElementTree.fromstring(panel).iter(f"{SVG}text")
-    return [each.text or "" for each in found if each.get("y") == "386.0"]
+    return [each.text or "" for each in found if each.get("y") == "388.0"]
 
 
 def test_thousands_of_learners_are_on_logarithmic_axes() -> None:
@@ -111,7 +111,7 @@ def test_scales_hold_their_values(found: list[float], log: bool | None, powers: 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e3, 1e3)), min_size=1, max_size=5))
 def test_any_points_can_be_drawn(found: list[tuple[float, float]]) -> None:
     spots = [Spot(x, y, "label") for x, y in found]
-    level = Level(found[0][1], "level")
+    level = (found[0][1], "level")
     ElementTree.fromstring(curves("a & b", [Curve(spots=spots, name="<c>")], x="x", y="y", level=level))
 
 

@@ -421,7 +421,10 @@ def test_what_a_killed_hunt_left_is_removed_by_the_next(how: signal.Signals, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_workers_end_with_the_hunt_that_was_killed() -> None:
+@pytest.mark.parametrize(
+    "signals", [[signal.SIGKILL], [signal.SIGINT, signal.SIGINT]], ids=["kill", "Ctrl-C"]
+)
+def test_workers_end_with_the_hunt(signals: list[signal.Signals]) -> None:
     command = [
         sys.executable,
         "-m",
@@ -435,10 +438,11 @@ def test_workers_end_with_the_hunt_that_was_killed() -> None:
         "2",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        while len(workers := _children(process.pid)) < 3:  # two, and the one that tracks resources
+        while len(workers := _children(process.pid)) < 2:
             assert process.poll() is None
             time.sleep(0.02)
-        process.kill()
+        for number in signals:
+            process.send_signal(number)
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline, "they live on"

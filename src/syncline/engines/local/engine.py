@@ -10,7 +10,7 @@ from syncline.dial import Sync
 from syncline.engines import live_runs as live
 from syncline.engines.local.allreduce_supervisor import AllReduceSupervisor
 from syncline.engines.local.batch_supervisor import BatchSupervisor
-from syncline.engines.local.process_launcher import Away
+from syncline.engines.local.host import Machines
 from syncline.engines.local.supervisor import Supervisor
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.errors import UsageError
@@ -21,7 +21,7 @@ class LocalHandle(Handle):
     """A run on this machine's processes."""
 
     def __init__(
-        self, spec: RunSpec, crashes: Mapping[str, int] | None = None, away: Away | None = None
+        self, spec: RunSpec, crashes: Mapping[str, int] | None = None, machines: Machines | None = None
     ) -> None:
         self._run: Supervisor | AllReduceSupervisor | BatchSupervisor
         if spec.batch is not None:
@@ -29,7 +29,7 @@ class LocalHandle(Handle):
         elif spec.plan.topology.fixed_members:
             self._run = AllReduceSupervisor(spec)
         else:
-            self._run = Supervisor(spec, crashes, away)
+            self._run = Supervisor(spec, crashes, machines)
         self._thread = threading.Thread(target=self._main, name="syncline-supervisor", daemon=True)
         live.began(self)
         self._thread.start()

@@ -124,9 +124,14 @@ class Replies:
         self._cells.store(place + 3, flags)
         self._cells.store(place, number + 1)  # the commit word: 0 is nothing yet
 
-    def so_far(self) -> int:
-        """How many tickets all shards have released."""
-        return min(self._cells.load(place) for place in self._places)
+    def of(self, shard: int) -> tuple[int, int, int, int]:
+        """What one shard has released last, for whoever passes it on: its ticket + 1, then version, dial and flags."""
+        load, place = self._cells.load, self._places[shard]
+        while True:
+            count = load(place)
+            found = (count, load(place + 1), load(place + 2), load(place + 3))
+            if load(place) == count:
+                return found
 
     def released(self, number: int) -> tuple[int, int, int] | None:
         """Version, dial and flags, once every shard has released this ticket; the leading shard's words count."""
@@ -161,6 +166,10 @@ class Drafts:
     def free(self, shard: int, slot: int, number: int) -> None:
         self._cells.store(self._places[shard] + slot, number + 1)
 
+    def of(self, shard: int, slot: int) -> int:
+        """The last ticket + 1 that one shard has freed there."""
+        return self._cells.load(self._places[shard] + slot)
+
     def freed(self, slot: int, number: int) -> bool:
         """No shard needs this ticket's draft."""
         load = self._cells.load
@@ -193,12 +202,18 @@ class Shares:
         self._cells.write(place, struct.pack(f"{len(values)}d", *values))
         self._cells.store(self._counters[shard], number)
 
+    def of(self, shard: int) -> tuple[int, list[float]]:
+        """The last round that one shard has told of, and its values."""
+        number = self._cells.load(self._counters[shard])
+        return number, self._values(shard, number)
+
+    def _values(self, shard: int, number: int) -> list[float]:
+        size = self._sizes[shard]
+        start = self._places[shard] + (number % 2) * (-(-size // LINE) * LINE)
+        return list(struct.unpack(f"{size}d", self._cells.read(start, size * 8)))
+
     def all(self, number: int) -> list[list[float]] | None:
         """Everybody's values of this round, once all are there."""
         if any(self._cells.load(counter) < number for counter in self._counters):
             return None
-        found = []
-        for place, size in zip(self._places, self._sizes, strict=True):
-            start = place + (number % 2) * (-(-size // LINE) * LINE)
-            found.append(list(struct.unpack(f"{size}d", self._cells.read(start, size * 8))))
-        return found
+        return [self._values(shard, number) for shard in range(len(self._sizes))]

@@ -103,7 +103,10 @@ class LocalTable(TablePort):
         self._places = range(geometry.slots)
         self._published: list[int | None] = [-1] * geometry.slots  # tickets by slot; None: being filled
         self._written = [-1] * geometry.slots  # which group options lie in each slot
-        self.narrow: Callable[[list[Tensor]], list[Tensor]] = list  # what is read of a version
+        self._ordered = [
+            -1
+        ] * geometry.slots  # on a card: tickets after whose use whatever is done here comes
+        self._own: Callable[[list[Tensor]], list[Tensor]] = list  # what is read of a version
         opened.handle.close()
         opened.lane.close()
 
@@ -121,6 +124,10 @@ class LocalTable(TablePort):
     def _after_shards(self) -> None:
         """On a card: what shards did before they said so comes before what is done now."""
         if self._order is not None:
+            for place in self._places:
+                number = self._published[place]
+                if number is not None and number >= 0 and self._freed(place, number):
+                    self._ordered[place] = number
             self._order.after(self._shelf.handles, self._shards)
 
     def _signal(self) -> None:
@@ -131,6 +138,13 @@ class LocalTable(TablePort):
     @property
     def on_card(self) -> bool:
         return self._order is not None
+
+    def narrow_to(
+        self, own: Callable[[list[Tensor]], list[Tensor]], reads: Sequence[Sequence[tuple[int, int]]]
+    ) -> None:
+        """Only this is read; in memory of its own, since other processes of this learner read at the same time."""
+        self._own, scratch = own, self.layout.parameters.new(torch.device("cpu"))
+        self._reader = Reader(self.layout, self._shelf.ring, self._shelf.versions, scratch, reads)
 
     def memory(self) -> list[Tensor]:
         """The blocks that a GPU copies to and from."""
@@ -147,8 +161,9 @@ class LocalTable(TablePort):
                     self._port.answer_call()
                     self._sleeper.wait()
             self._sleeper.busy()
-        self._published[place] = None
-        self._after_shards()
+        number, self._published[place] = self._published[place], None
+        if number != self._ordered[place]:
+            self._after_shards()
         return self.at(place)
 
     def at(self, place: int) -> Draft:
@@ -224,7 +239,7 @@ class LocalTable(TablePort):
         """`read`, without saying so."""
         if reading.delivered:
             self._after_shards()
-            _copy(into, self.narrow(self._inbox))
+            _copy(into, self._own(self._inbox))
             self._signal()
             return reading.version
         return self._read(reading.version, into)
@@ -240,7 +255,7 @@ class LocalTable(TablePort):
                 continue
             version, places = found
             self._after_shards()
-            _copy(into, self.narrow(self._reader.sources(places)))
+            _copy(into, self._own(self._reader.sources(places)))
             self._signal()
             if self._reader.hold(version, places):
                 return version

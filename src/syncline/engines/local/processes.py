@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import itertools
 import os
 import selectors
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TextIO
 
@@ -37,6 +38,8 @@ class Process:
     bell: WakeUp | None = None
     state: str = "running"  # then "returned", "raised", "lost", "killed"
     reaped: bool = False
+    machine: str = ""  # its name, where it is another than the caller's
+    order: int = field(default_factory=itertools.count().__next__)  # of its start
 
 
 class Processes:
@@ -59,6 +62,9 @@ class Processes:
 
     def watch(self, fd: int, action: Callable[[], object]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, action)
+
+    def unwatch(self, fd: int) -> None:
+        self._selector.unregister(fd)
 
     def work(self, seconds: float) -> None:
         """Wait for something to happen, and handle all that has.

@@ -63,7 +63,11 @@ class ServerSpec:
     shard: int
     shards: int
     log: Region
-    bells: list[WakeUp]  # of the shards
+    readers: int  # of that log
+    reader: int  # which of them it is; the leading shard is none
+    bell: WakeUp
+    others: list[WakeUp]  # whom it wakes for the other shards
+    relay: WakeUp | None  # on a machine of several: wakes whoever tells the others how far this shard is
     geometry: Geometry
     yields: int
     beats: Region  # a line for each shard: it counts there that it lives
@@ -93,6 +97,7 @@ class _CardOrder(NamedTuple):
     def write(self) -> None:
         """A place is about to be written."""
         self.port.after_readers(self.table)
+        self.port.work_on(self.table)
 
 
 def _states(lane: Lane | None) -> Callable[[int, int], bytes]:
@@ -111,8 +116,8 @@ class LocalServerPort(ServerPort):
         self.shard, self.shards = spec.shard, spec.shards
         self._channel, self._spec = channel, spec
         self.log = (
-            Ring(SharedWords(spec.log), 0, capacity=LOG_ENTRIES, form=ENTRY, readers=spec.shards - 1)
-            if spec.shards > 1
+            Ring(SharedWords(spec.log), 0, capacity=LOG_ENTRIES, form=ENTRY, readers=spec.readers)
+            if spec.readers
             else None
         )
         self.desks: dict[int, Mailbox] = {}
@@ -122,6 +127,7 @@ class LocalServerPort(ServerPort):
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._memories: dict[int, RingPart] = {}
         self._orders: dict[int, StreamOrder] = {}  # of tables on a card
+        self._unsignalled: set[int] = set()  # those with work that nobody was told of
         self._reading: dict[int, dict[int, int]] = defaultdict(dict)  # table -> learner -> its last release
         self.readers: set[tuple[int, int]] = set()  # (loader, learner)
         self.branches = Branches()
@@ -233,6 +239,8 @@ class LocalServerPort(ServerPort):
         lane.numbers[slot] = number
         if table in self._orders:
             self._orders[table].after(lane.handles, [EVENT])
+            lane.reads = False  # what it has read, it had read before it published this
+            self.work_on(table)
 
     def lies_in(self, entry: log.Take | log.PutValues | log.Free, slot: int) -> None:
         """Where the draft is that an entry speaks of, as the leading shard says."""
@@ -252,7 +260,7 @@ class LocalServerPort(ServerPort):
         if self._beyond or not self.log.push(record):
             self._beyond.append(record)
         elif isinstance(entry, log.Fold):  # the heavy one: all shards at the same time
-            self._wake_replicas()
+            self._wake_others()
         else:
             self.wake_shards = True
 
@@ -264,8 +272,8 @@ class LocalServerPort(ServerPort):
         return not self._beyond and not self._far_ahead()
 
     def _far_ahead(self) -> bool:
-        """Of the slowest shard, by nearly a ring: readers would find no version that all have (M13)."""
-        return any(
+        """Of the slowest shard, by nearly a ring: readers would find no version that all have (M13). The others follow it."""
+        return self.shard == 0 and any(
             memory.ahead() > len(memory.places) - 2
             for table, memory in self._memories.items()
             if self._layouts[table].shards > 1
@@ -278,6 +286,7 @@ class LocalServerPort(ServerPort):
             self.shard,
             shelf.ring,
             shelf.versions,
+            shelf.marks,
             lambda: self._being_read(table),
             _CardOrder(self, table) if table in self._orders else None,
         )
@@ -285,13 +294,19 @@ class LocalServerPort(ServerPort):
 
     def signal(self, table: int) -> None:
         """On a card: what was done there comes before whatever follows from what is said next."""
-        if table in self._orders:
+        if table in self._unsignalled:
+            self._unsignalled.discard(table)
             self._orders[table].signal()
+
+    def work_on(self, table: int) -> None:
+        """On a card: something follows there."""
+        if table in self._orders:
+            self._unsignalled.add(table)
 
     def after_readers(self, table: int) -> None:
         """On a card: whoever reads has read before what is written next."""
         for (each, _), lane in self._lanes.items():
-            if each == table:
+            if each == table and lane.reads:
                 self._orders[table].after(lane.handles, [EVENT])
 
     def _being_read(self, table: int) -> bool:
@@ -315,8 +330,10 @@ class LocalServerPort(ServerPort):
                 lane.drafts.free(self.shard, lane.numbers.index(number), number)
             else:
                 self._reading[table][learner] = number
+                lane.reads = True
                 if reading.delivered:
                     self._memories[table].deliver(lane.inbox)
+                    self.work_on(table)
                     self.signal(table)
                 flags = KEEP * reading.keep | DELIVERED * reading.delivered
                 lane.replies.release(self.shard, number, reading.version, reading.dial, flags)
@@ -336,9 +353,7 @@ class LocalServerPort(ServerPort):
         self.shelves[table].norms.tell(self.shard, version, norms.tolist())
         self.norms_wanted = (table, version)
         self.flush()
-        for shard, bell in enumerate(self._spec.bells):
-            if shard != self.shard:
-                bell.ring()
+        self._wake_others()
 
     def spend(self, work: Computing | Serving) -> None:
         pass
@@ -359,7 +374,9 @@ class LocalServerPort(ServerPort):
         return with_content(make, self._folder, self.shard)
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        assert self._folder is not None
+        if self._folder is None:
+            self.tell(m.Save(number, name, tensors, notes))
+            return
         if number == FIRST:
             self.tell(write_part(self._folder, (number, name, tensors, notes)))
             return
@@ -373,15 +390,15 @@ class LocalServerPort(ServerPort):
 
     # -- waking ------------------------------------------------------------------------------------------
 
-    def _wake_replicas(self) -> None:
-        for bell in self._spec.bells[1:]:
+    def _wake_others(self) -> None:
+        for bell in self._spec.others:
             bell.ring()
 
     def flush(self) -> None:
         """Ring the bells of everybody who got something."""
         if self.wake_shards:
             self.wake_shards = False
-            self._wake_replicas()
+            self._wake_others()
         if self.to_wake:
             for learner in self.to_wake:
                 if learner in self._bells:
@@ -397,10 +414,11 @@ class _Loop:
         self._channel = channel
         self._port = LocalServerPort(channel, spec)
         self._role = ServerRole(self._port)
-        self._sleeper = Waiter(spec.bells[spec.shard], yields=spec.yields)
+        self._sleeper = Waiter(spec.bell, yields=spec.yields)
         self._sleeper.watch(channel.fileno())
         self._leads = spec.shard == 0
-        self._reader = spec.shard - 1
+        self._reader = spec.reader
+        self._relay = None if self._leads else spec.relay
         self._heard = 0.0  # when the supervisor was last listened to
         self._beats = spec.beats.words[LINE * spec.shard : LINE * spec.shard + 1]
 
@@ -418,6 +436,8 @@ class _Loop:
             self._port.flush()
             if worked:
                 self._sleeper.busy()
+                if self._relay is not None:
+                    self._relay.ring()
                 if time.monotonic() - self._heard < LISTEN_EVERY:
                     continue
             self._heard = time.monotonic()

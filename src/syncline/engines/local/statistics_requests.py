@@ -23,7 +23,8 @@ def with_processes(
         now = state(process) if learner and process.state == "running" else process.state
         steps = statistics.steps.get(process.rank, 0) if learner else 0
         loss = statistics.losses.get(process.rank) if learner else None
-        found.append(m.ProcessStatistics(process.role, process.rank, process.pid, now, steps, loss))
+        machine = process.machine
+        found.append(m.ProcessStatistics(process.role, process.rank, process.pid, now, steps, loss, machine))
     return dataclasses.replace(statistics, processes=tuple(found))
 
 

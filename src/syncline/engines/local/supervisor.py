@@ -13,11 +13,15 @@ from typing import Any
 
 from syncline import messages as m
 from syncline.dial import Sync
+from syncline.engines.checkpoint_files import write_part
+from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.local.coordinator_port import LocalCoordinatorPort
 from syncline.engines.local.evaluator import Evaluator
 from syncline.engines.local.hang_detection import HangDetection
+from syncline.engines.local.host import Machines
+from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.packing import Parcel
-from syncline.engines.local.process_launcher import Away, ProcessLauncher
+from syncline.engines.local.process_launcher import ProcessLauncher
 from syncline.engines.local.processes import Process
 from syncline.engines.local.statistics_requests import Questions, with_processes
 from syncline.engines.local.supervisor_base import RunThread
@@ -28,7 +32,7 @@ from syncline.engines.supervision import Crew, Supervision
 from syncline.errors import LostError, RunError
 from syncline.protocols.lifecycle import Grace, Lifecycle
 from syncline.roles.coordinator import Coordinator
-from syncline.table.checkpoints import Folder
+from syncline.table.checkpoints import FIRST, Folder
 
 GRACE = 5.0  # seconds that learners get to finish their step after a stop
 LAST_CUT = 1.0  # seconds that a stop waits for a checkpoint to begin
@@ -40,10 +44,10 @@ class Supervisor(Crew):
     """One run, from its first process to its last; `thread.main` runs on a thread of the caller's."""
 
     def __init__(
-        self, spec: RunSpec, crashes: Mapping[str, int] | None = None, away: Away | None = None
+        self, spec: RunSpec, crashes: Mapping[str, int] | None = None, machines: Machines | None = None
     ) -> None:
         self.spec = spec
-        self._crashes, self._away = crashes or {}, away
+        self._crashes, self._machines = crashes or {}, machines
         self._started = time.monotonic()
         self.recorder = Recorder(
             now=lambda: time.monotonic() - self._started,
@@ -59,6 +63,7 @@ class Supervisor(Crew):
         )
         self.folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
         self._task: Parcel | None = None
+        self._writer: Writer | None = None  # of what other machines' shards save
         self._evaluator: Evaluator | None = None
         self._questions = Questions(self.thread)
         self._hanging = HangDetection(
@@ -79,6 +84,7 @@ class Supervisor(Crew):
             least=SHARD_PATIENCE,
         )
         self._looked = self._cut_asked = self._started
+        self.host: LocalHost
         self.staff: ProcessLauncher
         self.supervision: Supervision
         self._coordinator: Coordinator
@@ -95,8 +101,8 @@ class Supervisor(Crew):
     def _begin(self) -> None:
         spec = self.spec
         self._task, evaluate = pack_task(spec)
-        self._processes = self.thread.open(self._heard, self._ended, self._asked)
-        self.staff = ProcessLauncher(spec, self._processes, self._task, self._crashes, self._away)
+        self._processes = self.thread.open(self._from_child, self._child_ended, self._asked)
+        self.staff = self._launcher(self._task)
         lifecycle = Lifecycle(
             spec.faults,
             spec.plan.learners,
@@ -123,6 +129,24 @@ class Supervisor(Crew):
         if evaluate is not None:
             self._evaluator = Evaluator(self._processes, evaluate, self.recorder)
 
+    def _launcher(self, task: Parcel) -> ProcessLauncher:
+        machines, processes, said = self._machines, self._processes, (self._heard, self._ended)
+        if machines is None:
+            self.host = LocalHost(self.spec, processes, task, *said, crashes=self._crashes)
+            return ProcessLauncher([self.host], self.host.sites)
+        self.host = LocalHost(
+            self.spec,
+            processes,
+            task,
+            *said,
+            sites=machines.sites,
+            relay=machines.relay,
+            seat=machines.seats(),
+        )
+        others = machines.hosts(processes, *said, self._site_lost)
+        self.thread.elsewhere = [host.processes for host in others]
+        return ProcessLauncher([self.host, *others], machines.sites, machines.where)
+
     def _loop(self) -> None:
         while not self._over():
             self._processes.work(LOOK)
@@ -143,10 +167,9 @@ class Supervisor(Crew):
             progress, waiting = self.staff.heard()
             idle = waiting | self._coordinator.meeting()
             self._hanging.look(now, progress, idle, self.staff.learners, self._kill)
-        shards = dict(enumerate(self.staff.shards))
-        self._hanging_shards.look(now, self.staff.beats(), set(), shards, self._kill)
-        if self.staff.nodes is not None:
-            nodes = self.staff.nodes.processes
+        self._hanging_shards.look(now, self.staff.beats(), set(), self.staff.shards, self._kill)
+        if self.host.nodes is not None:
+            nodes = self.host.nodes.processes
             self._hanging_nodes.look(now, self.staff.node_beats(), set(), nodes, self._kill)
         for last in self._questions.overdue(now):
             self._questions.answer(self._with_processes(last))
@@ -158,7 +181,9 @@ class Supervisor(Crew):
     def _asked(self, command: Any) -> None:
         if isinstance(command, m.AskStatistics):
             self._questions.open[command.number] = time.monotonic()
-            self.staff.shards[0].channel.post(command)
+            self.staff.tell_leader(command)
+        elif isinstance(command, m.Saved):
+            self._coordinator.from_shard(command)
         elif isinstance(command, Sync):
             self.recorder.event(f"dial: {command} from the next version on", kind="dial")
             self._coordinator.change(command)
@@ -184,15 +209,10 @@ class Supervisor(Crew):
         self.staff.start_learner(learner, rank)
 
     def end_learner(self, learner: int) -> None:
-        self._processes.kill_and_reap([self.staff.learners[learner]])
+        self.staff.end_learner(learner)
 
     def forget_learner(self, learner: int) -> None:
-        process = self.staff.learners.pop(learner)
-        if self.staff.nodes is not None:
-            self.staff.nodes.leave(learner)
-        self.staff.release(learner)
-        if process.bell is not None:
-            process.bell.close()
+        self.staff.forget(learner)
 
     def kill_learner(self, learner: int, why: str) -> None:
         self._kill(self.staff.learners[learner], why)
@@ -201,16 +221,15 @@ class Supervisor(Crew):
         self.recorder.event(
             f"killed: {why}", process.rank, kind="killed", learner=process.number, pid=process.pid
         )
-        self._processes.kill(process)
+        self.staff.kill(process)
 
     def tell_stop(self) -> None:
         self.staff.stop_learners()
 
     def renew_shards(self) -> None:
-        self._processes.kill_and_reap(self.staff.servers())
-        self.staff.start_servers()
+        self.staff.renew_servers()
         for number in self._questions.open:  # the old ones did not answer
-            self.staff.shards[0].channel.post(m.AskStatistics(number))
+            self.staff.tell_leader(m.AskStatistics(number))
 
     def finish(self) -> None:
         self._coordinator.finish()
@@ -220,14 +239,34 @@ class Supervisor(Crew):
 
     # -- processes ---------------------------------------------------------------------------------------
 
+    def _from_child(self, process: Process, message: Any) -> None:
+        if process.role == "evaluator":
+            assert self._evaluator is not None
+            self._evaluator.hear(message)
+        else:
+            self.host.hear(process, message)
+
+    def _child_ended(self, process: Process, how: str) -> None:
+        self.host.lose(process, how)
+
+    def _site_lost(self, site: int, why: str) -> None:
+        """A machine of a cluster is gone: so are its learners, and its shards."""
+        self.recorder.event(f"machine {site} is lost: {why}", kind="machine lost", machine=site)
+        lost = self.staff.lose(site)
+        learners, shards = ([each for each in lost if each.role == role] for role in ("learner", "shard"))
+        for process in lost:
+            process.state = "lost"
+        for process in (*learners, *shards[:1]):
+            self._ended(process, f"its machine: {why}", own_fault=False)
+
     def _heard(self, process: Process, message: Any) -> None:
         if process.role == "shard":
             self._from_shard(message)
         elif process.role == "node":
             self.thread.fail(RunError(f"node {process.rank} of the tree failed:\n{message.traceback}"))
-        elif process.role == "evaluator":
-            assert self._evaluator is not None
-            self._evaluator.hear(message)
+        elif process.role == "relay":
+            assert self._machines is not None
+            self._machines.suspect(process, message)
         elif isinstance(message, m.Returned):
             process.state = "returned"
             self.recorder.returned(process.rank, message)
@@ -245,10 +284,23 @@ class Supervisor(Crew):
             self.thread.fail(RunError(f"shard {shard} failed:\n{message.traceback}"))
         elif isinstance(message, m.Statistics):
             self._questions.answer(self._with_processes(message))
+        elif isinstance(message, m.Save):
+            self._save(message)
         else:
             self._coordinator.from_shard(message)
 
-    def _ended(self, process: Process, how: str) -> None:
+    def _save(self, part: m.Save) -> None:
+        """For a machine that does not see the folder."""
+        assert self.folder is not None
+        if part.number == FIRST:
+            job = (part.number, part.name, part.tensors, part.notes)
+            self._coordinator.from_shard(write_part(self.folder, job))
+            return
+        if self._writer is None:
+            self._writer = Writer(self.folder.root, self.command)
+        self._writer.write(part.number, part.name, part.tensors, part.notes)
+
+    def _ended(self, process: Process, how: str, *, own_fault: bool = True) -> None:
         """A process ended without a word."""
         process.state = "lost"
         number, rank, pid = process.number, process.rank, process.pid
@@ -257,15 +309,18 @@ class Supervisor(Crew):
             self.supervision.shard_lost(lost, shard=rank, pid=pid)
         elif process.role == "node":
             self._node_lost(process, how)
+        elif process.role == "relay":
+            self.supervision.shard_lost(f"the relay of machine {rank} (pid {pid}) ended with {how}", pid=pid)
         elif process.role == "learner":
             why = f"its process (pid {pid}) ended with {how}"
-            self.supervision.lost(number, why, stepped=self.staff.stepped(number), pid=pid)
+            stepped = not own_fault or self.staff.stepped(number)
+            self.supervision.lost(number, why, stepped=stepped, pid=pid)
         else:
             self.thread.fail(LostError(f"{process.role} {rank} (pid {pid}) ended with {how}"))
 
     def _node_lost(self, process: Process, how: str) -> None:
         """Those below it publish through another; the last leaf's loss is that of a shard (M14)."""
-        node, pid, nodes = process.number, process.pid, self.staff.nodes
+        node, pid, nodes = process.number, process.pid, self.host.nodes
         lost = f"node {node} of the tree (pid {pid}) ended with {how}"
         assert nodes is not None
         moved = nodes.lose(node)
@@ -297,6 +352,8 @@ class Supervisor(Crew):
         outcome = self.thread.outcome
         outcome.statistics = self._with_processes(outcome.statistics)
         self.thread.close()
+        if self._writer is not None:
+            self._writer.close()
         if self._task is not None:
             self._task.close()
         if "staff" in self.__dict__:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from syncline.engines.local.processes import Process, Processes
@@ -27,6 +28,7 @@ class RunThread:
         self.begun = False  # its processes are started
         self.done = threading.Event()
         self.children: Processes | None = None
+        self.elsewhere: Sequence[list[Process]] = ()
         self._commands: list[Any] = []
         self.changed = threading.Condition()  # commands and their answers; notified at the end
         self._wake = WakeUp()
@@ -41,8 +43,9 @@ class RunThread:
 
     @property
     def processes(self) -> list[Process]:
-        """All that were started."""
-        return list(self.children.by_pid.values()) if self.children is not None else []
+        """All that were started, on whatever machine, in that order."""
+        here = list(self.children.by_pid.values()) if self.children is not None else []
+        return sorted([*here, *chain.from_iterable(self.elsewhere)], key=lambda process: process.order)
 
     def fail(self, error: BaseException) -> None:
         """The first failure is the one that is told."""

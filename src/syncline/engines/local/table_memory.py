@@ -15,7 +15,7 @@ from syncline.engines.local.cuda_memory import Handles, share
 from syncline.engines.local.exchange import LINE, Drafts, Outbox, Replies, Ring, Shares
 from syncline.engines.local.record_codec import NOTE
 from syncline.engines.local.shared_memory import Region, SharedWords
-from syncline.engines.local.version_ring import Words
+from syncline.engines.local.version_ring import Marks, Words
 from syncline.table.gradient_slot import Slot, slot_bytes
 from syncline.table.layout import Layout
 
@@ -77,18 +77,19 @@ class Lane:
         passed = Replies.words(shards) + Drafts.words(shards, slots)
         self.passed = Drafts(cells, passed, shards=1, slots=slots)  # over a tree: the leaf's word
         self.handles = Handles(region, 8 * self._words(layout, slots))
-        self._layout, self._slots, self._start = layout, slots, self._head(layout, slots)
+        self._layout, self._slots, self.start = layout, slots, self._head(layout, slots)
         self.numbers = [-1] * slots  # a shard's own: tickets whose drafts lie in the slots
+        self.reads = True  # a shard's own, on a card: it may be reading since it published last
         self.memory = memory
         self._lay(None)
 
     def _lay(self, card: Tensor | None) -> None:
         """Slots and inbox, in the shared memory or with their values on a card."""
         layout, size, values = self._layout, slot_bytes(self._layout), self._values(self._layout)
-        host = [self.memory[self._start + index * size :][:size] for index in range(self._slots)]
+        host = [self.memory[self.start + index * size :][:size] for index in range(self._slots)]
         if card is None:
             self.slots = [Slot(layout, block) for block in host]
-            inbox = self.memory[self._start + self._slots * size :]
+            inbox = self.memory[self.start + self._slots * size :]
         else:
             self.slots = [Slot(layout, block, card[index * values :]) for index, block in enumerate(host)]
             inbox = card[self._slots * values :]
@@ -134,6 +135,8 @@ class TableMemory:
         self.norms = Shares(cells, 0, sizes=sizes)
         self.versions = Words(cells, Shares.words(sizes), shards=layout.shards, places=places)
         words = Shares.words(sizes) + Words.words(layout.shards, places)
+        self.marks = Marks(cells, words, shards=layout.shards, places=places)
+        words += Marks.words(layout.shards, places)
         self.handles = Handles(region, position + 8 * words)
 
     def to_card(self, device: str, *, owner: bool, wait: Callable[[], None]) -> None:
@@ -146,11 +149,13 @@ class TableMemory:
     def clear(self) -> None:
         """What shards told each other, and of their memory, is void."""
         self.norms.clear()
+        self.marks.clear()
         self.handles.clear(1 + self._layout.shards)
 
     @staticmethod
     def nbytes(layout: Layout, *, places: int) -> int:
         words = Shares.words([len(part.pieces) for part in layout.parts]) + Words.words(layout.shards, places)
+        words += Marks.words(layout.shards, places)
         values = places * layout.parameters.nbytes + layout.buffers.nbytes + layout.others.nbytes
         return values + 8 * words + Handles.nbytes(1 + layout.shards)
 

@@ -7,7 +7,7 @@ who may read what.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from syncline.table.layout import Layout
 from syncline.table.store import copy_segments
 
 Segments = list[Tensor]
+UNREAD = -1  # place of a version in a shard that is not looked at
 
 
 class Words:
@@ -51,11 +52,49 @@ class Words:
         return max(load(first + place) for place in self._places) - 1
 
     def hold(self, version: int, places: Sequence[int]) -> bool:
-        """It still lies there, in all shards: what was copied is whole."""
-        cells = [first + place for first, place in zip(self._first, places, strict=True)]
+        """It still lies there, in all shards that were read: what was copied is whole."""
+        return self.lies(version, ((shard, place) for shard, place in enumerate(places) if place != UNREAD))
+
+    def lies(self, version: int, where: Iterable[tuple[int, int]]) -> bool:
+        """The same of these shards, each with its place."""
+        cells = [self._first[shard] + place for shard, place in where]
         for cell in cells:
             self._cells.load(cell)  # all that was copied was read before the words are
         return all(self._cells.load(cell) == version + 1 for cell in cells)
+
+
+class Marks:
+    """For each shard: its newest version, wherever that can be read; and which of its places are to be left alone for a while."""
+
+    def __init__(self, cells: WordsLike, base: int, *, shards: int, places: int) -> None:
+        self._cells, self._places = cells, places
+        room = Words._room(places)
+        self._newest = [base + LINE * shard for shard in range(shards)]
+        self._kept = [base + LINE * shards + room * shard for shard in range(shards)]
+
+    @staticmethod
+    def words(shards: int, places: int) -> int:
+        return LINE * shards + Words.words(shards, places)
+
+    def clear(self) -> None:
+        """Legal while no shard is there."""
+        for shard, newest in enumerate(self._newest):
+            self._cells.store(newest, 0)
+            for place in range(self._places):
+                self.keep(shard, place, False)
+
+    def reach(self, shard: int, version: int) -> None:
+        self._cells.store(self._newest[shard], version + 1)
+
+    def reached(self, shard: int) -> int:
+        return self._cells.load(self._newest[shard]) - 1
+
+    def keep(self, shard: int, place: int, kept: bool) -> None:
+        """Somebody reads there slowly; one writer says so. It is a wish: whoever reads looks afterwards whether it was heard."""
+        self._cells.store(self._kept[shard] + place, kept)
+
+    def kept(self, shard: int, place: int) -> bool:
+        return bool(self._cells.load(self._kept[shard] + place))
 
 
 class CardOrder(Protocol):
@@ -77,12 +116,14 @@ class RingPart(VersionMemory):
         shard: int,
         ring: Sequence[Segments],
         words: Words,
+        marks: Marks,
         being_read: Callable[[], bool],
         order: CardOrder | None = None,
     ) -> None:
         part = layout.parts[shard]
         self.places = [part.segments(segments) for segments in ring]
         self._layout, self._shard, self._words, self._being_read = layout, shard, words, being_read
+        self._marks = marks
         self.newest = 0  # the place that was offered last
         self._order = order
 
@@ -92,16 +133,20 @@ class RingPart(VersionMemory):
         self._words.offer(self._shard, place, version)
         if version != WRITTEN:
             self.newest = place
+            self._marks.reach(self._shard, version)
         elif self._order is not None:
             self._order.write()
 
     def being_read(self) -> bool:
         return self._being_read()
 
+    def kept(self, place: int) -> bool:
+        return self._marks.kept(self._shard, place)
+
     def ahead(self) -> int:
         """Of the slowest shard, in versions."""
-        newest = self._words.newest
-        return newest(self._shard) - min(newest(shard) for shard in range(self._layout.shards))
+        reached = self._marks.reached
+        return reached(self._shard) - min(reached(shard) for shard in range(self._layout.shards))
 
     def deliver(self, inbox: Segments) -> None:
         """The newest version into a learner's own memory."""
@@ -109,35 +154,50 @@ class RingPart(VersionMemory):
 
 
 class Reader:
-    """A learner's side; `scratch` is memory of its own, for entries whose parts lie in different places."""
+    """A learner's side; `scratch` is memory of its own, for entries whose parts lie in different places.
 
-    def __init__(self, layout: Layout, ring: Sequence[Segments], words: Words, scratch: Segments) -> None:
+    With `reads`, spans of each entry's elements, it looks only at shards that hold some of them.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        ring: Sequence[Segments],
+        words: Words,
+        scratch: Segments,
+        reads: Sequence[Sequence[tuple[int, int]]] | None = None,
+    ) -> None:
         self._layout, self._ring, self._words, self._scratch = layout, ring, words, scratch
         flat = layout.parameters
         self._views = [flat.views(segments) for segments in ring]
         self._gathered = flat.views(scratch)
-        owners: dict[int, list[int]] = defaultdict(list)
+        owners: dict[int, set[int]] = defaultdict(set)
         for shard, part in enumerate(layout.parts):
             for piece in part.pieces:
-                owners[piece.entry].append(shard)
-        self._owners = [owners[entry] for entry in range(len(flat.entries))]
+                wanted = ((piece.start, piece.stop),) if reads is None else reads[piece.entry]
+                if any(low < piece.stop and piece.start < high for low, high in wanted):
+                    owners[piece.entry].add(shard)
+        self._owners = [sorted(owners[entry]) for entry in range(len(flat.entries))]
+        every = range(layout.shards)
+        self._shards = list(every) if reads is None else sorted(set().union(*owners.values()))
 
     def choose(self, released: int) -> tuple[int, list[int]] | None:
         """The version that was released, or where that is gone the newest that all shards have; and where it lies."""
         for version in (released, min(map(self._words.newest, self._shards))):
-            places = [self._words.find(shard, version) for shard in self._shards]
-            if version >= released and None not in places:
-                return version, places  # type: ignore[return-value]
+            places = [UNREAD] * self._layout.shards
+            for shard in self._shards:
+                if (place := self._words.find(shard, version)) is None or version < released:
+                    break
+                places[shard] = place
+            else:
+                return version, places
         return None
-
-    @property
-    def _shards(self) -> range:
-        return range(self._layout.shards)
 
     def sources(self, places: Sequence[int]) -> list[Tensor]:
         """One view per parameter."""
-        if len(set(places)) == 1:
-            return self._views[places[0]]
+        used = set(places) - {UNREAD}
+        if len(used) == 1:
+            return self._views[used.pop()]
         return [self._source(entry, owners, places) for entry, owners in enumerate(self._owners)]
 
     def _source(self, entry: int, owners: Sequence[int], places: Sequence[int]) -> Tensor:

@@ -1,42 +1,41 @@
-"""A node's agent: keeps what learners run once for its node, starts learners on request, and ends them with their connections.
+"""A node's agent: does on its machine what the run's supervisor says, with the local engine's means, and tells what happens there.
 
-A learner's stand-in connects and orders it; the very connection goes to the learner's process. Not responsible for what
-they say to each other, nor for where agents run (cluster.py).
+It ends, and all its processes, when the caller does not speak to it any more. Not responsible for what learners and
+shards say to each other (relay.py), nor for where agents run (cluster.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import queue
-import select
 import socket
 import sys
 import threading
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 import torch
 
+from syncline.engines.local.host import RelayParts, Sites, Vitals
+from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.ray.authentication import Listener, Secret
-from syncline.engines.ray.bulk_connection import Connection, Head, Lost, bytes_of
-from syncline.engines.ray.frame_kinds import AGENT, WORDS, Kind, Objects
+from syncline.engines.ray.bulk_connection import Connection, Lost
+from syncline.engines.ray.frame_kinds import AGENT, WORD, Kind, Objects
 from syncline.engines.ray.heartbeat import notice_silence
-from syncline.engines.ray.node_versions import Mirror, MirrorOf
-from syncline.engines.ray.placement import gpu_of
-from syncline.engines.ray.remote_learner import RemoteLearner
-from syncline.roles.run_plan import Seat
+from syncline.engines.ray.placement import GpuDealer
+from syncline.engines.ray.relay import Link, Relay
+from syncline.engines.run import RunSpec, Storage
+from syncline.version import VERSION
 
 LOOK = 0.25  # seconds between looks at what has ended
 FIRST_WORD = 30.0  # seconds that a connection has to say what it is for
-GRACE = 2.0  # seconds that a learner outlives its connection
+TASK = 1  # the place of an object that is kept as it is: what learners run
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,51 +50,79 @@ class About:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Start this learner."""
+class Begin:
+    """The run, and this machine's part in it."""
 
-    learner: int
-    seat: Seat
-    slots: int
-    threads: int | None  # None: as many as the node has for each
-    places: int  # for versions
+    spec: RunSpec
+    sites: Sites
+    site: int
+    addresses: dict[int, tuple[str, int]]  # of the machines that this one's relay connects to
+    token: str | None  # a file in the folder of checkpoints, for machines to see whether they see it
 
 
-@dataclass(slots=True)
-class _Running:
-    """A learner of this node, and the connection that it lives by."""
+@dataclass(frozen=True, slots=True)
+class Do:
+    """A verb of `Host`; of a process that is told about its number and role."""
 
-    process: Process
-    end: socket.socket
-    ends: float | None = None  # when it is killed
+    verb: str
+    given: tuple[Any, ...] = ()
+    named: dict[str, Any] | None = None
+
+
+# -- to the supervisor -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """It has all that it needs."""
+
+    sees: bool  # the folder of checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    role: str
+    number: int
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    pid: int
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    pid: int
+    how: str
 
 
 def versions() -> tuple[str, str, str]:
     """Of Python, torch and this library."""
-    try:
-        own = version("syncline")
-    except PackageNotFoundError:  # run from its sources
-        own = "of the source tree"
-    return platform.python_version(), torch.__version__, own
+    return platform.python_version(), torch.__version__, VERSION
 
 
 class Agent:
     """One node's part of a run; everything happens on one thread of its own, beside the listener's."""
 
-    def __init__(
-        self, secret: Secret, host: str, *, learners: int, gpus: int = 0, path: list[str], folder: str
-    ) -> None:
-        self._secret, self._learners, self._gpus = secret, max(1, learners), gpus
+    def __init__(self, secret: Secret, host: str, *, gpus: int = 0, path: list[str], folder: str) -> None:
+        self._secret, self._gpus = secret, gpus
         _settle(path, folder)
+        self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._control: Connection | None = None
+        self._objects = Objects()
         self._task: Parcel | None = None
-        self._refused = 0  # frames
-        self._mirrors: dict[int, Mirror] = {}  # by table
-        self._orders: queue.Queue[tuple[Order, socket.socket]] = queue.Queue()
-        self._running: dict[int, _Running] = {}  # by pid
-        self._places: dict[int, int] = {}  # GPU place -> pid
+        self.host: LocalHost | None = None
+        self.sees: Callable[[str], bool] = os.path.exists  # a file of the caller's
+        self._links: list[
+            tuple[int, int, socket.socket]
+        ] = []  # of relays that wait for this one's: generation, machine
+        self._told: Vitals | None = None
+        self._refused = 0
         self._wake = WakeUp()
-        self._closing = threading.Event()
-        self._poll = select.poll()
+        self._closing, self._over = threading.Event(), threading.Event()
         self._listener = Listener(host, secret, self._welcome)
         self._thread = threading.Thread(target=self._main, name="syncline-agent", daemon=True)
         self._thread.start()
@@ -108,23 +135,27 @@ class Agent:
         self._wake.ring()
         self._thread.join(10)
 
-    # -- connections -------------------------------------------------------------------------------------
+    # -- connections, each on a thread of its own --------------------------------------------------------
 
     def _welcome(self, end: socket.socket) -> None:
-        objects = Objects()
-        into = partial(self._into, objects)
-        connection = Connection(end, run=self._secret.run, incarnation=AGENT, into=into)
-        handed = False
+        objects, handed = Objects(), False
+        connection = Connection(end, run=self._secret.run, incarnation=AGENT, into=objects.into)
         try:
-            while not handed and (frame := connection.receive(FIRST_WORD)) is not None:
-                if frame.kind == Kind.PULSE:
-                    self._answer(connection, end)
-                elif frame.kind == Kind.MIRROR:
-                    self._mirror(connection)
-                elif frame.kind not in (Kind.TASK, Kind.ORDER, Kind.CARGO):
-                    break
-                elif (found := objects.gather(frame)) is not None:
-                    handed = self._said(*found, connection, end)
+            frame = connection.receive(FIRST_WORD)
+            if frame is None:
+                return
+            if frame.kind == Kind.PULSE:
+                self._answer(connection, end)
+            elif frame.kind == Kind.LINK:
+                handed = True
+                self._links.append((frame.generation, frame.place, end))
+                self._later(self._link_all)
+                if self._over.is_set():
+                    self._close_links()
+            elif frame.kind == Kind.CONTROL and self._control is None:
+                self._control, self._objects = connection, objects
+                threading.Thread(target=connection.keep_sending, daemon=True).start()
+                self._listen(connection)
         except Lost:
             pass
         finally:
@@ -132,109 +163,168 @@ class Agent:
             if not handed:
                 connection.close()
 
-    def _said(self, kind: int, parcel: Parcel, connection: Connection, end: socket.socket) -> bool:
-        """True if the connection is a learner's from now on."""
-        if kind == Kind.TASK:
-            self._task = parcel
-            connection.wait_sent(Objects().send(connection, Kind.DONE, None))
-        else:
-            self._orders.put((unpack(parcel), end))
-            self._wake.ring()
-        return kind == Kind.ORDER
-
     def _answer(self, connection: Connection, end: socket.socket) -> NoReturn:
         """Until the caller is gone, or has declared this node dead: then nothing of the run stays here."""
         notice_silence(end)
         try:
             while True:
                 refused = self._listener.strangers + self._refused
-                connection.send(Kind.PULSE, WORDS.pack(refused, *[0] * 7))
+                beats = self.host.relay_beats if self.host is not None else 0
+                connection.send(Kind.PULSE, WORD.pack(refused), WORD.pack(beats))
                 connection.receive()
         finally:
-            self._closing.set()
-            self._wake.ring()
+            self._end()
 
-    def _into(self, objects: Objects, head: Head) -> memoryview | None:
-        if head.kind != Kind.VERSION:
-            return objects.into(head)
-        mirror, index = self._mirrors.get(head.place >> 16), head.place & 0xFFFF
-        return None if mirror is None or index >= len(mirror.places) else bytes_of([mirror.begin(index)])[0]
+    def _end(self) -> None:
+        self._closing.set()
+        self._wake.ring()
 
-    def _mirror(self, connection: Connection) -> NoReturn:
-        """Versions, for all learners of this node."""
-        while True:
-            frame = connection.receive()
-            if frame is not None and frame.kind == Kind.HELD:
-                table, place, version, generation, *_ = WORDS.unpack(frame.body)
-                self._mirrors[table].offer(place, generation, version)
-                connection.send(Kind.HELD, frame.body)
+    def _listen(self, connection: Connection) -> NoReturn:
+        """To the supervisor."""
+        try:
+            while True:
+                frame = connection.receive()
+                if frame is not None and (found := self._objects.gather(frame)) is not None:
+                    self._later(partial(self._hear, *found))
+        finally:
+            self._end()
 
-    # -- learners ----------------------------------------------------------------------------------------
+    def _later(self, action: Callable[[], None]) -> None:
+        self._todo.put(action)
+        self._wake.ring()
+
+    def _tell(self, message: Any) -> None:
+        if self._control is not None and not self._control.lost:
+            try:
+                self._objects.send(self._control, message)
+            except Lost:
+                self._end()
+
+    # -- the thread --------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        processes = Processes(self._asked, lambda process, how: None)
-        processes.watch(self._wake.fd, lambda: self._start_ordered(processes))
+        self._processes = Processes(self._heard, self._ended)
+        self._processes.watch(self._wake.fd, self._work)
         try:
             while not self._closing.is_set():
-                processes.work(LOOK)
-                self._look(processes)
+                self._processes.work(LOOK)
+                self._show()
         finally:
             self._listener.close()
-            processes.close(kill=True)
-            for pid, running in list(self._running.items()):
-                self._forget(pid, running)
+            self._processes.close(kill=True)
+            if self.host is not None:
+                self.host.close()
+            self._over.set()
+            self._close_links()
+            if self._control is not None:
+                self._control.close()
 
-    def _asked(self, process: Process, message: Any) -> None:
-        if isinstance(message, MirrorOf):
-            if message.table not in self._mirrors:
-                self._mirrors[message.table] = Mirror(message.nbytes, message.places)
-            process.channel.post(self._mirrors[message.table].region)
-
-    def _start_ordered(self, processes: Processes) -> None:
+    def _work(self) -> None:
         self._wake.quiet()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._start(processes, *self._orders.get_nowait())
+        while not self._todo.empty():
+            self._todo.get()()
 
-    def _start(self, processes: Processes, order: Order, end: socket.socket) -> None:
+    def _show(self) -> None:
+        """What the supervisor would see by itself on its own machine."""
+        if self.host is not None and (vitals := self.host.vitals()) != self._told:
+            self._told = vitals
+            self._tell(vitals)
+
+    def _hear(self, place: int, parcel: Parcel) -> None:
+        if place == TASK:
+            self._task = parcel
+            return
+        order = unpack(parcel)
+        if isinstance(order, Begin):
+            self._begin(order)
+        else:
+            self._do(order)
+
+    def _begin(self, order: Begin) -> None:
         assert self._task is not None
-        place = next(place for place in range(len(self._places) + 1) if place not in self._places)
-        seat = order.seat
-        if seat.device == "cuda":
-            seat = replace(seat, device=gpu_of(place, self._gpus))
-        handed = WakeUp(os.dup(end.fileno()))
-        spec = RemoteLearner(order.learner, seat, order.slots, self._secret.run, handed, order.places)
-        process = processes.fork("learner", order.learner, seat.rank, spec, None, self._threads(order))
-        process.channel.post(self._task)
-        handed.close()
-        self._running[process.pid] = _Running(process, end)
-        self._places[place] = process.pid
-        self._poll.register(end, select.POLLRDHUP)
+        relay, spec = partial(self._relay, order.addresses), order.spec
+        sees = order.token is None or self.sees(order.token)
+        if not sees:
+            spec = replace(spec, storage=Storage())
+        self.host = LocalHost(
+            spec,
+            self._processes,
+            self._task,
+            self._pass_on,
+            self._pass_end_on,
+            sites=order.sites,
+            site=order.site,
+            relay=relay,
+            seat=GpuDealer(self._gpus),
+        )
+        self._tell(Ready(sees))
 
-    def _threads(self, order: Order) -> int:
-        if order.threads is not None:
-            return order.threads
-        return max(1, len(os.sched_getaffinity(0)) // self._learners)
+    def _relay(self, addresses: dict[int, tuple[str, int]], parts: RelayParts) -> Relay:
+        return Relay(parts, self._secret, addresses)
 
-    def _look(self, processes: Processes) -> None:
-        """A learner's end is its connection's, and the other way round."""
-        now = time.monotonic()
-        gone = {fd for fd, _ in self._poll.poll(0)}
-        for pid, running in list(self._running.items()):
-            if running.process.reaped:
-                self._forget(pid, running)
-            elif running.end.fileno() in gone and running.ends is None:
-                running.ends = now + GRACE
-            elif running.ends is not None and now > running.ends:
-                processes.kill(running.process)
+    def _do(self, order: Do) -> None:
+        assert self.host is not None
+        if order.verb in ("kill", "end"):
+            self._end_process(order)
+            return
+        done = getattr(self.host, order.verb)(*order.given, **(order.named or {}))
+        if order.verb == "start_learner":
+            self._started([done])
+        elif order.verb == "start_servers":
+            relay = [self.host.relay] if self.host.relay is not None else []
+            self._started([*done, *relay])
+            self._link_all()
 
-    def _forget(self, pid: int, running: _Running) -> None:
-        del self._running[pid]
-        self._places = {place: owner for place, owner in self._places.items() if owner != pid}
-        self._poll.unregister(running.end)
-        with contextlib.suppress(OSError):  # what it forked may hold it too
-            running.end.shutdown(socket.SHUT_RDWR)
-        running.end.close()
+    def _started(self, processes: list[Process]) -> None:
+        for each in processes:
+            self._tell(Started(each.role, each.number, each.rank, each.pid))
+
+    def _end_process(self, order: Do) -> None:
+        role, number = order.given
+        running = [
+            each for each in self._processes.by_pid.values() if (each.role, each.number) == (role, number)
+        ]
+        for process in running[-1:]:
+            assert self.host is not None
+            (self.host.kill if order.verb == "kill" else self.host.end)(process)
+
+    # -- relays of other machines ------------------------------------------------------------------------
+
+    def _close_links(self) -> None:
+        while self._links:
+            self._links.pop()[2].close()
+
+    def _link_all(self) -> None:
+        """To this machine's relay, when it is of that generation."""
+        if self.host is None or self.host.relay is None:
+            return
+        for link in list(self._links):
+            generation, site, end = link
+            if generation <= self.host.generation:
+                self._links.remove(link)
+                if generation == self.host.generation:
+                    handed = WakeUp(os.dup(end.fileno()))
+                    self.host.relay.channel.post(Link(site, handed))
+                    handed.close()
+                end.close()
+
+    # -- what happens here -------------------------------------------------------------------------------
+
+    def _heard(self, process: Process, message: Any) -> None:
+        assert self.host is not None
+        self.host.hear(process, message)
+
+    def _ended(self, process: Process, how: str) -> None:
+        assert self.host is not None
+        self.host.lose(process, how)
+
+    def _pass_on(self, process: Process, message: Any) -> None:
+        self._tell(Said(process.pid, message))
+
+    def _pass_end_on(self, process: Process, how: str) -> None:
+        process.state = "lost"
+        self._show()
+        self._tell(Ended(process.pid, how))
 
 
 def _settle(path: list[str], folder: str) -> None:

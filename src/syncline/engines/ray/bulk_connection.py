@@ -13,14 +13,16 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 MAGIC = b"SL1"
-_HEAD = struct.Struct("!3sB8sIQQQQ")
+_HEAD = struct.Struct("!3sB8sIQQQQQ")
 SLICE = 1 << 20  # bytes that one call of the kernel is asked to move
 SMALL = 1 << 20  # bytes of a body that nobody has named a place for
+VIEWS = 64  # pieces of memory that one call of the kernel is given
 QUEUED = 1024  # frames that wait to be sent, at most
 TURN = 4 << 20  # bytes that are received before whoever does not wait may do something else
 
@@ -35,6 +37,7 @@ class Head(NamedTuple):
     kind: int
     generation: int  # how often the servers were started anew
     place: int  # what the body is, or where it goes: the kind's own number
+    offset: int  # and from which byte on
     length: int
 
 
@@ -88,8 +91,10 @@ class Connection:
         self._run, self._incarnation, self._into = run, incarnation, into
         self.refused = Refusals()
         self._sending = threading.Condition()
-        self._queue: deque[list[memoryview]] = deque()
+        self._queue: deque[memoryview] = deque()  # what is not sent
+        self._ends: deque[int] = deque()  # of frames that are not sent, in bytes since the beginning
         self._queued = self._sent = 0  # frames, since the beginning
+        self._bytes_queued = self._bytes_sent = 0
         self._head = bytearray(_HEAD.size)
         self._head_filled = 0
         self._incoming: _Incoming | None = None
@@ -102,23 +107,33 @@ class Connection:
 
     # -- sending -----------------------------------------------------------------------------------------
 
-    def send(self, kind: int, *bodies: Any, place: int = 0, generation: int = 0) -> int:
+    def send(self, kind: int, *bodies: Any, place: int = 0, offset: int = 0, generation: int = 0) -> int:
         """Begin to send, and go on in `flush`; the frame's number, for `wait_sent`. The bodies stay as they are until then."""
-        views = [memoryview(body).cast("B") for body in bodies]
-        length = sum(view.nbytes for view in views)
         with self._sending:
-            while len(self._queue) >= QUEUED and not self.lost:
+            while len(self._ends) >= QUEUED and not self.lost:
                 self._flush_some(wait=True)
-            self._check()
-            which = (self._run, generation, self._incarnation, self._queued)
-            head = _HEAD.pack(MAGIC, kind, *which, place, length)
-            self._queue.append([memoryview(head), *(view for view in views if view.nbytes)])
-            self._queued += 1
-            number = self._queued
+            number = self._put(kind, bodies, place, offset, generation)
             self._flush_some()
             if self._queue:
                 self._sending.notify_all()
         return number
+
+    def queue(self, kind: int, *bodies: Any, place: int = 0, offset: int = 0, generation: int = 0) -> int:
+        """The same, to be sent with the next `flush`, together with others."""
+        with self._sending:
+            return self._put(kind, bodies, place, offset, generation)
+
+    def _put(self, kind: int, bodies: Sequence[Any], place: int, offset: int, generation: int) -> int:
+        self._check()
+        views = [memoryview(body).cast("B") for body in bodies]
+        length = sum(view.nbytes for view in views)
+        which = (self._run, generation, self._incarnation, self._queued)
+        self._queue.append(memoryview(_HEAD.pack(MAGIC, kind, *which, place, offset, length)))
+        self._queue.extend(view for view in views if view.nbytes)
+        self._bytes_queued += _HEAD.size + length
+        self._ends.append(self._bytes_queued)
+        self._queued += 1
+        return self._queued
 
     def flush(self) -> bool:
         """Send what the other end takes now; True if nothing is left."""
@@ -154,23 +169,29 @@ class Connection:
     def _flush_some(self, *, wait: bool = False) -> None:
         try:
             while self._queue:
-                views = self._queue[0]
                 try:
-                    count = self._socket.sendmsg(_slice(views))
+                    count = self._socket.sendmsg(_slice(self._queue))
                 except BlockingIOError:
                     if not wait:
                         return
                     self._await_room()
                     wait = False
                     continue
-                _advance(views, count)
-                if not views:
-                    self._queue.popleft()
-                    self._sent += 1
-                    self._sending.notify_all()
+                self._advance(count)
         except OSError as error:
             self._give_up()
             raise Lost(f"the connection broke while sending: {error.strerror or error}") from error
+
+    def _advance(self, count: int) -> None:
+        self._bytes_sent += count
+        while self._queue and count >= self._queue[0].nbytes:
+            count -= self._queue.popleft().nbytes
+        if count:
+            self._queue[0] = self._queue[0][count:]
+        while self._ends and self._ends[0] <= self._bytes_sent:
+            self._ends.popleft()
+            self._sent += 1
+            self._sending.notify_all()
 
     def _await_room(self) -> None:
         """Others may send or close meanwhile."""
@@ -241,8 +262,8 @@ class Connection:
         return count
 
     def _begin(self) -> _Incoming:
-        magic, kind, run, generation, incarnation, number, place, length = _HEAD.unpack(self._head)
-        head = Head(kind, generation, place, length)
+        magic, kind, run, generation, incarnation, number, place, offset, length = _HEAD.unpack(self._head)
+        head = Head(kind, generation, place, offset, length)
         ours = run == self._run and incarnation == self._incarnation
         if magic != MAGIC or (ours and number > self._next):
             self.refused.garbage += 1
@@ -278,6 +299,7 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._sending:
             self._queue.clear()
+            self._ends.clear()
             self._sending.notify_all()
 
     def close(self) -> None:
@@ -286,22 +308,15 @@ class Connection:
         self._socket.close()
 
 
-def _slice(views: list[memoryview]) -> list[memoryview]:
+def _slice(views: Iterable[memoryview]) -> list[memoryview]:
     """About `SLICE` bytes from the front."""
     room, chosen = SLICE, []
-    for view in views:
+    for view in islice(views, VIEWS):
         chosen.append(view[:room])
         room -= chosen[-1].nbytes
         if room <= 0:
             break
     return chosen
-
-
-def _advance(views: list[memoryview], count: int) -> None:
-    while views and count >= views[0].nbytes:
-        count -= views.pop(0).nbytes
-    if count:
-        views[0] = views[0][count:]
 
 
 def ready(end: socket.socket, what: int, seconds: float | None = None) -> bool:

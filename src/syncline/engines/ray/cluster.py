@@ -44,13 +44,14 @@ class RayCluster:
     def agents(
         self,
         nodes: Sequence[Node],
-        counts: Sequence[int],
+        loads: Sequence[int],
         secret: Secret,
         *,
         gpus: bool,
         resources: Mapping[str, float] | None,
     ) -> Agents:
-        return Agents(nodes, counts, secret, gpus=gpus, resources=resources)
+        """For so many processes on each node."""
+        return Agents(nodes, loads, secret, gpus=gpus, resources=resources)
 
     def close(self) -> None:
         if self._connected:
@@ -126,24 +127,24 @@ class Agents:
     def __init__(
         self,
         nodes: Sequence[Node],
-        counts: Sequence[int],
+        loads: Sequence[int],
         secret: Secret,
         *,
         gpus: bool,
         resources: Mapping[str, float] | None,
     ) -> None:
         self._ray = load_ray()
-        self._nodes = nodes
-        bundles = [dict(resources or {"CPU": count}) for count in counts]
+        self._nodes, self.secret = nodes, secret
+        bundles = [dict(resources or {"CPU": load}) for load in loads]
         if gpus:
-            for bundle, node, count in zip(bundles, nodes, counts, strict=True):
-                bundle.setdefault("GPU", min(node.gpus, count))
+            for bundle, node, load in zip(bundles, nodes, loads, strict=True):
+                bundle.setdefault("GPU", min(node.gpus, load))
         bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
         self._group: Any = None
         self._actors: dict[int, Any] = {}
         try:
             self._reserve(bundles)
-            self._start(bundles, counts, secret)
+            self._start(bundles, secret)
             self.about: dict[int, About] = self._introduced()
         except BaseException:
             self.close()
@@ -168,12 +169,12 @@ class Agents:
                 "`ray status` shows what others hold"
             )
 
-    def _start(self, bundles: list[dict[str, float]], counts: Sequence[int], secret: Secret) -> None:
+    def _start(self, bundles: list[dict[str, float]], secret: Secret) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         actor = self._ray.remote(AgentActor)
         for index, node in enumerate(self._nodes):
-            if node.home or not counts[index]:
+            if index == 0:
                 continue
             self._actors[index] = actor.options(
                 name=f"syncline agent of run {secret.run.hex()} on {node.host}, node {index}",
@@ -184,7 +185,7 @@ class Agents:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=self._bundle[index]
                 ),
-            ).remote(secret.run, secret.key, counts[index], list(sys.path), os.getcwd())
+            ).remote(secret.run, secret.key, list(sys.path), os.getcwd())
 
     def _introduced(self) -> dict[int, About]:
         return {index: self._ask(index, actor.about.remote()) for index, actor in self._actors.items()}
@@ -217,12 +218,12 @@ class Agents:
 class AgentActor:
     """The actor: an agent at its node's address."""
 
-    def __init__(self, run: bytes, key: bytes, learners: int, path: list[str], folder: str) -> None:
+    def __init__(self, run: bytes, key: bytes, path: list[str], folder: str) -> None:
         import ray
 
         host = ray.util.get_node_ip_address()
         gpus = len(ray.get_gpu_ids())
-        self._agent = Agent(Secret(run, key), host, learners=learners, gpus=gpus, path=path, folder=folder)
+        self._agent = Agent(Secret(run, key), host, gpus=gpus, path=path, folder=folder)
 
     def about(self) -> About:
         return self._agent.about()

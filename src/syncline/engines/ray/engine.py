@@ -1,6 +1,6 @@
-"""The cluster engine's front door: checks, room on the nodes, what learners run to every node; then a local run with learners elsewhere.
+"""The cluster engine's front door: checks, room on the nodes, what learners run to every node; then a run over their machines.
 
-The caller's own node has the shards and the supervisor, as under `local`; learners on other nodes have stand-ins here.
+The caller's own node has the supervisor and the leading shard; the other nodes' agents do what it says.
 """
 
 from __future__ import annotations
@@ -8,76 +8,137 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from syncline.cluster.calibration_file import keep as keep_cluster
 from syncline.cluster.record import Cluster
 from syncline.engines.local.engine import LocalHandle, check_platform
+from syncline.engines.local.host import Ended, Heard, Host, Machines, RelayParts, Seats, Sites
 from syncline.engines.local.packing import Parcel, pack
+from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.task_packing import pack_task
-from syncline.engines.ray.agent import About, describe, versions
+from syncline.engines.ray.agent import About, Begin, describe, versions
 from syncline.engines.ray.agent_client import Way
 from syncline.engines.ray.authentication import Secret
 from syncline.engines.ray.cluster import Agents, RayCluster, load_ray
 from syncline.engines.ray.heartbeat import Heartbeat
 from syncline.engines.ray.link_measurement import Echoes, measure_way, measured
-from syncline.engines.ray.placement import Node, chosen_nodes, deal, gpu_of, next_node
-from syncline.engines.ray.stand_in import StandIn
-from syncline.engines.run import Engine, RunSpec
+from syncline.engines.ray.placement import GpuDealer, Node, chosen_nodes, deal, next_node, spread
+from syncline.engines.ray.relay import LinkLost, RefusedFrames, Relay
+from syncline.engines.ray.remote_host import RemoteHost
+from syncline.engines.run import Engine, RunSpec, Storage
 from syncline.errors import NotYetError, UsageError
 from syncline.learn.server_session import check_whole
 from syncline.messages import Statistics
+from syncline.table.checkpoints import Folder
+
+MOMENT = 0.3  # seconds after a way is cut until one of its ends is lost: the cause may be on its way
 
 
-class Places:
-    """Which rank is where; stand-ins for those elsewhere."""
+class ClusterMachines(Machines):
+    """The nodes of a run: who is where, and who of them lives."""
 
     def __init__(
         self,
         nodes: list[Node],
         dealt: list[int],
-        agents: Agents,
+        sites: Sites,
+        remote: Sequence[RemoteHost],
         pulse: Heartbeat,
         secret: Secret,
-        spec: RunSpec,
+        addresses: dict[int, tuple[str, int]],
     ) -> None:
-        self._nodes, self._agents, self._pulse, self._secret, self._spec = nodes, agents, pulse, secret, spec
+        self._nodes, self.sites, self._remote, self._pulse = nodes, sites, remote, pulse
+        self._secret, self._addresses = secret, addresses
         self._of = dict(enumerate(dealt))
         self._home = dealt.count(0) > 0
+        self._dead: set[int] = set()
+        self._frames: dict[int, int] = {}  # that relays have turned away
+        self._cut: deque[tuple[float, Process, LinkLost]] = deque()  # ways, and when to judge
+        pulse.look = self._judge
 
-    def __call__(self, learner: int, rank: int) -> StandIn | None:
-        """What stands in for this learner on the caller's node; None: it is there itself."""
-        node = self._of.get(rank)
-        if node is None or not self._usable(node):
-            node = self._of[rank] = self._another()
-        if node == 0:
-            return None
-        about = self._agents.about[node]
-        name, lost = str(self._nodes[node]), self._pulse.lost[node]
-        refusals, courier = self._pulse.refusals, self._pulse.courier(node)
-        return StandIn(about.address, name, self._secret, self._spec.threads, lost, refusals, courier)
+    @property
+    def refused(self) -> int:
+        """Connections and frames that were turned away, on all nodes."""
+        return self._pulse.refused + sum(self._frames.values())
 
-    def _usable(self, node: int) -> bool:
-        return node == 0 or self._pulse.alive(node)
+    def relay(self, parts: RelayParts) -> Relay:
+        return Relay(parts, self._secret, self._addresses)
+
+    def seats(self) -> Seats:
+        return GpuDealer(self._nodes[0].gpus)
+
+    def hosts(
+        self, processes: Processes, heard: Heard, ended: Ended, lost: Callable[[int, str], None]
+    ) -> Sequence[Host]:
+        for host in self._remote:
+            processes.watch(host.listen(heard, ended, self._pulse.declare), host.receive)
+        processes.watch(self._pulse.lost.fd, partial(self._bury, processes, lost))
+        return self._remote
+
+    def _bury(self, processes: Processes, lost: Callable[[int, str], None]) -> None:
+        self._pulse.lost.quiet()
+        while not self._pulse.dead.empty():
+            site, why = self._pulse.dead.get()
+            self._dead.add(site)
+            self.sites = self.sites.without(site)
+            processes.unwatch(self._remote[site - 1].fileno())
+            lost(site, why)
+
+    def where(self, rank: int) -> int:
+        site = self._of.get(rank)
+        if site is None or site in self._dead:
+            site = self._of[rank] = self._another()
+        return site
 
     def _another(self) -> int:
-        usable = [node for node in self._agents.about if self._pulse.alive(node)]
+        usable = [
+            host.site for host in self._remote if host.site not in self._dead and host.site in self._used
+        ]
         usable += [0] if self._home or not usable else []
         counts = [list(self._of.values()).count(node) for node in range(len(self._nodes))]
         found = next_node(counts, usable)
         return found if found is not None else 0
+
+    @property
+    def _used(self) -> set[int]:
+        """Nodes for learners; the others are the shards' alone."""
+        return set(self._of.values()) or {0}
+
+    def suspect(self, relay: Process, word: Any) -> None:
+        if isinstance(word, RefusedFrames):
+            self._frames[relay.number] = word.count
+        elif isinstance(word, LinkLost):
+            self._cut.append((time.monotonic() + MOMENT, relay, word))
+
+    def _judge(self) -> None:
+        """Of ways that are cut, unless their relays have ended meanwhile, or one of the two machines is gone."""
+        while self._cut and self._cut[0][0] <= time.monotonic():
+            _, relay, word = self._cut.popleft()
+            pair = {relay.number, word.site} - {0}
+            if relay.state == "running" and all(map(self._pulse.alive, pair)):
+                self._separate(relay.number, word.site, word.why)
+
+    def _separate(self, site: int, other: int, why: str) -> None:
+        """One of them is lost, rather one without shards, never the caller's."""
+        lost = min({site, other} - {0}, key=lambda each: (bool(self.sites.of(each)), -each))
+        left = other if lost == site else site
+        self._pulse.declare(lost, f"no way between it and {self._nodes[left]}: {why}")
 
 
 class RayHandle(LocalHandle):
     """A run on a cluster's nodes."""
 
     def __init__(
-        self, spec: RunSpec, places: Places, agents: Agents, pulse: Heartbeat, cluster: RayCluster
+        self, spec: RunSpec, machines: ClusterMachines, agents: Agents, pulse: Heartbeat, cluster: RayCluster
     ) -> None:
-        self._agents, self._pulse, self._cluster = agents, pulse, cluster
-        super().__init__(spec, away=places)
+        self._agents, self._pulse, self._cluster, self._machines = agents, pulse, cluster, machines
+        super().__init__(spec, machines=machines)
 
     def _closed(self) -> None:
         self._pulse.close()
@@ -90,15 +151,16 @@ class RayHandle(LocalHandle):
         return self._with_refused(super().statistics())
 
     def _with_refused(self, statistics: Statistics) -> Statistics:
-        return dataclasses.replace(statistics, refused=self._pulse.refused)
+        return dataclasses.replace(statistics, refused=self._machines.refused)
 
 
 class Ray(Engine):
-    """Learners on the nodes of a Ray cluster, shards on the caller's own; a Ray of its own where there is no cluster.
+    """Learners and shards on the nodes of a Ray cluster; a Ray of its own where there is no cluster.
 
     `address` of its head ("auto" without one); `nodes` to use (all), the caller's own included; at most `learners_per_node`;
-    `server_nodes=1` keeps the caller's node for the shards alone; `resources` are reserved on each node (a core for each
-    learner).
+    `server_nodes` of them, the caller's first, are for the shards alone. Without it shards are spread over the learners' nodes
+    if there is a run folder, whose checkpoints make up for a lost node, else they are on the caller's. `resources` are
+    reserved on each node (a core for each learner).
     """
 
     deals_devices = True
@@ -112,17 +174,17 @@ class Ray(Engine):
         server_nodes: int | None = None,
         resources: Mapping[str, float] | None = None,
     ) -> None:
-        for name, value in (("nodes", nodes), ("learners_per_node", learners_per_node)):
+        for name, value in (
+            ("nodes", nodes),
+            ("learners_per_node", learners_per_node),
+            ("server_nodes", server_nodes),
+        ):
             if value is not None:
                 check_whole(name, value)
         if address is not None and not (isinstance(address, str) and address):
             raise UsageError(f'address is "auto" or "host:port" of the cluster\'s head, got {address!r}')
-        if server_nodes not in (None, 1):
-            raise UsageError(
-                f"server_nodes={server_nodes!r}: all shards are on the caller's node so far; give 1 to keep that node for them alone"
-            )
         self._address, self._nodes, self._most = address, nodes, learners_per_node
-        self._alone, self._resources = server_nodes == 1, _checked(resources)
+        self._servers, self._resources = server_nodes or 0, _checked(resources)
 
     def start(self, spec: RunSpec) -> RayHandle:
         check_platform("ray")
@@ -162,7 +224,7 @@ class Ray(Engine):
                 ]
         finally:
             cluster.close()
-        found = measured(nodes, ways, costs, learners=learners, most=self._most, servers_alone=self._alone)
+        found = measured(nodes, ways, costs, learners=learners, most=self._most, servers=self._servers)
         if keep:
             keep_cluster(found)
         return found
@@ -176,29 +238,95 @@ class Ray(Engine):
 
     def _placed(self, spec: RunSpec, task: Parcel, cluster: RayCluster) -> RayHandle:
         nodes = chosen_nodes(cluster.nodes(), self._nodes)
-        dealt = deal(spec.plan.learners, nodes, most=self._most, servers_alone=self._alone)
-        counts = [dealt.count(index) for index in range(len(nodes))]
-        gpus, secret = "cuda" in spec.devices, Secret.new()
-        spec = _with_devices(spec, nodes[0], dealt)
-        agents = cluster.agents(nodes, counts, secret, gpus=gpus, resources=self._resources)
-        pulse = None
+        dealt = deal(spec.plan.learners, nodes, most=self._most, servers=self._servers, seats=spec.group)
+        kept = spec.storage.folder is not None  # what a lost node takes along can be had again
+        shards = spread(spec.plan.topology.shards, dealt if kept else (), self._servers)
+        used = sorted({0, *dealt, *shards})
+        nodes = [nodes[index] for index in used]
+        dealt, shards = [used.index(each) for each in dealt], tuple(used.index(each) for each in shards)
+        sites = Sites(shards, tuple(range(len(nodes))))
+        loads = [
+            spec.group * dealt.count(index) or (index and shards.count(index)) for index in range(len(nodes))
+        ]
+        agents = cluster.agents(
+            nodes, loads, Secret.new(), gpus="cuda" in spec.devices, resources=self._resources
+        )
         try:
-            for index, about in agents.about.items():
-                _check_versions(str(nodes[index]), about)
-            ways = {
-                index: Way(about.address, secret, str(nodes[index]), str(nodes[0]))
-                for index, about in agents.about.items()
-            }
-            pulse = Heartbeat(ways)
-            for index, way in ways.items():
-                way.send_task(task, partial(pulse.alive, index))
-            places = Places(nodes, dealt, agents, pulse, secret, spec)
-            return RayHandle(spec, places, agents, pulse, cluster)
+            return self._begun(spec, task, cluster, agents, nodes, dealt, sites)
         except BaseException:
-            if pulse is not None:
-                pulse.close()
             agents.close()
             raise
+
+    def _begun(
+        self,
+        spec: RunSpec,
+        task: Parcel,
+        cluster: RayCluster,
+        agents: Agents,
+        nodes: list[Node],
+        dealt: list[int],
+        sites: Sites,
+    ) -> RayHandle:
+        """All agents are told of the run."""
+        for index, about in agents.about.items():
+            _check_versions(str(nodes[index]), about)
+        ways = {index: _way(agents, nodes, index) for index in agents.about}
+        addresses = {index: way.address for index, way in ways.items()}
+        pulse, folder = Heartbeat(ways), _folder(spec)
+        remote: list[RemoteHost] = []
+        try:
+            with _token(folder) as token:
+                for index, way in ways.items():
+                    later = {each: where for each, where in addresses.items() if each > index}
+                    begin = Begin(_stripped(spec), sites, index, later, token)
+                    remote.append(RemoteHost(way, task, begin))
+                for host in remote:
+                    host.wait_ready(partial(pulse.alive, host.site), folder)
+            machines = ClusterMachines(nodes, dealt, sites, remote, pulse, agents.secret, addresses)
+            return RayHandle(dataclasses.replace(spec, card=None), machines, agents, pulse, cluster)
+        except BaseException:
+            for host in remote:
+                host.close()
+            pulse.close()
+            raise
+
+
+def _way(agents: Agents, nodes: list[Node], index: int) -> Way:
+    node, home = nodes[index], nodes[0]
+    machine = "" if node.host == home.host else str(node)
+    return Way(agents.about[index].address, agents.secret, str(node), str(home), machine)
+
+
+def _stripped(spec: RunSpec) -> RunSpec:
+    """What other machines need of it."""
+    return dataclasses.replace(
+        spec,
+        task=None,  # type: ignore[arg-type]
+        storage=Storage(folder=spec.storage.folder),
+        card=None,
+        evaluate=None,
+        callbacks=(),
+        listeners=(),
+    )
+
+
+def _folder(spec: RunSpec) -> Folder | None:
+    return Folder(Path(spec.storage.folder)) if spec.storage.folder else None
+
+
+@contextlib.contextmanager
+def _token(folder: Folder | None) -> Iterator[str | None]:
+    """A file that machines which see the folder find there."""
+    if folder is None:
+        yield None
+        return
+    folder.root.mkdir(parents=True, exist_ok=True)
+    token = folder.root / f".seen-{os.urandom(8).hex()}"
+    token.touch()
+    try:
+        yield str(token)
+    finally:
+        token.unlink()
 
 
 def _check_versions(node: str, about: About) -> None:
@@ -226,12 +354,3 @@ def _task(spec: RunSpec) -> Parcel:
         if each is not None:
             each.close()
     return pack(spec.task)
-
-
-def _with_devices(spec: RunSpec, home: Node, dealt: list[int]) -> RunSpec:
-    """GPUs of the caller's node are dealt here, those of others there."""
-    devices = [spec.devices[rank % len(spec.devices)] for rank in range(spec.plan.learners)]
-    here = [rank for rank, node in enumerate(dealt) if node == 0 and devices[rank] == "cuda"]
-    for index, rank in enumerate(here):
-        devices[rank] = gpu_of(index, home.gpus)
-    return dataclasses.replace(spec, devices=tuple(devices), card=None)

@@ -1,4 +1,4 @@
-"""What frames mean between a learner on another node and its stand-in beside the shards; whole objects as frames.
+"""What frames mean between the machines of a run; whole objects as frames.
 
 Objects are packed as for local processes (code by cloudpickle, bulk beside it), and never read before the handshake.
 """
@@ -13,52 +13,53 @@ import threading
 from enum import IntEnum
 from typing import Any
 
-from syncline.engines.local.packing import Parcel, pack, unpack
+from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.ray.bulk_connection import Connection, Frame, Head
 
 MOST = 1 << 30  # bytes of an object without its bulk
-WORDS = struct.Struct("!8q")
-AGENT = 0  # incarnation of what is said to an agent itself
+WORD = struct.Struct("!q")
+AGENT = 0  # incarnation of what is said to an agent itself; of a relay's it is its generation, from 1 on
 
 
-def place_of(table: int, index: int) -> int:
-    """A frame's place: a slot, or a version's, of a table."""
-    return table << 16 | index
+LANE, TABLE = 1, 2  # memory that is written to
+_LEARNERS = 1 << 39  # learners' numbers, and nodes' below zero, are moved by so much
+
+
+def place_of(what: int, table: int, learner: int = 0) -> int:
+    """Of a frame: the memory that it goes into."""
+    return what << 56 | table << 40 | (learner + _LEARNERS)
+
+
+def unplaced(place: int) -> tuple[int, int, int]:
+    return place >> 56, place >> 40 & 0xFFFF, (place & (1 << 40) - 1) - _LEARNERS
 
 
 class Kind(IntEnum):
     """Of a frame."""
 
-    # a learner to its stand-in
-    ASK = 1  # the coordinator, and wait for its answer
-    TELL = 2  # the coordinator
-    OPEN = 3  # an ASK that the stand-in must understand
-    LAST = 4  # a TELL: how its function ended
-    NOTE = 5  # to the leading shard; what belongs to it has come before
-    SLOT = 6  # a whole slot
-    STATES = 7  # random states, for the message that follows
-    FIRST = 8  # a new table's first buffers and other tensors; its weights come as a slot
-    READY = 9  # it has memory for a table's versions
-    # a stand-in to its learner
-    ANSWER = 20
-    READING = 21  # so far tickets are released
-    VERSION = 22  # of the weights
-    PORTION = 23
-    WORDS = 24  # of the hub
-    FREED = 25  # a slot
-    # others
+    # between relays, towards shards
+    WRITE = 1  # bytes into the same place of the same memory
+    NOTE = 2  # of a learner, to the leading shard; what belongs to it has come before
+    MARK = 3  # to be answered when all before it is there
+    MARKED = 4
+    # towards learners
+    RELEASE = 10  # of a ticket, by one shard
+    FREED = 11  # a slot, by one shard
+    PORTION = 12
+    VERSION = 13  # of one shard's part: it is whole, or will not come
+    WANT = 14  # to the leading shard's machine: its own learners wait for that version
+    BRING = 15  # from the leading shard's machine: that version to that machine
+    # between shards
+    ENTRIES = 20  # of the log
+    LOGGED = 21  # so many of them have reached the shards
+    NORMS = 22
+    REACHED = 23  # a version, by one shard
+    # to an agent, and its answers
     CARGO = 40  # the bulk of the object before it
-    ORDER = 41  # to an agent: start a learner on this connection
-    TASK = 42  # to an agent: what its learners run
-    DONE = 43  # from an agent
-    PULSE = 44  # to an agent, and its answer: it lives
-    MIRROR = 45  # to an agent: versions come on this connection
-    HELD = 46  # to an agent: the version before it is whole; and its answer: it can be read
-
-
-OBJECTS = frozenset(
-    map(int, (Kind.ASK, Kind.TELL, Kind.OPEN, Kind.LAST, Kind.ANSWER, Kind.ORDER, Kind.TASK, Kind.DONE))
-)
+    CONTROL = 41  # this connection is the supervisor's
+    SAID = 42  # an object, either way
+    PULSE = 43  # it lives
+    LINK = 44  # this connection is another relay's
 
 
 class Objects:
@@ -69,13 +70,13 @@ class Objects:
         self._began: tuple[int, Parcel] | None = None  # its bulk is on its way
         self._area: mmap.mmap | None = None
 
-    def send(self, connection: Connection, kind: int, message: Any, *, place: int = 0) -> int:
+    def send(self, connection: Connection, message: Any, *, place: int = 0) -> int:
         """The number of its last frame."""
         parcel = message if isinstance(message, Parcel) else pack(message)
-        assert len(parcel.fds) == (parcel.bulk >= 0), "no descriptor leaves its node"
+        assert len(parcel.fds) == (parcel.bulk >= 0), "no descriptor leaves its machine"
         head = pickle.dumps((parcel.pickled, parcel.sizes, parcel.inline, parcel.bulk))
         with self._sending:
-            number = connection.send(kind, head, place=place)
+            number = connection.send(Kind.SAID, head, place=place)
             if parcel.bulk >= 0:
                 area = mmap.mmap(parcel.fds[0], parcel.bulk, prot=mmap.PROT_READ)
                 number = connection.send(Kind.CARGO, area)
@@ -85,7 +86,7 @@ class Objects:
 
     def into(self, head: Head) -> memoryview | None:
         """Where the body of an object's frame goes."""
-        if head.kind in OBJECTS and head.length <= MOST:
+        if head.kind == Kind.SAID and head.length <= MOST:
             return memoryview(bytearray(head.length))
         if head.kind == Kind.CARGO and self._began is not None and self._began[1].bulk == head.length:
             fd = os.memfd_create("syncline-cargo", os.MFD_CLOEXEC)
@@ -96,22 +97,15 @@ class Objects:
         return None
 
     def gather(self, frame: Frame) -> tuple[int, Parcel] | None:
-        """(kind, the object, packed), once all of it is there."""
+        """(its place, the object, packed), once all of it is there."""
         if frame.kind == Kind.CARGO:
             found, self._began, self._area = self._began, None, None
-            assert found is not None
             return found
+        if frame.kind != Kind.SAID:
+            return None
         pickled, sizes, inline, bulk = pickle.loads(frame.body)
         parcel = Parcel(pickled, sizes, inline, [], bulk, int(bulk >= 0))
         if bulk < 0:
-            return frame.kind, parcel
-        self._began = (frame.kind, parcel)
+            return frame.place, parcel
+        self._began = (frame.place, parcel)
         return None
-
-
-def receive_object(connection: Connection, objects: Objects, seconds: float) -> tuple[int, Any] | None:
-    """The next whole object, where nothing else comes; None if it takes longer."""
-    while (frame := connection.receive(seconds)) is not None:
-        if (found := objects.gather(frame)) is not None:
-            return found[0], unpack(found[1])
-    return None

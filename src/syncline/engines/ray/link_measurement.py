@@ -139,7 +139,7 @@ def measured(
     *,
     learners: int | None,
     most: int | None,
-    servers_alone: bool,
+    servers: int,
 ) -> Cluster:
     """As the simulator knows a cluster: equal machines, the shards on the caller's, with the learners or without."""
     base = costs or Cluster(memory=Link(bandwidth=_copy_rate()))
@@ -147,8 +147,8 @@ def measured(
     if ways:
         latency = base.memory.latency + median(way.latency for way in ways)
         card = Link(latency=latency, bandwidth=median(rate for way in ways for rate in (way.push, way.pull)))
-    room = sum(min(node.cores, most or node.cores) for node in nodes if not (node.home and servers_alone))
-    dealt = deal(learners or max(1, room), nodes, most=most, servers_alone=servers_alone)
+    room = sum(min(node.cores, most or node.cores) for node in nodes[servers:])
+    dealt = deal(learners or max(1, room), nodes, most=most, servers=servers)
     return replace(
         base,
         name=NAME,
@@ -156,7 +156,7 @@ def measured(
         cores=min(node.cores for node in nodes) or None,
         learners_per_machine=max(map(dealt.count, dealt)) if len(nodes) > 1 else None,
         shards_per_machine=None,
-        beside=not servers_alone,
+        beside=not servers,
     )
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from syncline.engines.local.host import Seats
+from syncline.engines.run import RunSpec
 from syncline.errors import UsageError
+from syncline.roles.run_plan import Seat
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,7 @@ class Node:
     host: str
     cores: int
     gpus: int = 0
-    home: bool = False  # the caller's own: the shards are there
+    home: bool = False  # the caller's own
 
     def __str__(self) -> str:
         return f"{self.host} ({self.id[:8]})"
@@ -39,24 +42,33 @@ def chosen_nodes(nodes: Sequence[Node], count: int | None) -> list[Node]:
 
 
 def deal(
-    learners: int, nodes: Sequence[Node], *, most: int | None = None, servers_alone: bool = False
+    learners: int, nodes: Sequence[Node], *, most: int | None = None, servers: int = 0, seats: int = 1
 ) -> list[int]:
-    """The node of every rank, as an index: each learner goes where most cores are left."""
-    room = [0 if node.home and servers_alone else min(node.cores, most or node.cores) for node in nodes]
+    """The node of every rank, as an index: each learner goes where most cores are left; the first nodes may be the servers'."""
+    room = [
+        0 if index < servers else min(node.cores // seats, most or node.cores)
+        for index, node in enumerate(nodes)
+    ]
     if sum(room) < learners:
-        raise UsageError(_too_few(learners, nodes, room, most, servers_alone))
+        raise UsageError(_too_few(learners, nodes, room, most, servers))
     counts: Counter[int] = Counter()
     for _ in range(learners):
         counts[max(range(len(nodes)), key=lambda node: (room[node] - counts[node], -node))] += 1
     return [node for node in range(len(nodes)) for _ in range(counts[node])]
 
 
+def spread(shards: int, dealt: Sequence[int], servers: int = 0) -> tuple[int, ...]:
+    """The node of every shard: in turn over the servers' nodes, or over those with learners; the first is the caller's."""
+    usable = list(range(servers)) if servers else sorted({0, *dealt})
+    return tuple(usable[shard % len(usable)] for shard in range(shards))
+
+
 def _too_few(
-    learners: int, nodes: Sequence[Node], room: Sequence[int], most: int | None, servers_alone: bool
+    learners: int, nodes: Sequence[Node], room: Sequence[int], most: int | None, servers: int
 ) -> str:
     each = ", ".join(f"{count} on {node}" for node, count in zip(nodes, room, strict=True))
     limits = f" at learners_per_node={most}" if most else ""
-    limits += " (server_nodes=1 keeps the first for the shards)" if servers_alone else ""
+    limits += f" (server_nodes={servers} are for the shards)" if servers else ""
     return (
         f"learners={learners} need as many cores, the Ray cluster has room for {sum(room)}{limits}: {each}; "
         "add nodes, or ask for fewer learners"
@@ -73,3 +85,23 @@ def gpu_of(index: int, gpus: int) -> str:
     if gpus == 0:
         raise UsageError('device="cuda" but this node has no GPU')
     return f"cuda:{index % gpus}"
+
+
+class GpuDealer(Seats):
+    """A machine's GPUs, dealt to its learners in turn; who leaves makes room."""
+
+    def __init__(self, gpus: int) -> None:
+        self._gpus = gpus
+        self._places: dict[int, int] = {}  # learner -> its place
+
+    def __call__(self, spec: RunSpec, learner: int, rank: int) -> Seat:
+        seat = spec.seat(rank)
+        if seat.device != "cuda":
+            return seat
+        taken = set(self._places.values())
+        place = self._places[learner] = next(each for each in range(len(taken) + 1) if each not in taken)
+        devices = tuple(gpu_of(place * spec.group + each, self._gpus) for each in range(spec.group))
+        return replace(seat, device=devices[0], devices=devices)
+
+    def forget(self, learner: int) -> None:
+        self._places.pop(learner, None)

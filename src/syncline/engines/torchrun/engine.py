@@ -1,4 +1,4 @@
-"""A run whose learners torchrun has started: this process is one of them, and the caller's thread runs its function.
+"""A run whose learners, or seats of its one learner, torchrun has started: this process is one, the caller's thread runs its function.
 
 Rank 0's clerk keeps the record; every rank returns the same result.
 """
@@ -12,30 +12,33 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.allocator import keep_freed_memory
 from syncline.engines.checkpoint_writer import Writer
-from syncline.engines.collectives import CollectiveGroup, wants_nccl
+from syncline.engines.collectives import CollectiveGroup, MovesOf, wants_nccl
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.torchrun.authentication import WORD, introduce
 from syncline.engines.torchrun.control_connection import ControlConnection
 from syncline.engines.torchrun.rank_and_store import Arrival, Refusal, TorchrunPlace, difference, next_store
 from syncline.engines.torchrun.run_server import Answer, Failed, Gone, Left, RunDone, RunServer, Stop, Waiting
 from syncline.errors import LearnerError, LostError, RunError, UsageError
+from syncline.learn.allreduce_seats import GroupSession
 from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.model_factories import copied
 from syncline.learn.training import Training
+from syncline.parallel.move import Joined, join
 from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, RunStopped, Serving
-from syncline.roles.allreduce_coordinator import Meet, apart, early
+from syncline.roles.allreduce_coordinator import Meet, PeerClosed, apart, early
 
 BLAME = 4.0  # seconds that a broken collective waits for the clerk's word on who broke it
 GRACE = 25.0  # seconds that a step gets after a signal; torchrun waits for 30
@@ -56,21 +59,32 @@ class Line:
         self.rank = rank
         self._gone: list[Gone] = []
         self._meeting: list[Waiting] = []
-        self._group: CollectiveGroup | None = None
+        self._groups: list[CollectiveGroup] = []
         self._joining = False
         self._thread = threading.Thread(target=self._hear, name="syncline-line", daemon=True)
         self._thread.start()
 
     def join(self, store: Any, place: TorchrunPlace, arrived: list[Arrival]) -> CollectiveGroup:
-        """The group of all learners; whoever waits in it is thrown out when the run fails."""
+        """A group of all processes; whoever waits in it is thrown out when the run fails."""
         devices = [(each.host, each.device) for each in arrived]
         nccl = wants_nccl((arrived[place.rank].device,)) and len(set(devices)) == len(devices)
         self._joining = True
-        self._group = CollectiveGroup(store, place.rank, place.learners, nccl=nccl, host=None)
+        group = CollectiveGroup(store, place.rank, place.learners, nccl=nccl, host=None)
+        self._groups.append(group)
         self._joining = False
         if self.failure is not None:
-            self._group.abort()
-        return self._group
+            self.abort()
+        return group
+
+    def abort(self) -> None:
+        """Nobody waits in a group any more."""
+        for group in self._groups:
+            group.abort()
+
+    def leave(self) -> None:
+        """All groups that it has joined."""
+        for group in self._groups:
+            group.close()
 
     def send(self, message: Any) -> None:
         try:
@@ -87,9 +101,9 @@ class Line:
             with self._changed:
                 self._take(message)
                 self._changed.notify_all()
-        if self._group is not None and self.failure is not None:
-            self._group.abort()
-        elif self._joining:  # torch's own joining waits for minutes, and nothing gets a thread out of it
+        if self.failure is not None:
+            self.abort()
+        if self._joining:  # torch's own joining waits for minutes, and nothing gets a thread out of it
             time.sleep(BLAME)
             if self._joining:
                 sys.stderr.write(f"{type(self.failure).__name__}: {self.failure}\n")
@@ -159,10 +173,12 @@ class Line:
 
 
 class TorchrunPort(CollectivePort):
-    """All that a session asks, in a process of torchrun's."""
+    """All that a session asks, in a process of torchrun's. A mute one is of a seat that is not its learner's first."""
 
-    def __init__(self, place: TorchrunPlace, group: CollectiveGroup, line: Line, folder: str | None) -> None:
-        self.rank, self.learners = place.rank, place.learners
+    def __init__(
+        self, place: TorchrunPlace, group: CollectiveGroup, line: Line, folder: str | None, *, mute: bool
+    ) -> None:
+        self.rank, self.learners, self._mute = place.rank, place.learners, mute
         self._group, self._line = group, line
         self.asked: Callable[[], bool] = lambda: False  # somebody in this process wants the run to end
         self._writer = Writer(Path(folder), lambda saved: _try_send(line, saved)) if folder else None
@@ -189,12 +205,15 @@ class TorchrunPort(CollectivePort):
     def tell(self, message: Any) -> None:
         if isinstance(message, Progress):
             self.progress = message._replace(histogram=dict(message.histogram))
-        else:
+        elif not self._mute:
             self._line.send(message)
+        elif isinstance(message, PeerClosed):  # its end, and what it counted
+            self._line.send(replace(message, copies={}))
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        assert self._writer is not None
-        self._writer.write_after(number, name, tensors, notes)
+        if not self._mute:
+            assert self._writer is not None
+            self._writer.write_after(number, name, tensors, notes)
 
     def stopping(self) -> bool:
         return self._line.stop or self.asked()
@@ -292,10 +311,10 @@ class TorchrunHandle(Handle):
             self._done.set()
 
     def _learn(self, store: Any, line: Line) -> Outcome:
-        group: CollectiveGroup | None = None
         try:
-            group = line.join(store, self._place, self._arrive(line))
-            return self._call(group, line)
+            arrived = self._arrive(line)
+            with self._session(store, line, arrived) as session:
+                return self._call(session, line)
         except PeerLost as error:
             raise self._blame(line, error) from None
         except (KeyboardInterrupt, Refusal):
@@ -303,8 +322,7 @@ class TorchrunHandle(Handle):
         except BaseException as error:
             raise self._confess(line, error) from error
         finally:
-            if group is not None:
-                group.close()
+            line.leave()
 
     def _arrive(self, line: Line) -> list[Arrival]:
         """All come with what they have; what one is refused, all are."""
@@ -322,13 +340,29 @@ class TorchrunHandle(Handle):
             raise Refusal(problem)
         return arrived
 
-    def _call(self, group: CollectiveGroup, line: Line) -> Outcome:
-        spec, config = self._spec, self._spec.seat(self._place.rank)
+    @contextlib.contextmanager
+    def _session(self, store: Any, line: Line, arrived: list[Arrival]) -> Iterator[AllReduceSession]:
+        """A learner's, or a seat's in the group of all processes."""
+        spec, place, seats = self._spec, self._place, self._spec.group
+        config = spec.seat(place.rank if seats == 1 else 0)
         if torch.device(config.device).type == "cuda":
             torch.cuda.set_device(config.device)
-        self._port = TorchrunPort(self._place, group, line, spec.storage.folder)
+        group = line.join(store, place, arrived)
+        self._port = TorchrunPort(place, group, line, spec.storage.folder, mute=seats > 1 and place.rank > 0)
         self._port.asked = lambda: self._stop
-        session = AllReduceSession(self._port, config, spec.storage.restored)
+        if seats == 1:
+            yield AllReduceSession(self._port, config, spec.storage.restored)
+            return
+        config = replace(config, reader=False)  # whose thread would draw when it likes
+        moves = line.join(dist.PrefixStore("moves", store), place, arrived)
+        join(Joined(MovesOf(moves), config.cut, config.plan.seed))
+        try:
+            yield GroupSession(self._port, config, spec.storage.restored, place.rank)
+        finally:
+            join(None)
+
+    def _call(self, session: AllReduceSession, line: Line) -> Outcome:
+        spec = self._spec
         session.seed()
         value = None
         with contextlib.suppress(RunStopped):
@@ -343,14 +377,18 @@ class TorchrunHandle(Handle):
         if failure is None:
             failure = RunError(f"a collective failed in learner {self._place.rank}: {broken}")
         _try_send(line, Failed(failure))
+        line.abort()
         return failure
 
     def _confess(self, line: Line, error: BaseException) -> BaseException:
         if error is line.failure:
             return error
-        text = "".join(traceback.format_exception(error))
+        rank, text = self._place.rank, "".join(traceback.format_exception(error))
+        if self._spec.group > 1:
+            rank, text = 0, f"in seat {rank} of learner 0:\n{text}"
         _try_send(line, m.Raised(None, text))
-        return LearnerError(rank=self._place.rank, traceback=text)
+        line.abort()
+        return LearnerError(rank=rank, traceback=text)
 
 
 def _try_send(line: Line, message: Any) -> None:

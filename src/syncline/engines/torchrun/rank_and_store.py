@@ -17,7 +17,7 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class TorchrunPlace:
-    """One of `learners` processes; `local_rank` of `local` on this machine."""
+    """One of `learners` processes (or seats of one learner); `local_rank` of `local` on this machine."""
 
     rank: int
     learners: int
@@ -39,20 +39,36 @@ class TorchrunPlace:
             os.environ["MASTER_ADDR"],
         )
 
-    def check(self, *, topology: str, learners: int, default: int, wait: bool) -> int:
+    @property
+    def neighbours(self) -> range:
+        """Ranks on this machine."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local)
+
+    def check(self, *, topology: str, learners: int, default: int, wait: bool, group: int) -> int:
         """The number of learners; what cannot be under torchrun is refused."""
         if topology.partition(":")[0] != "allreduce":
             raise UsageError(
                 f"under torchrun every process is a learner, and nobody starts servers: topology={topology!r} cannot be; "
                 "pass topology='allreduce', or start the script without torchrun"
             )
+        if not wait:
+            raise UsageError("wait=False cannot be under torchrun: the caller's process is itself a learner")
+        if group > 1:
+            return self._one_group(group, learners, default)
         if learners not in (default, self.learners):
             raise UsageError(
                 f"learners={learners}, but torchrun has started {self.learners} processes; leave learners= out"
             )
-        if not wait:
-            raise UsageError("wait=False cannot be under torchrun: the caller's process is itself a learner")
         return self.learners
+
+    def _one_group(self, group: int, learners: int, default: int) -> int:
+        if group != self.learners or learners not in (1, default):
+            raise UsageError(
+                f"learners={learners}, group={group}, but torchrun has started {self.learners} processes, which are the seats of one "
+                f"learner; give learners=1, group={self.learners}, or start the script without torchrun"
+            )
+        return 1
 
 
 class Refusal(CheckpointError, UsageError):

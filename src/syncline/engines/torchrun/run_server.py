@@ -206,12 +206,13 @@ class RunServer:
         if isinstance(message, Left):
             self._left[rank] = message
             outcome = self.recorder.outcome
-            outcome.returned[rank] = message.value
+            if rank < self.spec.plan.learners:  # of other seats nobody asks
+                outcome.returned[rank] = message.value
             outcome.signal = outcome.signal or message.signal
             outcome.interrupted |= message.signal != 0
             self._tell(Gone(rank, message.calls, message.steps))
         elif isinstance(message, m.Raised):
-            self._fail(learner_error(rank, message.error, message.traceback))
+            self._fail(learner_error(self._learner(rank), message.error, message.traceback))
         elif isinstance(message, Failed):
             self._fail(message.error)
         else:
@@ -220,8 +221,12 @@ class RunServer:
             self.keeper.hear(rank, message)
 
     def _lost(self, rank: int) -> None:
-        self.recorder.event("lost: its connection ended", rank, kind="lost")
-        self._fail(alone(f"learner {rank} is lost: its process ended without a word"))
+        self.recorder.event("lost: its connection ended", self._learner(rank), kind="lost")
+        who = f"seat {rank} of learner 0" if self.spec.group > 1 else f"learner {rank}"
+        self._fail(alone(f"{who} is lost: its process ended without a word"))
+
+    def _learner(self, rank: int) -> int:
+        return rank // self.spec.group
 
     def _send(self, rank: int, message: Any) -> None:
         try:
@@ -263,7 +268,7 @@ class RunServer:
         if self.recorder.error is not None:
             return True
         complete = self.recorder.complete() and not self.keeper.cutting
-        return len(self._left) == self.spec.plan.learners and complete
+        return len(self._left) == self.spec.processes and complete
 
     def _end(self) -> None:
         """Tell everybody."""

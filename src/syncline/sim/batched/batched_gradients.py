@@ -1,25 +1,25 @@
 """Promised gradients computed together: when a fold first needs one, all that are outstanding are at hand.
 
 Those of one version that go into one fold are joined; those of many versions are stacked, and each kept until its own fold. Results
-agree with `EachAlone` to rounding. Dropout draws from one stream instead of each learner's own. `trial` says
-which models it can do. Not responsible for the computation itself (`batched`).
+agree with `EachAlone` to rounding. Dropout draws from one stream instead of each learner's own. `batching_check`
+says which models it can do. Not responsible for the computation itself (`vmap_gradients`).
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from syncline.sim.batched.deferred_steps import DeferredSteps
-from syncline.sim.batched.joined_models import Joined, Stacked
 from syncline.sim.batched.lazy_gradients import Computer, Gradient, Promise, Version, Versions
-from syncline.sim.batched.loss_log import Loss, LossLog
 from syncline.sim.batched.objective import SimTask
-from syncline.sim.batched.tensor_rows import Rows, TensorRow
+from syncline.sim.batched.tensor_rows import Rows
+from syncline.sim.batched.vmap_gradients import Joined, Stacked
 from syncline.sim.random_states import Random
 from syncline.table.flat_sgd import FlatSGD, StepPlan
 from syncline.table.layout import Part
@@ -30,6 +30,59 @@ MOST_EXAMPLES = 4096  # in one computation
 GAIN = 8  # a stacked gradient costs at best this part of one alone
 FULL = 64  # examples that fill a device: with larger batches stacking gains nothing
 FEW = 3  # rows that are added one by one
+LOSSES = 1 << 15  # that are read together: reading a number from a GPU waits for everything before it
+
+
+class Loss:
+    """A loss whose value comes later: `float` of it reads it, with all others that are there by then."""
+
+    __slots__ = ("_log", "_need", "place", "promise", "value")
+
+    def __init__(self, log: LossLog, promise: weakref.ref[Promise], need: Callable[[Promise], None]) -> None:
+        self._log, self.promise, self._need = log, promise, need
+        self.place = -1  # on the device, once it is computed
+        self.value: float | None = None
+
+    @property
+    def computed(self) -> bool:
+        return self.place >= 0
+
+    def __float__(self) -> float:
+        promise = self.promise()
+        if self.place < 0 and promise is not None:
+            self._need(promise)
+        if self.value is None and self.place >= 0:
+            self._log.read()
+        return float("nan") if self.value is None else self.value
+
+
+class LossLog:
+    """Places on the device for losses that nobody has read; the last place is nobody's."""
+
+    def __init__(self, device: torch.device, room: int = LOSSES) -> None:
+        self.values = torch.full((room + 1,), float("nan"), dtype=torch.float64, device=device)
+        self._room = room
+        self._written: list[Loss] = []
+        self.alarm: Callable[[int | None, float], None] = lambda rank, loss: None  # of one that is not finite
+
+    def place(self, loss: Loss) -> int:
+        """Where it goes: it is being computed."""
+        if len(self._written) == self._room:
+            self.read()
+        loss.place = len(self._written)
+        self._written.append(loss)
+        return loss.place
+
+    def read(self) -> None:
+        """All that were computed since the last time."""
+        values = self.values[: len(self._written)].tolist()
+        for loss, value in zip(self._written, values, strict=True):
+            loss.value = value
+        written, self._written = self._written, []
+        if not all(map(math.isfinite, values)):
+            bad = next(loss for loss in written if loss.value is not None and not math.isfinite(loss.value))
+            promise = bad.promise()
+            self.alarm(promise.own.rank if promise is not None else None, float(bad))
 
 
 class BatchedGradients(Computer):
@@ -37,9 +90,7 @@ class BatchedGradients(Computer):
 
     waits = True
 
-    def __init__(
-        self, task: SimTask, *, learners: int, draws: bool, convolutions: str, graphs: bool, tf32: bool
-    ) -> None:
+    def __init__(self, task: SimTask, *, learners: int, draws: bool, convolutions: str, graphs: bool) -> None:
         self.task, self._layout = task, task.layout
         self._log = LossLog(task.device)
         self._log.alarm = lambda rank, loss: self.alarm(rank, loss)
@@ -48,9 +99,9 @@ class BatchedGradients(Computer):
         captured = graphs and task.device.type == "cuda"
         self._later = DeferredSteps(gradients, versions, self._target, together=captured)
         self._nobodys = versions
-        self.joined = Joined(task, self._log.values, versions, graphs=graphs, tf32=tf32)
+        self.joined = Joined(task, self._log.values, versions, graphs=graphs)
         self.stacked = Stacked(
-            task, self._log.values, versions, gradients, graphs=graphs, tf32=tf32, convolutions=convolutions
+            task, self._log.values, versions, gradients, graphs=graphs, convolutions=convolutions
         )
         self._waiting: list[Loss] = []  # of promises that nobody has needed
         self._folds: dict[tuple[int, ...], tuple[Gradient, set[Part]]] = {}  # that not all shards have made
@@ -95,13 +146,13 @@ class BatchedGradients(Computer):
     def step_later(self, promise: Promise, flat: FlatSGD, plan: StepPlan, version: int) -> bool:
         if promise.gradient is not None:
             return False
-        if not _loss(promise).computed:
+        if not promise.loss.computed:
             if self._joins([promise]):
                 return False
             self._stack([promise])
         if not all(self.stacked.present):
             return False
-        self._later.add(flat, plan, self._kept(promise), version)
+        self._later.add(flat, plan, promise.row.number, version)
         promise.row = None
         return True
 
@@ -114,7 +165,7 @@ class BatchedGradients(Computer):
     def _target(self, number: int) -> int:
         """Where a version goes."""
         version = self._versions.wanted(number)
-        return self._nobodys.nobodys if version is None else _row(version)
+        return self._nobodys.nobodys if version is None else version.place.number
 
     def _cut(self, part: Part, gradient: Gradient) -> Made:
         if self._layout.shards == 1:  # the same lists again for the same memory: the shard looks at that
@@ -130,24 +181,19 @@ class BatchedGradients(Computer):
     # -- computing ---------------------------------------------------------------------------------------
 
     def _mean(self, promises: Sequence[Promise], shares: Sequence[float]) -> Gradient:
-        missing = [promise for promise in promises if not _loss(promise).computed]
+        missing = [promise for promise in promises if not promise.loss.computed]
         alone = self._joins(missing) if missing else False
         if missing and not alone:
             self._stack(missing)
         if len(promises) == 1 and shares[0] == 1.0 and not alone and promises[0].gradient is None:
-            segments, views = self.stacked.row(self._kept(promises[0]))
+            segments, views = self.stacked.row(promises[0].row.number)
             promises[0].row = None
             return Gradient(segments, views, list(self.stacked.present))
         self.settle()
         self._join(missing if alone else [], promises, shares)
-        return Gradient(self.joined.total, self.joined.views, self._present())
-
-    def _kept(self, promise: Promise) -> int:
-        assert promise.row is not None
-        return promise.row.number
-
-    def _present(self) -> list[bool]:
-        return list(self.joined.present or self.stacked.present)
+        return Gradient(
+            self.joined.total, self.joined.views, list(self.joined.present or self.stacked.present)
+        )
 
     def _joins(self, missing: Sequence[Promise]) -> bool:
         """Is it cheaper to join these, version by version, than to stack all that wait?"""
@@ -166,10 +212,10 @@ class BatchedGradients(Computer):
         with self._drawing():
             for chunk in chosen:
                 self.joined.add(
-                    _row(chunk[0].version),
+                    chunk[0].version.place.number,
                     [promise.indices for promise in chunk],
                     [share[id(promise)] for promise in chunk],
-                    [self._log.place(_loss(promise)) for promise in chunk],
+                    [self._log.place(promise.loss) for promise in chunk],
                 )
         made = [promise for promise in promises if promise.gradient is not None]
         for promise in made:
@@ -177,7 +223,7 @@ class BatchedGradients(Computer):
             for total, segment in zip(self.joined.total, promise.gradient.segments, strict=True):
                 total.add_(segment, alpha=share[id(promise)])
         kept = [promise for promise in promises if promise.row is not None and promise.gradient is None]
-        self._add_rows([self._kept(promise) for promise in kept], [share[id(promise)] for promise in kept])
+        self._add_rows([promise.row.number for promise in kept], [share[id(promise)] for promise in kept])
         for promise in kept:
             promise.row = None
 
@@ -194,7 +240,7 @@ class BatchedGradients(Computer):
 
     def _need(self, promise: Promise) -> None:
         """Somebody reads its loss before its fold."""
-        if not _loss(promise).computed:
+        if not promise.loss.computed:
             self._stack([promise])
 
     def _stack(self, missing: Sequence[Promise]) -> None:
@@ -209,37 +255,26 @@ class BatchedGradients(Computer):
                 for promise in chunk:
                     promise.row = self.stacked.rows.take()
                 self.stacked.fill(
-                    [_row(promise.version) for promise in chunk],
+                    [promise.version.place.number for promise in chunk],
                     [promise.indices for promise in chunk],
-                    [self._kept(promise) for promise in chunk],
-                    [self._log.place(_loss(promise)) for promise in chunk],
+                    [promise.row.number for promise in chunk],
+                    [self._log.place(promise.loss) for promise in chunk],
                 )
         self._waiting = [loss for loss in self._waiting if not loss.computed]
 
-    def _drawing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._random is None else _drawing(self._random)
-
-
-@contextmanager
-def _drawing(stream: Random) -> Iterator[None]:
-    """Random numbers inside come from this stream."""
-    outside = Random()
-    stream.restore()
-    try:
-        yield
-    finally:
-        stream.save()
-        outside.restore()
-
-
-def _loss(promise: Promise) -> Loss:
-    assert isinstance(promise.loss, Loss)
-    return promise.loss
-
-
-def _row(version: Version) -> int:
-    assert isinstance(version.place, TensorRow)
-    return version.place.number
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Random numbers inside come from one stream, if the model draws any."""
+        if self._random is None:
+            yield
+            return
+        outside = Random()
+        self._random.restore()
+        try:
+            yield
+        finally:
+            self._random.save()
+            outside.restore()
 
 
 def _chunks(promises: Iterable[Promise], key: Callable[[Promise], object]) -> Iterable[list[Promise]]:

@@ -16,19 +16,15 @@ WARM_UP = 2  # runs before the capture: libraries set themselves up in the first
 
 
 @contextlib.contextmanager
-def repeatable(device: torch.device, *, tf32: bool = False) -> Iterator[None]:
-    """The same bits every time on a GPU; TensorFloat-32 only where it was asked for."""
+def repeatable(device: torch.device) -> Iterator[None]:
+    """The same bits every time on a GPU, and no TensorFloat-32."""
     if device.type != "cuda":
         yield
         return
     library, products = torch.backends.cudnn, torch.backends.cuda.matmul
     before = library.deterministic, library.benchmark, library.allow_tf32, products.allow_tf32
-    library.deterministic, library.benchmark, library.allow_tf32, products.allow_tf32 = (
-        True,
-        False,
-        tf32,
-        tf32,
-    )
+    library.deterministic = True
+    library.benchmark = library.allow_tf32 = products.allow_tf32 = False
     try:
         yield
     finally:
@@ -38,30 +34,21 @@ def repeatable(device: torch.device, *, tf32: bool = False) -> Iterator[None]:
 class RepeatedProgram:
     """A function of tensors, called for its effect on others; its inputs are copied to where it expects them."""
 
-    def __init__(
-        self, function: Callable[..., None], inputs: Sequence[Tensor], *, tf32: bool = False
-    ) -> None:
+    def __init__(self, function: Callable[..., None], inputs: Sequence[Tensor]) -> None:
         """`inputs` lie on the device and stay the program's own; the first one says which it is."""
-        self._function, self.inputs, self._tf32 = function, list(inputs), tf32
+        self._function, self.inputs = function, list(inputs)
 
     def run(self) -> None:
         """With the inputs as they are now."""
-        with repeatable(self.inputs[0].device, tf32=self._tf32):
+        with repeatable(self.inputs[0].device):
             self._function(*self.inputs)
 
 
 class Captured(RepeatedProgram):
     """The same, captured once; inputs must be harmless at first, for they are computed with then."""
 
-    def __init__(
-        self,
-        function: Callable[..., None],
-        inputs: Sequence[Tensor],
-        pool: Any,
-        *,
-        tf32: bool = False,
-    ) -> None:
-        super().__init__(function, inputs, tf32=tf32)
+    def __init__(self, function: Callable[..., None], inputs: Sequence[Tensor], pool: Any) -> None:
+        super().__init__(function, inputs)
         side, run = torch.cuda.Stream(), super().run
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
     from syncline.sim.batched.shared_model import SharedModel
 
 
-class GradientPlace(Protocol):
-    """Memory for one version's weights; free again when nobody holds this."""
-
-    @property
-    def segments(self) -> list[Tensor]: ...
-
-
 @dataclass(slots=True, eq=False)
 class Loose:
     """A place in memory of its own."""
@@ -45,22 +38,14 @@ class Loose:
     segments: list[Tensor]
 
 
-Home = dict[int, "weakref.ref[Version]"]  # versions that somebody holds, by number
-
-
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Version:
     """Weights that somebody computes on: shared by all of them, never changed once every shard has filled it."""
 
-    __slots__ = ("__weakref__", "_flat", "_home", "filled", "number", "place")
-
-    def __init__(self, layout: Layout, number: int, place: GradientPlace, home: Home) -> None:
-        self._flat, self.number, self.place, self._home = layout.parameters, number, place, home
-        self.filled: set[int] = set()  # by which shards
-
-    def __del__(self) -> None:
-        kept = self._home.get(self.number)
-        if kept is not None and kept() in (None, self):  # else it is another's by now
-            del self._home[self.number]
+    layout: Layout
+    number: int
+    place: Any  # where its `segments` are; free again when nobody holds it
+    filled: set[int] = field(default_factory=set)  # by which shards
 
     @property
     def segments(self) -> list[Tensor]:
@@ -69,37 +54,32 @@ class Version:
     @property
     def views(self) -> list[Tensor]:
         """One per parameter."""
-        return self._flat.views(self.segments)
-
-    def fill(self, source: Sequence[Tensor]) -> None:
-        for mine, theirs in zip(self.segments, source, strict=True):
-            mine.copy_(theirs)
+        return self.layout.parameters.views(self.segments)
 
 
 class Versions:
     """The versions of one table that somebody still needs: one copy of each."""
 
-    def __init__(self, layout: Layout, place: Callable[[], GradientPlace]) -> None:
+    def __init__(self, layout: Layout, place: Callable[[], Any]) -> None:
         self._layout, self._place = layout, place
-        self._kept: Home = {}
+        self._kept: weakref.WeakValueDictionary[int, Version] = weakref.WeakValueDictionary()
 
     def get(self, number: int) -> Version:
         """Empty where it is new; whoever wants it must hold it."""
-        version = self.wanted(number)
+        version = self._kept.get(number)
         if version is None:
-            version = Version(self._layout, number, self._place(), self._kept)
-            self._kept[number] = weakref.ref(version)
+            version = self._kept[number] = Version(self._layout, number, self._place())
         return version
 
     def wanted(self, number: int) -> Version | None:
         """Only if somebody holds it."""
-        found = self._kept.get(number)
-        return None if found is None else found()
+        return self._kept.get(number)
 
     def own(self, source: Sequence[Tensor]) -> Version:
         """A copy that is nobody else's."""
-        version = Version(self._layout, -1, self._place(), {})
-        version.fill(source)
+        version = Version(self._layout, -1, self._place())
+        for mine, theirs in zip(version.segments, source, strict=True):
+            mine.copy_(theirs)
         return version
 
     def __len__(self) -> int:
@@ -139,7 +119,7 @@ class Promise:
     size: int  # how many there are
     own: Own
     gradient: Gradient | None = None
-    loss: SupportsFloat = float("nan")
+    loss: Any = float("nan")  # or something that gives it as a float, later
     buffers: list[Tensor] = field(default_factory=list)  # as they are after it
     row: Any = None  # where the computer keeps the gradient until its fold
 
@@ -147,9 +127,8 @@ class Promise:
 class Computer(Maker):
     """Makes promised gradients; one for all learners of a run."""
 
-    alarm: Callable[[int | None, float], None] = staticmethod(
-        lambda rank, loss: None
-    )  # of losses that are not finite
+    # of losses that are not finite
+    alarm: Callable[[int | None, float], None] = staticmethod(lambda rank, loss: None)
 
     @property
     @abstractmethod
@@ -272,7 +251,9 @@ class EachAlone(Computer):
         if not math.isfinite(loss):
             self.alarm(own.rank, loss)
         promise.gradient = self._gradient()
-        self._keep_buffers(promise)
+        if own.buffers:
+            torch._foreach_copy_(own.buffers, shop.buffers)
+            promise.buffers = [buffer.clone() for buffer in shop.buffers]
 
     def _load(self, promise: Promise) -> None:
         if self._loaded is not promise.version:
@@ -290,11 +271,6 @@ class EachAlone(Computer):
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [grad.detach() for _, grad in pairs])
         return made
-
-    def _keep_buffers(self, promise: Promise) -> None:
-        if promise.own.buffers:
-            torch._foreach_copy_(promise.own.buffers, self._shop.buffers)
-            promise.buffers = [buffer.clone() for buffer in self._shop.buffers]
 
     def make(self, promise: Promise) -> Gradient:
         assert promise.gradient is not None

@@ -1,6 +1,6 @@
 """What all built-in learners of a run share: the model, the data's order, the schedule, the versions in use.
 
-A learner's own are its random states, its buffers and where it stands (`builtin`). State that a model keeps outside of parameters and
+A learner's own are its random states, its buffers and where it stands (`builtin_learner`). State that a model keeps outside of parameters and
 buffers is shared, too: `Sim(handlers=False)` gives every learner its own copy of everything.
 """
 
@@ -22,9 +22,9 @@ from syncline.learn.model_factories import made
 from syncline.learn.server_session import make_optimizer, shards_for
 from syncline.learn.training import Schedule, Training, run_training
 from syncline.sim.batched.batched_gradients import BatchedGradients
+from syncline.sim.batched.batching_check import trial
 from syncline.sim.batched.lazy_gradients import Computer, EachAlone, Versions
 from syncline.sim.batched.objective import SimTask
-from syncline.sim.batched.vmap_probe import trial
 from syncline.sim.learner import copy_arguments
 from syncline.table.gradient_slot import options_text
 from syncline.table.layout import Layout, Tensors, lay_out
@@ -38,7 +38,6 @@ class Ways:
     """How gradients are computed together."""
 
     graphs: bool = True  # captured as CUDA graphs, on a GPU
-    tf32: bool = False  # products of matrices in TensorFloat-32
     convolutions: str | None = None  # "unfolded" or "grouped"; None: what is fast on the device
 
 
@@ -59,6 +58,7 @@ class SharedModel:
         self.computer: Computer = EachAlone(self)
         self.device = torch.device("cpu")  # of the table and its versions
         self._orders: dict[int, Tensor] = {}
+        self._options: dict[int, bytes] = {}  # by epoch
 
     def compute_together(self, ways: Ways) -> str | None:
         """From now on, on the run's device; or the reason why that is not possible."""
@@ -81,7 +81,6 @@ class SharedModel:
                 draws=tried.draws,
                 convolutions=convolutions,
                 graphs=ways.graphs,
-                tf32=ways.tf32,
             )
             self.device = device
         return tried.reason
@@ -171,10 +170,6 @@ class SharedModel:
             self._schedule.go_to(epoch)
             self._options[epoch] = options_text(group_options(self.optimizer))
         return self._options[epoch]
-
-    @cached_property
-    def _options(self) -> dict[int, bytes]:
-        return {}
 
 
 def make_workshop(spec: RunSpec, ways: Ways | None) -> tuple[SharedModel | None, str | None]:

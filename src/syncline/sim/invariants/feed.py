@@ -46,9 +46,8 @@ class FeedAccount(Counted):
         self._states: dict[int, bytearray] = {}
         self._skipped = dict(standing.skipped) if standing else {}  # before the checkpoint: settled, here
         self._out: dict[int, dict[int, Span]] = {}  # learner -> index -> granted, in no gradient
-        self._broken = bool(
-            standing and standing.broken
-        )  # somebody left a loop early: leftovers may be skipped
+        # somebody left a loop early: leftovers may be skipped
+        self._broken = bool(standing and standing.broken)
         if standing is not None:
             self._restore(standing)
 

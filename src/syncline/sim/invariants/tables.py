@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from syncline.dial import Sync
+from syncline.messages.to_shards import MakeTable
 from syncline.protocols.folding import Ticket
-from syncline.protocols.sequence import Account, Drop, Fold
+from syncline.protocols.sequence import Drop, Fold
 from syncline.protocols.waiting import Release
 from syncline.sim.invariants.feed import Broken, Span
 
@@ -43,33 +44,19 @@ class Member:
 class TableAccount:
     """Gradients and versions of one table."""
 
-    def __init__(
-        self,
-        number: int,
-        sync: Sync,
-        *,
-        initial: set[int],
-        learners: int,
-        limit: int | None,
-        account: Account,
-        warm: int = 0,
-        batch_size: int | None = None,
-        sums: bool = False,
-    ) -> None:
-        self.number, self.sync, self.sums = number, sync, sums
-        self.version = self.base = account.version
-        self.learners, self.limit, self.warm, self.batch_size = learners, limit, warm, batch_size
-        self.expected = set(initial)
+    def __init__(self, make: MakeTable, sync: Sync) -> None:
+        self.number, self.sync, self.sums = make.table, sync, make.tree
+        self.version = self.base = make.account.version
+        self.learners, self.limit, self.warm = make.learners, make.limit, make.warm
+        self.batch_size, self.expected = make.batch_size, set(make.initial)
         self.members: dict[int, Member] = {}
         self.gradients: dict[Key, Gradient] = {}  # not settled
         self.pending: list[Key] = []  # taken, in their order
-        self.folded, self.dropped = account.gradients, account.dropped
+        self.folded, self.dropped = make.account.gradients, make.account.dropped
         self.finishing = False
         self._uncrossed = 0  # the last version that was made without some that step another table
         self._uncrossing = False  # it is to be made
-        self._short: str | None = (
-            None  # an update of too few gradients: right only before a change of the dial
-        )
+        self._short: str | None = None  # an update of too few gradients: right only before another dial
 
     # -- learners ----------------------------------------------------------------------------------------
 

@@ -36,13 +36,10 @@ class Values:
         self.plain = not clip and _is_plain(template)
         self._newest = self.version = version
         self._weights = {version: [segment.clone() for segment in weights]}
-        self._made: dict[int, set[int]] = {
-            version: set(range(layout.shards))
-        }  # version -> shards that have it
+        self._made = {version: set(range(layout.shards))}  # version -> shards that have it
         self._gradients: dict[Key, list[Tensor]] = {}
-        self._log: list[deque[log.Entry]] = [
-            deque() for _ in range(layout.shards)
-        ]  # of each, what others had first
+        # of each, what others had first
+        self._log: list[deque[log.Entry]] = [deque() for _ in range(layout.shards)]
         self._ahead = 0  # entries that some shard has carried out
         self._done = [0] * layout.shards
         self._put = False  # weights were overwritten: the next update is not what it was computed to be

@@ -149,17 +149,7 @@ class Watch:
             self._feeds[make.loader] = FeedAccount(make.size, make.epochs, make.standing)
 
     def _make_table(self, make: m.MakeTable) -> None:
-        self._tables[make.table] = TableAccount(
-            make.table,
-            self._world.dials[make.dial],
-            initial=set(make.initial),
-            learners=make.learners,
-            limit=make.limit,
-            account=make.account,
-            warm=make.warm,
-            batch_size=make.batch_size,
-            sums=make.tree,
-        )
+        self._tables[make.table] = TableAccount(make, self._world.dials[make.dial])
         first = [segment.clone() for segment in self._world.tables[make.table].weights]
         template, content = make.template, with_content(make, self._world.folder).content
         if content is not None:

@@ -6,23 +6,23 @@ what the learners would learn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from syncline.cluster.record import Cluster
 from syncline.dial import Course
-from syncline.engines.run import EpochRecord, Event, Outcome, RunSpec, Task
+from syncline.engines.run import EpochRecord, Event, RunSpec, Task
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.errors import UsageError
 from syncline.learn.server_session import check_batches, check_policy, check_whole
 from syncline.protocols.staleness import Staleness
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.fault_player import Script, check_script
-from syncline.sim.gc_during_run import YOUNG, calm_collector
-from syncline.sim.timing.ring_times import Buckets, TimedRings, even_layers, run_rings
-from syncline.sim.timing.sizes_only import OnUpdate, SizedPlan, SizedSimulation, Sizes
+from syncline.sim.garbage_collection import YOUNG, calm_collector
+from syncline.sim.network import SimNetwork
+from syncline.sim.timing.sized_simulation import OnUpdate, SizedPlan, SizedSimulation, Sizes
 from syncline.sim.timing.tree_times import TimedTree
-from syncline.topologies import AllReduce, Servers, Trees
+from syncline.topologies import Servers, Trees
 
 OBJECTS = 200  # that a learner has, at most
 
@@ -92,64 +92,85 @@ class Length:
         if self.seconds is not None and not self.seconds > 0:
             raise UsageError(f"timing: seconds must be > 0, got {self.seconds!r}")
 
-    def so_far(self, *, updates: int, seconds: float, epochs: float) -> SoFar:
-        """After so much."""
-        pairs = ((updates, self.steps), (seconds, self.seconds), (epochs, self.epochs))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRun:
+    """What is timed; `on_update` gets each version, `follow` a function that says how far it is."""
+
+    cluster: Cluster
+    sizes: Sizes
+    course: Course
+    length: Length
+    learners: int
+    batch_size: int
+    policy: str = "ledger"
+    warm: int = 0
+    seed: int = 0
+    on_update: OnUpdate | None = None
+    follow: Follow | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("learners", self.learners)
+        check_batches(self.sizes.examples, self.batch_size)
+        check_policy(self.policy)
+
+    def check_dials(self) -> None:
+        for _, dial in self.course.dials:
+            dial.check(self.learners, self.batch_size)
+
+    def begins(self, stands: Callable[[], tuple[int, float, int]]) -> None:
+        """`stands`: updates, virtual seconds and examples so far."""
+        if self.follow is not None:
+            self.follow(lambda: self._so_far(*stands()))
+
+    def _so_far(self, updates: int, seconds: float, examples: int) -> SoFar:
+        length, epochs = self.length, examples / self.sizes.examples
+        pairs = ((updates, length.steps), (seconds, length.seconds), (epochs, length.epochs))
         share = next(done / whole for done, whole in pairs if whole is not None)
         return SoFar(share=min(1.0, share), seconds=seconds, updates=updates)
 
 
-def time_run(
-    cluster: Cluster,
-    sizes: Sizes,
-    course: Course,
-    length: Length,
-    *,
-    learners: int,
-    shards: int,
-    batch_size: int,
-    policy: str = "ledger",
-    warm: int = 0,
-    script: Script | None = None,
-    seed: int = 0,
-    on_update: OnUpdate | None = None,
-    follow: Follow | None = None,
-) -> Timing:
-    """Run it in virtual time."""
-    check_whole("learners", learners)
-    check_batches(sizes.examples, batch_size)
-    check_policy(policy)
-    for _, dial in course.dials:
-        dial.check(learners, batch_size)
-    sized = SizedPlan(sizes=sizes, batch_size=batch_size, epochs=length.epochs, policy=policy)
+def time_servers(run: TimedRun, shards: int, script: Script) -> Timing:
+    """Over servers."""
+    run.check_dials()
+    length, seed = run.length, run.seed
+    sized = SizedPlan(sizes=run.sizes, batch_size=run.batch_size, epochs=length.epochs, policy=run.policy)
     spec = RunSpec(
-        task=Task(time_run, (sized,)),
+        task=Task(time_servers, (sized,)),
         plan=RunPlan(
-            course=course,
-            learners=learners,
+            course=run.course,
+            learners=run.learners,
             topology=Servers(shards, True),
             seed=seed,
-            warm=warm,
-            batch_size=batch_size,
+            warm=run.warm,
+            batch_size=run.batch_size,
             limit=length.steps,
             epochs=length.epochs,
         ),
     )
-    _check_script(script or Script(()), spec, cluster)
-    with calm_collector(max(YOUNG, OBJECTS * learners)):  # no tensors: what waits for it is small
-        world = SizedSimulation(spec, cluster, script=script, seed=seed)
-        world.on_update = on_update
+    _check_script(script, spec, run.cluster)
+    with calm_collector(max(YOUNG, OBJECTS * run.learners)):  # no tensors: what waits for it is small
+        world = SizedSimulation(spec, run.cluster, script=script, seed=seed)
+        world.on_update = run.on_update
         if length.seconds is not None:
             world.clock.at(length.seconds, world.ask_stop)
-
-        def look() -> SoFar:
-            epochs = world.servers[0].role.examples(0) / sizes.examples
-            return length.so_far(updates=world.version, seconds=world.clock.now, epochs=epochs)
-
-        if follow is not None:
-            follow(look)
+        run.begins(lambda: (world.version, world.clock.now, world.servers[0].role.examples(0)))
         outcome = world.run()
-    return _timing(world, outcome)
+    table, simulated = outcome.statistics.tables[0], world.simulated()
+    return Timing(
+        seconds=outcome.seconds,
+        updates=table.version,
+        gradients=table.gradients,
+        dropped=table.dropped,
+        examples=table.examples,
+        staleness=table.staleness,
+        times=simulated.total,
+        cards=_shares(world.network, outcome.seconds),
+        moved=simulated.moved,
+        events=simulated.events,
+        history=outcome.history,
+        happened=outcome.events,
+    )
 
 
 def _check_script(script: Script, spec: RunSpec, cluster: Cluster) -> None:
@@ -164,143 +185,44 @@ def _check_script(script: Script, spec: RunSpec, cluster: Cluster) -> None:
             )
 
 
-def _timing(world: SizedSimulation, outcome: Outcome) -> Timing:
-    table = outcome.statistics.tables[0]
-    simulated, seconds = world.simulated(), outcome.seconds
-    cards = {
-        machine: (sending / seconds, receiving / seconds) if seconds else (0.0, 0.0)
-        for machine, (sending, receiving) in world.network.cards().items()
-    }
-    return Timing(
-        seconds=seconds,
-        updates=table.version,
-        gradients=table.gradients,
-        dropped=table.dropped,
-        examples=table.examples,
-        staleness=table.staleness,
-        times=simulated.total,
-        cards=cards,
-        moved=simulated.moved,
-        events=simulated.events,
-        history=outcome.history,
-        happened=outcome.events,
-    )
+def _shares(network: SimNetwork, seconds: float) -> dict[int, tuple[float, float]]:
+    """Of the time that each machine's card sends and receives."""
+    whole = seconds or 1.0
+    return {machine: (out / whole, into / whole) for machine, (out, into) in network.cards().items()}
 
 
-def time_all_reduce(
-    cluster: Cluster,
-    sizes: Sizes,
-    course: Course,
-    length: Length,
-    *,
-    topology: AllReduce,
-    layers: Sequence[int] | None,
-    learners: int,
-    batch_size: int,
-    policy: str = "ledger",
-    seed: int,
-    follow: Follow | None = None,
-) -> Timing:
-    """The same over all-reduce: lockstep, without servers."""
-    check_whole("learners", learners)
-    check_batches(sizes.examples, batch_size)
-    check_policy(policy)
-    if len(course.dials) > 1:
-        raise UsageError(f"timing over all-reduce takes one dial, got {course}")
-    buckets = Buckets(cluster, learners, even_layers(sizes.parameters, sizes.itemsize, layers), topology)
-    rings = TimedRings(cluster, buckets, course.first, learners, seed)
-
-    def look() -> SoFar:
-        epochs = rings.examples / sizes.examples
-        return length.so_far(updates=rings.iterations, seconds=rings.seconds, epochs=epochs)
-
-    if follow is not None:
-        follow(look)
-    history = run_rings(
-        rings,
-        examples=sizes.examples,
-        batch_size=batch_size,
-        epochs=length.epochs,
-        steps=length.steps,
-        seconds=length.seconds,
-        policy=policy,
-    )
-    rings.flush()
-    share = rings.busy / rings.seconds if rings.seconds else 0.0
-    machines = {cluster.machine_of_learner(rank) for rank in range(learners)}
-    return Timing(
-        seconds=rings.seconds,
-        updates=rings.iterations,
-        gradients=rings.gradients,
-        dropped=0,
-        examples=rings.examples,
-        staleness=rings.clock.account(),
-        times=rings.times(),
-        cards=dict.fromkeys(sorted(machines), (share, share)) if len(machines) > 1 else {},
-        moved=buckets.moved * rings.iterations if len(machines) > 1 else 0,
-        events=rings.iterations * (learners + len(buckets.seconds)),
-        history=history,
-    )
-
-
-def time_tree(
-    cluster: Cluster,
-    sizes: Sizes,
-    course: Course,
-    length: Length,
-    *,
-    topology: Trees,
-    learners: int,
-    batch_size: int,
-    policy: str = "ledger",
-    warm: int = 0,
-    seed: int = 0,
-    on_update: OnUpdate | None = None,
-    follow: Follow | None = None,
-) -> Timing:
+def time_tree(run: TimedRun, topology: Trees) -> Timing:
     """The same over a tree of servers."""
-    check_whole("learners", learners)
-    check_batches(sizes.examples, batch_size)
-    if len(course.dials) > 1 or policy == "partition":
-        what = f"the course '{course}'" if len(course.dials) > 1 else "policy='partition'"
+    if len(run.course.dials) > 1 or run.policy == "partition":
+        what = f"the course '{run.course}'" if len(run.course.dials) > 1 else "policy='partition'"
         raise UsageError(f"timing over a tree takes one dial and data for whoever asks, got {what}")
-    course.first.check(learners, batch_size)
+    run.check_dials()
     tree = TimedTree(
-        cluster,
-        sizes,
-        course.first,
-        topology,
-        learners=learners,
-        batch_size=batch_size,
-        epochs=length.epochs,
-        limit=length.steps,
-        warm=warm,
-        seed=seed,
+        run.cluster,
+        run.sizes,
+        run.course.first,
+        topology if topology.root.fixed else replace(topology, root=Servers(1, True)),
+        learners=run.learners,
+        batch_size=run.batch_size,
+        epochs=run.length.epochs,
+        limit=run.length.steps,
+        warm=run.warm,
+        seed=run.seed,
     )
-    tree.on_update = on_update
-    if follow is not None:
-        follow(
-            lambda: length.so_far(
-                updates=tree.sequence.version,
-                seconds=tree.clock.now,
-                epochs=tree.examples / sizes.examples,
-            )
-        )
-    with calm_collector(max(YOUNG, OBJECTS * learners)):
-        tree.run(length.seconds)
-    seconds = tree.clock.now
+    tree.on_update = run.on_update
+    sequence = tree.sequence
+    run.begins(lambda: (sequence.version, tree.clock.now, tree.examples))
+    with calm_collector(max(YOUNG, OBJECTS * run.learners)):
+        tree.run(run.length.seconds)
     return Timing(
-        seconds=seconds,
-        updates=tree.sequence.version,
-        gradients=tree.sequence.gradients,
-        dropped=tree.sequence.dropped,
+        seconds=tree.clock.now,
+        updates=sequence.version,
+        gradients=sequence.gradients,
+        dropped=sequence.dropped,
         examples=tree.examples,
-        staleness=tree.sequence.clock.account(),
+        staleness=sequence.clock.account(),
         times=tree.times(),
-        cards={
-            machine: (sending / seconds, receiving / seconds)
-            for machine, (sending, receiving) in tree.network.cards().items()
-        },
+        cards=_shares(tree.network, tree.clock.now),
         moved=tree.network.moved,
         events=tree.clock.events,
         history=tree.history,

@@ -25,7 +25,7 @@ from syncline.protocols.tree_up import Again, Intake, Node, Passed, Sum, SumDone
 from syncline.protocols.waiting import Release
 from syncline.sim.clock import Action, Clock
 from syncline.sim.network import SimNetwork
-from syncline.sim.timing.sizes_only import OnUpdate, Sizes
+from syncline.sim.timing.sized_simulation import OnUpdate, Sizes
 from syncline.topologies import Trees
 
 DRAFTS = 2  # of a learner with broadcast: published and not taken by the root

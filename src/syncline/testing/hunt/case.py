@@ -1,6 +1,6 @@
 """One small job of the hunt as a record, how a seed draws it, and the command that plays it again.
 
-Not responsible for running it (`playing`).
+Not responsible for running it (`case_player`).
 """
 
 from __future__ import annotations

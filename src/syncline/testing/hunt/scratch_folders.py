@@ -19,10 +19,14 @@ PREFIX = "syncline-hunt-"
 _swept: set[str] = set()  # places that this process has looked at
 
 
+def scratch_place() -> str:
+    return SHARED if os.path.isdir(SHARED) else tempfile.gettempdir()
+
+
 @contextlib.contextmanager
 def scratch(place: str | None = None) -> Iterator[str]:
     """A folder of this process's own, gone afterwards."""
-    place = place or (SHARED if os.path.isdir(SHARED) else tempfile.gettempdir())
+    place = place or scratch_place()
     if place not in _swept:
         _swept.add(place)
         sweep(place)

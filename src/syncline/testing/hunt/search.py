@@ -6,30 +6,22 @@ played.
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from types import FrameType
 
 import torch
 
+from syncline.errors import RunError
+from syncline.studies.worker_pool import Died, Ended, Pool, Work
 from syncline.testing.hunt.case import Case, random_case
 from syncline.testing.hunt.case_player import Failure, digest, play, run
+from syncline.testing.hunt.scratch_folders import scratch_place, sweep
 from syncline.testing.hunt.shortener import shorten
 
 TWICE = 25  # every so many seeds a case is played again, and must end with the same bits
-AHEAD = 4  # batches of seeds per process that are under way
 SEEDS = 5  # of one dial in a batch
 
 Progress = Callable[[int, int], None]  # (cases done, of all)
-Handler = signal.Handlers | Callable[[int, FrameType | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,83 +48,40 @@ def hunt(
         for start in range(0, len(seeds), SEEDS)
         for dial in dials
     ]
-    done, everything = 0, len(seeds) * len(dials)
-    with closing(_results(batches, jobs)) as results:  # workers end here, not when the interpreter does
-        for count, found in results:
+    done, everything, found = 0, len(seeds) * len(dials), None
+    with Pool(_prepare, jobs) as pool:
+        for count, found in map(_play_batch, batches) if jobs == 1 else _in_order(pool, batches):
             done += count
             if progress is not None:
                 progress(done, everything)
             if found is not None:
-                return _shortened(*found)
-    return None
+                break
+    sweep(scratch_place())  # what workers that were cut off have left
+    return _shortened(*found) if found is not None else None
 
 
 Batch = tuple[list[int], str, int | None, int | None]
 Result = tuple[int, tuple[Case, Failure] | None]
 
 
-def _results(batches: Iterable[Batch], jobs: int) -> Generator[Result, None, None]:
-    """In the order of the batches."""
-    if jobs == 1:
-        yield from map(_play_batch, batches)
-        return
-    left = iter(batches)
-    context = multiprocessing.get_context("spawn")
-    with _heard_once(), ProcessPoolExecutor(jobs, context, _end_with_the_hunt) as pool:
-        with _unheard():
-            first = islice(left, jobs * AHEAD)
-            under_way: list[Future[Result]] = [pool.submit(_play_batch, batch) for batch in first]
-        try:
-            while under_way:
-                yield under_way.pop(0).result()
-                under_way += [pool.submit(_play_batch, batch) for batch in islice(left, 1)]
-        finally:
-            for future in under_way:
-                future.cancel()
+def _in_order(pool: Pool, batches: Sequence[Batch]) -> Iterator[Result]:
+    """Of the batches, whichever ends first."""
+    answers: dict[int, Result] = {}
+    given = 0
+    for news in pool.run(list(enumerate(batches))):
+        for each in news:
+            if isinstance(each, Died):
+                raise RunError(f"the hunt cannot go on: {each.how}, with seeds {each.piece[1][0]}")
+            if isinstance(each, Ended):
+                answers[each.piece[0]] = each.answer
+        while given in answers:
+            yield answers.pop(given)
+            given += 1
 
 
-@contextmanager
-def _unheard() -> Iterator[None]:
-    """Processes that start meanwhile never hear Ctrl-C: it is for the hunt, which ends them."""
-    with _at_interrupt(signal.SIG_IGN):
-        yield
-
-
-@contextmanager
-def _heard_once() -> Iterator[None]:
-    """A second Ctrl-C while workers end would leave them, and the hunt, waiting for ever."""
-
-    def once(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    with _at_interrupt(once):
-        yield
-
-
-@contextmanager
-def _at_interrupt(handler: Handler) -> Iterator[None]:
-    """Only the main thread has handlers of signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _end_with_the_hunt() -> None:
-    """A worker whose parent was killed would wait for its next batch for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="syncline-hunt-parent", daemon=True).start()
+def _prepare() -> Work:
+    """In a worker."""
+    return lambda piece, say: _play_batch(piece[1])
 
 
 def _play_batch(batch: Batch) -> Result:

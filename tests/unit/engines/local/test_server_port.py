@@ -18,7 +18,9 @@ def test_what_the_log_has_no_room_for_follows_in_order() -> None:
     log, beats = Region(8 * Ring.words(LOG_ENTRIES, 2)), Region(8 * LINE * 3)
     channel, theirs = Channel.pair()
     bells = [WakeUp() for _ in range(3)]
-    port = LocalServerPort(channel, ServerSpec(0, 3, log, bells, Geometry(2, 0), 0, beats))
+    port = LocalServerPort(
+        channel, ServerSpec(0, 3, log, 2, -1, bells[0], bells[1:], None, Geometry(2, 0), 0, beats)
+    )
     followers = Ring(SharedWords(log), 0, capacity=LOG_ENTRIES, form=ENTRY, readers=2)
     count = LOG_ENTRIES + 300
     for number in range(count):
@@ -44,8 +46,12 @@ def test_a_follower_reads_the_dial_that_the_log_turns_to_before_it_turns() -> No
     channel, theirs = Channel.pair()
     supervisor = Channel(theirs)
     bells = [WakeUp() for _ in range(2)]
-    leader = LocalServerPort(channel, ServerSpec(0, 2, log, bells, Geometry(2, 0), 0, beats))
-    follower = _Loop(channel, ServerSpec(1, 2, log, bells, Geometry(2, 0), 0, beats))
+    leader = LocalServerPort(
+        channel, ServerSpec(0, 2, log, 1, -1, bells[0], bells[1:], None, Geometry(2, 0), 0, beats)
+    )
+    follower = _Loop(
+        channel, ServerSpec(1, 2, log, 1, 0, bells[1], bells[:1], None, Geometry(2, 0), 0, beats)
+    )
     cast(Any, follower)._port.shelves[0] = None  # a table that it knows of
     leader.append(Change(0, 1))
     supervisor.send(m.Dial(1, Sync.parse("async"), None))  # said to the leader first

@@ -117,6 +117,23 @@ def test_who_is_overtaken_reads_the_newest_version_that_all_shards_have_or_none(
     assert ring.read(3) is None
 
 
+def test_who_reads_some_elements_looks_only_at_shards_that_hold_them() -> None:
+    ring = Ring()
+    scratch = [torch.full_like(segment, -1.0) for segment in ring.places[0]]
+    edge = next(piece.stop for piece in ring.layout.parts[0].pieces if piece.entry == 1)
+    reads = [[(0, 6)], [(0, edge)], []]
+    first = Reader(ring.layout, ring.places, ring.words, scratch, reads)
+    ring.make(0, 1, 5), ring.make(1, 0, 4)
+    version, places = first.choose(5) or (None, [])
+    assert version == 5 and first.hold(5, places), "the other shard is behind, and not asked"
+    own = first.sources(places)
+    assert bool((own[0] == 5).all() and (own[1][:edge] == 5).all())
+    ring.make(1, 2, 5)
+    both = Reader(ring.layout, ring.places, ring.words, scratch, [[], [(edge - 1, edge + 1)], []])
+    version, places = both.choose(5) or (None, [])
+    assert places == [1, 2] and bool((both.sources(places)[1] == 5).all())
+
+
 def test_shards_share_no_cache_line() -> None:
     memory = Memory(Words.words(2, 3))
     words = Words(memory, 0, shards=2, places=3)

@@ -1,7 +1,6 @@
 """Frames over real sockets: from memory into memory, both directions at once, and what is refused."""
 
 import socket
-import struct
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from syncline.engines.local.shared_memory import Region
-from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost, bytes_of
+from syncline.engines.ray.bulk_connection import _HEAD, Connection, Frame, Head, Lost, bytes_of
 
 RUN, OTHER = b"the run!", b"another!"
 LARGE = 16 << 20
@@ -115,7 +114,7 @@ def test_frames_that_come_again_are_discarded_and_counted_and_missing_ones_end_t
         near.send(1, b"first")
         near.send(2, b"second")
         near.send(3, b"third")
-        size = struct.calcsize("!3sB8sIQQQQ")
+        size = _HEAD.size
         first, second, third = (recorder.recv(size + length, socket.MSG_WAITALL) for length in (5, 6, 5))
     far = connection(ends[1])
     ends[0].sendall(first + first + second + first)
@@ -131,7 +130,7 @@ def test_frames_that_come_again_are_discarded_and_counted_and_missing_ones_end_t
 
 def test_garbage_ends_the_connection_and_is_counted(ends) -> None:
     far = connection(ends[1])
-    ends[0].sendall(b"GET / HTTP/1.1\r\nHost: somewhere in the network\r\n\r\n")
+    ends[0].sendall(b"GET / HTTP/1.1\r\nHost: somewhere in the network, wherever\r\n\r\n")
     with pytest.raises(Lost, match="no frame"):
         far.receive()
     assert far.refused.garbage == 1
@@ -149,7 +148,7 @@ def test_a_frame_larger_than_its_place_is_refused_before_its_body_is_read(ends) 
 
 def test_a_frame_that_nobody_expects_may_be_small_only(ends) -> None:
     far = connection(ends[1])
-    ends[0].sendall(struct.pack("!3sB8sIQQQQ", b"SL1", 1, RUN, 0, 7, 0, 0, 1 << 60))
+    ends[0].sendall(_HEAD.pack(b"SL1", 1, RUN, 0, 7, 0, 0, 0, 1 << 60))
     with pytest.raises(Lost, match="1,152,921,504,606,846,976 bytes where 1,048,576 belong"):
         far.receive()
 

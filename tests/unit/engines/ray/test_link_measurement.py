@@ -25,7 +25,7 @@ WAYS = [Way(0.001, 100e6, 120e6), Way(0.003, 140e6, 120e6)]
 
 
 def test_links_are_the_middle_ones_and_cores_the_fewest() -> None:
-    cluster = measured([HOME, OTHER, THIRD], WAYS, None, learners=None, most=None, servers_alone=False)
+    cluster = measured([HOME, OTHER, THIRD], WAYS, None, learners=None, most=None, servers=0)
     assert cluster.card == Link(latency=0.002, bandwidth=120e6)
     assert (cluster.cores, cluster.learners_per_machine, cluster.beside) == (2, 4, True)
     assert [cluster.machine_of_shard(shard) for shard in (0, 5)] == [0, 0]
@@ -33,23 +33,23 @@ def test_links_are_the_middle_ones_and_cores_the_fewest() -> None:
 
 
 def test_learners_are_dealt_as_a_run_deals_them() -> None:
-    found = measured([HOME, OTHER], WAYS[:1], None, learners=3, most=None, servers_alone=False)
+    found = measured([HOME, OTHER], WAYS[:1], None, learners=3, most=None, servers=0)
     assert found.learners_per_machine == 2
-    alone = measured([HOME, OTHER], WAYS[:1], None, learners=3, most=3, servers_alone=True)
+    alone = measured([HOME, OTHER], WAYS[:1], None, learners=3, most=3, servers=1)
     assert (alone.learners_per_machine, alone.beside, alone.machine_of_shard(1)) == (3, False, -1)
     with pytest.raises(UsageError, match="learners=9 need as many cores"):
-        measured([HOME, OTHER], WAYS[:1], None, learners=9, most=None, servers_alone=False)
+        measured([HOME, OTHER], WAYS[:1], None, learners=9, most=None, servers=0)
 
 
 def test_what_computing_costs_is_taken_over() -> None:
     costs = Cluster(name="this-machine", compute=Compute(base=0.1), memory=Link(latency=0.01))
-    found = measured([HOME, OTHER], WAYS[:1], costs, learners=2, most=None, servers_alone=False)
+    found = measured([HOME, OTHER], WAYS[:1], costs, learners=2, most=None, servers=0)
     assert (found.name, found.compute, found.memory) == ("this-cluster", costs.compute, costs.memory)
     assert found.card.latency == pytest.approx(0.011)  # what a message costs here, and the way
 
 
 def test_one_node_has_no_link() -> None:
-    found = measured([HOME], [], None, learners=None, most=None, servers_alone=False)
+    found = measured([HOME], [], None, learners=None, most=None, servers=0)
     assert (found.card, found.learners_per_machine, found.cores) == (Link(), None, 4)
 
 

@@ -33,7 +33,7 @@ def train(**options: Any) -> Any:
     [
         ({"nodes": 0}, "nodes"),
         ({"learners_per_node": -1}, "learners_per_node"),
-        ({"server_nodes": 2}, "all shards are on the caller's node"),
+        ({"server_nodes": 0}, "server_nodes"),
         ({"address": ""}, "host:port"),
         ({"resources": {"CPU": -1}}, "such as"),
         ({"resources": 4}, "such as"),

@@ -33,7 +33,7 @@ def test_a_caller_outside_of_the_cluster_is_told_so() -> None:
 def test_learners_go_where_most_cores_are_left() -> None:
     assert deal(6, [HOME, SECOND]) == [0, 1, 1, 1, 1, 1]
     assert deal(4, [HOME, SECOND], most=2) == [0, 0, 1, 1]
-    assert deal(3, [HOME, SECOND], servers_alone=True) == [1, 1, 1]
+    assert deal(3, [HOME, SECOND], servers=1) == [1, 1, 1]
 
 
 def test_too_few_cores_are_one_line_with_the_numbers() -> None:

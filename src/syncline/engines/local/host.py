@@ -1,0 +1,236 @@
+"""The machines of a run over servers, as its supervisor has them: what each can be told, and what a relay between them is told.
+
+The supervisor tells every machine the same in the same order, and each does what concerns it; a run on one machine has one.
+Where there are several, a relay beside the shards (another engine's) keeps their memories alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from syncline import messages as m
+from syncline.engines.local.processes import Process, Processes
+from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.local.table_memory import Geometry
+from syncline.engines.run import RunSpec
+from syncline.roles.run_plan import Seat
+from syncline.table.layout import Layout
+
+Heard = Callable[[Process, Any], None]
+Ended = Callable[[Process, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """The machines of a run, by number: on which of them each shard is."""
+
+    shards: tuple[int, ...]
+    live: tuple[int, ...] = (0,)
+
+    @property
+    def servers(self) -> list[int]:
+        """Those with shards; the leading one's first."""
+        return list(dict.fromkeys(self.shards))
+
+    def of(self, site: int) -> list[int]:
+        """The shards there."""
+        return [shard for shard, where in enumerate(self.shards) if where == site]
+
+    def without(self, site: int) -> Sites:
+        """That machine is lost: its shards go to those with the fewest, the first of them."""
+        live = tuple(each for each in self.live if each != site)
+        shards = [where for where in self.shards if where != site]
+        for shard, where in enumerate(self.shards):
+            if where == site:
+                shards.insert(shard, min(live, key=shards.count))
+        return Sites(tuple(shards), live)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayParts:
+    """What a relay is given of its machine: memory and bells."""
+
+    site: int
+    sites: Sites
+    generation: int
+    geometry: Geometry
+    log: Region
+    readers: int  # of that log
+    reader: int | None  # which of them the relay is; None: it writes that log, or there is none
+    bell: WakeUp  # its own
+    shards: dict[int, WakeUp]  # the bells of those here
+    beats: Region  # its first word counts that it lives
+
+
+@dataclass(frozen=True, slots=True)
+class TableHere:
+    """To the relay: a table's memory; what shards elsewhere have in it is void."""
+
+    table: int
+    layout: Layout
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerKnown:
+    """To the relay: a learner, wherever it is, and its mailbox here."""
+
+    learner: int
+    site: int
+    desk: Region
+    bell: WakeUp
+
+
+@dataclass(frozen=True, slots=True)
+class LaneHere:
+    """To the relay: memory between a learner and the shards."""
+
+    table: int
+    learner: int
+    layout: Layout
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """To the relay: a learner has left."""
+
+    learner: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendOut:
+    """To the relay: all that a learner here has said goes out before what follows; with a table: its first values, too."""
+
+    learner: int
+    table: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SentOut:
+    """From the relay: done."""
+
+    learner: int
+    table: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SiteGone:
+    """To the relay: that machine is lost."""
+
+    site: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What a machine shows of its processes: notes of learners, and who of them waits; how often servers have looked for work."""
+
+    learners: Mapping[int, tuple[int, bool]]
+    shards: Mapping[int, int]
+    nodes: Mapping[int, int]
+
+
+class Host(ABC):
+    """A machine, as the supervisor has it. Nothing here waits for another machine."""
+
+    processes: list[Process]  # all that were started
+
+    @abstractmethod
+    def start_servers(
+        self, generation: int, sites: Sites, learners: Mapping[int, int], *, again: bool
+    ) -> list[Process]:
+        """Shards here, of whose tree these learners (with their ranks) are part; `again`: in place of others."""
+
+    @abstractmethod
+    def end_servers(self) -> None:
+        """At once, and nobody is to notice."""
+
+    @abstractmethod
+    def introduce(self, learner: int, rank: int, site: int) -> None:
+        """A learner on that machine begins."""
+
+    @abstractmethod
+    def start_learner(self, learner: int, rank: int) -> Process:
+        """Here; it is introduced already."""
+
+    @abstractmethod
+    def forget(self, learner: int) -> None:
+        """It has left: nothing of it is needed any more."""
+
+    @abstractmethod
+    def initialise(self, learner: int, message: m.Initialise) -> None:
+        """Memory for a table's first values, which come from this learner; it is told if it is here."""
+
+    @abstractmethod
+    def tell_shards(self, message: Any) -> None: ...
+
+    @abstractmethod
+    def tell_shard(self, shard: int, message: Any) -> None: ...
+
+    @abstractmethod
+    def reply(self, learner: int, message: Any) -> None:
+        """To a learner here."""
+
+    @abstractmethod
+    def announce(self, word: int, value: int) -> None:
+        """A word for all learners here."""
+
+    @abstractmethod
+    def kill(self, process: Process) -> None:
+        """Its end will be noticed."""
+
+    @abstractmethod
+    def end(self, process: Process) -> None:
+        """At once, and nobody is to notice."""
+
+    @abstractmethod
+    def vitals(self) -> Vitals: ...
+
+    @abstractmethod
+    def lose_site(self, site: int) -> None:
+        """Another machine is gone."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing stays behind; the processes have ended, or end with it."""
+
+
+class Seats:
+    """What a learner knows from the start; on a cluster each machine deals its own GPUs."""
+
+    def __call__(self, spec: RunSpec, learner: int, rank: int) -> Seat:
+        return spec.seat(rank)
+
+    def forget(self, learner: int) -> None:
+        pass
+
+
+class Machines(ABC):
+    """The other machines of a run on several."""
+
+    sites: Sites
+
+    @abstractmethod
+    def relay(self, parts: RelayParts) -> Any:
+        """What this machine's relay runs."""
+
+    @abstractmethod
+    def hosts(
+        self, processes: Processes, heard: Heard, ended: Ended, lost: Callable[[int, str], None]
+    ) -> Sequence[Host]:
+        """In their order; what is heard of them comes with the processes' work."""
+
+    @abstractmethod
+    def where(self, rank: int) -> int:
+        """The machine of the next learner of that rank."""
+
+    def seats(self) -> Seats:
+        """On this machine."""
+        return Seats()
+
+    @abstractmethod
+    def suspect(self, relay: Process, word: Any) -> None:
+        """What a machine's relay says."""

@@ -1,0 +1,445 @@
+"""This machine's part of a run over servers: its learners, its shards, and the shared memory between them.
+
+Not responsible for when: the supervisor says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from syncline import messages as m
+from syncline.engines.local.exchange import LINE, Ring
+from syncline.engines.local.host import (
+    Ended,
+    Forget,
+    Heard,
+    Host,
+    LaneHere,
+    LearnerKnown,
+    RelayParts,
+    Seats,
+    SendOut,
+    SentOut,
+    SiteGone,
+    Sites,
+    TableHere,
+    Vitals,
+)
+from syncline.engines.local.learner import ControlBlock, LearnerSpec
+from syncline.engines.local.packing import Parcel, pack
+from syncline.engines.local.processes import Process, Processes
+from syncline.engines.local.server import LOG_ENTRIES, AddLearner, ServerSpec
+from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.local.table_memory import Geometry, Lane, Mailbox, TableMemory
+from syncline.engines.local.tree_launcher import NodeCrew
+from syncline.engines.run import RunSpec
+from syncline.table.layout import Layout
+from syncline.table.store import places_for
+from syncline.topologies import Trees
+
+SHARED, SERVERS = 0, -1  # owners of memory that are no learners
+YIELDS = {"learner": 1000, "shard": 200}
+"""A learner yields for the length of a small fold, a shard for the time between two learners' gradients: waking a sleeping
+core costs more than either."""
+
+
+def geometry_of(spec: RunSpec, sites: Sites) -> Geometry:
+    """How many slots and places for versions the dials need (M11, M13); two slots, so that any dial may follow.
+
+    Between machines versions take long to read: one more place, or two, is left alone meanwhile.
+    """
+    slots = max(2, spec.plan.delay + 1)
+    sums = slots * spec.plan.learners  # a learner that comes late to a round may be alone in its sum
+    places = places_for(spec.plan.delay) + min(2, len(sites.live) - 1)
+    return Geometry(slots, places, spec.card, sums)
+
+
+class LocalHost(Host):
+    """This machine."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        processes: Processes,
+        task: Parcel,
+        heard: Heard,
+        ended: Ended,
+        *,
+        crashes: Mapping[str, int] | None = None,
+        sites: Sites | None = None,
+        site: int = 0,
+        relay: Callable[[RelayParts], Any] | None = None,
+        seat: Seats | None = None,
+    ) -> None:
+        self._spec, self._forks, self._task = spec, processes, task
+        self._heard, self._ended, self._relay_of, self._seats = heard, ended, relay, seat or Seats()
+        self._crashes = dict(crashes or {})  # for tests: process name -> the operation it dies in, once
+        self.site = site
+        self.sites = sites or Sites((0,) * spec.plan.topology.shards)
+        self.geometry = geometry_of(spec, self.sites)  # whatever becomes of them
+        self.learners: dict[int, Process] = {}  # by learner, while they run
+        self.shards: dict[int, Process] = {}
+        self.relay: Process | None = None
+        self.nodes: NodeCrew | None = None
+        self.generation = 0
+        self._who: dict[int, tuple[int, int]] = {}  # learner -> its rank, and where it is
+        self._bells: dict[int, WakeUp] = {}  # of learners here
+        self._desks: dict[int, Region] = {}
+        self._known: set[int] = set()  # learners that the present shards were told of
+        self._tables: dict[int, tuple[Layout, Region]] = {}
+        self._lanes: dict[tuple[int, int], Region] = {}  # by table and learner, until the learner has it
+        self._held: dict[int, list[tuple[Process, Any]]] = defaultdict(list)  # words that wait for the relay
+        self._regions: dict[int, list[Region]] = defaultdict(list)  # by learner; SHARED, and SERVERS' own
+        self._hub = self.region(ControlBlock.nbytes())
+        self._words = ControlBlock(self._hub).words
+        self._shard_bells = {shard: WakeUp() for shard in self.sites.of(site)}
+        self._relay_bell = WakeUp()
+        shards = spec.plan.topology.shards
+        self._beats = self.region(8 * LINE * (shards + 2 * spec.plan.learners))  # no tree has more nodes
+        self._relay_beats = self.region(8 * LINE)
+        if isinstance(spec.plan.topology, Trees):
+            own = partial(self.region, owner=SERVERS)
+            self.nodes = NodeCrew(
+                spec, processes, self.geometry, own, self._post_all, self._node_beats, self._crashes
+            )
+
+    @property
+    def processes(self) -> list[Process]:  # type: ignore[override]
+        return list(self._forks.by_pid.values())
+
+    # -- memory ------------------------------------------------------------------------------------------
+
+    def region(self, nbytes: int, owner: int = SHARED) -> Region:
+        """Shared memory that goes with the run, or with its owner."""
+        self._regions[owner].append(Region(nbytes))
+        return self._regions[owner][-1]
+
+    def _release(self, owner: int) -> None:
+        """Whoever got it has mapped it; here it is needed no more."""
+        for region in self._regions.pop(owner, ()):
+            region.release()
+
+    def _table(self, table: int, layout: Layout) -> Region:
+        if table not in self._tables:
+            region = self.region(TableMemory.nbytes(layout, places=self.geometry.places))
+            self._tables[table] = (layout, region)
+        return self._tables[table][1]
+
+    def _make_lane(self, table: int, learner: int, layout: Layout) -> Region:
+        lane = self.region(Lane.nbytes(layout, slots=self.geometry.slots), learner)
+        self._lanes[table, learner] = lane
+        self._tell_relay(LaneHere(table, learner, layout, lane))
+        return lane
+
+    def _concerns(self, learner: int) -> bool:
+        """It is here, or shards are."""
+        return bool(self._shard_bells) or self._who[learner][1] == self.site
+
+    # -- servers -----------------------------------------------------------------------------------------
+
+    def start_servers(
+        self, generation: int, sites: Sites, learners: Mapping[int, int], *, again: bool
+    ) -> list[Process]:
+        self.generation, self.sites = generation, sites
+        self._shard_bells = {shard: self._bell(shard) for shard in sites.of(self.site)}
+        self.shards.clear()
+        self._release(SERVERS)
+        self._known.clear()
+        self._lanes.clear()
+        here, leads = len(self._shard_bells), 0 in self._shard_bells
+        others = len(self.sites.shards) - here
+        readers = (here - 1 + (others > 0)) if leads else here
+        log = self.region(8 * Ring.words(LOG_ENTRIES, max(1, readers)), SERVERS)
+        if self._relay_of is not None:
+            reader = readers - 1 if leads and others else None
+            self._start_relay(generation, log, readers, reader)
+        for index, shard in enumerate(self._shard_bells):
+            self._start_shard(shard, log, readers, index - leads)
+        if self.nodes is not None:
+            self.nodes.start(self._shard_bells[0], learners, again=again)
+        return list(self.shards.values())
+
+    def _bell(self, shard: int) -> WakeUp:
+        return self._shard_bells.get(shard) or WakeUp()
+
+    def _start_shard(self, shard: int, log: Region, readers: int, reader: int) -> None:
+        others = [bell for each, bell in self._shard_bells.items() if each != shard]
+        if self._relay_of is not None:
+            others.append(self._relay_bell)
+        spec = ServerSpec(
+            shard,
+            len(self.sites.shards),
+            log,
+            readers,
+            reader,
+            self._shard_bells[shard],
+            others,
+            self._relay_bell if self._relay_of is not None else None,
+            self.geometry,
+            YIELDS["shard"],
+            self._beats,
+            self._spec.storage.folder,
+            self._crashes.pop(f"shard {shard}", None),
+        )
+        self.shards[shard] = self._forks.fork("shard", shard, shard, spec, None, 1)
+
+    def _start_relay(self, generation: int, log: Region, readers: int, reader: int | None) -> None:
+        assert self._relay_of is not None
+        parts = RelayParts(
+            self.site,
+            self.sites,
+            generation,
+            self.geometry,
+            log,
+            readers,
+            reader,
+            self._relay_bell,
+            self._shard_bells,
+            self._relay_beats,
+        )
+        self.relay = self._forks.fork("relay", self.site, self.site, self._relay_of(parts), None, 1)
+        for learner, held in self._held.items():
+            for _ in held:  # nothing of theirs is under way any more
+                self._tell_relay(SendOut(learner))
+
+    def end_servers(self) -> None:
+        relay = [self.relay] if self.relay is not None else []
+        nodes = list(self.nodes.processes.values()) if self.nodes is not None else []
+        self._forks.kill_and_reap([*self.shards.values(), *nodes, *relay])
+
+    def tell_shards(self, message: Any) -> None:
+        message = self._with_memory(message)
+        self._post_all(message)
+        if isinstance(message, m.Dial):
+            self._tell_relay(message)
+        if self.nodes is None:
+            return
+        if isinstance(message, m.MakeTable):
+            self.nodes.make_table(message.table, message.layout)
+        elif isinstance(message, m.JoinTable):
+            self.nodes.join_table(
+                message.learner, message.table, self._tables[message.table][0], message.lane
+            )
+
+    def _post_all(self, message: Any) -> None:
+        """Once for all: a table's state is as large as the model."""
+        if not self.shards:
+            return
+        parcel = pack(message)
+        for process in reversed(list(self.shards.values())):  # whose log the others replay hears of it last
+            process.channel.post(parcel)
+        parcel.close()
+
+    def tell_shard(self, shard: int, message: Any) -> None:
+        self.shards[shard].channel.post(message)
+
+    def _tell_relay(self, message: Any) -> None:
+        if self.relay is not None:
+            self.relay.channel.post(message)
+
+    def _with_memory(self, message: Any) -> Any:
+        if isinstance(message, m.MakeTable):
+            region = self._table(message.table, message.layout)
+            _clear(region, message.layout, self.geometry)
+            self._tell_relay(TableHere(message.table, message.layout, region))
+            return replace(message, handle=region)
+        if isinstance(message, m.JoinTable):
+            return self._with_lane(message)
+        if isinstance(message, m.JoinLoader):
+            for learner in message.learners:
+                self._know(learner)
+        return message
+
+    def _with_lane(self, message: m.JoinTable) -> m.JoinTable:
+        if not self._concerns(message.learner):
+            return message
+        self._know(message.learner)
+        key = message.table, message.learner
+        if not message.first:  # else it has published there already
+            self._make_lane(*key, self._tables[message.table][0])
+        return replace(message, lane=self._lanes[key])
+
+    # -- learners ----------------------------------------------------------------------------------------
+
+    def introduce(self, learner: int, rank: int, site: int) -> None:
+        self._who[learner] = (rank, site)
+        if site == self.site:
+            self._bells[learner] = WakeUp()
+        self._introduce(learner)
+
+    def _introduce(self, learner: int) -> None:
+        """A desk between a learner and the present shards; its bell and rank stay the same."""
+        if not self._concerns(learner):
+            return
+        self._release(learner)  # what it had with servers that are gone
+        desk = self._desks[learner] = self.region(Mailbox.nbytes(), learner)
+        self._known.add(learner)
+        rank, site = self._who[learner]
+        bell = self._bells.get(learner, self._relay_bell)
+        for shard in self.shards.values():
+            shard.channel.post(AddLearner(learner, desk, bell))
+        self._tell_relay(LearnerKnown(learner, site, desk, bell))
+        if self.nodes is not None:
+            self.nodes.add(learner, rank, desk, bell)
+
+    def _know(self, learner: int) -> None:
+        if learner not in self._known:
+            self._introduce(learner)
+
+    def start_learner(self, learner: int, rank: int) -> Process:
+        spec = LearnerSpec(
+            learner,
+            self._hub,
+            self._desks[learner],
+            self._bells[learner],
+            self._shard_bells.get(0, self._relay_bell),
+            self.geometry,
+            YIELDS["learner"],
+            self.generation,
+            self._seats(self._spec, learner, rank),
+            self._crashes.pop(f"learner {rank}", None),
+            self.nodes.bells if self.nodes is not None else (),
+        )
+        process = self._forks.fork("learner", learner, rank, spec, self._bells[learner], self._threads())
+        self.learners[learner] = process
+        process.channel.post(self._task)
+        return process
+
+    def _threads(self) -> int:
+        """Of a learner."""
+        if self._spec.threads is not None:
+            return self._spec.threads
+        spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
+        share = -(-self._spec.plan.learners // len(self.sites.live))
+        return max(1, spare // (share * self._spec.group))
+
+    def forget(self, learner: int) -> None:
+        process = self.learners.pop(learner, None)
+        if self.nodes is not None:
+            self.nodes.leave(learner)
+        self._tell_relay(Forget(learner))
+        self._release(learner)
+        self._known.discard(learner)
+        self._seats.forget(learner)
+        if process is not None and process.bell is not None:
+            process.bell.close()
+
+    def initialise(self, learner: int, message: m.Initialise) -> None:
+        region = self._table(message.table, message.layout)
+        self._tell_relay(TableHere(message.table, message.layout, region))
+        if not self._concerns(learner):
+            return
+        lane = self._make_lane(message.table, learner, message.layout)
+        if learner in self.learners:
+            self.learners[learner].channel.post(replace(message, handle=region, lane=lane))
+
+    def reply(self, learner: int, message: Any) -> None:
+        process = self.learners.get(learner)
+        if process is not None:
+            process.channel.post(self._with_own(learner, message))
+
+    def _with_own(self, learner: int, message: Any) -> Any:
+        if isinstance(message, m.Opened):
+            return self._opened(learner, message)
+        if isinstance(message, m.Rejoined):
+            tables = [self._opened(learner, opened) for opened in message.tables]
+            self._know(learner)
+            return replace(message, tables=tables, desk=(self.generation, self._desks[learner]))
+        return message
+
+    def _opened(self, learner: int, opened: m.Opened) -> m.Opened:
+        lane = self._lanes.pop((opened.table, learner))
+        return replace(opened, handle=self._tables[opened.table][1], lane=lane)
+
+    def announce(self, word: int, value: int) -> None:
+        self._words[word] = value
+        for process in self.learners.values():
+            if process.bell is not None:
+                process.bell.ring()
+
+    # -- what processes say, and their ends --------------------------------------------------------------
+
+    def hear(self, process: Process, message: Any) -> None:
+        """Whatever a learner has said on other ways reaches the others before what is told of it."""
+        if process.role == "relay":
+            self._from_relay(process, message)
+        elif self.relay is not None and process.role == "learner":
+            self._from_learner(process, message)
+        else:
+            self._heard(process, message)
+
+    def _from_learner(self, process: Process, message: Any) -> None:
+        if isinstance(message, m.Initialised):
+            self._hold(process, message, message.table)
+        elif isinstance(message, m.Returned | m.Raised):
+            process.state = "returned" if isinstance(message, m.Returned) else "raised"
+            self._hold(process, message)
+        else:
+            self._heard(process, message)
+
+    def _hold(self, process: Process, message: Any, table: int | None = None) -> None:
+        self._held[process.number].append((process, message))
+        self._tell_relay(SendOut(process.number, table))
+
+    def _from_relay(self, relay: Process, message: Any) -> None:
+        if not isinstance(message, SentOut):
+            self._heard(relay, message)
+        elif held := self._held.get(message.learner):
+            process, words = held.pop(0)
+            if isinstance(words, str):
+                self._ended(process, words)
+            else:
+                self._heard(process, words)
+
+    def lose(self, process: Process, how: str) -> None:
+        """It ended without a word."""
+        if self.relay is not None and process.role == "learner":
+            self._hold(process, how)
+        else:
+            self._ended(process, how)
+
+    def kill(self, process: Process) -> None:
+        self._forks.kill(process)
+
+    def end(self, process: Process) -> None:
+        self._forks.kill_and_reap([process])
+
+    def vitals(self) -> Vitals:
+        nodes = self.nodes.processes if self.nodes is not None else ()
+        found = {node: self._node_beats(node) for node in nodes}
+        return Vitals(
+            {learner: Mailbox.heard(self._desks[learner]) for learner in self.learners},
+            {shard: self._beats.words[LINE * shard] for shard in self.shards},
+            {node: region.words[word] for node, (region, word) in found.items()},
+        )
+
+    def lose_site(self, site: int) -> None:
+        self.sites = self.sites.without(site)
+        self._tell_relay(SiteGone(site))
+
+    @property
+    def relay_beats(self) -> int:
+        return self._relay_beats.words[0]
+
+    def _node_beats(self, node: int) -> tuple[Region, int]:
+        return self._beats, LINE * (self._spec.plan.topology.shards + node)
+
+    def close(self) -> None:
+        for bell in (*self._shard_bells.values(), self._relay_bell):
+            bell.close()
+        if self.nodes is not None:
+            self.nodes.close()
+        del self._words
+        for owner in list(self._regions):
+            self._release(owner)
+
+
+def _clear(handle: Region, layout: Layout, geometry: Geometry) -> None:
+    """In a mapping of its own: the run's could not be closed while tensors look at it."""
+    region = Region(handle.nbytes, os.dup(handle.fd))
+    TableMemory(region, layout, places=geometry.places).clear()

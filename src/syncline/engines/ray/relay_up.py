@@ -1,0 +1,225 @@
+"""A relay's way up: what learners here say to the leading shard elsewhere, each gradient with its values before it (M12).
+
+A gradient's note goes out when every machine whose shards it concerns has its part: nobody knows of one that is not whole.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncline.engines.local.host import SendOut, SentOut
+from syncline.engines.local.record_codec import BESIDE, NOTE, Record, decode
+from syncline.engines.ray.bulk_connection import Frame
+from syncline.engines.ray.frame_kinds import LANE, TABLE, Kind, place_of
+from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest
+
+if TYPE_CHECKING:
+    from syncline.engines.ray.relay import Running
+
+_MARK = struct.Struct("=2q")  # learner, number
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Another machine wants to know when all that it has sent before is here."""
+
+    site: int
+    body: bytes
+
+
+class Up:
+    """Of all learners here."""
+
+    def __init__(self, relay: Running) -> None:
+        self._relay = relay
+        self._notes: dict[int, deque[Record | SendOut]] = defaultdict(deque)  # that are to go out, in order
+        self._awaited: dict[int, dict[int, int]] = {}  # learner -> machine -> the mark that is to come back
+        self._marks: dict[int, int] = defaultdict(int)
+        self._arrived: dict[int, deque[Record | Mark]] = defaultdict(deque)  # for the leading shard here
+        self.handlers: dict[int, Callable[[int, Frame], None]] = {
+            Kind.NOTE: self._note,
+            Kind.MARK: self._mark,
+            Kind.MARKED: self._marked,
+        }
+
+    # -- from learners here ------------------------------------------------------------------------------
+
+    def scan(self) -> bool:
+        """True if something waits for room."""
+        relay = self._relay
+        if relay.site != relay.leader and relay.whole():
+            for number, learner in list(relay.learners.items()):
+                if learner.site == relay.site:
+                    self._collect(number)
+        for number in list(self._notes):
+            self._go_on(number)
+        return self._deliver()
+
+    def _collect(self, number: int) -> None:
+        ring = self._relay.learners[number].desk.notes
+        while (record := ring.pop()) is not None:
+            self._notes[number].append(record)
+
+    def _go_on(self, number: int) -> None:
+        """Send what does not wait for what was sent before it."""
+        notes = self._notes[number]
+        while notes and not self._awaited.get(number):
+            note = notes[0]
+            if isinstance(note, SendOut):
+                if not self._sent_out(note):
+                    return
+            elif not self._send(number, note):
+                return
+            notes.popleft()
+            self._awaited.pop(number, None)
+        if not notes:
+            del self._notes[number]
+
+    def _send(self, number: int, record: Record) -> bool:
+        """False: its values are on their way to a machine that will say when it has them."""
+        if number not in self._awaited:
+            self._awaited[number] = self._send_values(number, record)
+            if self._awaited[number]:
+                return False
+        self._relay.send(self._relay.leader, Kind.NOTE, NOTE.pack(*record), place=number)
+        return True
+
+    def _send_values(self, number: int, record: Record) -> dict[int, int]:
+        """To all machines with shards; those to wait for, with what they will say."""
+        relay, states = self._relay, bool(int(record[BESIDE]) & 1)
+        message, slot = decode(record, lambda table, slot: b"")
+        if isinstance(message, Rest | Reread | Farewell):
+            if states:
+                self._send_states(message.table, number, 0)
+            return {}
+        if not isinstance(message, Gradient | Put):
+            return {}
+        table, awaited = relay.table(message.table), {}
+        for site in table.servers():
+            if site == relay.site:
+                continue
+            self.send_gradient(site, message, number, slot)
+            if site != relay.leader:
+                awaited[site] = self._send_mark(site, number)
+        if states:
+            self._send_states(message.table, number, slot)
+        if isinstance(message, Gradient) and table.layout.buffers.nbytes:
+            self._send_buffers(message.table, number, slot)
+        return awaited
+
+    def send_gradient(self, site: int, message: Gradient | Put, number: int, slot: int) -> None:
+        """That machine's part of its values, and what goes with them."""
+        full = isinstance(message, Put) or message.full
+        options = message.options if isinstance(message, Gradient) else None
+        self.send_slot(site, message.table, number, slot, full=full, options=options)
+
+    def send_slot(
+        self, site: int, table: int, number: int, slot: int, *, full: bool, options: int | None
+    ) -> None:
+        relay = self._relay
+        lane = relay.lanes[table, number]
+        start = lane.slot(slot)
+        spans = [(start + low, start + high) for low, high in relay.table(table).spans[site]]
+        if not full:
+            spans.append((start + lane.at.mask, start + lane.at.mask_end))
+        if options is not None and lane.options.get((site, slot)) != options:
+            lane.options[site, slot] = options
+            spans.append(lane.text(slot, lane.at.options))
+        relay.write(site, place_of(LANE, table, number), lane.region.bytes, spans)
+
+    def _send_states(self, table: int, number: int, slot: int) -> None:
+        lane = self._relay.lanes[table, number]
+        self._write(table, number, lane.text(slot, lane.at.states))
+
+    def _send_buffers(self, table: int, number: int, slot: int) -> None:
+        lane = self._relay.lanes[table, number]
+        start = lane.slot(slot)
+        self._write(table, number, (start + lane.at.buffers, start + lane.at.mask))
+
+    def _write(self, table: int, number: int, span: tuple[int, int]) -> None:
+        """To the leading shard's machine."""
+        lane = self._relay.lanes[table, number]
+        self._relay.write(self._relay.leader, place_of(LANE, table, number), lane.region.bytes, [span])
+
+    # -- marks: that something has arrived ---------------------------------------------------------------
+
+    def _send_mark(self, site: int, number: int) -> int:
+        self._marks[site] += 1
+        self._relay.send(site, Kind.MARK, _MARK.pack(number, self._marks[site]))
+        return self._marks[site]
+
+    def _mark(self, site: int, frame: Frame) -> None:
+        number, _ = _MARK.unpack(frame.body)
+        self._arrived[number].append(Mark(site, bytes(frame.body)))
+
+    def _marked(self, site: int, frame: Frame) -> None:
+        number, mark = _MARK.unpack(frame.body)
+        awaited = self._awaited.get(number, {})
+        if awaited.get(site) == mark:
+            del awaited[site]
+
+    def send_out(self, order: SendOut) -> None:
+        """All that its learner has said, then what is asked for."""
+        relay, number = self._relay, order.learner
+        if number in relay.learners and relay.site != relay.leader:
+            self._collect(number)
+        self._notes[number].append(order)
+
+    def _sent_out(self, order: SendOut) -> bool:
+        number, relay = order.learner, self._relay
+        if number not in self._awaited:
+            known = order.table is None or (order.table, number) in relay.lanes
+            self._awaited[number] = self._mark_out(order) if known else {}
+            if self._awaited[number]:
+                return False
+        relay.say(SentOut(number, order.table))
+        return True
+
+    def _mark_out(self, order: SendOut) -> dict[int, int]:
+        relay, number = self._relay, order.learner
+        if order.table is None:
+            known = number in relay.learners and relay.site != relay.leader and relay.leader in relay.peers
+            return {relay.leader: self._send_mark(relay.leader, number)} if known else {}
+        for site in relay.others():
+            self._send_first(site, order.table, number)
+        return {site: self._send_mark(site, number) for site in relay.others()}
+
+    def _send_first(self, site: int, number: int, learner: int) -> None:
+        """A table's first values, as its learner has published them."""
+        relay, table = self._relay, self._relay.table(number)
+        if table.end > table.first:
+            relay.write(site, place_of(TABLE, number), table.region.bytes, [(table.first, table.end)])
+        if site in table.servers():
+            self.send_slot(site, number, learner, 0, full=True, options=None)
+
+    def lose(self, site: int) -> None:
+        for awaited in self._awaited.values():
+            awaited.pop(site, None)
+
+    # -- for the leading shard here ----------------------------------------------------------------------
+
+    def _note(self, site: int, frame: Frame) -> None:
+        self._arrived[frame.place].append(NOTE.unpack(frame.body))
+
+    def _deliver(self) -> bool:
+        """True if a mailbox has no room."""
+        rung = False
+        for number, arrived in list(self._arrived.items()):
+            while arrived and self._hand_over(number, arrived[0]):
+                rung |= not isinstance(arrived.popleft(), Mark)
+            if not arrived:
+                del self._arrived[number]
+        if rung:
+            self._relay.parts.shards[0].ring()
+        return bool(self._arrived)
+
+    def _hand_over(self, number: int, arrived: Record | Mark) -> bool:
+        if isinstance(arrived, Mark):
+            self._relay.send(arrived.site, Kind.MARKED, arrived.body)
+            return True
+        learner = self._relay.learner(number)
+        return learner is None or learner.desk.notes.push(arrived)

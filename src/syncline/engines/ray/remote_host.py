@@ -1,0 +1,194 @@
+"""Another machine of a run, as its supervisor has it: verbs go to the node's agent in their order, what happens there comes back.
+
+Not responsible for what the agent does with them (agent.py), nor for whether it lives (heartbeat.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from syncline import messages as m
+from syncline.engines.checkpoint_files import with_content
+from syncline.engines.local.host import Ended as EndedOf
+from syncline.engines.local.host import Heard, Host, Sites, Vitals
+from syncline.engines.local.packing import Parcel, unpack
+from syncline.engines.local.processes import Process
+from syncline.engines.ray.agent import TASK, Begin, Do, Ended, Ready, Said, Started
+from syncline.engines.ray.agent_client import Way
+from syncline.engines.ray.bulk_connection import Connection, Lost
+from syncline.engines.ray.frame_kinds import AGENT, Kind, Objects
+from syncline.table.checkpoints import Folder
+
+NO_PID = 0
+NOBODY = Vitals({}, {}, {})
+OVER = ("returned", "raised", "lost", "killed")
+
+
+class RemoteHost(Host):
+    """One, from the moment when its agent is told of the run."""
+
+    def __init__(self, way: Way, task: Parcel, begin: Begin) -> None:
+        self._way = way
+        self.site = begin.site
+        self._objects = Objects()
+        end = way.connect()
+        self._connection = Connection(end, run=way.secret.run, incarnation=AGENT, into=self._objects.into)
+        self.processes: list[Process] = []
+        self._ended_unnoticed: set[int] = set()  # pids
+        self._vitals = NOBODY
+        self._folder: Folder | None = None  # that the machine does not see
+        self._heard: Heard
+        self._ended: EndedOf
+        self._broken: Callable[[int, str], None]
+        try:
+            self._connection.send(Kind.CONTROL)
+            self._objects.send(self._connection, task, place=TASK)
+            self._objects.send(self._connection, begin)
+        except Lost as error:
+            self._connection.close()
+            raise way.cut(error) from error
+        threading.Thread(target=self._keep_sending, name="syncline-control", daemon=True).start()
+
+    def _keep_sending(self) -> None:
+        try:
+            self._connection.keep_sending()
+        except Lost:
+            return
+
+    def wait_ready(self, alive: Callable[[], bool], folder: Folder | None) -> None:
+        """Until it has what its learners run."""
+        while alive():
+            try:
+                frame = self._connection.receive(0.5)
+            except Lost as error:
+                raise self._way.cut(error) from error
+            if frame is not None and (found := self._objects.gather(frame)) is not None:
+                ready = unpack(found[1])
+                assert isinstance(ready, Ready)
+                self._folder = None if ready.sees else folder
+                return
+        raise self._way.cut(Lost("it does not answer any more"))
+
+    def listen(self, heard: Heard, ended: EndedOf, broken: Callable[[int, str], None]) -> int:
+        """From now on to these; the descriptor that is ready when something has come."""
+        self._heard, self._ended, self._broken = heard, ended, broken
+        self._fd = self._connection.fileno()
+        return self._fd
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def _tell(self, message: Any) -> None:
+        if not self._connection.lost:
+            try:
+                self._objects.send(self._connection, message)
+            except Lost:
+                return  # noticed by whoever receives
+
+    # -- what it says ------------------------------------------------------------------------------------
+
+    def receive(self) -> None:
+        try:
+            while not self._connection.lost and (frame := self._connection.receive(0)) is not None:
+                if (found := self._objects.gather(frame)) is not None:
+                    self._said(unpack(found[1]))
+        except Lost as error:
+            self._broken(self.site, f"its agent is gone: {error}")
+
+    def _said(self, event: Any) -> None:
+        if isinstance(event, Vitals):
+            self._vitals = event
+        elif isinstance(event, Started):
+            self._started(event)
+        elif event.pid not in self._ended_unnoticed:
+            process = next(each for each in self.processes if each.pid == event.pid)
+            if isinstance(event, Said):
+                self._heard(process, event.message)
+            elif isinstance(event, Ended) and process.state not in OVER:
+                process.reaped = True
+                if process.role == "relay":  # nothing of the others reaches that machine any more
+                    self._broken(self.site, f"its relay (pid {process.pid}) ended with {event.how}")
+                else:
+                    self._ended(process, event.how)
+
+    def _started(self, event: Started) -> None:
+        for process in self.processes:
+            if process.pid == NO_PID and (process.role, process.number) == (event.role, event.number):
+                process.pid = event.pid
+                if process.state == "killed":  # before it was heard of
+                    self._ended_unnoticed.add(event.pid)
+                return
+
+    # -- verbs -------------------------------------------------------------------------------------------
+
+    def _do(self, verb: str, *given: Any, **named: Any) -> None:
+        self._tell(Do(verb, given, named))
+
+    def _new(self, role: str, number: int, rank: int) -> Process:
+        process = Process(role, number, rank, NO_PID, cast(Any, None), machine=self._way.machine)
+        self.processes.append(process)
+        return process
+
+    def start_servers(
+        self, generation: int, sites: Sites, learners: Mapping[int, int], *, again: bool
+    ) -> list[Process]:
+        self._do("start_servers", generation, sites, dict(learners), again=again)
+        self._new("relay", self.site, self.site)
+        return [self._new("shard", shard, shard) for shard in sites.of(self.site)]
+
+    def end_servers(self) -> None:
+        self._do("end_servers")
+        for process in self.processes:
+            if process.role != "learner" and process.state == "running":
+                self._unnoticed(process)
+
+    def _unnoticed(self, process: Process) -> None:
+        process.state = "killed"
+        if process.pid != NO_PID:
+            self._ended_unnoticed.add(process.pid)
+
+    def introduce(self, learner: int, rank: int, site: int) -> None:
+        self._do("introduce", learner, rank, site)
+
+    def start_learner(self, learner: int, rank: int) -> Process:
+        self._do("start_learner", learner, rank)
+        return self._new("learner", learner, rank)
+
+    def forget(self, learner: int) -> None:
+        self._do("forget", learner)
+
+    def initialise(self, learner: int, message: m.Initialise) -> None:
+        self._do("initialise", learner, message)
+
+    def tell_shards(self, message: Any) -> None:
+        if isinstance(message, m.MakeTable) and message.source is not None and self._folder is not None:
+            message = replace(with_content(message, self._folder), source=None)
+        self._do("tell_shards", message)
+
+    def tell_shard(self, shard: int, message: Any) -> None:
+        self._do("tell_shard", shard, message)
+
+    def reply(self, learner: int, message: Any) -> None:
+        self._do("reply", learner, message)
+
+    def announce(self, word: int, value: int) -> None:
+        self._do("announce", word, value)
+
+    def kill(self, process: Process) -> None:
+        self._do("kill", process.role, process.number)
+
+    def end(self, process: Process) -> None:
+        self._unnoticed(process)
+        self._do("end", process.role, process.number)
+
+    def vitals(self) -> Vitals:
+        return self._vitals
+
+    def lose_site(self, site: int) -> None:
+        self._do("lose_site", site)
+
+    def close(self) -> None:
+        self._connection.close()

@@ -1,0 +1,39 @@
+"""Worker processes: pieces in order, one lost with each that dies, none that stays behind or hears Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+
+from syncline.studies.worker_pool import Died, Ended, Moved, News, Pool, Started
+
+DOUBLES = partial(eval, "lambda piece, say: (say(f'has {piece}'), 2 * piece)[1]")
+DIES = partial(eval, "lambda piece, say: __import__('os').kill(__import__('os').getpid(), 9) if piece == 1 else piece")  # fmt: skip
+
+
+def run(pool: Pool, pieces: list[int]) -> list[News]:
+    return [each for news in pool.run(pieces) for each in news]
+
+
+def test_every_piece_begins_moves_and_ends() -> None:
+    with Pool(DOUBLES, 1) as pool:
+        found = run(pool, [1, 2])
+    first, second = ([Started(n), Moved(n, f"has {n}"), Ended(n, 2 * n)] for n in (1, 2))
+    assert found == [*first, *second]
+
+
+def test_a_worker_that_dies_costs_its_piece_only() -> None:
+    with Pool(DIES, 1) as pool:
+        found = run(pool, [0, 1, 2])
+    ends = [each for each in found if isinstance(each, Ended | Died)]
+    assert ends == [Ended(0, 0), Died(1, "its process ended with SIGKILL"), Ended(2, 2)]
+
+
+def test_workers_are_no_part_of_the_terminals_session_and_end_with_the_pool() -> None:
+    with Pool(DOUBLES, 2) as pool:
+        run(pool, [1, 2, 3])
+        workers = [worker.process for worker in pool._workers]
+        assert len(workers) == 2
+        assert all(os.getsid(worker.pid) == worker.pid != os.getsid(0) for worker in workers)
+    assert [worker.poll() for worker in workers] == [-signal.SIGKILL] * 2
