@@ -1,9 +1,9 @@
 """How fast are tables on a GPU, beside plain loops that really run at the same time?
 
-    python -m benchmarks.bench_card [--sizes 0,1,2,3] [--learners 1,2] [--seconds 2] [--device cuda] [--json FILE]
+    python -m benchmarks.bench_card [--sizes 0,1,2,3] [--learners 1,2] [--seconds 2] [--device cuda] [--host] [--json FILE]
 
 Own loops on a fixed batch of 256 that lies on the card, SGD with momentum; steps/s of all learners together, and their share of as
-many plain loops. `host` is the same with the table in host memory. Leave the machine alone meanwhile.
+many plain loops. with --host also the same with the table in host memory. Leave the machine alone meanwhile.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def plain_loops(count: int, *given: Any) -> float:
     return total
 
 
-def row(widths: list[int], learners: int, seconds: float, device: str) -> dict[str, Any]:
+def row(widths: list[int], learners: int, seconds: float, device: str, *, host: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "parameters": sum(p.numel() for p in net(widths).parameters()),
         "learners": learners,
     }
     found["plain"] = plain_loops(learners, widths, seconds, device)
     for sync in ("hardsync", "async"):
-        for name, table in ((sync, None), (f"{sync} host", "cpu")):
+        for name, table in ((sync, None), (f"{sync} host", "cpu"))[: 1 + host]:
             run = sl.launch(
                 learner, widths, seconds, learners=learners, device=device, sync=sync, table_device=table
             )
@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--learners", default="1,2")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--host", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     head = machine.describe()
@@ -118,7 +119,7 @@ def main() -> None:
     rows = []
     for size in map(int, given.sizes.split(",")):
         for learners in map(int, given.learners.split(",")):
-            rows.append(found := row(WIDTHS[size], learners, given.seconds, given.device))
+            rows.append(found := row(WIDTHS[size], learners, given.seconds, given.device, host=given.host))
             shares = [
                 f"{k} {v:,.0f} ({v / found['plain']:.2f})" for k, v in found.items() if isinstance(v, float)
             ]
