@@ -46,6 +46,7 @@ SHARED, SERVERS = 0, -1  # owners of memory that are no learners
 YIELDS = {"learner": 1000, "shard": 200}
 """A learner yields for the length of a small fold, a shard for the time between two learners' gradients: waking a sleeping
 core costs more than either."""
+ROOMY = 10  # times as many for a shard, where every process has a core of its own
 
 
 def geometry_of(spec: RunSpec, sites: Sites) -> Geometry:
@@ -181,7 +182,7 @@ class LocalHost(Host):
             others,
             self._relay_bell if self._relay_of is not None else None,
             self.geometry,
-            YIELDS["shard"],
+            YIELDS["shard"] * (ROOMY if self._roomy() else 1),
             self._beats,
             self._spec.storage.folder,
             self._crashes.pop(f"shard {shard}", None),
@@ -315,8 +316,14 @@ class LocalHost(Host):
         if self._spec.threads is not None:
             return self._spec.threads
         spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
-        share = -(-self._spec.plan.learners // len(self.sites.live))
-        return max(1, spare // (share * self._spec.group))
+        return max(1, spare // self._computing())
+
+    def _computing(self) -> int:
+        """Processes of learners here."""
+        return -(-self._spec.plan.learners // len(self.sites.live)) * self._spec.group
+
+    def _roomy(self) -> bool:
+        return len(os.sched_getaffinity(0)) > self._computing() + len(self._shard_bells)
 
     def forget(self, learner: int) -> None:
         process = self.learners.pop(learner, None)
