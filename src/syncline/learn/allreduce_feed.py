@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from syncline.errors import UsageError
 from syncline.learn.batches import CopyStream, to_device
@@ -54,6 +54,7 @@ class AllReduceLoader:
         on_gpu = session.device.type == "cuda"
         self._copies = CopyStream(session.device) if on_gpu else None
         self._read = reader(data, collate, pinned=on_gpu)
+        self._lies = data.tensors[0].device if isinstance(data, TensorDataset) else torch.device("cpu")
         self._iterating = False
         self._given = 0  # rounds of this epoch
         self._settled = 0  # of them, in gradients
@@ -133,7 +134,7 @@ class AllReduceLoader:
             epoch=self.epoch,
             policy=self.policy,
             parts=len(self._batches),
-        )
+        ).to(self._lies)
         shares = [self._rounds.share(number) for number in range(self._rounds.count)]
         if self.ahead and self._session.reader:
             return _read_ahead(shares, lambda share: self._batch(order, share), self.ahead, self._copies)

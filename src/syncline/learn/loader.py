@@ -131,6 +131,7 @@ class Loader:
         on_gpu = session.device.type == "cuda"
         self._copies = CopyStream(session.device) if on_gpu else None
         self._read = reader(data, collate, pinned=on_gpu)
+        self._lies = data.tensors[0].device if isinstance(data, TensorDataset) else CPU
         self._orders: dict[int, Tensor] = {}
         self._iterating = False
         self._portion = Portions(number, session.port.post, session.rest, lambda: session.resting)
@@ -201,7 +202,7 @@ class Loader:
                 parts=self._parts,
             )
             self._orders = {epoch: kept for epoch, kept in self._orders.items() if epoch >= portion.epoch - 1}
-            self._orders[portion.epoch] = order
+            order = self._orders[portion.epoch] = order.to(self._lies)
         return self._read(order[portion.start : portion.stop])
 
     # -- portions ----------------------------------------------------------------------------------------
