@@ -290,6 +290,7 @@ def train(
         checkpoints=Checkpoints(
             run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
         ),
+        model=whole,
         evaluate=evaluation,
         callbacks=(*check_callbacks(callbacks), *([rule] if rule is not None else [])),
     )
