@@ -28,7 +28,6 @@ from tests.integration.wires import ControlConnection, Stalling, wire
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZE, EPOCHS = 204, 3
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def slowly(model: nn.Module, batch: Any) -> Any:

@@ -28,7 +28,6 @@ from tests.integration.small_runs import PATIENCE, kinds, same
 from tests.integration.wires import Repeating, wire
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def until(ready: Callable[[], Any]) -> None:

@@ -28,7 +28,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZE, EPOCHS, WIDTH = 204, 3, 300
 VERSION = 4 * (6 * WIDTH + WIDTH + WIDTH * WIDTH + WIDTH + WIDTH * 2 + 2)  # bytes
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def net() -> nn.Module:

@@ -27,7 +27,6 @@ from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZE = 204  # uneven: 12 batches of 16 and one of 12
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def points(size: int = SIZE) -> TensorDataset:
