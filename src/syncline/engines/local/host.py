@@ -72,6 +72,14 @@ class TableHere:
     table: int
     layout: Layout
     region: Region
+    made: bool = False  # all that a learner begins with lies in the leading shard's machine
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """From the relay: all that a learner begins a table with is here."""
+
+    table: int
 
 
 @dataclass(frozen=True, slots=True)

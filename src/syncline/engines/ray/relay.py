@@ -93,6 +93,7 @@ class Running:
         self.learners: dict[int, Learner] = {}
         self.dials: dict[int, Sync] = {}
         self.peers: dict[int, Connection] = {}
+        self._made: list[int] = []  # tables whose first values are all there
         self._gone: set[int] = set()  # machines
         self._left: set[int] = set()  # learners
         self._refused = 0
@@ -154,6 +155,8 @@ class Running:
         )
         self.peers[site] = connection
         self._poll.register(connection.fileno(), select.POLLIN)
+        for table in self._made:
+            self.down.begin(table, site)
 
     def _lost(self, site: int, why: str) -> None:
         self._drop(site)
@@ -261,6 +264,9 @@ class Running:
             case TableHere():
                 if message.table not in self.tables:
                     self.tables[message.table] = Table(message, self.parts.geometry, self.sites, self.site)
+                if message.made:
+                    self._made.append(message.table)
+                    self.down.begin(message.table, *self.peers)
             case LearnerKnown():
                 self.learners[message.learner] = of_learner(message)
             case LaneHere():
