@@ -27,6 +27,7 @@ from syncline.engines.local.host import (
     SendOut,
     SentOut,
     SiteGone,
+    SiteJoined,
     Sites,
     TableHere,
     Vitals,
@@ -52,11 +53,11 @@ core costs more than either."""
 def geometry_of(spec: RunSpec, sites: Sites) -> Geometry:
     """How many slots and places for versions the dials need (M11, M13); two slots, so that any dial may follow.
 
-    Between machines versions take long to read: one more place, or two, is left alone meanwhile.
+    Between machines versions take long to read: one more place, or two, is left alone meanwhile. It is the same on all of them.
     """
     slots = max(2, spec.plan.delay + 1)
     sums = slots * spec.plan.learners  # a learner that comes late to a round may be alone in its sum
-    places = places_for(spec.plan.delay) + min(2, len(sites.live) - 1)
+    places = places_for(spec.plan.delay) + (2 if sites.grows else min(2, len(sites.live) - 1))
     return Geometry(slots, places, spec.card, sums)
 
 
@@ -440,6 +441,11 @@ class LocalHost(Host):
     def lose_site(self, site: int) -> None:
         self.sites = self.sites.without(site)
         self._tell_relay(SiteGone(site))
+
+    def gain_site(self, site: int, address: Any = None) -> None:
+        self.sites = self.sites.joined_by(site)
+        if address is not None:
+            self._tell_relay(SiteJoined(site, address))
 
     @property
     def relay_beats(self) -> int:

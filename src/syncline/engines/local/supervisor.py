@@ -18,7 +18,7 @@ from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.local.coordinator_port import LocalCoordinatorPort
 from syncline.engines.local.evaluator import Evaluator
 from syncline.engines.local.hang_detection import HangDetection
-from syncline.engines.local.host import Machines
+from syncline.engines.local.host import Host, Machines, Told
 from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.packing import Parcel
 from syncline.engines.local.process_launcher import ProcessLauncher
@@ -143,7 +143,14 @@ class Supervisor(Crew):
             relay=machines.relay,
             seat=machines.seats(),
         )
-        others = machines.hosts(processes, *said, self._site_lost)
+        told = Told(
+            *said,
+            self._site_lost,
+            self._site_joined,
+            lambda count: self.supervision.add(count),
+            self._refused,
+        )
+        others = machines.hosts(processes, told)
         self.thread.elsewhere = [host.processes for host in others]
         return ProcessLauncher([self.host, *others], machines.sites, machines.where)
 
@@ -259,6 +266,16 @@ class Supervisor(Crew):
         for process in (*learners, *shards[:1]):
             self._ended(process, f"its machine: {why}", own_fault=False)
 
+    def _site_joined(self, host: Host, name: str) -> None:
+        assert self._machines is not None
+        self.recorder.event(f"machine {host.site} joins: {name}", kind="machine joined", machine=host.site)
+        self.thread.elsewhere.append(host.processes)
+        self.staff.gain(host)
+        self.host.gain_site(host.site, self._machines.address(host.site))
+
+    def _refused(self, what: str) -> None:
+        self.recorder.event(what, kind="refused")
+
     def _heard(self, process: Process, message: Any) -> None:
         if process.role == "shard":
             self._from_shard(message)
@@ -266,7 +283,7 @@ class Supervisor(Crew):
             self.thread.fail(RunError(f"node {process.rank} of the tree failed:\n{message.traceback}"))
         elif process.role == "relay":
             assert self._machines is not None
-            self._machines.suspect(process, message)
+            self._machines.hear(process, message)
         elif isinstance(message, m.Returned):
             process.state = "returned"
             self.recorder.returned(process.rank, message)

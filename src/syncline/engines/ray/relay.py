@@ -22,9 +22,11 @@ from syncline.engines.local.host import (
     Forget,
     LaneHere,
     LearnerKnown,
+    Linked,
     RelayParts,
     SendOut,
     SiteGone,
+    SiteJoined,
     TableHere,
 )
 from syncline.engines.local.shared_memory import WakeUp
@@ -111,9 +113,12 @@ class Running:
         for site, address in self.spec.addresses.items():
             if site in self.others():
                 self._connect(site, address)
-        beats = self.parts.beats.words
+        beats, linked = self.parts.beats.words, False
         while True:
             beats[0] += 1
+            if not linked and self.whole():
+                linked = True
+                self.say(Linked())
             waiting = self.up.scan() | self.down.scan() | self.log.scan()
             self._flush()
             wait = 0 if self.down.arrived() else RETRY if waiting else LOOK
@@ -154,6 +159,7 @@ class Running:
             into=partial(self._into, site),
         )
         self.peers[site] = connection
+        self.sites = self.sites.joined_by(site)
         self._poll.register(connection.fileno(), select.POLLIN)
         for table in self._made:
             self.down.begin(table, site)
@@ -269,6 +275,7 @@ class Running:
                     self.down.begin(message.table, *self.peers)
             case LearnerKnown():
                 self.learners[message.learner] = of_learner(message)
+                self.sites = self.sites.joined_by(message.site)
             case LaneHere():
                 lane = LaneMemory.of(message, self.parts.geometry.slots)
                 self.lanes[message.table, message.learner] = lane
@@ -284,3 +291,5 @@ class Running:
                 message.end.close()
             case SiteGone():
                 self._drop(message.site)
+            case SiteJoined():
+                self._connect(message.site, message.address)

@@ -190,5 +190,8 @@ class RemoteHost(Host):
     def lose_site(self, site: int) -> None:
         self._do("lose_site", site)
 
+    def gain_site(self, site: int) -> None:
+        self._do("gain_site", site)
+
     def close(self) -> None:
         self._connection.close()
