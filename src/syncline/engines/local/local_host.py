@@ -210,6 +210,7 @@ class LocalHost(Host):
             self._shard_bells,
             self._relay_beats,
         )
+        self._relay_beats.words[0] = 0  # it has not begun
         self.relay = self._forks.fork("relay", self.site, self.site, self._relay_of(parts), None, 1)
         for learner, held in self._held.items():
             for _ in held:  # nothing of theirs is under way any more

@@ -30,7 +30,7 @@ from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec
 from syncline.engines.supervision import Crew, Supervision
 from syncline.errors import LostError, RunError
-from syncline.protocols.lifecycle import Grace, Lifecycle
+from syncline.protocols.lifecycle import Faults, Grace, Lifecycle
 from syncline.roles.coordinator import Coordinator
 from syncline.table.checkpoints import FIRST, Folder
 
@@ -82,6 +82,12 @@ class Supervisor(Crew):
             others="those below it wait for it",
             end="has them send elsewhere",
             least=SHARD_PATIENCE,
+        )
+        self._hanging_relay = HangDetection(
+            Faults(patience=SHARD_PATIENCE, kill_hung=True),
+            self.recorder,
+            others="nothing reaches other machines",
+            end="goes back to the last checkpoint",
         )
         self._looked = self._cut_asked = self._started
         self.host: LocalHost
@@ -178,6 +184,11 @@ class Supervisor(Crew):
         if self.host.nodes is not None:
             nodes = self.host.nodes.processes
             self._hanging_nodes.look(now, self.staff.node_beats(), set(), nodes, self._kill)
+        if self.host.relay is not None:
+            beats = self.host.relay_beats
+            self._hanging_relay.look(
+                now, {0: beats}, set() if beats else {0}, {0: self.host.relay}, self._kill
+            )
         for last in self._questions.overdue(now):
             self._questions.answer(self._with_processes(last))
         seconds = self.spec.plan.saving.seconds
@@ -366,6 +377,7 @@ class Supervisor(Crew):
 
     def _end(self) -> None:
         """Nothing stays behind, however it ended."""
+        self._name_checkpoint()
         outcome = self.thread.outcome
         outcome.statistics = self._with_processes(outcome.statistics)
         self.thread.close()
@@ -375,3 +387,9 @@ class Supervisor(Crew):
             self._task.close()
         if "staff" in self.__dict__:
             self.staff.close()
+
+    def _name_checkpoint(self) -> None:
+        """Whoever hears of a loss hears what is left, unless that cannot be read."""
+        error, last = self.thread.error, self.supervision.last if "supervision" in self.__dict__ else None
+        if isinstance(error, LostError) and last is not None and error.__cause__ is None:
+            error.args = (f"{error}; the last checkpoint is {last}: resume= goes on from it",)

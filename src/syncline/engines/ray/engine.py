@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Opened:
     cluster: RayCluster
     agents: Agents
     nodes: list[Node]
+    ways: dict[int, Way]
     machines: ClusterMachines
     pulse: Heartbeat
     growth: Growth | None = None
@@ -68,20 +69,23 @@ class Opened:
         about = self.agents.add(site, node, room * self.spec.group)
         _check_versions(str(node), about)
         way = _way(self.agents, node, self.nodes[0], site)
-        folder, deadline = _folder(self.spec), time.monotonic() + READY
+        folder = _folder(self.spec)
         with _token(folder) as token:
             others, sites = dict(self.machines.addresses), self.machines.sites.joined_by(site)
             host = RemoteHost(way, self.task, Begin(_stripped(self.spec), sites, site, others, token))
             try:
-                host.wait_ready(
-                    lambda: time.monotonic() < deadline and not self.agents.closing.is_set(), folder
-                )
+                host.wait_ready(self._waits(), folder, self.ways)
                 self.pulse.add(site, way)
             except BaseException:
                 host.close()
                 raise
-        self.machines.addresses[site] = way.address
+        self.ways[site], self.machines.addresses[site] = way, way.address
         return host
+
+    def _waits(self) -> Callable[[], bool]:
+        """Whether it is worth waiting for a node."""
+        deadline = time.monotonic() + READY
+        return lambda: time.monotonic() < deadline and not self.agents.closing.is_set()
 
     def close(self) -> None:
         self.agents.closing.set()
@@ -236,7 +240,7 @@ class Ray(Engine):
         remote = _begun(spec, task, ways, sites, pulse, undo)
         addresses = {index: way.address for index, way in ways.items()}
         machines = ClusterMachines(list(nodes), dealt, sites, remote, pulse, agents.secret, addresses)
-        return Opened(spec, task, cluster, agents, nodes, machines, pulse)
+        return Opened(spec, task, cluster, agents, nodes, ways, machines, pulse)
 
 
 def _begun(
@@ -256,7 +260,7 @@ def _begun(
             remote.append(RemoteHost(way, task, Begin(_stripped(spec), sites, index, later, token)))
             undo.callback(remote[-1].close)
         for host in remote:
-            host.wait_ready(partial(pulse.alive, host.site), folder)
+            host.wait_ready(partial(pulse.alive, host.site), folder, ways)
     return remote
 
 

@@ -102,14 +102,17 @@ class Heartbeat:
     # -- on the thread -----------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        agents, relays = Watchdog(SILENT), Watchdog(SILENT)
+        looked = 0.0
         while not self._closing.is_set():
             self._wait()
+            if time.monotonic() - looked > 2 * EVERY:  # this process stood still, not the others
+                agents, relays = Watchdog(SILENT), Watchdog(SILENT)
             while not self._joining.empty():
                 node, connection = self._joining.get()
                 self._connections[node] = connection
             for node in list(self._connections):
                 self._visit(node)
+            looked = time.monotonic()
             self._miss(agents, relays)
             self.look()
             while not self._suspected.empty():
