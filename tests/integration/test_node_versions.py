@@ -153,7 +153,7 @@ def test_lockstep_with_shards_on_several_machines_gives_the_bits_of_local(
 ) -> None:
     options: dict[str, Any] = {"sync": sync, "topology": "servers:3", "clip_norm": 0.5, "learners": 2}
     run = begin(engine=Nodes(4, 1, server_nodes=servers), run_dir=tmp_path, **options)
-    assert len(run._handle._machines.sites.servers) == 2
+    assert len(run._handle.opened.machines.sites.servers) == 2
     assert same(run.wait(PATIENCE).state_dict(), train(**options).state_dict())
 
 

@@ -72,6 +72,12 @@ def test_lockstep_gives_the_bits_of_local(sync: str) -> None:
     assert here.staleness == there.staleness
 
 
+def test_all_begin_with_the_same_buffers_where_no_learner_is_beside_the_shards() -> None:
+    """What the first learner publishes reaches a machine that its own does not speak to."""
+    there = train(engine=Nodes(3, 2, server_nodes=1), epochs=1)
+    assert same(there.state_dict(), train(epochs=1).state_dict())
+
+
 @pytest.mark.parametrize("sync", ["softsync:1", "async", "ssp:2"])
 def test_one_learner_elsewhere_gives_the_bits_of_one_here(sync: str) -> None:
     """Which is what plain PyTorch gives (M2)."""

@@ -49,6 +49,7 @@ class Kind(IntEnum):
     VERSION = 13  # of one shard's part: it is whole, or will not come
     WANT = 14  # to the leading shard's machine: its own learners wait for that version
     BRING = 15  # from the leading shard's machine: that version to that machine
+    BEGUN = 16  # from there: all that a learner begins a table with has come before
     # between shards
     ENTRIES = 20  # of the log
     LOGGED = 21  # so many of them have reached the shards

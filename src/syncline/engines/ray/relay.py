@@ -22,9 +22,11 @@ from syncline.engines.local.host import (
     Forget,
     LaneHere,
     LearnerKnown,
+    Linked,
     RelayParts,
     SendOut,
     SiteGone,
+    SiteJoined,
     TableHere,
 )
 from syncline.engines.local.shared_memory import WakeUp
@@ -93,6 +95,7 @@ class Running:
         self.learners: dict[int, Learner] = {}
         self.dials: dict[int, Sync] = {}
         self.peers: dict[int, Connection] = {}
+        self._made: list[int] = []  # tables whose first values are all there
         self._gone: set[int] = set()  # machines
         self._left: set[int] = set()  # learners
         self._refused = 0
@@ -110,9 +113,12 @@ class Running:
         for site, address in self.spec.addresses.items():
             if site in self.others():
                 self._connect(site, address)
-        beats = self.parts.beats.words
+        beats, linked = self.parts.beats.words, False
         while True:
             beats[0] += 1
+            if not linked and self.whole():
+                linked = True
+                self.say(Linked())
             waiting = self.up.scan() | self.down.scan() | self.log.scan()
             self._flush()
             wait = 0 if self.down.arrived() else RETRY if waiting else LOOK
@@ -153,7 +159,10 @@ class Running:
             into=partial(self._into, site),
         )
         self.peers[site] = connection
+        self.sites = self.sites.joined_by(site)
         self._poll.register(connection.fileno(), select.POLLIN)
+        for table in self._made:
+            self.down.begin(table, site)
 
     def _lost(self, site: int, why: str) -> None:
         self._drop(site)
@@ -261,8 +270,12 @@ class Running:
             case TableHere():
                 if message.table not in self.tables:
                     self.tables[message.table] = Table(message, self.parts.geometry, self.sites, self.site)
+                if message.made:
+                    self._made.append(message.table)
+                    self.down.begin(message.table, *self.peers)
             case LearnerKnown():
                 self.learners[message.learner] = of_learner(message)
+                self.sites = self.sites.joined_by(message.site)
             case LaneHere():
                 lane = LaneMemory.of(message, self.parts.geometry.slots)
                 self.lanes[message.table, message.learner] = lane
@@ -278,3 +291,5 @@ class Running:
                 message.end.close()
             case SiteGone():
                 self._drop(message.site)
+            case SiteJoined():
+                self._connect(message.site, message.address)

@@ -184,17 +184,18 @@ class Up:
         if order.table is None:
             known = number in relay.learners and relay.site != relay.leader and relay.leader in relay.peers
             return {relay.leader: self._send_mark(relay.leader, number)} if known else {}
-        for site in relay.others():
-            self._send_first(site, order.table, number)
-        return {site: self._send_mark(site, number) for site in relay.others()}
+        servers = [site for site in relay.table(order.table).servers() if site in relay.others()]
+        for site in servers:
+            self.send_slot(site, order.table, number, 0, full=True, options=None)
+        if relay.leader in servers:
+            self.send_first(relay.leader, order.table)
+        return {site: self._send_mark(site, number) for site in servers}
 
-    def _send_first(self, site: int, number: int, learner: int) -> None:
-        """A table's first values, as its learner has published them."""
-        relay, table = self._relay, self._relay.table(number)
-        if table.end > table.first:
-            relay.write(site, place_of(TABLE, number), table.region.bytes, [(table.first, table.end)])
-        if site in table.servers():
-            self.send_slot(site, number, learner, 0, full=True, options=None)
+    def send_first(self, site: int, number: int) -> None:
+        """All else that learners begin a table with: buffers and the like."""
+        table = self._relay.table(number)
+        spans = [(table.first, table.end)] if table.end > table.first else []
+        self._relay.write(site, place_of(TABLE, number), table.region.bytes, spans)
 
     def lose(self, site: int) -> None:
         for awaited in self._awaited.values():
