@@ -44,6 +44,9 @@ class Kind(IntEnum):
     MARKED = 4
     SUM = 5  # of a tree's node, to the leading shard: its tickets
     OVER = 6  # the same, to the node above
+    FIRST = (
+        7  # to the leading shard's machine: a table's first values are there, for machines without shards too
+    )
     # towards learners
     RELEASE = 10  # of a ticket, by one shard
     FREED = 11  # a slot, by one shard
