@@ -24,7 +24,6 @@ from syncline.testing import Faults, Nodes
 from tests.integration.small_runs import PATIENCE, check_accounts, kinds
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def slowly(model: Any, batch: Any) -> Any:

@@ -86,6 +86,12 @@ def test_one_learner_elsewhere_gives_the_bits_of_one_here(sync: str) -> None:
     assert there.staleness.max == 0
 
 
+def test_first_values_reach_machines_that_have_no_way_to_where_they_come_from() -> None:
+    """Batch statistics among them: the shards are on a machine of their own, the first learner on another."""
+    there = train(learners=2, epochs=1, topology="servers:1", engine=Nodes(3, 1, server_nodes=1))
+    assert same(there.state_dict(), train(learners=2, epochs=1, topology="servers:1").state_dict())
+
+
 @pytest.mark.parametrize(
     "sync", ["softsync:1", "ssp:2", "backup:1"]
 )  # two learners under each dial: test_matrix.py

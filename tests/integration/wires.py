@@ -20,7 +20,7 @@ class ControlConnection:
         self._doors: list[socket.socket] = []
         self.ends: list[tuple[socket.socket, socket.socket]] = []  # the caller's, the agent's
         self.said: list[bytearray] = []  # by callers, on each connection; its beginning
-        self.passed = 0  # bytes of callers
+        self.passed = self.came = 0  # bytes of callers, of agents
         self._speaks = {"there": threading.Event(), "back": threading.Event()}
         self.speak()
 
@@ -47,6 +47,8 @@ class ControlConnection:
             while data := source.recv(1 << 16):
                 if said is not None:
                     self._counted(data, said)
+                else:
+                    self.came += len(data)
                 speaks.wait()
                 target.sendall(data)
             speaks.wait()

@@ -1,7 +1,7 @@
 """The shape of a tree of servers (R7, M14): which learner sends to which leaf, which node to which above it.
 
-Joins and losses in, moves out. The root (the shards) is `ROOT`; leaves are numbered first, then level by level upwards. Not
-responsible for what travels (`sums`, `copies`), nor for starting anybody.
+Joins and losses in, moves out. The root (the shards) is `ROOT`; leaves are numbered first, then level by level upwards. On a
+cluster a leaf is a machine (`Tree.over`). Not responsible for what travels (`tree_up`, `tree_down`), nor for starting anybody.
 """
 
 from __future__ import annotations
@@ -20,21 +20,36 @@ class Tree:
     """
 
     def __init__(self, learners: Iterable[int], fan_in: int) -> None:
+        leaves = dict(enumerate(_groups(list(learners), fan_in if fan_in > 1 else 1)))
+        self._rise([*leaves] or [0], fan_in)
+        self.leaf.update((learner, number) for number, group in leaves.items() for learner in group)
+
+    @classmethod
+    def over(cls, leaves: Sequence[int], fan_in: int, aside: Iterable[int] = ()) -> Tree:
+        """Leaves of these names, whose learners are `place`d; those aside count for no level, and are below the root."""
+        tree = cls.__new__(cls)
+        tree._rise(leaves, fan_in, aside)
+        return tree
+
+    def _rise(self, leaves: Sequence[int], fan_in: int, aside: Iterable[int] = ()) -> None:
         if fan_in < 2:
             raise UsageError(f"a tree needs a fan-in of at least 2, got {fan_in}")
         self.fan_in = fan_in
         self.leaf: dict[int, int] = {}  # learner -> its leaf
-        self.parent: dict[int, int] = {}  # node -> the node above, or ROOT
-        leaves = _groups(list(learners), fan_in)
-        self.leaf = {learner: number for number, group in enumerate(leaves) for learner in group}
-        self._leaves = set(range(max(1, len(leaves))))
-        level = sorted(self._leaves)
+        self._leaves = {*leaves, *aside}
+        self.parent: dict[int, int] = dict.fromkeys(aside, ROOT)  # node -> the node above, or ROOT
+        self._next = max(self._leaves) + 1  # the next node's number
+        level = sorted(leaves)
         while len(level) > fan_in:
             groups = _groups(level, fan_in)
-            above = [level[-1] + 1 + index for index in range(len(groups))]
+            above = [self._number() for _ in groups]
             self.parent |= {node: up for up, group in zip(above, groups, strict=True) for node in group}
             level = above
         self.parent |= dict.fromkeys(level, ROOT)
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next - 1
 
     @property
     def leaves(self) -> list[int]:
@@ -42,13 +57,13 @@ class Tree:
 
     @property
     def nodes(self) -> list[int]:
-        """Leaves first; none above a node comes before it."""
+        """In the order of their numbers: none above a node comes before it, but where a leaf was renewed."""
         return sorted(self.parent)
 
     @property
     def depth(self) -> int:
         """Levels between the learners and the root."""
-        return max((len(self._above(leaf)) for leaf in self._leaves), default=0)
+        return max((len(self.way(leaf)) for leaf in self._leaves), default=0)
 
     def children(self, node: int) -> list[int]:
         """Learners of a leaf; nodes of any other, and of the root."""
@@ -72,9 +87,10 @@ class Tree:
 
     def route(self, learner: int) -> list[int]:
         """The nodes from its leaf to the one below the root."""
-        return self._above(self.leaf[learner])
+        return self.way(self.leaf[learner])
 
-    def _above(self, node: int) -> list[int]:
+    def way(self, node: int) -> list[int]:
+        """It, and those above it."""
         nodes = [node]
         while (node := self.parent[node]) != ROOT:
             nodes.append(node)
@@ -84,6 +100,10 @@ class Tree:
         """The leaf with the fewest learners."""
         leaf = self.leaf[learner] = self._emptiest(self._leaves, self.leaf)
         return leaf
+
+    def place(self, learner: int, leaf: int) -> None:
+        """It sends there."""
+        self.leaf[learner] = leaf
 
     def leave(self, learner: int) -> None:
         self.leaf.pop(learner, None)
@@ -102,6 +122,14 @@ class Tree:
         for learner in orphans:
             del self.leaf[learner]
         return {learner: self.join(learner) if self._leaves else None for learner in orphans}
+
+    def renew(self, leaf: int) -> int:
+        """A leaf is gone, and another takes its place with all its learners: its number."""
+        new = self._number()
+        self.parent[new] = self.parent.pop(leaf)
+        self._leaves = self._leaves - {leaf} | {new}
+        self.leaf = {learner: new if at == leaf else at for learner, at in self.leaf.items()}
+        return new
 
     def _orphans(self, node: int) -> list[int]:
         below = self.leaf if node in self._leaves else self.parent

@@ -119,7 +119,7 @@ def check_built(plan: RunPlan, engine: Engine) -> None:
     local = next((dial for _, dial in plan.course.dials if dial.local), None)
     missing = (
         "on this engine"
-        if not isinstance(engine, Sim | Local)
+        if not isinstance(engine, Sim | Local | Ray)
         else "with broadcast and gradients (Sim.timing has its times)"
         if plan.topology.broadcast
         else f"under {local}, whose learners step by themselves"

@@ -68,6 +68,7 @@ class RelayParts:
     bell: WakeUp  # its own
     shards: dict[int, WakeUp]  # the bells of those here
     beats: Region  # its first word counts that it lives
+    near: frozenset[int] = frozenset()  # machines with nodes of a tree above or below those here
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,30 @@ class LearnerKnown:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeKnown:
+    """To the relay: a node of a tree, by its name, wherever it is; and the machine of the one above it (None: the root)."""
+
+    name: int
+    site: int
+    parent: int | None
+    desk: Region
+    bell: WakeUp
+    above: WakeUp | None  # of the one above, where that is here
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMoved:
+    """To the relay: the node above is another; what is said to former ones is void."""
+
+    name: int
+    parent: int | None
+    way: int
+    above: WakeUp | None
+
+
+@dataclass(frozen=True, slots=True)
 class LaneHere:
-    """To the relay: memory between a learner and the shards."""
+    """To the relay: memory between a learner, or a node of a tree, and the shards."""
 
     table: int
     learner: int
@@ -109,7 +132,7 @@ class LaneHere:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """To the relay: a learner has left."""
+    """To the relay: a learner has left, or a node of a tree is gone."""
 
     learner: int
 
@@ -169,7 +192,7 @@ class Host(ABC):
     def start_servers(
         self, generation: int, sites: Sites, learners: Mapping[int, int], *, again: bool
     ) -> list[Process]:
-        """Shards here, of whose tree these learners (with their ranks) are part; `again`: in place of others."""
+        """Shards here, of whose tree these learners (with their machines) are part; `again`: in place of others."""
 
     @abstractmethod
     def end_servers(self) -> None:
@@ -223,6 +246,10 @@ class Host(ABC):
     @abstractmethod
     def gain_site(self, site: int) -> None:
         """Another machine has joined."""
+
+    @abstractmethod
+    def lose_node(self, node: int) -> str | None:
+        """A node of the tree is gone: where those below it send now, in words; None: it was the last leaf."""
 
     @abstractmethod
     def close(self) -> None:

@@ -38,7 +38,7 @@ from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.server import LOG_ENTRIES, AddLearner, ServerSpec
 from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox, TableMemory
-from syncline.engines.local.tree_launcher import NodeCrew
+from syncline.engines.local.tree_launcher import Around, NodeCrew
 from syncline.engines.run import RunSpec
 from syncline.table.layout import Layout
 from syncline.table.store import places_for
@@ -105,13 +105,12 @@ class LocalHost(Host):
         self._shard_bells = {shard: WakeUp() for shard in self.sites.of(site)}
         self._relay_bell = WakeUp()
         shards = spec.plan.topology.shards
-        self._beats = self.region(8 * LINE * (shards + 2 * spec.plan.learners))  # no tree has more nodes
+        self._beats = self.region(8 * LINE * shards)
         self._relay_beats = self.region(8 * LINE)
         if isinstance(spec.plan.topology, Trees):
-            own = partial(self.region, owner=SERVERS)
-            self.nodes = NodeCrew(
-                spec, processes, self.geometry, own, self._post_all, self._node_beats, self._crashes
-            )
+            own, bell = partial(self.region, owner=SERVERS), self._relay_bell if relay is not None else None
+            around = Around(site, own, self._post_all, self._tell_relay, bell)
+            self.nodes = NodeCrew(spec, processes, self.geometry, around, self._crashes)
 
     @property
     def processes(self) -> list[Process]:  # type: ignore[override]
@@ -160,6 +159,8 @@ class LocalHost(Host):
         opening, self._opening = self._opening, []
         for learner, _ in opening:
             self.reply(learner, m.Stale())
+        if self.nodes is not None:
+            self.nodes.plant(sites, learners, again=again)
         here, leads = len(self._shard_bells), 0 in self._shard_bells
         others = len(self.sites.shards) - here
         readers = (here - 1 + (others > 0)) if leads else here
@@ -169,9 +170,10 @@ class LocalHost(Host):
             self._start_relay(generation, log, readers, reader)
         for index, shard in enumerate(self._shard_bells):
             self._start_shard(shard, log, readers, index - leads)
-        if self.nodes is not None:
-            self.nodes.start(self._shard_bells[0], learners, again=again)
-        return list(self.shards.values())
+        if self.nodes is None:
+            return list(self.shards.values())
+        self.nodes.start(self._shard_bells.get(0, self._relay_bell))
+        return [*self.shards.values(), *self.nodes.processes.values()]
 
     def _bell(self, shard: int) -> WakeUp:
         return self._shard_bells.get(shard) or WakeUp()
@@ -210,6 +212,7 @@ class LocalHost(Host):
             self._relay_bell,
             self._shard_bells,
             self._relay_beats,
+            self.nodes.near if self.nodes is not None else frozenset(),
         )
         self._relay_beats.words[0] = 0  # it has not begun
         self.relay = self._forks.fork("relay", self.site, self.site, self._relay_of(parts), None, 1)
@@ -232,9 +235,8 @@ class LocalHost(Host):
         if isinstance(message, m.MakeTable):
             self.nodes.make_table(message.table, message.layout)
         elif isinstance(message, m.JoinTable):
-            self.nodes.join_table(
-                message.learner, message.table, self._tables[message.table][0], message.lane
-            )
+            layout = self._tables[message.table][0]
+            self.nodes.join_table(message.learner, message.table, layout, message.lane)
 
     def _post_all(self, message: Any) -> None:
         """Once for all: a table's state is as large as the model."""
@@ -280,6 +282,8 @@ class LocalHost(Host):
         self._who[learner] = (rank, site)
         if site == self.site:
             self._bells[learner] = WakeUp()
+        if self.nodes is not None:
+            self.nodes.join(learner, site)
         self._introduce(learner)
 
     def _introduce(self, learner: int) -> None:
@@ -294,7 +298,7 @@ class LocalHost(Host):
         for shard in self.shards.values():
             shard.channel.post(AddLearner(learner, desk, bell))
         self._tell_relay(LearnerKnown(learner, site, desk, bell))
-        if self.nodes is not None:
+        if self.nodes is not None and site == self.site:
             self.nodes.add(learner, rank, desk, bell)
 
     def _know(self, learner: int) -> None:
@@ -438,17 +442,22 @@ class LocalHost(Host):
         self._forks.kill_and_reap([process])
 
     def vitals(self) -> Vitals:
-        nodes = self.nodes.processes if self.nodes is not None else ()
-        found = {node: self._node_beats(node) for node in nodes}
+        nodes = self.nodes.beats if self.nodes is not None else {}
         return Vitals(
             {learner: Mailbox.heard(self._desks[learner]) for learner in self.learners},
             {shard: self._beats.words[LINE * shard] for shard in self.shards},
-            {node: region.words[word] for node, (region, word) in found.items()},
+            {node: region.words[0] for node, region in nodes.items()},
         )
 
     def lose_site(self, site: int) -> None:
         self.sites = self.sites.without(site)
         self._tell_relay(SiteGone(site))
+        if self.nodes is not None:
+            self.nodes.lose_site(site)
+
+    def lose_node(self, node: int) -> str | None:
+        assert self.nodes is not None
+        return self.nodes.lose(node)
 
     def gain_site(self, site: int, address: Any = None) -> None:
         self.sites = self.sites.joined_by(site)
@@ -458,9 +467,6 @@ class LocalHost(Host):
     @property
     def relay_beats(self) -> int:
         return self._relay_beats.words[0]
-
-    def _node_beats(self, node: int) -> tuple[Region, int]:
-        return self._beats, LINE * (self._spec.plan.topology.shards + node)
 
     def close(self) -> None:
         for bell in (*self._shard_bells.values(), self._relay_bell):

@@ -43,12 +43,13 @@ class ProcessLauncher:
         """Shards, and a tree's nodes with these learners below; without any, those that live come to them."""
         again = learners is None
         self._said.clear()
-        below = (
-            {each: process.rank for each, process in self.learners.items()} if learners is None else learners
-        )
+        below = {each: self._where(rank) for each, rank in (learners or {}).items()}
+        if again:
+            below = {each: self.sites[each] for each in self.learners}
         for host in self._live:
             for process in host.start_servers(self.generation + again, self._places, below, again=again):
-                self.shards[process.rank] = process
+                if process.role == "shard":
+                    self.shards[process.rank] = process
 
     def renew_servers(self) -> None:
         """The old ones end, and new ones know nothing."""
@@ -144,6 +145,17 @@ class ProcessLauncher:
             host.introduce(learner, process.rank, self.sites[learner])
         for said in self._said:
             host.tell_shards(replace(said, source=None) if isinstance(said, m.MakeTable) else said)
+
+    def lose_node(self, node: int) -> str | None:
+        """Of the tree; what becomes of those below it, in words."""
+        said = [host.lose_node(node) for host in self._live]
+        return said[0]
+
+    @property
+    def nodes(self) -> dict[int, Process]:
+        """Of the tree, those that run."""
+        found = [each for host in self._live for each in host.processes if each.role == "node"]
+        return {each.number: each for each in found if each.state == "running"}
 
     # -- what they show ----------------------------------------------------------------------------------
 

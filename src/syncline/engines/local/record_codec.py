@@ -93,7 +93,7 @@ def decode(record: Record, states: States) -> tuple[say.ToLeader, int]:
 
 PART = struct.Struct("=15qd")
 WHOLE = 0  # in place of a learner: their numbers begin with 1
-ANSWER = struct.Struct("=4q")  # tag, table or learner, two numbers
+ANSWER = struct.Struct("=4q")  # tag, table or learner, a number; which parent of the node says it
 _TAKEN, _REFUSED, _COUNTED, _WITHOUT, _AT = range(5)  # the last two: one of many, before what they belong to
 
 
@@ -137,16 +137,16 @@ class Whole(NamedTuple):
         return cls._make(map(int, part.said[: len(cls._fields)]))
 
 
-def encode_answer(message: ToNodes) -> list[Record]:
+def encode_answer(message: ToNodes, way: int = 0) -> list[Record]:
     """As many records as it has learners, then its own."""
     if isinstance(message, Taken):
-        return [(_TAKEN, message.table, message.number, 0)]
+        return [(_TAKEN, message.table, message.number, way)]
     if isinstance(message, Counted):
-        counted = [(_AT, learner, at, 0) for learner, at in message.active.items()]
-        return [*counted, (_COUNTED, message.table, message.lockstep, 0)]
-    without = [(_WITHOUT, learner, number, 0) for learner, number in message.without]
-    counted = [(_AT, learner, at, 0) for learner, at in message.counted.items()]
-    return [*without, *counted, (_REFUSED, message.table, message.number, 0)]
+        counted = [(_AT, learner, at, way) for learner, at in message.active.items()]
+        return [*counted, (_COUNTED, message.table, message.lockstep, way)]
+    without = [(_WITHOUT, learner, number, way) for learner, number in message.without]
+    counted = [(_AT, learner, at, way) for learner, at in message.counted.items()]
+    return [*without, *counted, (_REFUSED, message.table, message.number, way)]
 
 
 class Answers:

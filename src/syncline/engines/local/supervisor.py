@@ -182,13 +182,13 @@ class Supervisor(Crew):
             self._hanging.look(now, progress, idle, self.staff.learners, self._kill)
         self._hanging_shards.look(now, self.staff.beats(), set(), self.staff.shards, self._kill)
         if self.host.nodes is not None:
-            nodes = self.host.nodes.processes
-            self._hanging_nodes.look(now, self.staff.node_beats(), set(), nodes, self._kill)
+            nodes = self.staff.nodes
+            beats = {node: count for node, count in self.staff.node_beats().items() if node in nodes}
+            self._hanging_nodes.look(now, beats, set(), nodes, self._kill)
         if self.host.relay is not None:
-            beats = self.host.relay_beats
-            self._hanging_relay.look(
-                now, {0: beats}, set() if beats else {0}, {0: self.host.relay}, self._kill
-            )
+            count = self.host.relay_beats
+            relay = {0: self.host.relay}
+            self._hanging_relay.look(now, {0: count}, set() if count else {0}, relay, self._kill)
         for last in self._questions.overdue(now):
             self._questions.answer(self._with_processes(last))
         seconds = self.spec.plan.saving.seconds
@@ -348,10 +348,9 @@ class Supervisor(Crew):
 
     def _node_lost(self, process: Process, how: str) -> None:
         """Those below it publish through another; the last leaf's loss is that of a shard (M14)."""
-        node, pid, nodes = process.number, process.pid, self.host.nodes
+        node, pid = process.number, process.pid
         lost = f"node {node} of the tree (pid {pid}) ended with {how}"
-        assert nodes is not None
-        moved = nodes.lose(node)
+        moved = self.staff.lose_node(node)
         if moved is None:
             self.supervision.shard_lost(f"the last leaf, {lost}", node=node, pid=pid)
         else:

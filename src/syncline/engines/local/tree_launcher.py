@@ -1,14 +1,19 @@
-"""The nodes of a run's tree, as its supervisor has them: their processes, who sends to which, what memory each is given (M14).
+"""The nodes of a run's tree, as its machines have them: their processes, who sends to which, what memory each is given (M14).
 
-Not responsible for who goes where when one is lost (`protocols.tree`), nor for what a node does.
+On several machines every machine's crew knows the whole tree and hears the same in the same order, and does what concerns it: a leaf
+is a machine, a node above stands on the machine of its first child. Not responsible for who goes where when one is lost
+(`protocols.tree_shape`), nor for what a node does.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from syncline.engines.local.exchange import LINE
+from syncline.engines.local.host import Forget, LaneHere, NodeKnown, NodeMoved, Sites
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.engines.local.table_memory import LEAF, Geometry, Lane
@@ -21,7 +26,7 @@ from syncline.engines.local.tree_node import (
     Moved,
     NodeSpec,
 )
-from syncline.engines.local.tree_root_end import AddNode, NodeDesk, NodeGone, NodeTable
+from syncline.engines.local.tree_root_end import AddNode, NodeDesk, NodeGone, NodeTable, name_of
 from syncline.engines.run import RunSpec
 from syncline.protocols.tree_shape import ROOT, Tree
 from syncline.table.layout import Layout
@@ -29,6 +34,17 @@ from syncline.topologies import Trees
 
 YIELDS = 200  # as a shard
 Lanes = dict[int, tuple[Layout, Region]]  # by table
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """The machine that a crew is on."""
+
+    site: int
+    region: Callable[[int], Region]
+    tell: Callable[[object], None]  # all shards here, the leading one last
+    relay: Callable[[Any], None]
+    bell: WakeUp | None  # the relay's; None: there is one machine
 
 
 @dataclass(slots=True)
@@ -45,89 +61,174 @@ class NodeCrew:
     """Those that live."""
 
     def __init__(
-        self,
-        spec: RunSpec,
-        processes: Processes,
-        geometry: Geometry,
-        region: Callable[[int], Region],
-        tell: Callable[[object], None],  # all shards, the leading one last
-        beats: Callable[[int], tuple[Region, int]],  # where a node counts that it lives
-        crashes: dict[str, int],
+        self, spec: RunSpec, processes: Processes, geometry: Geometry, around: Around, crashes: dict[str, int]
     ) -> None:
         assert isinstance(spec.plan.topology, Trees)
         self._spec, self._fan_in = spec, spec.plan.topology.fan_in
-        self._forks, self._geometry, self._region, self._tell = processes, geometry, region, tell
-        self._beats, self._crashes = beats, crashes
+        self._forks, self._geometry, self._around, self._crashes = processes, geometry, around, crashes
         self.tree = Tree(range(spec.plan.learners), self._fan_in)
-        self.bells = [WakeUp() for _ in self.tree.nodes]
-        self.processes: dict[int, Process] = {}  # by node
-        self._learners: dict[int, _Learner] = {}
-        self._desks: dict[int, Region] = {}  # by node
+        kept = [around.site] if around.bell is not None else self.tree.nodes
+        self._kept = {node: WakeUp() for node in kept}  # bells that learners ring, whatever leaf is there
+        self._machines: list[int] = []  # for learners
+        self._serves = True  # shards are here
+        self.sites: dict[int, int] = {}  # node -> its machine
+        self.processes: dict[int, Process] = {}  # by node, those here
+        self.beats: dict[int, Region] = {}
+        self._root: WakeUp
+        self._bells: dict[int, WakeUp] = {}
+        self._learners: dict[int, _Learner] = {}  # here
+        self._desks: dict[int, Region] = {}  # of nodes that concern this machine
         self._lanes: dict[int, Lanes] = defaultdict(dict)
+        self._tables: dict[int, Layout] = {}
         self._ways: Counter[int] = Counter()  # node -> parents that it had before
 
-    def start(self, root: WakeUp, learners: Iterable[int], *, again: bool) -> None:
-        """With these below, in their order; `again`: to new servers they come wherever there is room."""
-        if again:
-            self.tree = Tree(range(self._spec.plan.learners), self._fan_in)
-            for nobody in range(self._spec.plan.learners):
-                self.tree.leave(nobody)
-            for learner in learners:
-                self.tree.join(learner)
-        else:
-            self.tree = Tree(learners, self._fan_in)
-        for kept in (self._learners, self._lanes, self._ways):
-            kept.clear()
-        for node in self.tree.nodes:
-            self._start(node, root)
-        for node, parent in self.tree.parent.items():
-            if parent != ROOT:
-                self._send_to_parent(node)
+    @property
+    def bells(self) -> list[WakeUp]:
+        """Of leaves, for learners: in the order of what is said to them."""
+        return list(self._kept.values())
 
-    def _start(self, node: int, root: WakeUp) -> None:
-        desk = self._desks[node] = self._region(NodeDesk.nbytes())
+    @property
+    def near(self) -> frozenset[int]:
+        """Machines with nodes above or below those here: what is below a lost one sends to the one above it."""
+        ways = [{self.sites[node] for node in self.tree.way(leaf)} for leaf in self.tree.leaves]
+        return frozenset(site for way in ways if self._around.site in way for site in way)
+
+    # -- the tree ----------------------------------------------------------------------------------------
+
+    def plant(self, sites: Sites, learners: Mapping[int, int], *, again: bool) -> None:
+        """With these learners (and their machines) below; `again`: to new servers they come wherever there is room."""
+        self._serves = bool(sites.of(self._around.site))
+        if self._around.bell is not None:
+            self._plant_machines(sites, learners, again=again)
+            return
+        count = self._spec.plan.learners
+        self.tree = Tree(range(count) if again else learners, self._fan_in)
+        for nobody in range(count) if again else ():
+            self.tree.leave(nobody)
+        for learner in learners if again else ():
+            self.tree.join(learner)
+        self.sites = dict.fromkeys(self.tree.nodes, self._around.site)
+
+    def _plant_machines(self, sites: Sites, learners: Mapping[int, int], *, again: bool) -> None:
+        """The first machine has a leaf in any case: when all others are lost learners come there."""
+        if not again:
+            self._machines = sorted(set(learners.values()))
+        used = [site for site in self._machines if site in sites.live]
+        self.tree = Tree.over(used, self._fan_in, [0] if 0 not in used else ())
+        self.sites = {leaf: leaf for leaf in self.tree.leaves}
+        for node in self.tree.nodes:
+            if node not in self.sites:
+                self.sites[node] = self.sites[min(self.tree.children(node))]
+        for learner, site in learners.items():
+            self.tree.place(learner, site)
+
+    def start(self, root: WakeUp) -> None:
+        self._root = root
+        kept: tuple[dict[int, Any], ...] = (self.processes, self.beats, self._desks, self._lanes, self._bells)
+        for each in (*kept, self._learners, self._ways, self._tables):
+            each.clear()
+        for node in self.tree.nodes:
+            self._bells[node] = self._bell(node)
+        for node in reversed(self.tree.nodes):  # whoever is above is there first
+            self._begin(node)
+        for node in self.tree.nodes:
+            self._send_to_parent(node)
+        self._tell_below()
+
+    def _bell(self, node: int) -> WakeUp:
+        """Of one elsewhere the relay's, which wakes it there."""
+        if not self._here(node):
+            assert self._around.bell is not None
+            return self._around.bell
+        return self._kept.get(node) or WakeUp()
+
+    def _here(self, node: int) -> bool:
+        return node != ROOT and self.sites[node] == self._around.site
+
+    def _begin(self, node: int) -> None:
+        if self._here(node) or self._serves or self.tree.parent[node] in self.processes:
+            self._meet(node)
+
+    def _fork(self, node: int) -> None:
+        parent = self.tree.parent[node]
+        self.beats[node] = self._around.region(8 * LINE)
         spec = NodeSpec(
             node,
             node in self.tree.leaves,
-            self.tree.parent[node],
-            desk,
-            self.bells,
-            root,
+            parent,
+            self._desks[node],
+            self._bells[node],
+            self._root,
+            self._bells.get(parent, self._root),
             self._geometry,
             YIELDS,
-            *self._beats(node),
+            self.beats[node],
             self._crashes.pop(f"node {node}", None),
         )
         self.processes[node] = self._forks.fork("node", node, node, spec, None, 1)
-        self._tell(AddNode(node, desk, self.bells[node]))
+
+    def _meet(self, node: int) -> None:
+        """Those here that have to do with it get what memory there is between them: all shards, the node above it, the relay."""
+        desk = self._desks[node] = self._around.region(NodeDesk.nbytes())
+        if self._here(node):
+            self._fork(node)
+        self._around.tell(AddNode(node, desk, self._bells[node]))
+        above = self.tree.parent[node]
+        known = NodeKnown(
+            name_of(node),
+            self.sites[node],
+            self._site(above),
+            desk,
+            self._bells[node],
+            self._bells.get(above),
+        )
+        self._around.relay(known)
+        for table, layout in self._tables.items():
+            self._make_lane(node, table, layout)
+
+    def _site(self, node: int) -> int | None:
+        return None if node == ROOT else self.sites[node]
 
     def make_table(self, table: int, layout: Layout) -> None:
-        lockstep = self._spec.plan.course.first.lockstep
-        for node, process in self.processes.items():
-            lane = self._region(Lane.nbytes(layout, slots=self._geometry.sums))
-            self._lanes[node][table] = (layout, lane)
-            made = NodeTable(node, table, layout, lane, lockstep)
-            self._tell(made)
-            process.channel.post(made)
-        for node, parent in self.tree.parent.items():
-            if parent != ROOT:
-                self._post(parent, ChildLane(node, table, *self._lanes[node][table]))
+        self._tables[table] = layout
+        for node in self._desks:
+            self._make_lane(node, table, layout)
+        for node in self._desks:
+            self._post(self.tree.parent[node], ChildLane(node, table, *self._lanes[node][table]))
+
+    def _make_lane(self, node: int, table: int, layout: Layout) -> None:
+        lane = self._around.region(Lane.nbytes(layout, slots=self._geometry.sums))
+        self._lanes[node][table] = (layout, lane)
+        made = NodeTable(node, table, layout, lane, self._spec.plan.course.first.lockstep)
+        self._around.tell(made)
+        self._post(node, made)
+        self._around.relay(LaneHere(table, name_of(node), layout, lane))
 
     def _post(self, node: int, message: object) -> None:
-        self.processes[node].channel.post(message)
+        """If it is here."""
+        if node in self.processes:
+            self.processes[node].channel.post(message)
 
     # -- learners --------------------------------------------------------------------------------------------
 
-    def add(self, learner: int, rank: int, desk: Region, bell: WakeUp) -> None:
+    def join(self, learner: int, site: int) -> None:
+        """One begins on that machine."""
         if learner not in self.tree.leaf:
-            self.tree.join(learner)
-        self._learners[learner] = _Learner(rank, desk, bell)
-        self._send_to_leaf(learner)
+            if self._around.bell is None:
+                self.tree.join(learner)
+            else:
+                self.tree.place(learner, next(leaf for leaf in self.tree.leaves if self.sites[leaf] == site))
         self._tell_below()
 
+    def add(self, learner: int, rank: int, desk: Region, bell: WakeUp) -> None:
+        """One here."""
+        self._learners[learner] = _Learner(rank, desk, bell)
+        self._send_to_leaf(learner)
+
     def join_table(self, learner: int, table: int, layout: Layout, lane: Region) -> None:
-        self._learners[learner].lanes[table] = (layout, lane)
-        self._post(self.tree.leaf[learner], ChildLane(learner, table, layout, lane))
+        if learner in self._learners:
+            self._learners[learner].lanes[table] = (layout, lane)
+            self._post(self.tree.leaf[learner], ChildLane(learner, table, layout, lane))
 
     def leave(self, learner: int) -> None:
         if self._learners.pop(learner, None) is not None and learner in self.tree.leaf:
@@ -137,14 +238,20 @@ class NodeCrew:
 
     def _send_to_leaf(self, learner: int) -> None:
         known, leaf = self._learners[learner], self.tree.leaf[learner]
-        known.desk.words[LEAF] = leaf  # before the leaf looks into its outbox
+        known.desk.words[LEAF] = (
+            leaf if self._around.bell is None else 0
+        )  # before the leaf looks into its outbox
         self._post(leaf, AddLearnerBelow(learner, known.rank, known.desk, known.bell))
         for table, lane in known.lanes.items():
             self._post(leaf, ChildLane(learner, table, *lane))
 
     def _send_to_parent(self, node: int) -> None:
         parent = self.tree.parent[node]
-        self._post(parent, AddNodeBelow(node, self._desks[node], self._ways[node]))
+        if parent not in self.processes:
+            return
+        if node not in self._desks:
+            self._meet(node)
+        self._post(parent, AddNodeBelow(node, self._desks[node], self._ways[node], self._bells[node]))
         for table, lane in self._lanes[node].items():
             self._post(parent, ChildLane(node, table, *lane))
 
@@ -157,17 +264,47 @@ class NodeCrew:
 
     def lose(self, node: int) -> str | None:
         """One is gone: where those below it send now, in words; None: it was the last leaf."""
+        if self._around.bell is not None and node in self.tree.leaves:
+            return self._renew(node)
+        return self._drop(node)
+
+    def lose_site(self, site: int) -> None:
+        """A machine is gone, with all that was on it."""
+        for node in [node for node, at in self.sites.items() if at == site and node in self.tree.parent]:
+            for learner in self.tree.children(node) if node in self.tree.leaves else ():
+                self.tree.leave(learner)
+            self._drop(node)
+
+    def _drop(self, node: int) -> str | None:
         leaf, above = node in self.tree.leaves, self.tree.parent[node]
         moves = self.tree.lose(node)
-        del self.processes[node]
         if not self.tree.leaves:
+            self.processes.pop(node, None)
             return None
-        if above != ROOT:
-            self._post(above, LoseChild(node))
         said = self._move_learners(moves) if leaf else self._move_nodes(moves, above)
-        self._tell_below()
-        self._tell(NodeGone(node))
+        self._forget(node, above)
         return said
+
+    def _renew(self, leaf: int) -> str:
+        """Another leaf begins there; it finds in its learners' outboxes what nobody has passed on."""
+        above, new = self.tree.parent[leaf], self.tree.renew(leaf)
+        self.sites[new], self._bells[new] = self.sites[leaf], self._bells[leaf]
+        self._begin(new)
+        self._send_to_parent(new)
+        if self._here(new):
+            self._move_learners(self._learners)
+        self._forget(leaf, above)
+        return f"node {new} takes its place on machine {self.sites[new]}"
+
+    def _forget(self, node: int, above: int) -> None:
+        """Those here hear that nothing more comes from it."""
+        kept: tuple[dict[int, Any], ...] = (self.processes, self.beats, self._desks, self._lanes, self._bells)
+        for each in kept:
+            each.pop(node, None)
+        self._post(above, LoseChild(node))
+        self._tell_below()
+        self._around.tell(NodeGone(node))
+        self._around.relay(Forget(name_of(node)))
 
     def _move_learners(self, learners: Iterable[int]) -> str:
         moved = [learner for learner in learners if learner in self._learners]
@@ -177,14 +314,15 @@ class NodeCrew:
         return f"learners send elsewhere: {', '.join(said)}" if said else "it had no learners"
 
     def _move_nodes(self, nodes: Iterable[int], above: int) -> str:
+        bell = self._bells.get(above)
         for node in nodes:
             self._ways[node] += 1
-            if above != ROOT:
-                self._send_to_parent(node)
-            self._post(node, Moved(above, self._ways[node]))
+            self._send_to_parent(node)
+            self._around.relay(NodeMoved(name_of(node), self._site(above), self._ways[node], bell))
+            self._post(node, Moved(above, self._ways[node], bell or self._root))
         to = "the root" if above == ROOT else f"node {above}"
         return f"nodes send to {to}: {', '.join(map(str, nodes))}"
 
     def close(self) -> None:
-        for bell in self.bells:
+        for bell in (*self._bells.values(), *self._kept.values()):
             bell.close()

@@ -1,6 +1,6 @@
 """A process of a tree's node (R7, M14): it adds what its children published where that lies in shared memory, and publishes the mean in a slot of its own.
 
-When is decided by `protocols.sums`. A gradient stays its learner's until the root has taken it, so nothing is lost with a node: whoever
+When is decided by `protocols.tree_up`. A gradient stays its learner's until the root has taken it, so nothing is lost with a node: whoever
 takes a leaf's learners over reads the same outboxes. Versions do not pass here: learners read the shards' ring.
 """
 
@@ -44,12 +44,12 @@ class NodeSpec:
     leaf: bool
     parent: int
     desk: Region
-    bells: Sequence[WakeUp]  # of all nodes
+    bell: WakeUp
     root: WakeUp  # of the leading shard
+    above: WakeUp  # of the node above, or of the leading shard; on another machine the relay's
     geometry: Geometry
     yields: int
-    beats: Region
-    line: int  # its word there
+    beats: Region  # its first word counts that it lives
     crash: int | None = None  # for tests
 
 
@@ -73,6 +73,7 @@ class AddNodeBelow:
     child: int
     desk: Region
     way: int
+    bell: WakeUp
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class Moved:
 
     parent: int
     way: int
+    above: WakeUp
 
 
 # -- what it has ---------------------------------------------------------------------------------------------
@@ -186,8 +188,8 @@ class LearnerBelow:
 class NodeBelow:
     """An inner node's child."""
 
-    def __init__(self, event: AddNodeBelow, bell: WakeUp) -> None:
-        self.child, self._way, self._bell = event.child, event.way, bell
+    def __init__(self, event: AddNodeBelow) -> None:
+        self.child, self._way, self._bell = event.child, event.way, event.bell
         self._desk = NodeDesk(event.desk)
         self.lanes: dict[int, Lane] = {}
         self._parts: list[Part] = []
@@ -214,7 +216,7 @@ class NodeBelow:
         self.tell(Taken(brought.table, brought.number))
 
     def tell(self, message: ToNodes) -> None:
-        self._unsaid += encode_answer(message)
+        self._unsaid += encode_answer(message, self._way)
         self.flush()
 
     def flush(self) -> None:
@@ -224,7 +226,7 @@ class NodeBelow:
             self._bell.ring()
 
     def close(self) -> None:
-        pass
+        self._bell.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -248,7 +250,7 @@ class Table:
 
     def clear(self, number: int) -> None:
         """Nobody needs this sum."""
-        self.published[self.published.index(number)] = FREE
+        self.published = [FREE if each == number else each for each in self.published]
 
 
 class LocalNode:
@@ -256,21 +258,21 @@ class LocalNode:
 
     def __init__(self, channel: Channel, spec: NodeSpec) -> None:
         self._channel, self._spec = channel, spec
-        self._parent, self._way = spec.parent, 0
+        self._parent, self._way, self._above = spec.parent, 0, spec.above
         self._desk = NodeDesk(spec.desk)
         self._from_root, self._from_parent = Answers(), Answers()
         self._children: dict[int, LearnerBelow | NodeBelow] = {}
         self._below: Mapping[int, Sequence[int]] = {}
         self._tables: dict[int, Table] = {}
         self._outgoing: deque[Record] = deque()
-        self._sleeper = Waiter(spec.bells[spec.node], yields=spec.yields)
+        self._sleeper = Waiter(spec.bell, yields=spec.yields)
         self._sleeper.watch(channel.fileno())
         self._heard = 0.0  # when the supervisor was last listened to
 
     def run(self) -> None:
         beats = self._spec.beats.words
         while True:
-            beats[self._spec.line] += 1
+            beats[0] += 1
             worked = self._read_answers() | self._read_children() | self._send()
             if worked:
                 self._sleeper.busy()
@@ -325,7 +327,7 @@ class LocalNode:
             self._outgoing.popleft()
             sent = True
         if sent:
-            (self._spec.root if self._parent == ROOT else self._spec.bells[self._parent]).ring()
+            (self._spec.root if self._parent == ROOT else self._above).ring()
         return sent
 
     def _publish(self, number: int, table: Table, sum_: Sum, place: int) -> None:
@@ -354,6 +356,8 @@ class LocalNode:
     def _read(self, ring: Ring, answers: Answers) -> bool:
         worked = False
         while (record := ring.pop()) is not None:
+            if ring is self._desk.back and int(record[3]) != self._way:
+                continue  # of a node that was above before
             if (message := answers.add(record)) is not None:
                 while message.table not in self._tables:
                     self._control()
@@ -402,7 +406,7 @@ class LocalNode:
         if isinstance(event, AddLearnerBelow):
             self._add(LearnerBelow(event, self._spec.geometry.slots))
         elif isinstance(event, AddNodeBelow):
-            self._add(NodeBelow(event, self._spec.bells[event.child]))
+            self._add(NodeBelow(event))
         elif isinstance(event, ChildLane):
             slots = self._spec.geometry.slots if self._spec.leaf else self._spec.geometry.sums
             lane = Lane(event.lane, event.layout, slots=slots)
@@ -442,10 +446,9 @@ class LocalNode:
 
     def _move(self, event: Moved) -> None:
         """What was said to the one that is lost, and by it, is void."""
-        self._parent, self._way = event.parent, event.way
+        self._above.close()
+        self._parent, self._way, self._above = event.parent, event.way, event.above
         self._outgoing.clear()
-        while self._desk.back.pop() is not None:
-            pass
         self._from_parent = Answers()
         for table in self._tables.values():
             table.published = [FREE] * len(table.published)

@@ -281,6 +281,7 @@ class Agent:
         if order.verb in ("kill", "end"):
             self._end_process(order)
             return
+        nodes = set(self._nodes())
         done = getattr(self.host, order.verb)(*order.given, **(order.named or {}))
         if order.verb == "start_learner":
             self._started([done])
@@ -288,6 +289,12 @@ class Agent:
             relay = [self.host.relay] if self.host.relay is not None else []
             self._started([*done, *relay])
             self._link_all()
+        else:  # a leaf may have been renewed
+            self._started([each for each in self._nodes() if each not in nodes])
+
+    def _nodes(self) -> list[Process]:
+        assert self.host is not None
+        return list(self.host.nodes.processes.values()) if self.host.nodes is not None else []
 
     def _started(self, processes: list[Process]) -> None:
         for each in processes:

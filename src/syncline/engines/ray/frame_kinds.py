@@ -42,6 +42,8 @@ class Kind(IntEnum):
     NOTE = 2  # of a learner, to the leading shard; what belongs to it has come before
     MARK = 3  # to be answered when all before it is there
     MARKED = 4
+    SUM = 5  # of a tree's node, to the leading shard: its tickets
+    OVER = 6  # the same, to the node above
     # towards learners
     RELEASE = 10  # of a ticket, by one shard
     FREED = 11  # a slot, by one shard
@@ -50,6 +52,8 @@ class Kind(IntEnum):
     WANT = 14  # to the leading shard's machine: its own learners wait for that version
     BRING = 15  # from the leading shard's machine: that version to that machine
     BEGUN = 16  # from there: all that a learner begins a table with has come before
+    ANSWER = 17  # of the leading shard, to a tree's node
+    BACK = 18  # of the node above
     # between shards
     ENTRIES = 20  # of the log
     LOGGED = 21  # so many of them have reached the shards

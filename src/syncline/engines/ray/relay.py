@@ -23,6 +23,8 @@ from syncline.engines.local.host import (
     LaneHere,
     LearnerKnown,
     Linked,
+    NodeKnown,
+    NodeMoved,
     RelayParts,
     SendOut,
     SiteGone,
@@ -36,6 +38,7 @@ from syncline.engines.ray.frame_kinds import AGENT, LANE, TABLE, Kind, unplaced
 from syncline.engines.ray.relay_down import Down
 from syncline.engines.ray.relay_log import LogWays
 from syncline.engines.ray.relay_memory import LaneMemory, Learner, Table, of_learner
+from syncline.engines.ray.relay_nodes import NodeWays, TreeNode
 from syncline.engines.ray.relay_up import Up
 
 LOOK = 1000  # milliseconds without anything to do
@@ -93,17 +96,19 @@ class Running:
         self.tables: dict[int, Table] = {}
         self.lanes: dict[tuple[int, int], LaneMemory] = {}  # by table and learner
         self.learners: dict[int, Learner] = {}
+        self.nodes: dict[int, TreeNode] = {}  # of a tree, by name
         self.dials: dict[int, Sync] = {}
         self.peers: dict[int, Connection] = {}
         self._made: list[int] = []  # tables whose first values are all there
         self._gone: set[int] = set()  # machines
-        self._left: set[int] = set()  # learners
+        self._left: set[int] = set()  # learners, and nodes by name
         self._refused = 0
-        self.up, self.down, self.log = Up(self), Down(self), LogWays(self)
+        self.up, self.down, self.log, self.tree = Up(self), Down(self), LogWays(self), NodeWays(self)
         self._handlers: dict[int, Callable[[int, Frame], None]] = {
             **self.up.handlers,
             **self.down.handlers,
             **self.log.handlers,
+            **self.tree.handlers,
         }
         self._poll = select.poll()
         for fd in (channel.fileno(), spec.parts.bell.fd):
@@ -119,7 +124,7 @@ class Running:
             if not linked and self.whole():
                 linked = True
                 self.say(Linked())
-            waiting = self.up.scan() | self.down.scan() | self.log.scan()
+            waiting = self.tree.scan() | self.up.scan() | self.down.scan() | self.log.scan()
             self._flush()
             wait = 0 if self.down.arrived() else RETRY if waiting else LOOK
             ready = dict(self._poll.poll(wait))
@@ -132,8 +137,8 @@ class Running:
     # -- other machines ----------------------------------------------------------------------------------
 
     def others(self) -> list[int]:
-        """Machines that this one has to do with: where this has no shards, those that have."""
-        them = self.sites.live if self.sites.of(self.site) else self.sites.servers
+        """Machines that this one has to do with: where this has no shards, those that have, and its neighbours in a tree."""
+        them = self.sites.live if self.sites.of(self.site) else {*self.sites.servers, *self.parts.near}
         return [site for site in them if site not in (self.site, *self._gone)]
 
     def whole(self) -> bool:
@@ -249,10 +254,21 @@ class Running:
             self._control(self._channel.receive())
         return self.learners.get(learner)
 
+    def node(self, name: int) -> TreeNode | None:
+        """None: it is gone."""
+        while name not in self.nodes and name not in self._left:
+            self._control(self._channel.receive())
+        return self.nodes.get(name)
+
+    def known(self, number: int) -> Learner | TreeNode | None:
+        """A learner, or a node by its name; None: it has left, or was not heard of."""
+        return self.learners.get(number) or self.nodes.get(number)
+
     def forget(self, learner: int) -> None:
         """Nothing of it is needed any more."""
         self._left.add(learner)
         self.learners.pop(learner, None)
+        self.nodes.pop(learner, None)
         self.lanes = {key: lane for key, lane in self.lanes.items() if key[1] != learner}
         self.down.forget(learner)
 
@@ -277,8 +293,14 @@ class Running:
                 self.learners[message.learner] = of_learner(message)
                 self.sites = self.sites.joined_by(message.site)
             case LaneHere():
-                lane = LaneMemory.of(message, self.parts.geometry.slots)
-                self.lanes[message.table, message.learner] = lane
+                geometry = self.parts.geometry
+                slots = geometry.slots if message.learner >= 0 else geometry.sums
+                self.lanes[message.table, message.learner] = LaneMemory.of(message, slots)
+            case NodeKnown():
+                self.nodes[message.name] = TreeNode.of(message)
+            case NodeMoved():
+                if message.name in self.nodes:
+                    self.nodes[message.name].move(message)
             case m.Dial():
                 self.dials[message.number] = message.sync
             case Forget():

@@ -98,7 +98,7 @@ class Down:
         if not relay.parts.shards or not relay.whole():
             return False
         for (number, learner), lane in list(relay.lanes.items()):
-            known, table = relay.learners.get(learner), relay.tables.get(number)
+            known, table = relay.known(learner), relay.tables.get(number)
             if known is not None and table is not None:
                 self._scan_lane(known.site, number, table, learner, lane)
         if relay.site == relay.leader:
@@ -300,7 +300,7 @@ class Down:
 
     def _freed(self, site: int, frame: Frame) -> None:
         number, learner, shard, slot, ticket = _FREED.unpack(frame.body)
-        lane, known = self._relay.lane(number, learner), self._relay.learners.get(learner)
+        lane, known = self._relay.lane(number, learner), self._relay.known(learner)
         if lane is not None and known is not None:
             lane.lane.drafts.free(shard, slot, ticket)
             known.bell.ring()

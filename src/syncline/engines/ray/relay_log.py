@@ -83,14 +83,14 @@ class LogWays:
             return
         if not isinstance(entry, log.Take | log.PutValues):
             return
-        known = relay.learner(entry.learner)
+        number, table, who = entry.table, relay.table(entry.table), entry.learner
+        known = relay.learner(who) if who >= 0 else relay.node(who)
         if known is None or known.site != relay.site:
             return  # it has sent it itself
-        take = isinstance(entry, log.Take)
-        for site in relay.table(entry.table).servers():
+        full, options = (entry.full, entry.options) if isinstance(entry, log.Take) else (True, None)
+        for site in table.servers():
             if site != relay.site:
-                full, options = (entry.full, entry.options) if take else (True, None)  # type: ignore[union-attr]
-                relay.up.send_slot(site, entry.table, entry.learner, slot, full=full, options=options)
+                relay.up.send_slot(site, number, who, slot, table.spans[site], full=full, options=options)
 
     def _entries(self, site: int, frame: Frame) -> None:
         self._arrived.extend(ENTRY.iter_unpack(frame.body))

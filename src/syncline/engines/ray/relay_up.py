@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ from syncline.engines.local.host import SendOut, SentOut
 from syncline.engines.local.record_codec import BESIDE, NOTE, Record, decode
 from syncline.engines.ray.bulk_connection import Frame
 from syncline.engines.ray.frame_kinds import LANE, TABLE, Kind, place_of
+from syncline.engines.ray.relay_memory import Span
+from syncline.engines.ray.relay_nodes import SumOut
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class Up:
 
     def __init__(self, relay: Running) -> None:
         self._relay = relay
-        self._notes: dict[int, deque[Record | SendOut]] = defaultdict(deque)  # that are to go out, in order
+        self._notes: dict[int, deque[Record | SendOut | SumOut]] = defaultdict(deque)  # to go out, in order
         self._awaited: dict[int, dict[int, int]] = {}  # learner -> machine -> the mark that is to come back
         self._marks: dict[int, int] = defaultdict(int)
         self._arrived: dict[int, deque[Record | Mark]] = defaultdict(deque)  # for the leading shard here
@@ -64,6 +66,10 @@ class Up:
         while (record := ring.pop()) is not None:
             self._notes[number].append(record)
 
+    def pass_on(self, name: int, out: SumOut) -> None:
+        """A node's sum, after those before it."""
+        self._notes[name].append(out)
+
     def _go_on(self, number: int) -> None:
         """Send what does not wait for what was sent before it."""
         notes = self._notes[number]
@@ -71,6 +77,9 @@ class Up:
             note = notes[0]
             if isinstance(note, SendOut):
                 if not self._sent_out(note):
+                    return
+            elif isinstance(note, SumOut):
+                if not self._send_sum(number, note):
                     return
             elif not self._send(number, note):
                 return
@@ -88,13 +97,22 @@ class Up:
         self._relay.send(self._relay.leader, Kind.NOTE, NOTE.pack(*record), place=number)
         return True
 
+    def _send_sum(self, name: int, out: SumOut) -> bool:
+        """The same of a node's sum."""
+        if name not in self._awaited:
+            wait_for = self._relay.tree.send_values(name, out)
+            self._awaited[name] = {site: self._send_mark(site, name) for site in wait_for}
+            if wait_for:
+                return False
+        self._relay.send(out.site, out.kind, out.body, place=place_of(0, 0, name))
+        return True
+
     def _send_values(self, number: int, record: Record) -> dict[int, int]:
         """To all machines with shards; those to wait for, with what they will say."""
-        relay, states = self._relay, bool(int(record[BESIDE]) & 1)
+        relay, beside = self._relay, int(record[BESIDE])
         message, slot = decode(record, lambda table, slot: b"")
         if isinstance(message, Rest | Reread | Farewell):
-            if states:
-                self._send_states(message.table, number, 0)
+            self.send_beside(message.table, number, beside, buffers=False)
             return {}
         if not isinstance(message, Gradient | Put):
             return {}
@@ -102,28 +120,32 @@ class Up:
         for site in table.servers():
             if site == relay.site:
                 continue
-            self.send_gradient(site, message, number, slot)
+            full = isinstance(message, Put) or message.full
+            options = message.options if isinstance(message, Gradient) else None
+            spans = table.spans[site]
+            self.send_slot(site, message.table, number, slot, spans, full=full, options=options)
             if site != relay.leader:
                 awaited[site] = self._send_mark(site, number)
-        if states:
-            self._send_states(message.table, number, slot)
-        if isinstance(message, Gradient) and table.layout.buffers.nbytes:
-            self._send_buffers(message.table, number, slot)
+        buffers = isinstance(message, Gradient) and table.layout.buffers.nbytes > 0
+        self.send_beside(message.table, number, beside, buffers=buffers)
         return awaited
 
-    def send_gradient(self, site: int, message: Gradient | Put, number: int, slot: int) -> None:
-        """That machine's part of its values, and what goes with them."""
-        full = isinstance(message, Put) or message.full
-        options = message.options if isinstance(message, Gradient) else None
-        self.send_slot(site, message.table, number, slot, full=full, options=options)
-
     def send_slot(
-        self, site: int, table: int, number: int, slot: int, *, full: bool, options: int | None
+        self,
+        site: int,
+        table: int,
+        number: int,
+        slot: int,
+        parts: Sequence[Span],
+        *,
+        full: bool,
+        options: int | None,
     ) -> None:
+        """These parts of its values, and what goes with them."""
         relay = self._relay
         lane = relay.lanes[table, number]
         start = lane.slot(slot)
-        spans = [(start + low, start + high) for low, high in relay.table(table).spans[site]]
+        spans = [(start + low, start + high) for low, high in parts]
         if not full:
             spans.append((start + lane.at.mask, start + lane.at.mask_end))
         if options is not None and lane.options.get((site, slot)) != options:
@@ -131,19 +153,17 @@ class Up:
             spans.append(lane.text(slot, lane.at.options))
         relay.write(site, place_of(LANE, table, number), lane.region.bytes, spans)
 
-    def _send_states(self, table: int, number: int, slot: int) -> None:
-        lane = self._relay.lanes[table, number]
-        self._write(table, number, lane.text(slot, lane.at.states))
-
-    def _send_buffers(self, table: int, number: int, slot: int) -> None:
-        lane = self._relay.lanes[table, number]
+    def send_beside(self, table: int, number: int, beside: int, *, buffers: bool) -> bool:
+        """Random states and buffers in a learner's slot, to the leading shard's machine; whether there were any."""
+        states = bool(beside & 1)
+        if not states and not buffers:
+            return False
+        relay, lane, slot = self._relay, self._relay.lanes[table, number], beside >> 1
         start = lane.slot(slot)
-        self._write(table, number, (start + lane.at.buffers, start + lane.at.mask))
-
-    def _write(self, table: int, number: int, span: tuple[int, int]) -> None:
-        """To the leading shard's machine."""
-        lane = self._relay.lanes[table, number]
-        self._relay.write(self._relay.leader, place_of(LANE, table, number), lane.region.bytes, [span])
+        spans = [lane.text(slot, lane.at.states)] if states else []
+        spans += [(start + lane.at.buffers, start + lane.at.mask)] if buffers else []
+        relay.write(relay.leader, place_of(LANE, table, number), lane.region.bytes, spans)
+        return True
 
     # -- marks: that something has arrived ---------------------------------------------------------------
 
@@ -186,7 +206,8 @@ class Up:
             return {relay.leader: self._send_mark(relay.leader, number)} if known else {}
         servers = [site for site in relay.table(order.table).servers() if site in relay.others()]
         for site in servers:
-            self.send_slot(site, order.table, number, 0, full=True, options=None)
+            parts = relay.table(order.table).spans[site]
+            self.send_slot(site, order.table, number, 0, parts, full=True, options=None)
         if relay.leader in servers:
             self.send_first(relay.leader, order.table)
         return {site: self._send_mark(site, number) for site in servers}

@@ -123,6 +123,8 @@ class RemoteHost(Host):
                 if process.state == "killed":  # before it was heard of
                     self._ended_unnoticed.add(event.pid)
                 return
+        if event.role == "node":  # how many there are, its machine knows
+            self._new(event.role, event.number, event.rank).pid = event.pid
 
     # -- verbs -------------------------------------------------------------------------------------------
 
@@ -194,6 +196,9 @@ class RemoteHost(Host):
 
     def gain_site(self, site: int) -> None:
         self._do("gain_site", site)
+
+    def lose_node(self, node: int) -> None:
+        self._do("lose_node", node)
 
     def close(self) -> None:
         self._connection.close()
