@@ -1,11 +1,11 @@
 """How many gradients per second does a cluster of two nodes fold, against DDP over Gloo and a parameter server of Ray actors?
 
     python -m benchmarks.bench_cluster [--rates unlimited,1000] [--sizes 1,2,3] [--workers 2] [--repeats 3] [--seconds 5]
-        [--contenders hardsync,softsync:1,async,delayed:1,ddp,actors,actors-sync] [--json FILE] [--predict] [--quick]
+        [--contenders hardsync,softsync:1,async,delayed:1,ddp,actors,actors-sync,hardsync@tree:2] [--json FILE] [--predict] [--quick]
 
 Two network namespaces joined by a link, as fast as it is or held to so many Mbit/s (tc's token bucket), a Ray node in each,
-so many workers on each, half of the cores for each; the shards, or the actor that serves, are on the first. Sizes are those of bench_throughput: 0.4 M,
-14 M, 38 M parameters. All contenders of a row run in turn, repeated; the table shows medians and the ratios of medians. `link` is the
+so many workers on each, half of the cores for each; the actor that serves is on the first. A dial of ours may name its topology, with "+"
+for ",": async@tree:2+servers=2. Sizes are those of bench_throughput: 0.4 M, 14 M, 38 M parameters. All contenders of a row run in turn, repeated; the table shows medians and the ratios of medians. `link` is the
 share of the link's rate that the busier direction used, as its counters say. With --predict the simulator says for each of ours what it
 would come to, from one learner and the link. Needs root and iproute2; says so and ends where it cannot be.
 Leave the machine alone meanwhile.
@@ -112,7 +112,7 @@ def lines(row: Mapping[str, Any]) -> list[str]:
         if name in row["predicted"]:
             said = row["predicted"][name]
             ratios.append(f"predicted {said:.1f} ({100 * (said / median[name] - 1):+.0f} %)")
-        found.append(f"  {name:<12}{median[name]:>9.1f}{spread:>18}{share:>8}   {', '.join(ratios)}")
+        found.append(f"  {name:<26}{median[name]:>9.1f}{spread:>18}{share:>8}   {', '.join(ratios)}")
     return found
 
 
@@ -130,7 +130,7 @@ def show(row: Mapping[str, Any]) -> None:
     print(
         f"\n{size}, μ {row['batch_size']}, {rate}, 2 nodes with {row['workers']} workers each: gradients/s, median of {repeats}"
     )
-    print(f"  {'':<12}{'':>9}{'least..most':>18}{'link':>8}")
+    print(f"  {'':<26}{'':>9}{'least..most':>18}{'link':>8}")
     for line in lines(row):
         print(line)
     for name, why in row["failed"].items():
@@ -174,7 +174,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(words)
     if given.quick:
         vars(given).update(QUICK)
-    unknown = [name for name in given.contenders.split(",") if name not in CONTENDERS]
+    unknown = [name for name in given.contenders.split(",") if name.split("@")[0] not in CONTENDERS]
     if unknown:
         parser.error(f"no contender {unknown[0]!r}; there are: {', '.join(CONTENDERS)}")
     return given

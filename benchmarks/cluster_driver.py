@@ -35,14 +35,16 @@ def run(
         return asdict(predicted(tuple(dims), batch_size, workers, sync=contender))
     if contender in ray_server.WAYS:
         return asdict(ray_server.run(tuple(dims), batch_size, workers, seconds, way=contender))
+    sync, _, topology = contender.partition("@")
     result = sl.launch(
         cluster_learner.ours,
         tuple(dims),
         batch_size,
         seconds,
-        not contender.startswith(LOCKSTEP),
+        not sync.startswith(LOCKSTEP),
         learners=2 * workers,
-        sync=contender,
+        sync=sync,
+        topology=topology.replace("+", ",") or "servers",
         threads=1,
         engine=sl.Ray(nodes=2, learners_per_node=workers),
     )

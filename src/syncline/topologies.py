@@ -12,6 +12,9 @@ from syncline.errors import DialError, UsageError
 from syncline.protocols.lifecycle import Faults
 
 MOST_SHARDS = 8  # that are started unasked
+SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names the number of shards
+ROOMY_SHARD_BYTES = SHARD_BYTES // 8  # the same where many learners leave cores to the shards
+MANY = 4  # learners
 TREE = "tree:F[,broadcast][,servers=S]"
 
 Mode = Literal["blocking", "layerwise"]
@@ -42,13 +45,19 @@ class Servers(Topology):
 
     shards: int
     fixed: bool
+    least: int = SHARD_BYTES  # of a table on each, where their number is not fixed
     fixed_members: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return f"servers:{self.shards}"
 
     def sized(self, learners: int, cores: int, *, lockstep: bool) -> Servers:
-        return self if self.fixed else Servers(auto_shards(learners, cores, lockstep=lockstep), False)
+        if self.fixed:
+            return self
+        shards = auto_shards(learners, cores, lockstep=lockstep)
+        return Servers(
+            shards, False, ROOMY_SHARD_BYTES if learners >= MANY and cores >= learners + 2 else SHARD_BYTES
+        )
 
     def check(
         self, course: Course, faults: Faults, *, clip_norm: float | None, warm: int, clocks: bool = False

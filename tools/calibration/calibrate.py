@@ -28,7 +28,7 @@ from syncline.cluster.record import Cluster, Compute
 from syncline.dial import Course
 from syncline.errors import UsageError
 from syncline.learn.server_session import check_whole, make_optimizer, shards_for
-from syncline.topologies import Servers, auto_shards
+from syncline.topologies import Servers
 from tools.calibration.contention_benchmark import Contention
 from tools.calibration.fitting import Measured
 from tools.calibration.scheduler_benchmark import spin_seconds, time_slice
@@ -60,8 +60,8 @@ def cores() -> int:
 
 def table_shards(work: Workload, learners: int, sync: str) -> int:
     """Shards of this model's table where nobody names their number."""
-    wanted = auto_shards(learners, cores(), lockstep=Course.of(sync).first.lockstep)
-    return shards_for(make_optimizer(work.model(), work.optimizer), Servers(wanted, False))
+    servers = Servers(1, False).sized(learners, cores(), lockstep=Course.of(sync).first.lockstep)
+    return shards_for(make_optimizer(work.model(), work.optimizer), servers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

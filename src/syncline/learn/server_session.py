@@ -44,8 +44,6 @@ from syncline.table.optimizer_template import (
 )
 from syncline.topologies import Servers
 
-SHARD_BYTES = 4 << 20  # a shard holds at least this much, unless the user names the number of shards
-
 
 class ServerSession(Session):
     """One learner's view of a run with servers."""
@@ -459,7 +457,7 @@ def shards_for(optimizer: torch.optim.Optimizer, servers: Servers, size: int | N
         return 1
     if size is None:
         size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
-    return max(1, min(servers.shards, size // SHARD_BYTES))
+    return max(1, min(servers.shards, size // servers.least))
 
 
 def refuse_weighted(sync: Sync, *optimizers: torch.optim.Optimizer) -> None:

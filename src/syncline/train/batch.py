@@ -31,11 +31,10 @@ from syncline.protocols.lifecycle import Faults
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan
 from syncline.table.checkpoints import Checkpoint
-from syncline.topologies import MOST_SHARDS, Servers, parse_topology
+from syncline.topologies import MOST_SHARDS, SHARD_BYTES, Servers, parse_topology
 from syncline.train.checks import attempt, built, check_callbacks, check_data, check_evaluate, check_loop
 from syncline.train.spec import run_spec
 
-SHARD_BYTES = 4 << 20  # of weights, at least, for each shard that is started unasked
 EXAMPLE = 'sync="sandblaster", optimizer=sl.LBFGS(history=10)'
 
 

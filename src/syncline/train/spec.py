@@ -24,7 +24,7 @@ from syncline.learn.server_session import check_whole
 from syncline.protocols.lifecycle import Faults
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.engine import Sim
-from syncline.topologies import Topology, Trees, parse_topology
+from syncline.topologies import SHARD_BYTES, Servers, Topology, Trees, parse_topology
 from syncline.train.groups import check_card
 
 DEFAULT_LEARNERS = 2
@@ -74,6 +74,10 @@ def run_spec(
         plan = dataclasses.replace(plan, topology=plan.topology.sized(1, 1, lockstep=True))
         if model is not None:
             check_card(card, devices, plan, model)
+    if engine.deals_devices and isinstance(
+        plan.topology, Servers
+    ):  # small parts would cross links one by one
+        plan = dataclasses.replace(plan, topology=dataclasses.replace(plan.topology, least=SHARD_BYTES))
     saving, storage = checkpoints.opened(plan)
     return RunSpec(
         task=task,
