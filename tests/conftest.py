@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,27 @@ settings.load_profile("busy")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for what tests start
 Simulation.honest = True  # in simulated runs, too, nobody sees another's memory
+
+MODULE_FIXTURES = ("test_ray", "test_link")  # a cluster for all tests of a file: they stay together
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a sweep (`@pytest.mark.sweep(n)`) `make test` has n cases, evenly spread; `make test-long` has the others."""
+    sweeps: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        stem = item.path.stem
+        if stem in MODULE_FIXTURES:
+            item.add_marker(pytest.mark.xdist_group(stem))
+        if item.get_closest_marker("sweep") is not None:
+            sweeps[str(item.path), getattr(item, "originalname", item.name)].append(item)
+    for cases in sweeps.values():
+        mark = cases[0].get_closest_marker("sweep")
+        assert mark is not None
+        kept = {index * len(cases) // mark.args[0] for index in range(mark.args[0])}
+        for index, case in enumerate(cases):
+            if index not in kept:
+                case.add_marker("long")
 
 
 @pytest.fixture(autouse=True)

@@ -99,6 +99,7 @@ def same(got: State, wanted: State) -> None:
 # -- synchronous and layer-wise ------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("factory", [MOMENTUM, partial(Adam, lr=0.01)], ids=["momentum", "Adam"])
 @pytest.mark.parametrize("learners", [2, 3])
 @pytest.mark.parametrize("topology", WAYS)

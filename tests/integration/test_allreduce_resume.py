@@ -85,6 +85,7 @@ def check(result: sl.Result, whole: sl.Result) -> None:
     ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "topology, sync",
     [

@@ -84,6 +84,7 @@ def table_is_whole(result: sl.Result) -> bool:
     return result.statistics.tables[0].examples + BATCH * result.dropped == SIZE * EPOCHS
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("sync", PRESETS)
@@ -109,6 +110,7 @@ def test_a_learner_dies_at_any_operation(sync: str, learner: int) -> None:
     assert point > 20
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 37])
 @pytest.mark.parametrize("sync", PRESETS)

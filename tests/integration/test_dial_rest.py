@@ -92,6 +92,7 @@ def alone(session: sl.Session, factory: Callable[..., torch.optim.Optimizer]) ->
     return fit(model, session.optimizer(model, factory))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("sync", ["ssp:0", "ssp:3", "downpour:push=1,fetch=1,local_lr=0.5"])
 @pytest.mark.parametrize("factory", [partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.01)])
@@ -436,6 +437,7 @@ def test_hardsync_for_an_epoch_then_softsync(engine: str) -> None:
     assert 0 < late <= 100
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "sync",
@@ -570,6 +572,7 @@ def test_every_dial_of_a_course_is_checked_before_anything_starts(sync: Any) -> 
 # -- waiting for each other outside the dial -------------------------------------------------------------------
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("sync", [*PRESETS, "hardsync until 1 then softsync:1", "async until 1 then ssp:0"])
 def test_learners_that_meet_after_each_epoch_do_not_wait_for_ever(engine: str, sync: str) -> None:

@@ -278,6 +278,7 @@ def through_session(session: sl.Session, cases: list[Callable[[Make], nn.Module]
     return states
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("sync, shards", ALONE)
 def test_one_learner_gives_the_bits_of_plain_pytorch(sync: str, shards: int) -> None:
     """M2, M5: all cases in one session, each with a table of its own (M6)."""
@@ -376,6 +377,7 @@ FACTORIES = {
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("learners, size", [(2, 240), (3, 240), (2, 234), (3, 223)])
 def test_hardsync_equals_one_process_with_the_joint_batch(name: str, learners: int, size: int) -> None:

@@ -52,6 +52,7 @@ def events(result: sl.Result, kind: str) -> list[Event]:
     return [event for event in result.events if event.kind == kind]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("sync", PRESETS)
 def test_a_learner_dies_and_the_others_finish_its_work(sync: str) -> None:
     run = start(sync=sync)
@@ -64,6 +65,7 @@ def test_a_learner_dies_and_the_others_finish_its_work(sync: str) -> None:
     check_account(result)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("sync", PRESETS)
 def test_a_lost_learner_is_replaced_under_its_rank(sync: str) -> None:
     run = start(sync=sync, replace=True, epochs=5)
@@ -76,6 +78,7 @@ def test_a_lost_learner_is_replaced_under_its_rank(sync: str) -> None:
     check_account(result, epochs=5)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("sync", PRESETS)
 def test_learners_join_during_a_run(sync: str) -> None:
     run = start(sync=sync, learners=2)
@@ -227,6 +230,7 @@ def test_statistics_list_learners_and_shards_with_pids_and_states() -> None:
 KILLS, RUNS = 8, 5  # 40 kills here; 200 were played when this was written, see docs/measured/faults.md
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("number", range(RUNS))
 def test_random_kills_with_three_learners(number: int) -> None:
     chance = random.Random(number)

@@ -87,6 +87,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("case", CASES)
 def test_a_group_learns_what_one_process_learns(case: str) -> None:
     make, group, plan, options = CASES[case]

@@ -97,6 +97,7 @@ HOW
 """
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("options", "how", "code"),
     [

@@ -67,6 +67,7 @@ def reads_several(session: sl.Session, ahead: int) -> list[list[list[int]]]:
     return seen
 
 
+@pytest.mark.sweep(3)
 @ways
 @pytest.mark.parametrize("ahead", [255, 100_000])
 def test_several_loaders_read_as_far_ahead_as_is_wished(engine: str, topology: str, ahead: int) -> None:

@@ -108,6 +108,7 @@ def test_a_model_that_is_cut_everywhere_has_nothing_to_publish() -> None:
 # -- checkpoints ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
 @pytest.mark.parametrize("group", [1, 2, 3])
 def test_a_checkpoint_has_the_whole_models_layout(optimizer: Any, group: int, tmp_path: Path) -> None:

@@ -393,6 +393,7 @@ def joined(returned: list[list[list[int]]], epoch: int) -> Counter[int]:
     return Counter(index for learner in returned for index in learner[epoch])
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async", "delayed:1"])
 @pytest.mark.parametrize(
     "data, policy", [(numbers(50), "ledger"), (Squares(50), "ledger"), (numbers(50), "partition")]

@@ -146,6 +146,7 @@ def test_the_callers_relay_comes_back_with_the_shards(tmp_path: Path) -> None:
 FREE = ["async", "softsync:1", "ssp:2", "downpour:push=2,fetch=2,local_lr=0.1"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sync", ["hardsync", "delayed:2"])
 @pytest.mark.parametrize("servers", [None, 2])
 def test_lockstep_with_shards_on_several_machines_gives_the_bits_of_local(
@@ -157,6 +158,7 @@ def test_lockstep_with_shards_on_several_machines_gives_the_bits_of_local(
     assert same(run.wait(PATIENCE).state_dict(), train(**options).state_dict())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sync", FREE)
 def test_free_learners_read_one_version_of_all_machines(sync: str, tmp_path: Path) -> None:
     """All entries of a version are equal."""

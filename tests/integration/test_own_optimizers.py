@@ -397,6 +397,7 @@ def test_their_states_go_both_ways(factory: Any) -> None:
     check_whole(fit(plain, factory, 6, 12, saved), wanted)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("engine", ["sim", "local"])
 @pytest.mark.parametrize("factory", [*WRAPPERS, lookahead_of_two_groups])
 def test_they_go_on_from_a_checkpoint_to_the_same_bits(factory: Any, engine: str, tmp_path: Path) -> None:

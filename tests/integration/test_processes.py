@@ -389,6 +389,7 @@ def slow_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async", "delayed:1"])
 def test_a_killed_learner_is_survived(sync: str, victim: int) -> None:

@@ -31,6 +31,7 @@ def start(**options: Any) -> sl.Run:
     return small_runs.start(options.pop("data", points(SIZE)), **{"optimizer": optimizer, **options})
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("shard", [0, 1])
 @pytest.mark.parametrize("sync", PRESETS)
 def test_a_lost_shard_comes_back_and_nothing_is_lost_but_time(sync: str, shard: int, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").iterdir())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("optimizer", [partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.01)])
 def test_from_any_checkpoint_to_the_same_bits(engine: str, optimizer: Any, tmp_path: Path) -> None:
@@ -111,6 +112,7 @@ def test_the_local_engine_goes_on_with_a_simulated_run_to_the_same_bits(tmp_path
     assert same(train(engine="local", resume=tmp_path), whole)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async", "delayed:2", "ssp:1", "backup:1"])
 @pytest.mark.parametrize("learners, shards", [(2, 3), (4, 1)])
 def test_with_another_number_of_learners_or_shards(

@@ -67,6 +67,7 @@ def two_loaders(session: sl.Session, what: str) -> int:
 points_of = {"train": points(24), "more": points(16)}
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("what", ["train", "validate", "optimizer"])
 @pytest.mark.parametrize("sync", PRESETS)

@@ -86,6 +86,7 @@ def test_epochs_fold_every_example(sync: str) -> None:
 # -- rates -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "sync, factor",
     [

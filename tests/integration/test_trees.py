@@ -73,6 +73,7 @@ def difference(a: sl.Result, b: sl.Result) -> float:
 TREES = ["tree:2", "tree:3,servers=2", "tree:4,servers=3", "tree:9"]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("topology", TREES)
 @pytest.mark.parametrize("sync", ["hardsync", "delayed:1", "delayed:2", "hardsync until 1 then delayed:1"])
 def test_lockstep_equals_flat_servers_to_rounding(topology: str, sync: str) -> None:
@@ -83,6 +84,7 @@ def test_lockstep_equals_flat_servers_to_rounding(topology: str, sync: str) -> N
     assert difference(tree, run(topology, sync)) == 0.0, "bits repeat"
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("topology", TREES)
 @pytest.mark.parametrize(
     "sync", ["softsync:1", "softsync:3", "async", "ssp:1:rate=share", "hardsync until 1 then async"]
@@ -112,6 +114,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("sync", ["hardsync", "delayed:1", "softsync:1", "async"])
 @pytest.mark.parametrize("topology", ["tree:2,servers=2", "tree:3"])
@@ -123,6 +126,7 @@ def test_nobody_is_missed_for_ever_and_every_example_counts_once(
     assert result.dropped == 0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("topology", ["tree:2,servers=2", "tree:9"])
 @pytest.mark.parametrize("sync", ["hardsync", "softsync:1"])
 def test_a_lost_shard_and_a_resumed_run_go_on_over_the_tree(topology: str, sync: str) -> None:
@@ -200,6 +204,7 @@ def in_processes(topology: str, sync: str, script: str = "", **given: object) ->
         return handle.wait(PATIENCE)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("topology, learners, nodes", [
     ("tree:2,servers=2", 4, 2),
     ("tree:3,servers=1", 4, 2),
@@ -226,6 +231,7 @@ def test_in_processes_too_every_gradient_counts_once_with_its_staleness(sync: st
     assert Counter(version - 1 - stamp for version, _, stamp in rows) == result.staleness.histogram
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("script", [
     "kill learner 2 at version 3",
     "kill node 0 at version 3",
@@ -243,6 +249,7 @@ def test_learners_and_nodes_are_killed_and_every_example_counts_once(sync: str, 
     assert all("ended with signal SIGKILL; " in what and " send " in what for what in moved)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sync", ["hardsync", "async"])
 @pytest.mark.parametrize("node, learners", [(0, 3), (3, 5)])  # a leaf, and one above two leaves
 def test_a_node_dies_at_any_operation(sync: str, node: int, learners: int) -> None:

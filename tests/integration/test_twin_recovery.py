@@ -33,6 +33,7 @@ def train(script: str = "", *, handlers: bool = True, **options: Any) -> sl.Resu
     return sl.train(model, points(SIZE), loss=F.cross_entropy, optimizer=optimizer, engine=engine, **given)
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("handlers", [True, False])
 @pytest.mark.parametrize("shard", [0, 1])
 @pytest.mark.parametrize("sync", PRESETS)

@@ -71,6 +71,7 @@ def equal_ends(a: sl.Result, b: sl.Result) -> None:
     assert repr(a.statistics.tables) == repr(b.statistics.tables)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("sync", DIALS)
 def test_from_any_checkpoint_to_the_same_end(sync: str, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", sync=sync)

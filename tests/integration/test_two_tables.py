@@ -94,6 +94,7 @@ FAULTS = [
 NAMES = ["calm", "joined", "lost", "replaced", "lost and joined", "a shard lost"]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("sync", ["hardsync", "delayed:1", "ssp:0", "backup:1"])
 @pytest.mark.parametrize("script, options", FAULTS, ids=NAMES)
 def test_a_step_of_each_for_every_batch_goes_on_in_the_twin(
@@ -132,6 +133,7 @@ def ends_by_name(run: Callable[[], sl.Result]) -> str | None:
     return None
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "sync", ["hardsync", "delayed:1", "ssp:0", "backup:1", "ssp:1 until 1 then hardsync"]
 )
@@ -192,6 +194,7 @@ def test_whoever_stands_still_when_the_dial_turns_is_counted_so(
     assert problem is not None or then != "hardsync"  # there nobody can go on
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "ssp:1"])
 def test_a_warm_start_whose_shard_is_lost_goes_on(sync: str, engine: str, tmp_path: Path) -> None:

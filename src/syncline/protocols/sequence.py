@@ -123,12 +123,16 @@ class Sequence:
         """It counts from the version it now reads."""
         if self.version < self._warm and len(self.members):
             self._cold[learner] = (rank, number)
-            self.members.excuse(learner)  # it was to work alone, and another does
-            return self._begin()
+            return self.excuse(learner)  # it was to work alone, and another does
         self.members.join(learner, rank, self.version)
         self._gate.hold(learner, number)
         self._gate.resume(learner, self.version)
         return [*self._gate.open(self.version), *self._begin()]
+
+    def excuse(self, learner: int) -> list[Decision]:
+        """Nobody waits for its start: it comes later."""
+        self.members.excuse(learner)
+        return self._begin()
 
     def gradient(self, ticket: Ticket) -> list[Decision]:
         """A learner published a gradient."""

@@ -119,6 +119,8 @@ class Leader:
             self._spread.add(make.table)
         if make.layout.buffers.entries:
             self._buffered.add(make.table)
+        for learner in self._gathering.cold:
+            self._decided(make.table, self._sequences[make.table].excuse(learner))
 
     def join_table(self, join: m.JoinTable) -> None:
         self._ranks[join.learner] = join.rank
@@ -129,7 +131,11 @@ class Leader:
             self._belongings.bring(join.table, join.learner, join.buffers)
         sequence = self._sequences[join.table]
         self._decided(join.table, sequence.join(join.learner, join.rank, 0))
-        self._gathering.join(join.learner, cold=sequence.cold(join.learner))
+        cold = sequence.cold(join.learner)
+        self._gathering.join(join.learner, cold=cold)
+        if cold:  # it comes to the other tables later, too
+            for table, other in self._sequences.items():
+                self._decided(table, other.excuse(join.learner))
         self._start_sums()
 
     def make_loader(self, make: m.MakeLoader) -> None:

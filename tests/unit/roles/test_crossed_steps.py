@@ -36,8 +36,15 @@ class Crew:
     """Learners that go through their loops and return; who is told that loops differ ends."""
 
     def __init__(
-        self, loops: list[str], sync: str, choose: Callable[[int], int], leavers: tuple[int, ...] = ()
+        self,
+        loops: list[str],
+        sync: str,
+        choose: Callable[[int], int],
+        leavers: tuple[int, ...] = (),
+        *,
+        warm: int = 0,
     ) -> None:
+        self._warm = warm
         self._choose, self._loops = choose, dict(enumerate(loops))
         self._queues: dict[str, deque[Callable[[], None]]] = defaultdict(deque)
         self._tickets: dict[tuple[int, int], int] = defaultdict(int)
@@ -52,13 +59,17 @@ class Crew:
         replay.replay.side_effect = self._entry
         self._leader = Leader(port, replay)
         learners = {each: each for each in self._loops}
-        self._leader.resume(m.Resume(initial=tuple(learners)))
+        initial = {0: 0} if warm else learners  # one alone
+        self._leader.resume(m.Resume(initial=tuple(initial)))
         for table in TABLES.values():
-            self._make(table, learners)
+            self._make(table, initial, len(learners))
         for learner in learners:
-            self._enter(learner)
+            if warm:
+                self._queues[f"new {learner}"].append(partial(self._enter, learner))
+            else:
+                self._enter(learner)
 
-    def _make(self, table: int, learners: dict[int, int]) -> None:
+    def _make(self, table: int, initial: dict[int, int], learners: int) -> None:
         layout = MagicMock(shards=1)
         layout.buffers.entries = []
         self._leader.make_table(
@@ -67,9 +78,9 @@ class Crew:
                 layout=layout,
                 template=MagicMock(),
                 dial=0,
-                initial=learners,
-                learners=len(learners),
-                warm=0,
+                initial=initial,
+                learners=learners,
+                warm=self._warm if table == 0 else 0,
                 batch_size=None,
                 limit=None,
                 clip_norm=None,
@@ -84,10 +95,17 @@ class Crew:
         self._queues[f"new {learner}"].append(lambda: self._enter(learner))
 
     def _enter(self, learner: int) -> None:
+        if self._warm:
+            self._waits[learner] = (0, 0)  # what it reads first
+            self._join(0, learner)
+            return
         for table in TABLES.values():
-            self._tickets[learner, table] = 0
-            self._leader.join_table(m.JoinTable(table, learner, learner, None))
+            self._join(table, learner)
         self._go_on(learner)
+
+    def _join(self, table: int, learner: int) -> None:
+        self._tickets[learner, table] = 0
+        self._leader.join_table(m.JoinTable(table, learner, learner, None))
 
     def play(self) -> None:
         """Whatever queue's first message may arrive next."""
@@ -141,6 +159,8 @@ class Crew:
     def _released(self, learner: int, what: tuple[int, int], version: int) -> None:
         self._read[learner, what[0]] = version
         if self._waits.get(learner) == what:
+            if what == (0, 0):
+                self._join(1, learner)
             self._go_on(learner)
 
     def _reported(self, message: Any) -> None:
@@ -175,6 +195,15 @@ def test_equal_loops_always_go_on(loop: str, learners: int, sync: str, joiners: 
         crew.add(loop)
     crew.play()
     assert crew.told == {} and crew.over == set(range(learners + joiners))
+
+
+@many
+@given(st.integers(1, 6), st.integers(2, 4), dials, st.data())
+def test_a_warm_start_goes_on_whoever_comes_first(warm: int, learners: int, sync: str, data: Any) -> None:
+    """After a loss all start anew: who was to work alone may come when another does, and comes to no table before its end."""
+    crew = Crew(["ab" * 6] * learners, sync, lambda count: data.draw(st.integers(0, count - 1)), warm=warm)
+    crew.play()
+    assert crew.told == {} and crew.over == set(range(learners))
 
 
 @many

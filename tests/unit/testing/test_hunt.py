@@ -338,6 +338,7 @@ PLANTED: list[tuple[Callable[[Patch], None], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("plant", "dials"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
 def test_a_planted_bug_is_found_and_shortened(
     plant: Callable[[Patch], None], dials: tuple[str, ...], monkeypatch: Patch
