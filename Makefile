@@ -7,6 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP  := $(VENV)/.setup-done
+JOBS   ?= 2 # test processes at once; most tests start two to four more
 
 .PHONY: setup train test test-long lint types format bench clean
 
@@ -24,10 +25,10 @@ train: setup
 	@$(BIN)/syncline train $(ARGS)
 
 test: lint types
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup
 
 test-long: setup
-	$(BIN)/pytest -m long
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup -m long
 
 lint: setup
 	$(BIN)/ruff check .
