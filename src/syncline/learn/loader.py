@@ -127,7 +127,7 @@ class Loader:
         self._read = reader(data, collate)
         self._orders: dict[int, Tensor] = {}
         self._iterating = False
-        self._portion = Portions(number, session.port.post, session.rest, lambda: session.resting)
+        self._portion = Portions(number, session.port.post, session.wait_for_data, lambda: session.resting)
         self._drive(self._portion.welcome())
 
     @property
