@@ -1,9 +1,11 @@
 """How fast are tables on a GPU, beside plain loops that really run at the same time?
 
-    python -m benchmarks.bench_card [--sizes 0,1,2,3] [--learners 1,2] [--seconds 2] [--device cuda] [--json FILE]
+    python -m benchmarks.bench_card [--sizes 0,1,2,3] [--learners 1,2] [--seconds 2] [--device cuda] [--host] [--train] [--json FILE]
 
 Own loops on a fixed batch of 256 that lies on the card, SGD with momentum; steps/s of all learners together, and their share of as
-many plain loops. `host` is the same with the table in host memory. Leave the machine alone meanwhile.
+many plain loops. with --host also the same with the table in host memory. With --train also
+examples/s of a small CNN (2.2 M, batch 128) through `sl.train` beside a plain loop, with data on the card and in host memory.
+Leave the machine alone meanwhile.
 """
 
 from __future__ import annotations
@@ -86,18 +88,84 @@ def plain_loops(count: int, *given: Any) -> float:
     return total
 
 
-def row(widths: list[int], learners: int, seconds: float, device: str) -> dict[str, Any]:
+def row(widths: list[int], learners: int, seconds: float, device: str, *, host: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "parameters": sum(p.numel() for p in net(widths).parameters()),
         "learners": learners,
     }
     found["plain"] = plain_loops(learners, widths, seconds, device)
     for sync in ("hardsync", "async"):
-        for name, table in ((sync, None), (f"{sync} host", "cpu")):
+        for name, table in ((sync, None), (f"{sync} host", "cpu"))[: 1 + host]:
             run = sl.launch(
                 learner, widths, seconds, learners=learners, device=device, sync=sync, table_device=table
             )
             found[name] = sum(run.returned.values() if isinstance(run.returned, dict) else run.returned)
+    return found
+
+
+# -- through sl.train ----------------------------------------------------------------------------------------
+
+EXAMPLES, BATCH, EPOCHS = 25_600, 128, 14
+TRAINED = [(1, "hardsync"), (1, "async"), (2, "hardsync"), (2, "async"), (2, "delayed:1")]
+
+
+def cnn() -> nn.Module:
+    layers: list[nn.Module] = []
+    for a, b in ((3, 64), (64, 128)):
+        layers += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def plain_epochs(x: torch.Tensor, y: torch.Tensor, device: str, *, there: bool) -> float:
+    """Examples per second of the fastest epoch; from host memory a batch is pinned and copied when it is needed."""
+    torch.set_num_threads(1)
+    model = cnn().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if there:
+        x, y = x.to(device), y.to(device)
+    best = 0.0
+    for _ in range(EPOCHS):
+        order, began = torch.randperm(EXAMPLES).to(x.device), time.perf_counter()
+        for rows in order.split(BATCH):
+            a, b = x[rows], y[rows]
+            if not there:
+                a, b = (each.pin_memory().to(device, non_blocking=True) for each in (a, b))
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(a), b)
+            loss.backward()
+            optimizer.step()
+        loss.item()
+        best = max(best, EXAMPLES / (time.perf_counter() - began))
+    return best
+
+
+def trained(x: torch.Tensor, y: torch.Tensor, device: str, learners: int, sync: str, *, there: bool) -> float:
+    result = sl.train(
+        cnn(),
+        (x, y),
+        loss=F.cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+        learners=learners,
+        sync=sync,
+        device=device,
+        data_device="cuda" if there else None,
+        batch_size=BATCH,
+        epochs=EPOCHS * learners,
+    )
+    ends = [record.seconds for record in result.history]
+    return EXAMPLES / min(b - a for a, b in pairwise(ends))
+
+
+def train_rows(device: str) -> dict[str, float]:
+    x, y = torch.randn(EXAMPLES, 3, 32, 32), torch.randint(0, 10, (EXAMPLES,))
+    found = {}
+    for there in (True, False):
+        where = "data on the card" if there else "data in host memory"
+        whole = found[f"{where}, plain"] = plain_epochs(x, y, device, there=there)
+        print(f"{where}: plain {whole:,.0f} examples/s", flush=True)
+        for learners, sync in TRAINED:
+            rate_ = found[f"{where}, {learners} {sync}"] = trained(x, y, device, learners, sync, there=there)
+            print(f"  {learners} learners, {sync}: {rate_:,.0f} ({rate_ / whole:.2f})", flush=True)
     return found
 
 
@@ -109,6 +177,8 @@ def main() -> None:
     parser.add_argument("--learners", default="1,2")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--host", action="store_true")
+    parser.add_argument("--train", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     head = machine.describe()
@@ -118,13 +188,17 @@ def main() -> None:
     rows = []
     for size in map(int, given.sizes.split(",")):
         for learners in map(int, given.learners.split(",")):
-            rows.append(found := row(WIDTHS[size], learners, given.seconds, given.device))
+            rows.append(found := row(WIDTHS[size], learners, given.seconds, given.device, host=given.host))
             shares = [
                 f"{k} {v:,.0f} ({v / found['plain']:.2f})" for k, v in found.items() if isinstance(v, float)
             ]
             print(f"{found['parameters']:,} parameters, {learners} learners: {', '.join(shares)}", flush=True)
             if given.json:
                 given.json.write_text(json.dumps({"head": head, "rows": rows}, indent=1))
+    if given.train:
+        found = train_rows(given.device)
+        if given.json:
+            given.json.write_text(json.dumps({"head": head, "rows": rows, "train": found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """The short commit, with '+dirty' where files differ from it; 'unknown' outside a repository."""
+    """The short commit, with '+dirty' where files differ from it; 'unknown' outside a repository, unless BENCH_COMMIT says it."""
+    if said := os.environ.get("BENCH_COMMIT"):
+        return said
     head = git("rev-parse", "--short", "HEAD")
     if head is None:
         return "unknown"

@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,9 @@ from syncline.testing import end_leftovers
 
 settings.register_profile("busy", deadline=None)  # a busy machine misses any
 settings.load_profile("busy")
+# As learners compute: sums over threads have other bits, and threads that wait for a core spin.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for what tests start
 Simulation.honest = True  # in simulated runs, too, nobody sees another's memory
 
 
@@ -20,12 +24,3 @@ def _nothing_outlives_its_test() -> Iterator[None]:
     yield
     left = end_leftovers()
     assert not left, f"left behind: {', '.join(left)}"
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """This process computes as its learners do: sums over threads have other bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -174,3 +174,154 @@ def test_no_room_is_said_with_the_numbers() -> None:
 def test_a_table_elsewhere_is_refused() -> None:
     with pytest.raises(sl.UsageError, match="table_device='cuda:7'"):
         train(table_device="cuda:7")
+
+
+# -- nobody waits for the card -------------------------------------------------------------------------------
+
+
+def test_losses_that_come_late_are_those_of_a_table_beside_the_card() -> None:
+    late, said = (
+        train(sync="hardsync", learners=2, table_device=table_device) for table_device in (None, "cpu")
+    )
+    assert [record.loss for record in late.history] == pytest.approx(
+        [record.loss for record in said.history], 1e-4
+    )
+
+
+def test_data_that_lie_on_the_card_give_the_same_bits() -> None:
+    there, here = (train(sync="hardsync", learners=1, data_device=where) for where in ("cuda", None))
+    for name, tensor in here.state_dict().items():
+        assert torch.equal(there.state_dict()[name], tensor)
+
+
+def test_data_that_do_not_fit_are_refused_with_the_numbers() -> None:
+    huge = torch.zeros(1).expand(1 << 40, 1)
+    with pytest.raises(sl.LearnerError, match=r"the data take 8,192.00 GiB, the card has"):
+        sl.train(
+            nn.Linear(1, 1),
+            (huge, huge),
+            loss=F.mse_loss,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            device="cuda",
+            data_device="cuda",
+            steps=1,
+        )
+
+
+# -- what loops do on GPUs -----------------------------------------------------------------------------------
+
+
+def amp_loop(session: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    model = model_of(session.device)
+    optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16, init_scale=2.0**40)
+    losses = []
+    for step in range(200):
+        x, y = batches(session.rank, session.learners, step, session.device)
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype):
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)  # the first ones overflow, and are left out
+        scaler.update()
+        losses.append(loss.detach())
+    return [
+        losses[0].cpu(),
+        torch.stack(losses[-20:]).mean().cpu(),
+        *(parameter.detach().cpu() for parameter in model.parameters()),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sync", ["hardsync", "async"])
+def test_mixed_precision_with_a_scaler(dtype: torch.dtype, sync: str) -> None:
+    result = sl.launch(amp_loop, dtype, learners=2, device="cuda", sync=sync)
+    for first, last, *weights in result.returned:
+        assert last < first and all(weight.isfinite().all() for weight in weights)
+    assert (result.gradients < 400) == (dtype == torch.float16)  # steps that were left out published nothing
+
+
+def graphed_loop(session: Any) -> list[torch.Tensor]:
+    """The user's own graph holds forward and backward, the step is outside."""
+    model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 2)).to(session.device)
+    optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    graphed = torch.cuda.make_graphed_callables(
+        model, (torch.zeros(64 // session.learners, 20, device=session.device),)
+    )
+    for step in range(30):
+        x, y = batches(session.rank, session.learners, step, session.device)
+        optimizer.zero_grad()
+        F.cross_entropy(graphed(x), y).backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def compiled_loop(session: Any) -> list[torch.Tensor]:
+    model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 2)).to(session.device)
+    optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    compiled = torch.compile(model)
+    for step in range(30):
+        x, y = batches(session.rank, session.learners, step, session.device)
+        optimizer.zero_grad()
+        F.cross_entropy(compiled(x), y).backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def plain_loop(session: Any) -> list[torch.Tensor]:
+    model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 2)).to(session.device)
+    optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    for step in range(30):
+        x, y = batches(session.rank, session.learners, step, session.device)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("loop", [graphed_loop, compiled_loop])
+def test_captured_and_compiled_models_learn_what_plain_ones_learn(loop: Any) -> None:
+    found, wanted = (
+        sl.launch(each, learners=2, device="cuda", sync="hardsync") for each in (loop, plain_loop)
+    )
+    for mine, theirs in zip(found.returned[0], wanted.returned[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def captured_step(session: Any) -> None:
+    model = nn.Linear(20, 2).to(session.device)
+    optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
+    model(torch.zeros(4, 20, device=session.device)).sum().backward()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+def test_a_step_inside_a_captured_graph_is_refused_by_name() -> None:
+    with pytest.raises(sl.LearnerError, match=r"step cannot be in a CUDA graph"):
+        sl.launch(captured_step, learners=1, device="cuda")
+
+
+def odd_loop(session: Any) -> list[torch.Tensor]:
+    """Two tables; frozen and unused parameters."""
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2)).to(session.device)
+    head = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(5, 5)}).to(session.device)
+    model[0].bias.requires_grad_(False)
+    first = session.optimizer(model, partial(torch.optim.Adam, lr=0.01))
+    second = session.optimizer(head, partial(torch.optim.SGD, lr=0.1))
+    for step in range(20):
+        x, y = batches(session.rank, session.learners, step, session.device)
+        for each in (first, second):
+            each.zero_grad()
+        F.cross_entropy(head["used"](model(x)), y).backward()
+        first.step()
+        second.step()
+    return [parameter.detach().cpu() for each in (model, head) for parameter in each.parameters()]
+
+
+def test_two_tables_with_frozen_and_unused_parameters() -> None:
+    one, host = (
+        sl.launch(odd_loop, learners=2, device="cuda", sync="hardsync", table_device=where)
+        for where in (None, "cpu")
+    )
+    for mine, theirs in zip(one.returned[0], host.returned[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

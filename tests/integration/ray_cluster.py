@@ -1,4 +1,7 @@
-"""A Ray cluster of several raylets on this machine, in a process that is nobody's child: it ends when its input does."""
+"""A Ray cluster of several raylets on this machine, in a process that is nobody's child: it ends when its input does.
+
+A line with a number is one more raylet, of so many cores.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ def main(cpus: list[int]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers look whether their raylet is there: no zombies
     os.write(said, f"{cluster.address}\n".encode())
     os.close(said)
-    sys.stdin.read()
+    for line in sys.stdin:
+        cluster.add_node(num_cpus=int(line))
     cluster.shutdown()
 
 

@@ -25,7 +25,6 @@ from syncline.cluster.record import Cluster, Compute, Link
 from syncline.errors import LayoutError, RunError, UsageError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 State = dict[str, Tensor]
 MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)

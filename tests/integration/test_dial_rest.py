@@ -26,7 +26,6 @@ from tests.integration import small_runs
 from tests.integration.small_runs import Constant, check_accounts, points, rising
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 ENGINES = ["local", "sim"]
 LOCAL_STEPS = "downpour:push=2,fetch=3,local_lr=0.05"

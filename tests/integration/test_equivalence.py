@@ -24,7 +24,6 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED = 5
 State = dict[str, Tensor]

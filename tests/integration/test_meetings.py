@@ -21,7 +21,6 @@ from tests.integration.small_runs import launched, step
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ENGINES = ["sim", "local"]
-pytestmark = pytest.mark.usefixtures("one_thread")
 PRESETS = [
     "hardsync",
     "softsync:1",

@@ -28,7 +28,6 @@ from tests.integration.wires import ControlConnection, Stalling, wire
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZE, EPOCHS = 204, 3
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def slowly(model: nn.Module, batch: Any) -> Any:
@@ -138,7 +137,17 @@ def test_a_frozen_agent_is_declared_dead_and_whatever_comes_back_ends_itself() -
     check_accounts(result)
 
 
-@pytest.mark.parametrize("fault", [ControlConnection.cut, ControlConnection.silence])
+def silent_there(way: ControlConnection) -> None:
+    way.silence("there")
+
+
+def silent_back(way: ControlConnection) -> None:
+    way.silence("back")
+
+
+@pytest.mark.parametrize(
+    "fault", [ControlConnection.cut, ControlConnection.silence, silent_there, silent_back]
+)
 def test_a_node_behind_a_broken_wire_is_lost_and_finds_that_out_when_it_is_mended(
     fault: Callable[[ControlConnection], None],
 ) -> None:
@@ -155,6 +164,77 @@ def test_a_node_behind_a_broken_wire_is_lost_and_finds_that_out_when_it_is_mende
         run.stop()
         result = run.wait(PATIENCE)
     assert kinds(result).count("lost") == kinds(result).count("replaced") == 2
+    check_accounts(result)
+
+
+def test_a_silence_that_ends_soon_is_no_loss() -> None:
+    """TCP sends again what was under way."""
+    with wire() as way:
+        run = begin(Nodes(2, 2, through=way.through), learners=4, epochs=100_000)
+        until(lambda: version(run) >= 10)
+        way.silence()
+        time.sleep(1.0)
+        way.speak()
+        seen = run.statistics().steps
+        until(lambda: all(run.statistics().steps[rank] > seen[rank] + 5 for rank in range(4)))
+        run.stop()
+        result = run.wait(PATIENCE)
+    assert kinds(result) == []
+    check_accounts(result)
+
+
+def test_a_caller_that_stood_still_itself_declares_nobody_dead() -> None:
+    """As after Ctrl-Z and fg."""
+    run = begin(Nodes(2, 1), learners=2, epochs=100_000)
+    until(lambda: version(run) >= 10)
+    pulse = run._handle.opened.pulse
+    looks: list[None] = []
+
+    def stand_still() -> None:
+        looks.append(None)
+        if len(looks) == 1:
+            time.sleep(6.0)
+
+    pulse.look = stand_still
+    until(lambda: len(looks) > 12)
+    run.stop()
+    assert kinds(run.wait(PATIENCE)) == []
+
+
+def test_the_end_of_all_learners_names_the_last_checkpoint(tmp_path: Path) -> None:
+    engine = Nodes(2, 2, apart=True, server_nodes=1)
+    run = begin(engine, learners=2, epochs=100_000, run_dir=tmp_path, checkpoint_every=5)
+    until(lambda: version(run) >= 12)
+    engine.cluster.running.agents[1].signal(signal.SIGKILL, all_of_it=True)
+    words = r"all learners are lost, .*its machine: .*; the last checkpoint is .*/checkpoints/0+\d+: resume="
+    with pytest.raises(sl.RunError, match=words) as error:
+        run.wait(PATIENCE)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("who", ["relay 0", "shard 1"])
+def test_a_frozen_relay_or_shard_is_ended_and_all_goes_back(who: str, tmp_path: Path) -> None:
+    """The caller's relay by itself, a shard elsewhere with `kill_hung`."""
+    run = begin(
+        Nodes(2, 2),
+        topology="servers:2",
+        learners=4,
+        epochs=100_000,
+        run_dir=tmp_path,
+        checkpoint_every=20,
+        patience=5.0,
+        kill_hung=True,
+    )
+    until(lambda: version(run) >= 30)
+    os.kill(run._handle.pids()[who], signal.SIGSTOP)
+    events = run._handle._run.recorder.outcome.events
+    until(lambda: "recovered" in [event.kind for event in events])
+    seen = version(run)
+    until(lambda: version(run) > seen + 10)
+    run.stop()
+    result = run.wait(PATIENCE)
+    found = [kind for kind in kinds(result) if kind != "checkpoint"]
+    assert found == ["hangs", "killed", "shard lost", "recovered"]
     check_accounts(result)
 
 

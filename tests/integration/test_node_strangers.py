@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -20,6 +21,7 @@ from torch.optim import SGD
 
 import syncline as sl
 from syncline.engines.ray import engine as engines
+from syncline.engines.ray.agent import Agent, Begin
 from syncline.engines.ray.authentication import HELLO, NONCE, Secret, Stranger, connect
 from syncline.engines.ray.bulk_connection import _HEAD, Connection
 from syncline.engines.ray.frame_kinds import AGENT, Kind
@@ -28,7 +30,6 @@ from tests.integration.small_runs import PATIENCE, kinds, same
 from tests.integration.wires import Repeating, wire
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def until(ready: Callable[[], Any]) -> None:
@@ -160,14 +161,38 @@ def test_versions_that_differ_are_refused_with_the_node(monkeypatch: pytest.Monk
     assert "\n" not in str(error.value)
 
 
-def test_an_agent_that_cannot_be_reached_is_refused_with_both_nodes() -> None:
-    def nowhere(address: tuple[str, int]) -> tuple[str, int]:
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            found: tuple[str, int] = door.getsockname()[:2]
-        return found
+def nowhere(address: tuple[str, int]) -> tuple[str, int]:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        found: tuple[str, int] = door.getsockname()[:2]
+    return found
 
+
+def test_an_agent_that_cannot_be_reached_is_refused_with_both_nodes() -> None:
     with pytest.raises(
         sl.RunError, match=r"\(node 0\) cannot reach the agent on .*\(node 1\) at 127"
     ) as error:
         begin(engine=Nodes(2, 1, through=nowhere))
     assert "\n" not in str(error.value)
+
+
+def test_a_way_that_is_blocked_between_two_other_nodes_is_refused_with_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def blocked(spec: Any, sites: Any, site: int, others: dict[int, Any], token: Any) -> Begin:
+        return Begin(spec, sites, site, {each: nowhere(way) for each, way in others.items()}, token)
+
+    monkeypatch.setattr(engines, "Begin", blocked)
+    words = r"\(node 1\) cannot reach the agent on .*\(node 2\) at .*refused; open that way"
+    with pytest.raises(sl.RunError, match=words) as error:
+        begin(engine=Nodes(3, 1), learners=3, topology="servers:3", run_dir=tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_an_agent_listens_on_its_nodes_own_address_alone() -> None:
+    """A machine may have several network cards."""
+    with contextlib.closing(Agent(Secret.new(), "127.0.0.2", path=[], folder=os.getcwd())) as agent:
+        host, port = agent.about().address
+        assert host == "127.0.0.2"
+        socket.create_connection((host, port)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))

@@ -29,7 +29,6 @@ from tests.integration.wires import wire
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZE, EPOCHS = 204, 2  # uneven: 12 batches of 16 and one of 12
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def net() -> nn.Module:
@@ -88,7 +87,9 @@ def version(run: sl.Run) -> int:
 def pid_of(run: sl.Run, role: str, rank: int) -> int:
     """Of the newest that runs."""
     over = ("returned", "raised", "lost", "killed")
-    found = [p for p in run.statistics().processes if (p.role, p.rank) == (role, rank) and p.state not in over]
+    found = [
+        p for p in run.statistics().processes if (p.role, p.rank) == (role, rank) and p.state not in over
+    ]
     return found[-1].pid
 
 
@@ -100,7 +101,7 @@ def test_lockstep_gives_the_bits_of_the_tree_on_one_machine(sync: str, tmp_path:
     """Two machines of two learners, with a shard on each: as tree:2 has them on one."""
     options: dict[str, Any] = {"sync": sync, "clip_norm": 0.5}
     run = begin(engine=Nodes(2, 2), run_dir=tmp_path, **options)
-    assert run._handle._machines.sites.servers == [0, 1]
+    assert run._handle.opened.machines.sites.servers == [0, 1]
     there = run.wait(PATIENCE)
     assert Counter(each.role for each in there.statistics.processes)["node"] == 2
     check_accounts(there)

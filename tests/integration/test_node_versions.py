@@ -28,7 +28,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZE, EPOCHS, WIDTH = 204, 3, 300
 VERSION = 4 * (6 * WIDTH + WIDTH + WIDTH * WIDTH + WIDTH + WIDTH * 2 + 2)  # bytes
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def net() -> nn.Module:
@@ -154,7 +153,7 @@ def test_lockstep_with_shards_on_several_machines_gives_the_bits_of_local(
 ) -> None:
     options: dict[str, Any] = {"sync": sync, "topology": "servers:3", "clip_norm": 0.5, "learners": 2}
     run = begin(engine=Nodes(4, 1, server_nodes=servers), run_dir=tmp_path, **options)
-    assert len(run._handle._machines.sites.servers) == 2
+    assert len(run._handle.opened.machines.sites.servers) == 2
     assert same(run.wait(PATIENCE).state_dict(), train(**options).state_dict())
 
 

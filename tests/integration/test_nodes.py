@@ -27,7 +27,6 @@ from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZE = 204  # uneven: 12 batches of 16 and one of 12
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def points(size: int = SIZE) -> TensorDataset:
@@ -71,6 +70,12 @@ def test_lockstep_gives_the_bits_of_local(sync: str) -> None:
     assert same(here.state_dict(), there.state_dict())
     assert [record.metrics for record in here.history] == [record.metrics for record in there.history]
     assert here.staleness == there.staleness
+
+
+def test_all_begin_with_the_same_buffers_where_no_learner_is_beside_the_shards() -> None:
+    """What the first learner publishes reaches a machine that its own does not speak to."""
+    there = train(engine=Nodes(3, 2, server_nodes=1), epochs=1)
+    assert same(there.state_dict(), train(epochs=1).state_dict())
 
 
 @pytest.mark.parametrize("sync", ["softsync:1", "async", "ssp:2"])

@@ -31,11 +31,17 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 LONGEST = 100.0  # seconds
 HELPER = Path(__file__).with_name("ray_cluster.py")
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.timeout(300),  # Ray takes its time on a busy machine
+]
+
+
+Cluster = subprocess.Popen[str]
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def cluster() -> Iterator[Cluster]:
     """Three nodes, of 2, 2 and 1 cores; the caller is on the first."""
     command = [sys.executable, str(HELPER), "2", "2", "1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
@@ -43,8 +49,15 @@ def address() -> Iterator[str]:
         found = starter.stdout.readline().strip()
         assert found, "no Ray cluster came up"
         ray.init(address=found, logging_level="ERROR", log_to_driver=True)
-        yield found
+        starter.address = found  # type: ignore[attr-defined]
+        yield starter
         ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(cluster: Cluster) -> str:
+    found: str = cluster.address  # type: ignore[attr-defined]
+    return found
 
 
 def points() -> TensorDataset:
@@ -82,7 +95,7 @@ def where(session: sl.Session) -> int:
 @pytest.mark.slow
 def test_learners_are_on_the_nodes_they_are_dealt_to(address: str) -> None:
     run = sl.launch(where, learners=3, engine=sl.Ray(nodes=3, learners_per_node=1), wait=False)
-    agents = [about.pid for about in run._handle._agents.about.values()]
+    agents = [about.pid for about in run._handle.opened.agents.about.values()]
     assert run.wait(LONGEST).returned == [os.getpid(), *agents]
     while ray.available_resources()["CPU"] < 5.0:  # all that was reserved will be free again
         time.sleep(0.05)
@@ -121,7 +134,7 @@ def test_the_loss_of_an_agent_is_the_loss_of_its_learners(address: str) -> None:
     )
     while (table := run.statistics().tables.get(0)) is None or table.version < 10:
         time.sleep(0.01)
-    (agent,) = run._handle._agents.about.values()
+    (agent,) = run._handle.opened.agents.about.values()
     os.kill(agent.pid, signal.SIGKILL)
     result = run.wait(LONGEST)
     assert kinds(result).count("lost") >= 2 and "replaced" in kinds(result)
@@ -215,6 +228,35 @@ def raylet_of(node: str) -> int:
 
 
 @pytest.mark.slow
+def test_a_node_that_joins_the_ray_cluster_gets_a_learner(cluster: Cluster) -> None:
+    """The cluster has a node more afterwards."""
+    run = train(
+        engine=sl.Ray(nodes=2, learners_per_node=1, grow=True),
+        sync="async",
+        learners=2,
+        epochs=100_000,
+        loss=None,
+        objective=slowly,
+        wait=False,
+    )
+    while not {0, 1} <= set(run.statistics().steps):
+        time.sleep(0.05)
+    assert cluster.stdin is not None
+    cluster.stdin.write("1\n")
+    cluster.stdin.flush()
+    while 2 not in run.statistics().steps:
+        time.sleep(0.05)
+    agents = run._handle.opened.agents
+    assert set(agents.about) == {1, 2} and len(ray.util.list_named_actors()) == 2
+    run.stop()
+    result = run.wait(LONGEST)
+    assert kinds(result) == ["machine joined", "joined"]
+    check_accounts(result)
+    while ray.available_resources()["CPU"] < 6.0:  # its room, too, is given back
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
 def test_a_lost_node_is_the_loss_of_its_learners_and_others_take_their_place(address: str) -> None:
     """The last test of this cluster: it has a node less afterwards."""
     run = train(
@@ -222,7 +264,7 @@ def test_a_lost_node_is_the_loss_of_its_learners_and_others_take_their_place(add
     )
     while (table := run.statistics().tables.get(0)) is None or table.version < 10:
         time.sleep(0.01)
-    agents = run._handle._agents
+    agents = run._handle.opened.agents
     os.kill(raylet_of(agents._nodes[max(agents.about)].id), signal.SIGKILL)
     while len([each for each in run.statistics().processes if each.role == "learner"]) < 6:
         time.sleep(0.01)

@@ -21,7 +21,6 @@ from syncline.learn.regularisers import elastic, group_lasso, l1, l2
 from syncline.nn import RBM
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def line() -> TensorDataset:

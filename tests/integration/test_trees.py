@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.errors import LostError, NotYetError
 from syncline.report.clock_file import read_clocks
-from syncline.testing import Faults, Local, Nodes
+from syncline.testing import Faults, Local
 from syncline.testing.hunt import case_player as playing
 from syncline.testing.hunt.case import random_case
 
@@ -143,7 +143,6 @@ def test_a_lost_shard_and_a_resumed_run_go_on_over_the_tree(topology: str, sync:
 
 @pytest.mark.parametrize("given, words", [
     ({"topology": "tree:2,broadcast", "engine": "local"}, "not built yet with broadcast and gradients"),
-    ({"topology": "tree:3", "engine": Nodes(2, 1)}, "is not built yet on this engine"),
     ({"topology": "tree:2,broadcast"}, "not built yet with broadcast and gradients"),
     ({"topology": "tree:2", "sync": "downpour:push=2,fetch=2,local_lr=0.1"}, "learners step by themselves"),
 ])  # fmt: skip

@@ -273,6 +273,17 @@ FOUND = {
         epochs=1,
         cluster="equal:jitter=exponential:0.5",
     ),
+    "a dead learner's late words came after its leave, and it was waited for in a meeting": Case(
+        seed=298,
+        sync="downpour:push=3,fetch=4,local_lr=0.1",
+        script="kill learner 1 at version 10; kill learner 0 at 11 s",
+        examples=25,
+        batch_size=3,
+        epochs=3,
+        warmstart=1,
+        cluster="equal:latency=0.01,beside=true,learners_per_machine=2,delay=0.3",
+        late=True,
+    ),
 }
 
 

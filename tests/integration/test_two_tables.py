@@ -24,7 +24,6 @@ from tests.integration.small_runs import launched
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ENGINES = ["sim", "local"]
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def launch(

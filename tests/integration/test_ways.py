@@ -24,7 +24,6 @@ from syncline.nn import DBN, RBM, Net
 from tests.integration.small_runs import PRESETS, same
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED, SIZE, BATCH = 3, 96, 8
 

@@ -21,8 +21,8 @@ class ControlConnection:
         self.ends: list[tuple[socket.socket, socket.socket]] = []  # the caller's, the agent's
         self.said: list[bytearray] = []  # by callers, on each connection; its beginning
         self.passed = self.came = 0  # bytes of callers, of agents
-        self._speaks = threading.Event()
-        self._speaks.set()
+        self._speaks = {"there": threading.Event(), "back": threading.Event()}
+        self.speak()
 
     def through(self, address: tuple[str, int]) -> tuple[str, int]:
         door = socket.create_server(("127.0.0.1", 0))
@@ -42,15 +42,16 @@ class ControlConnection:
                     threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 
     def _pass_on(self, source: socket.socket, target: socket.socket, said: bytearray | None) -> None:
+        speaks = self._speaks["back" if said is None else "there"]
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if said is not None:
                     self._counted(data, said)
                 else:
                     self.came += len(data)
-                self._speaks.wait()
+                speaks.wait()
                 target.sendall(data)
-            self._speaks.wait()
+            speaks.wait()
         self._end(source, target)
 
     def _counted(self, data: bytes, said: bytearray) -> None:
@@ -62,12 +63,14 @@ class ControlConnection:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def silence(self) -> None:
-        """Nothing passes, and nobody is told."""
-        self._speaks.clear()
+    def silence(self, *ways: str) -> None:
+        """Nothing passes, "there" or "back" or both, and nobody is told."""
+        for way in ways or self._speaks:
+            self._speaks[way].clear()
 
     def speak(self) -> None:
-        self._speaks.set()
+        for way in self._speaks.values():
+            way.set()
 
     def cut(self) -> None:
         for pair in self.ends:

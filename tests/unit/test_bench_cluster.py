@@ -102,7 +102,6 @@ def test_words_on_the_command_line() -> None:
         arguments(["--contenders", "hardsink"])
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_the_peers_server_applies_the_mean() -> None:
     server, worker = ray_server.Server((3, 2)), ray_server.Worker((3, 2), 4, 0)
     gradient = worker.gradient(server.weights())

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,15 +40,6 @@ def test_batches_cover_an_epoch_once() -> None:
     assert not torch.equal(*epochs)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("column", ["serial", "SGD", "AGD-2"])
 def test_columns_run_and_learn(column: str) -> None:
     tests = run(column, plan(end=24, cut=20))

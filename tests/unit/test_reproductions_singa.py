@@ -13,8 +13,6 @@ from benchmarks import bench_cd
 from reproductions.singa import autoencoder, dbn, motion
 from syncline.nn import CRBM
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def images(count: int) -> TensorDataset:
     """Two kinds: the upper or the lower half is bright."""

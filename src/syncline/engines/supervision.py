@@ -69,7 +69,7 @@ class Supervision:
         self.lifecycle, self._crew = lifecycle, crew
         self._coordinator, self._recorder, self._now = coordinator, recorder, now
         self._folder, self._start = folder, start
-        self._last: Path | None = None  # checkpoint
+        self.last: Path | None = None  # checkpoint
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Supervision:
         self._carry_out(self.lifecycle.shard_lost(lost, self._now(), details))
 
     def checkpointed(self, path: Path) -> None:
-        self._last = path
+        self.last = path
         self.lifecycle.checkpointed()
 
     def add(self, count: int) -> None:
@@ -165,7 +165,7 @@ class Supervision:
         """The state that new shards begin with; None: that of the start."""
         assert self._folder is not None
         try:
-            last = restored(find(self._last)) if self._last else self._start
+            last = restored(find(self.last)) if self.last else self._start
         except CheckpointError as error:
             raise LostError(f"{lost}, and the last checkpoint cannot be read: {error}") from error
         self._folder.prepare()  # removes what was being written

@@ -81,6 +81,7 @@ class Job:
     warmstart: int = 0
     device: str | tuple[str, ...] | None = None
     table_device: str | None = None
+    data_device: str | None = None
     threads: int | None = None
     group: int = 1
     plan: str | dict[str, str] | None = None
@@ -340,7 +341,7 @@ def _words(job: Mapping[str, Any]) -> Iterator[Problem]:
     policy = job["policy"]
     if policy not in POLICIES:
         yield ("policy",), f"expected one of {', '.join(POLICIES)}, got {policy!r}{nearest(policy, POLICIES)}"
-    for key in ("device", "table_device"):
+    for key in ("device", "table_device", "data_device"):
         devices = job[key] or ()
         for name in (devices,) if isinstance(devices, str) else devices:
             try:

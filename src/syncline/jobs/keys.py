@@ -293,6 +293,13 @@ KEYS: tuple[Key, ...] = (
         meaning="where their table lies; with them where it is left out",
     ),
     Key(
+        name="data_device",
+        kind='"cuda"',
+        read=_text,
+        default=None,
+        meaning="all data lie on each learner's GPU, where they are tensors",
+    ),
+    Key(
         name="threads",
         kind="a whole number of at least 1",
         read=_whole(1),

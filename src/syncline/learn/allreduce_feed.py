@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from syncline.errors import UsageError
-from syncline.learn.batches import to_device
+from syncline.learn.batches import CopyStream, to_device
 from syncline.learn.loader import epoch_order, reader
 from syncline.protocols.allreduce_rounds import Rounds, Share, Spans, at_start, left_of, standing
 from syncline.protocols.spans import Standing
@@ -51,7 +51,10 @@ class AllReduceLoader:
         self.epoch = kept.standing.done if kept is not None else 0  # of the next iteration
         self._rounds = self._whole = self._rounds_of(None)
         self._left = self._left_of(kept)
-        self._read = reader(data, collate)
+        on_gpu = session.device.type == "cuda"
+        self._copies = CopyStream(session.device) if on_gpu else None
+        self._read = reader(data, collate, pinned=on_gpu)
+        self._lies = data.tensors[0].device if isinstance(data, TensorDataset) else torch.device("cpu")
         self._iterating = False
         self._given = 0  # rounds of this epoch
         self._settled = 0  # of them, in gradients
@@ -97,7 +100,7 @@ class AllReduceLoader:
                 self._session.consume(self.number, share.weight, more=self._given < self._rounds.count)
                 if self._given == self._rounds.count:
                     self._session.epoch_given(self.number, self.epoch)
-                yield to_device(batch, self._session.device)
+                yield batch
         finally:
             source.close()  # type: ignore[attr-defined]
             self._leave()
@@ -131,20 +134,20 @@ class AllReduceLoader:
             epoch=self.epoch,
             policy=self.policy,
             parts=len(self._batches),
-        )
+        ).to(self._lies)
         shares = [self._rounds.share(number) for number in range(self._rounds.count)]
         if self.ahead and self._session.reader:
-            return _read_ahead(shares, lambda share: self._batch(order, share), self.ahead)
-        return ((share, self._batch(order, share)) for share in shares)
+            return _read_ahead(shares, lambda share: self._batch(order, share), self.ahead, self._copies)
+        return ((share, to_device(self._batch(order, share), self._session.device)) for share in shares)
 
     def _batch(self, order: Tensor, share: Share) -> Any:
         return self._read(order[share.start : share.stop])
 
 
 def _read_ahead(
-    shares: Sequence[Share], read: Callable[[Share], Any], ahead: int
+    shares: Sequence[Share], read: Callable[[Share], Any], ahead: int, copies: CopyStream | None
 ) -> Iterator[tuple[Share, Any]]:
-    """A thread reads and collates while the loop computes."""
+    """A thread reads and collates, and copies to a GPU, while the loop computes."""
     done: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=ahead)
     ended = threading.Event()
 
@@ -161,7 +164,7 @@ def _read_ahead(
             if ended.is_set():
                 return
             try:
-                put((read(share), None))
+                put((read(share) if copies is None else copies.begin(read(share)), None))
             except BaseException as error:
                 put((None, error))
                 return
@@ -173,7 +176,7 @@ def _read_ahead(
             batch, error = done.get()
             if error is not None:
                 raise error
-            yield share, batch
+            yield share, batch if copies is None else copies.use(batch)
     finally:
         ended.set()
         thread.join()

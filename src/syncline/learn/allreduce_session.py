@@ -226,7 +226,7 @@ class AllReduceSession(Session):
         else:
             assert global_batch_size is not None
             batches = equal_shares(global_batch_size, self.learners)
-        reads = read_ahead(data, ahead)
+        reads = read_ahead(data, ahead, self.device)
         key = (id(data), batches, policy, identity(collate))
         if key not in self._same:
             self._same[key] = self._open_loader(data, batches, policy, collate, reads)

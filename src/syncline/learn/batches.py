@@ -20,7 +20,47 @@ from torch.nn.utils.rnn import PackedSequence
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors there. Copies from pageable memory have left it when this returns."""
-    return batch if device.type == "cpu" else _moved(batch, device)
+    if device.type == "cpu":
+        return batch
+    return _moved(batch, device, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+class CopyStream:
+    """Copies batches to a GPU on a stream of its own, ahead of their use; `begin` from any thread, `use` where they are computed on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def begin(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
+        """The batch there, soon."""
+        with torch.cuda.stream(self._stream):
+            moved = _moved(batch, self._device, self._copy)
+            return moved, self._stream.record_event()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()  # torch keeps such memory, and uses it again
+        return tensor.to(self._device, non_blocking=True)
+
+    def use(self, begun: tuple[Any, torch.cuda.Event]) -> Any:
+        """What is computed from here on comes after the copy; its memory is not used again before that is done."""
+        batch, copied = begun
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(copied)
+        for tensor in _tensors(batch):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        return batch
+
+
+def rows_of(tensor: Tensor, indices: Tensor, *, pinned: bool) -> Tensor:
+    """These rows, wherever the tensor lies; `pinned`: in memory that a GPU copies from by itself."""
+    if tensor.is_cuda:
+        return tensor.index_select(0, indices.to(tensor.device, non_blocking=True))
+    if pinned:
+        room = torch.empty((len(indices), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+        return torch.index_select(tensor, 0, indices, out=room)
+    return tensor[indices]
 
 
 def count_of(batch: Any) -> int:
@@ -30,15 +70,15 @@ def count_of(batch: Any) -> int:
     return next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 1)
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def _moved(batch: Any, device: torch.device, tensor: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return tensor(batch)
     if (move := _own_move(batch)) is not None:
         moved = move(device)
         return batch if moved is None else moved  # one that moves in place
     if not (parts := _parts(batch)):
         return batch
-    moved = {key: _moved(value, device) for key, value in parts.items()}
+    moved = {key: _moved(value, device, tensor) for key, value in parts.items()}
     return batch if all(moved[key] is parts[key] for key in parts) else _with(batch, moved)
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from syncline.errors import UsageError
-from syncline.learn.batches import to_device
+from syncline.learn.batches import CopyStream, rows_of, to_device
+from syncline.learn.model_factories import CPU
 from syncline.learn.stepper import FeedWait, Portions, Rested
 from syncline.messages.to_leader import CloseLoader
 from syncline.ports import OUTSIDE, Portion
@@ -49,22 +50,25 @@ def epoch_order(size: int, *, seed: int, epoch: int, policy: str = "ledger", par
     return torch.cat(pieces)
 
 
-def read_ahead(data: Dataset[Any], ahead: int | None = None) -> int:
-    """How many batches a thread reads before they are needed: as the user says, else none of tensors in memory."""
+def read_ahead(data: Dataset[Any], ahead: int | None = None, device: torch.device = CPU) -> int:
+    """How many batches a thread reads before they are needed: as the user says, else none of tensors that lie on the device."""
     if ahead is not None:
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
             raise UsageError(
                 f"ahead must be a whole number of at least 0, the batches that are read before they are needed, got {ahead!r}"
             )
         return ahead
-    return 0 if isinstance(data, TensorDataset) else AHEAD
+    there = isinstance(data, TensorDataset) and all(each.device.type == device.type for each in data.tensors)
+    return 0 if there else AHEAD
 
 
-def reader(data: Dataset[Any], collate: Callable[[list[Any]], Any] | None) -> Callable[[Tensor], Any]:
-    """Indices to a batch."""
+def reader(
+    data: Dataset[Any], collate: Callable[[list[Any]], Any] | None, *, pinned: bool = False
+) -> Callable[[Tensor], Any]:
+    """Indices to a batch; `pinned`: rather where a GPU copies from."""
     if isinstance(data, TensorDataset) and collate is None:
         tensors = data.tensors
-        return lambda indices: [tensor[indices] for tensor in tensors]
+        return lambda indices: [rows_of(tensor, indices, pinned=pinned) for tensor in tensors]
     gather = collate or default_collate
     several = getattr(data, "__getitems__", None)  # torch's own optional protocol of data sets
     if several is not None:
@@ -124,7 +128,10 @@ class Loader:
         self.data, self.collate = data, collate  # kept: the session knows its loaders by their identity
         self.ahead = ahead  # in force from the next epoch on
         self._policy, self._parts = policy, parts
-        self._read = reader(data, collate)
+        on_gpu = session.device.type == "cuda"
+        self._copies = CopyStream(session.device) if on_gpu else None
+        self._read = reader(data, collate, pinned=on_gpu)
+        self._lies = data.tensors[0].device if isinstance(data, TensorDataset) else CPU
         self._orders: dict[int, Tensor] = {}
         self._iterating = False
         self._portion = Portions(number, session.port.post, session.wait_for_data, lambda: session.resting)
@@ -160,15 +167,19 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self._enter()
-        source = self._read_ahead() if self.ahead else ((p, self._batch(p)) for p in self._portions())
+        source = self._read_ahead() if self.ahead else self._read_now()
         try:
             for portion, batch in source:
                 self._session.consumed(self.number, portion.number + 1, portion.stop - portion.start)
-                yield to_device(batch, self._session.device)
+                yield batch
         finally:
             source.close()
             self._leave()
             self._iterating = False
+
+    def _read_now(self) -> Generator[tuple[Portion, Any]]:
+        for portion in self._portions():
+            yield portion, to_device(self._batch(portion), self._session.device)
 
     def _enter(self) -> None:
         if self._iterating:
@@ -191,7 +202,7 @@ class Loader:
                 parts=self._parts,
             )
             self._orders = {epoch: kept for epoch, kept in self._orders.items() if epoch >= portion.epoch - 1}
-            self._orders[portion.epoch] = order
+            order = self._orders[portion.epoch] = order.to(self._lies)
         return self._read(order[portion.start : portion.stop])
 
     # -- portions ----------------------------------------------------------------------------------------
@@ -279,7 +290,7 @@ class Loader:
                 continue
             if read.error is not None:
                 raise read.error
-            yield read.portion, read.batch
+            yield read.portion, read.batch if self._copies is None else self._copies.use(read.batch)
 
     def _reading(
         self, wanted: queue.SimpleQueue[tuple[int, Portion] | None], done: queue.SimpleQueue[_ReadAhead]
@@ -289,7 +300,8 @@ class Loader:
 
     def _read_one(self, item: tuple[int, Portion]) -> _ReadAhead:
         try:
-            return _ReadAhead(*item, self._batch(item[1]))
+            batch = self._batch(item[1])
+            return _ReadAhead(*item, batch if self._copies is None else self._copies.begin(batch))
         except BaseException as error:
             return _ReadAhead(*item, None, error)
 

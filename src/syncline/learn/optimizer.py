@@ -18,6 +18,7 @@ from syncline.dial import Sync
 from syncline.errors import LoopError, UsageError
 from syncline.learn.replica import ModelReplica
 from syncline.learn.stepper import Answer, FreeDraft, Stepper, Steps, Wait
+from syncline.learn.usage_warnings import hooked
 from syncline.messages import to_leader as say
 from syncline.ports import Computing, Reset, RunStopped, TablePort
 from syncline.table.gradient_slot import options_text
@@ -51,6 +52,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self.number = number
         self._session, self._table = session, table
         self._parameters = tensors.parameters
+        self._on_gpu = any(parameter.is_cuda for parameter in tensors.parameters)
         self._serial = 0
         self._loaded: list[dict[str, tuple[Any, Any]]] = [{} for _ in self.param_groups]
         self._options = self._said()
@@ -94,10 +96,22 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Publish the gradient, wait as the dial says, read one version."""
+        if torch.autograd._profiler_enabled() or hooked(
+            self
+        ):  # torch's wrapper costs a tenth of a small step
+            return _hooked_step(self, closure)
+        self._session.watch.stepped()
         return self._stepped(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch leaves it as it is
 
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "session.optimizer's step cannot be in a CUDA graph: it talks to other processes. Capture forward and backward "
+                "(torch.cuda.make_graphed_callables), and step outside"
+            )
         self._warn_of_writes()
         if closure is not None:
             with torch.enable_grad():
@@ -282,3 +296,6 @@ class SharedOptimizer(torch.optim.Optimizer):
     def release_hooks(self) -> None:
         """Nothing is held after the learner's function."""
         self._table = None  # type: ignore[assignment]
+
+
+_hooked_step = torch.optim.Optimizer.profile_hook_step(SharedOptimizer._stepped)

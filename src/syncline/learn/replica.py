@@ -6,7 +6,7 @@ Not responsible for when.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -104,13 +104,16 @@ class ModelReplica(Replica):
     def usage(self) -> tuple[int, int, int]:
         return self._session.take_usage()
 
-    def loss(self, said: Any) -> float:
-        """The closure's, or what the loop says."""
-        session = self._session
+    def loss(self, said: Any) -> SupportsFloat:
+        """The closure's, or what the loop says; on a card nobody waits for it here."""
+        session, steps = self._session, self._optimizer.stepper.steps
         found, session.loss = session.loss if said is None else said, UNSAID
+        if isinstance(found, Tensor) and found.is_cuda:
+            session.watch.loss_on_card(found, steps, session.epoch)
+            return found.detach()
         value = found.item() if isinstance(found, Tensor) else float(found)
         if found is not UNSAID:
-            session.watch.loss(value, self._optimizer.stepper.steps, session.epoch)
+            session.watch.loss(value, steps, session.epoch)
         return value
 
     def states(self, *, keep: bool) -> bytes:

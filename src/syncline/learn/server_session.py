@@ -222,7 +222,7 @@ class ServerSession(Session):
         check_function("collate", collate)
         check_policy(policy)
         batch_size = batch_of_each(batch_size, global_batch_size, self.learners, self.sync)
-        reads = read_ahead(data, ahead)
+        reads = read_ahead(data, ahead, self.device)
         key = (id(data), batch_size, policy, identity(collate))
         if key not in self._same:
             self._same[key] = self._open_loader(data, batch_size, policy, collate, reads)

@@ -29,7 +29,7 @@ class Session(ABC):
     seat: int = 0  # of this process, among those of the learner
     seats: int = 1
     watch: Watch
-    loss: float = UNSAID  # of the gradient that is being made, for the record
+    loss: float | Tensor = UNSAID  # of the gradient that is being made, for the record
 
     @property
     @abstractmethod
@@ -53,8 +53,8 @@ class Session(ABC):
     ) -> Any:
         """This learner's batches; iterate once per epoch. The same call again gives the same loader, another `collate` another.
 
-        `ahead` batches are read by a thread before they are needed: none for tensors in memory, else two. Given again it
-        holds from the next epoch on. `len` is the batches of an epoch that one loop sees: the same number in every learner,
+        `ahead` batches are read by a thread, and copied to a GPU, before they are needed: none of tensors that lie on the
+        learner's device, else two. Given again it holds from the next epoch on. `len` is the batches of an epoch that one loop sees: the same number in every learner,
         exact in lockstep and over all-reduce; elsewhere the mean over the learners, of which a fast one gets more.
         `global_batch_size` is that of all learners together, each takes its share.
         """

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from syncline.errors import UsageError
 from syncline.learn.batches import to_device
@@ -35,6 +35,7 @@ class Training:
     epochs: int | None
     policy: str
     collate: Callable[[list[Any]], Any] | None
+    on_device: bool = False  # all data lie on the learner's GPU
     check: bool = False  # a partitioned model against the whole one
 
     @property
@@ -52,7 +53,7 @@ def run_training(session: Session, plan: Training) -> None:
         model = partition(model, check=plan.check)
     optimizer = session.optimizer(model, plan.optimizer)
     loader = session.loader(
-        plan.data,
+        all_on(session.device, plan.data) if plan.on_device else plan.data,
         batch_size=plan.batch_size if plan.global_batch_size is None else None,
         global_batch_size=plan.global_batch_size,
         policy=plan.policy,
@@ -64,8 +65,19 @@ def run_training(session: Session, plan: Training) -> None:
         for batch in loader:
             schedule.go_to(loader.epoch)
             optimizer.zero_grad()
-            session.loss = way(model, batch).item()
+            session.loss = way(model, batch).detach()
             optimizer.step()
+
+
+def all_on(device: torch.device, data: Any) -> TensorDataset:
+    """A data set of tensors, kept there."""
+    wanted, (free, _) = sum(tensor.nbytes for tensor in data.tensors), torch.cuda.mem_get_info(device)
+    if wanted > free:
+        raise UsageError(
+            f"data_device={str(device)!r}: the data take {wanted / 2**30:,.2f} GiB, the card has {free / 2**30:,.2f} GiB left; "
+            "leave data_device= out, and batches are copied ahead of their use"
+        )
+    return TensorDataset(*(tensor.to(device) for tensor in data.tensors))
 
 
 class Schedule:

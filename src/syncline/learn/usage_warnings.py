@@ -12,13 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from syncline import messages as m
 
 _NORMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)  # of the learner that runs here
 _hooked = False
+LOOK = 1000  # steps
 
 
 class Watch:
@@ -31,6 +37,7 @@ class Watch:
         self._parameters: set[int] = set()  # in tables
         self._steps = 0  # of tables
         self._outer: list[int] = []  # steps of tables before each optimizer that is stepping now
+        self._looked: tuple[int, int | None] = (0, -1)  # step and epoch of the last loss on a card
         self._alone = ""  # a plain optimizer that stepped before there was a table
         _hook()
         _WATCH.set(self)
@@ -55,12 +62,22 @@ class Watch:
         if not math.isfinite(value):
             self.warn("loss", not_finite(f"its step {step}", epoch, value))
 
+    def loss_on_card(self, loss: Tensor, step: int, epoch: int | None) -> None:
+        """The same once an epoch, or in many steps: each look waits for the card."""
+        if epoch != self._looked[1] or step >= self._looked[0] + LOOK:
+            self._looked = step, epoch
+            self.loss(loss.item(), step, epoch)
+
     # -- plain optimizers --------------------------------------------------------------------------------
 
     def opened(self, parameters: Sequence[nn.Parameter], *optimizers: Optimizer) -> None:
         """A table: its optimizer, and those that it runs itself."""
         self._shared += optimizers
         self._parameters.update(map(id, parameters))
+
+    def stepped(self) -> None:
+        """A table's own step, without hooks."""
+        self._steps += 1
 
     def before(self, optimizer: Optimizer) -> None:
         if any(optimizer is each for each in self._shared):
@@ -102,6 +119,13 @@ def _hook() -> None:
         _hooked = True
         register_optimizer_step_pre_hook(_before)
         register_optimizer_step_post_hook(_after)
+
+
+def hooked(optimizer: Optimizer) -> bool:
+    """Somebody else wants to know of its steps."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return True
+    return len(_global_optimizer_pre_hooks) > 1 or len(_global_optimizer_post_hooks) > 1
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -332,10 +332,9 @@ class Simulation(Crew):
 
     def kill(self, learner: SimLearner, why: str) -> None:
         """It ends now; the others hear of it after all that it sent."""
-        latest = learner.last_words()
         learner.kill()
         self._dying[learner.learner] = why
-        self.clock.at(latest, lambda: self._lost(learner))
+        self.clock.at(learner.last_words(), lambda: self._lost(learner))
 
     def _lost(self, learner: SimLearner) -> None:
         why = self._dying.pop(learner.learner, None)

@@ -64,6 +64,8 @@ class JoinedStep:
             for number, group in enumerate(optimizer.param_groups)
         ]
         self._step = bare_step(self._joined)
+        self._foreach = any(segment.is_cuda for segment in weights)  # as torch chooses where nobody does
+        self._fits: bool | None = None  # with the options as they are; None: they may be others
         self._holds = False  # the state lies here
         self._gradients: Sequence[Tensor] | None = None
 
@@ -85,18 +87,29 @@ class JoinedStep:
 
     def step(self, gradients: Sequence[Tensor]) -> bool:
         """One step with the gradient's segments; False where only the plain step will do, and nothing was done."""
-        groups = self._optimizer.param_groups
-        if _fused(self._optimizer):
+        if self._fits is None:
+            self._fits = self._follow()
+        if not self._fits or (not self._holds and not self._take_over()):
             return False
-        if not self._holds and not self._take_over():
-            return False
-        for mine, theirs in zip(self._joined.param_groups, groups, strict=True):
-            mine.update((key, value) for key, value in theirs.items() if key != "params")
         if gradients is not self._gradients:
             for run in self._runs:
                 run.flat.grad = gradients[run.segment][run.start : run.stop]
             self._gradients = gradients
         self._step()
+        return True
+
+    def changed(self) -> None:
+        """The optimizer's options are others."""
+        self._fits = None
+
+    def _follow(self) -> bool:
+        """The same options, and torch's choice made once."""
+        if _fused(self._optimizer):
+            return False
+        for mine, theirs in zip(self._joined.param_groups, self._optimizer.param_groups, strict=True):
+            mine.update((key, value) for key, value in theirs.items() if key != "params")
+            if "foreach" in mine and mine["foreach"] is None and not mine.get("differentiable"):
+                mine["foreach"] = self._foreach
         return True
 
     def rebind(self, weights: Sequence[Tensor]) -> None:

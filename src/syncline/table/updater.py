@@ -124,8 +124,13 @@ class Updater:
         if options is not self._options or factor != self._factor:
             self._options, self._factor = options, factor
             self._groups.follow(options, factor)
-            if self._flat is not None:
-                self._flat.changed()
+            self._changed()
+
+    def _changed(self) -> None:
+        """The groups' options are others."""
+        for steps in (self._flat, self._joined):
+            if steps is not None:
+                steps.changed()
 
     def step(self) -> None:
         """With the gradient that was gathered."""
@@ -215,8 +220,7 @@ class Updater:
         """Replace the optimizer's state (entries as `template.split` gives them)."""
         self._look(change=True)
         self._groups.load(options)
-        if self._flat is not None:
-            self._flat.changed()
+        self._changed()
         self.optimizer.state.clear()
         for piece, parameter in zip(self._part.pieces, self.parameters, strict=True):
             if piece.entry in state:

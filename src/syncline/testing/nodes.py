@@ -11,9 +11,10 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from syncline.engines.local import forkserver
 from syncline.engines.ray.agent import About, Agent
@@ -32,6 +33,9 @@ class ApartAgent:
 
     def __init__(self, about: About) -> None:
         self._about = about
+
+    def about(self) -> About:
+        return self._about
 
     @property
     def pids(self) -> list[int]:
@@ -55,31 +59,49 @@ class SmallAgents(Agents):
     """One of each node but the caller's, in this process or apart."""
 
     def __init__(self, count: int, secret: Secret, *, apart: bool, through: Through) -> None:
-        self.secret, here = secret, (list(sys.path), os.getcwd())
-        self.agents: dict[int, Any]
+        self.secret, self.closing = secret, threading.Event()
+        self._apart, self._through = apart, through
+        self.agents: dict[int, Any] = {}
+        self.about: dict[int, About] = {}
         self._starter: subprocess.Popen[bytes] | None = None
-        if apart:
-            self.about = self._start_apart((secret.run, secret.key, count, *here))
-            self.agents = {index: ApartAgent(about) for index, about in self.about.items()}
-        else:
-            self.agents = {index: _agent(secret, *here) for index in range(1, count)}
-            self.about = {index: agent.about() for index, agent in self.agents.items()}
-        for index, about in self.about.items():
-            self.about[index] = replace(about, address=through(about.address))
+        self._start_all(range(1, count))
 
-    def _start_apart(self, settings: Any) -> dict[int, About]:
-        code = "from syncline.testing.nodes import serve; serve()"
-        paths = os.pathsep.join(path for path in sys.path if path)
-        self._starter = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": paths},
-        )
-        assert self._starter.stdin is not None and self._starter.stdout is not None
-        self._starter.stdin.write(pickle.dumps(settings))
-        self._starter.stdin.flush()
-        return {index: pickle.load(self._starter.stdout) for index in range(1, settings[2])}
+    def add(self, index: int, node: Node, load: int) -> About:
+        self._start_all([index])
+        return self.about[index]
+
+    def drop(self, index: int) -> None:
+        if index in self.agents:
+            self.agents.pop(index).close()
+
+    def _start_all(self, indices: Sequence[int]) -> None:
+        here = (self.secret.run, self.secret.key, list(sys.path), os.getcwd())
+        for index, agent in zip(indices, self._made(len(indices), *here), strict=True):
+            self.agents[index] = agent
+            about = agent.about()
+            self.about[index] = replace(about, address=self._through(about.address))
+
+    def _made(self, count: int, *settings: Any) -> list[Any]:
+        if not self._apart:
+            return [_agent(*settings) for _ in range(count)]
+        return [ApartAgent(about) for about in self._start_apart(count, settings)]
+
+    def _start_apart(self, count: int, settings: Any) -> list[About]:
+        if self._starter is None:
+            code = "from syncline.testing.nodes import serve; serve()"
+            paths = os.pathsep.join(path for path in sys.path if path)
+            self._starter = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": paths},
+            )
+        words, answers = self._starter.stdin, self._starter.stdout
+        assert words is not None and answers is not None
+        for _ in range(count):
+            pickle.dump(settings, words)
+        words.flush()
+        return [pickle.load(answers) for _ in range(count)]
 
     def close(self) -> None:
         for agent in self.agents.values():
@@ -88,30 +110,37 @@ class SmallAgents(Agents):
             self._starter.communicate()
 
 
-def _agent(secret: Secret, path: list[str], folder: str) -> Agent:
-    return Agent(secret, "127.0.0.1", path=path, folder=folder)
+def _agent(run: bytes, key: bytes, path: list[str], folder: str) -> Agent:
+    return Agent(Secret(run, key), "127.0.0.1", path=path, folder=folder)
 
 
 def serve() -> None:
-    """Starts the agents of nodes that are apart, all from one warm process; they end when its input does."""
-    run, key, count, path, folder = pickle.load(sys.stdin.buffer)
-    out = os.dup(1)
+    """Starts the agents of nodes that are apart, each from one warm process; they end when its input does."""
+    out, life = os.dup(1), os.pipe()
     os.dup2(2, 1)
     forkserver._warm_up()
-    for _ in range(1, count):
-        if os.fork() == 0:
-            forkserver.start_here()
-            agent = _agent(Secret(run, key), path, folder)
-            os.write(out, pickle.dumps(agent.about()))
-            os.close(out)
-            os.read(0, 1)
-            agent.close()
-            forkserver.shutdown()
-            os._exit(0)
+    with contextlib.suppress(EOFError):
+        while True:
+            settings = pickle.load(sys.stdin.buffer)
+            if os.fork() == 0:
+                os.close(life[1])
+                _live(settings, out, life[0])
     os.close(out)
-    os.read(0, 1)
-    for _ in range(1, count):
-        os.wait()
+    os.close(life[1])
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _live(settings: Any, out: int, life: int) -> NoReturn:
+    forkserver.start_here()
+    agent = _agent(*settings)
+    os.write(out, pickle.dumps(agent.about()))
+    os.close(out)
+    os.read(life, 1)
+    agent.close()
+    forkserver.shutdown()
+    os._exit(0)
 
 
 class SmallEchoes(Echoes):
@@ -133,11 +162,18 @@ class SmallCluster(RayCluster):
 
     def __init__(self, count: int, cores: int, *, apart: bool, through: Through, blind: bool = False) -> None:
         self._blind = blind
-        self._nodes = [Node(f"node {index}", "127.0.0.1", cores, home=index == 0) for index in range(count)]
+        self._nodes: list[Node] = []
+        for _ in range(count):
+            self.add_node(cores)
         self._apart, self._through = apart, through
 
+    def add_node(self, cores: int) -> None:
+        """Joins the cluster."""
+        index = len(self._nodes)
+        self._nodes.append(Node(f"node {index}", "127.0.0.1", cores, home=index == 0))
+
     def nodes(self) -> list[Node]:
-        return self._nodes
+        return list(self._nodes)
 
     def agents(
         self,
@@ -158,7 +194,7 @@ class SmallCluster(RayCluster):
 
 
 class Nodes(Ray):
-    """In place of `sl.Ray`; `cluster.running.agents` are the last run's.
+    """In place of `sl.Ray`; `cluster.running.agents` are the last run's, `cluster.add_node(cores)` lets another join.
 
     `apart=True`: each in processes of its own. `through` gives the address at which an agent's own is reached. `blind=True`:
     they do not see the caller's files.

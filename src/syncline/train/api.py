@@ -29,6 +29,7 @@ from syncline.train.checks import (
     check_call,
     check_callbacks,
     check_data,
+    check_data_device,
     check_evaluate,
     check_loop,
     check_optimizer,
@@ -152,6 +153,7 @@ def train(
     warmstart: int = 0,
     device: str | Sequence[str] | None = None,
     table_device: str | None = None,
+    data_device: str | None = None,
     seed: int = 0,
     policy: str = "ledger",
     collate: Callable[[list[Any]], Any] | None = None,
@@ -187,6 +189,9 @@ def train(
     `regulariser`, a function of the model, is added to every gradient. `stop` ends the run before its end: at a `loss`, after a
     `plateau` of so many epochs without a better one, or at a `gradient_norm` of the data.
 
+    Tables lie with their learners, where those are on GPUs, unless `table_device="cpu"`; with `data_device="cuda"` each
+    learner keeps all data, a TensorDataset's or a tuple's tensors, on its GPU (docs/howto/gpus.md).
+
     The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
     number) or seconds (a text such as "30s"; "auto" is a minute, "end" or None the last one alone) and at the end; `resume` goes
     on from one. With `clocks` the vector clock of every update is kept there too. A learner that dies is left out, with `replace`
@@ -215,6 +220,7 @@ def train(
     each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)
     check_loop(loss, objective, epochs, steps, policy, collate)
     data, evaluate = check_data(data, each), check_evaluate(evaluate)
+    check_data_device(data_device, device, data, collate)
     whole, sent = built(model, seed)
     way = way_of(gradient, whole, loss, objective)
     trained, rule = regularised(way, regulariser), read_stop(stop)
@@ -238,6 +244,7 @@ def train(
         epochs=epochs,
         policy=policy,
         collate=collate,
+        on_device=data_device is not None,
         check=check,
     )
     evaluation = with_norm(evaluation_of(sent, evaluate, way, each, collate), rule, training)
@@ -283,6 +290,7 @@ def train(
         checkpoints=Checkpoints(
             run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
         ),
+        model=whole,
         evaluate=evaluation,
         callbacks=(*check_callbacks(callbacks), *([rule] if rule is not None else [])),
     )

@@ -66,6 +66,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # options of `train` by name: the defau
     "check": (False, "it compares a model that is cut over seats; leave it out"),
     "stop": (None, "the method's tolerance= ends it, or a callback"),
     "table_device": (None, "vectors lie in the shards' own memory; leave it out"),
+    "data_device": (None, "portions are read ahead; leave it out"),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from syncline.dial import Course
 from syncline.engines.run import Callback
@@ -178,3 +178,19 @@ def check_call(function: Any, arguments: tuple[Any, ...], keywords: dict[str, An
         raise UsageError(
             f"{name}{signature} cannot be called with a session and what launch was given: {error}"
         ) from None
+
+
+def check_data_device(given: Any, device: Any, data: Any, collate: Any) -> None:
+    """Data that can lie on the learners' GPUs."""
+    if given is None:
+        return
+    devices = [device] if isinstance(device, str) or device is None else list(device)
+    if given != "cuda" or not all(str(each).startswith("cuda") for each in devices):
+        raise UsageError(
+            f'data_device={given!r} with device={device!r}: it is "cuda", and keeps the data on the GPUs of learners with device="cuda"'
+        )
+    if not isinstance(data, TensorDataset) or collate is not None:
+        what = f"a {type(data).__name__}" if collate is None else "an own collate="
+        raise UsageError(
+            f'data_device="cuda" keeps tensors: give a TensorDataset or a tuple of tensors, without collate=, got {what}'
+        )

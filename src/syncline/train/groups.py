@@ -28,10 +28,11 @@ from syncline.parallel.move import Group
 from syncline.parallel.trace import skeleton
 from syncline.plan import Plan, step_seconds
 from syncline.plan import plan as cheapest
+from syncline.roles.run_plan import RunPlan
 from syncline.sim.engine import Sim
 from syncline.sim.group_times import groups_of, seats_of
 from syncline.table.optimizer_template import ELEMENTWISE
-from syncline.table.store import PLACES
+from syncline.table.store import PLACES, places_for
 from syncline.topologies import AllReduce, parse_topology
 
 
@@ -122,6 +123,23 @@ def check_memory(
                 f"table {readable(table)}, together {readable(needed)} on {device}, and {readable(there)} are free there: take "
                 "more cards or fewer learners, a smaller batch_size, or plan=sl.plan(..., memory=bytes)"
             )
+
+
+def check_card(card: str, devices: Sequence[str], plan: RunPlan, model: nn.Module) -> None:
+    """That a table fits on its card, with the learners there; what is counted is needed at least."""
+    delay, learners = plan.delay, plan.learners
+    weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    places, slots = places_for(delay), max(2, delay + 1)
+    there = devices.count(card)
+    needed = weights * (places + learners * (slots + 1) + 2 * there)
+    free = free_memory(card)
+    if free is not None and needed > free:
+        raise UsageError(
+            f"the table does not fit on {card}: {places} versions take {readable(places * weights)}, {slots} gradients and an "
+            f"inbox for each of {learners} learners {readable(learners * (slots + 1) * weights)}, weights and gradients of "
+            f"{there} learners there {readable(2 * there * weights)}, and {readable(free)} are free, without the optimizer's "
+            'state; table_device="cpu" keeps it beside the card'
+        )
 
 
 def free_memory(device: str) -> int | None:

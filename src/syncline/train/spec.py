@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from syncline.dial import Course, Sync
 from syncline.engines.checkpoint_options import Checkpoints
@@ -24,6 +25,7 @@ from syncline.protocols.lifecycle import Faults
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.engine import Sim
 from syncline.topologies import Topology, Trees, parse_topology
+from syncline.train.groups import check_card
 
 DEFAULT_LEARNERS = 2
 ENGINES: dict[str, type[Engine]] = {"local": Local, "ray": Ray, "sim": Sim}
@@ -42,6 +44,7 @@ def run_spec(
     checkpoints: Checkpoints,
     group: int = 1,
     cut: Any = None,
+    model: nn.Module | None = None,
     evaluate: Evaluate | None = None,
     callbacks: tuple[Callback, ...] = (),
 ) -> RunSpec:
@@ -69,6 +72,8 @@ def run_spec(
     card = None if dealt or group > 1 or tree else card_of(table_device, devices)
     if card is not None:  # the card folds, and processes that take turns on it only wait for each other
         plan = dataclasses.replace(plan, topology=plan.topology.sized(1, 1, lockstep=True))
+        if model is not None:
+            check_card(card, devices, plan, model)
     saving, storage = checkpoints.opened(plan)
     return RunSpec(
         task=task,

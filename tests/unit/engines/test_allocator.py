@@ -24,10 +24,12 @@ def step():
 
 for _ in range(3):
     step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
+counts = []
+for _ in range(11):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(sorted(counts)[5])  # a step or two may fault: the system takes a page back, or joins pages into large ones
 """
 
 
@@ -42,7 +44,7 @@ def test_freed_blocks_are_kept() -> None:
     possible, count = faults("keep")
     if possible == "False":
         pytest.skip("this C library has no mallopt")
-    assert int(count) < 1000  # of 300,000 pages without it, fewer where pages are large
+    assert int(count) < 100  # of 30,000 pages a step without it, fewer where pages are large
 
 
 def test_elsewhere_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,6 @@ from torch import nn
 from syncline.errors import UsageError
 from syncline.models import Autoencoder, Recurrent, locally_connected, reconstruction, speech
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())

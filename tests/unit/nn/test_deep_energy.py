@@ -13,7 +13,6 @@ from syncline.nn import CRBM, DBM, DBN, windows
 from syncline.nn.rbm import all_states
 
 DOUBLE = torch.float64
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sigmoid(value: float) -> float:

@@ -13,7 +13,6 @@ from syncline.nn import DBN, RBM
 from syncline.nn.rbm import all_states
 
 DOUBLE = torch.float64
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def machine(visible: int = 4, hidden: int = 3, **options: object) -> RBM:

@@ -22,11 +22,8 @@ IMAGE = (5, 6, 9, 8)  # uneven over 2, 3 and 4 processes
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread_and_groups_that_end() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _groups_end() -> Iterator[None]:
     yield
-    torch.set_num_threads(threads)
     seats.close()
 
 

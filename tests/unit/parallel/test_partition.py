@@ -24,11 +24,8 @@ seats = Seats()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread_and_groups_that_end() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _groups_end() -> Iterator[None]:
     yield
-    torch.set_num_threads(threads)
     seats.close()
 
 

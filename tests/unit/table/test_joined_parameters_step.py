@@ -148,6 +148,7 @@ def _happen(pair: Pair, event: str) -> None:
         for _, optimizer, _ in pair.sides:
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
+        pair.joined.changed()
     elif event == "load":  # both go on with what the second has
         pair.joined.give_back(whole=True)
         kept = pair.sides[1]

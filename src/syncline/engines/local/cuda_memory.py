@@ -139,14 +139,23 @@ class StreamOrder:
             self._event = torch.cuda.Event(interprocess=True)
             self._event.record()
         handles.put(index, self._event.ipc_handle())
+        self._index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        self._raw = -1
+        self._stream: torch.cuda.Stream
+
+    def _current(self) -> torch.cuda.Stream:
+        """Torch makes an object at each look: that takes longer than to record an event."""
+        if (raw := torch._C._cuda_getCurrentRawStream(self._index)) != self._raw:
+            self._raw, self._stream = raw, torch.cuda.current_stream(self._device)
+        return self._stream
 
     def signal(self) -> None:
         """All that was begun here is done before what others begin after they hear of it."""
-        self._event.record(torch.cuda.current_stream(self._device))
+        self._event.record(self._current())
 
     def after(self, handles: Handles, indices: Sequence[int]) -> None:
         """What they have signalled is done before what is begun here from now on."""
-        stream = torch.cuda.current_stream(self._device)
+        stream = self._current()
         for index in indices:
             if (event := handles.event(index, self._device)) is not None:
                 stream.wait_event(event)

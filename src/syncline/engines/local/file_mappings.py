@@ -245,7 +245,7 @@ def _open_inodes() -> dict[bytes, str]:
 def _confirmed(opened: dict[_Range, tuple[int, str | None]]) -> dict[_Range, tuple[int, str | None]]:
     """Those whose file is the mapped one: mapped again, both look alike; the others are closed."""
     probes = {wanted: _probe(fd) for wanted, (fd, _) in opened.items()}
-    now = _ranges()
+    now = _ranges() if opened else []  # reading it takes milliseconds, and most messages map nothing
     kept = {}
     for wanted, (fd, path) in opened.items():
         if _file_of(probes[wanted], fd, now) == wanted.file:

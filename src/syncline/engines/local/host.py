@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from syncline import messages as m
@@ -29,6 +29,7 @@ class Sites:
 
     shards: tuple[int, ...]
     live: tuple[int, ...] = (0,)
+    grows: bool = False  # others may join
 
     @property
     def servers(self) -> list[int]:
@@ -46,7 +47,11 @@ class Sites:
         for shard, where in enumerate(self.shards):
             if where == site:
                 shards.insert(shard, min(live, key=shards.count))
-        return Sites(tuple(shards), live)
+        return replace(self, shards=tuple(shards), live=live)
+
+    def joined_by(self, site: int) -> Sites:
+        """One more, for learners."""
+        return self if site in self.live else replace(self, live=(*self.live, site))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,14 @@ class TableHere:
     table: int
     layout: Layout
     region: Region
+    made: bool = False  # all that a learner begins with lies in the leading shard's machine
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """From the relay: all that a learner begins a table with is here."""
+
+    table: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +161,19 @@ class SiteGone:
 
 
 @dataclass(frozen=True, slots=True)
+class SiteJoined:
+    """To the caller's relay: one more machine, to connect to."""
+
+    site: int
+    address: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """From the relay: it has a way to all machines that it has to do with."""
+
+
+@dataclass(frozen=True, slots=True)
 class Vitals:
     """What a machine shows of its processes: notes of learners, and who of them waits; how often servers have looked for work."""
 
@@ -159,6 +185,7 @@ class Vitals:
 class Host(ABC):
     """A machine, as the supervisor has it. Nothing here waits for another machine."""
 
+    site: int
     processes: list[Process]  # all that were started
 
     @abstractmethod
@@ -217,6 +244,10 @@ class Host(ABC):
         """Another machine is gone."""
 
     @abstractmethod
+    def gain_site(self, site: int) -> None:
+        """Another machine has joined."""
+
+    @abstractmethod
     def lose_node(self, node: int) -> str | None:
         """A node of the tree is gone: where those below it send now, in words; None: it was the last leaf."""
 
@@ -235,6 +266,18 @@ class Seats:
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Whom machines tell what happens, on the supervisor's thread."""
+
+    heard: Heard
+    ended: Ended
+    lost: Callable[[int, str], None]  # a machine, and why
+    joined: Callable[[Host, str], None]  # another one, and its name
+    add: Callable[[int], None]  # so many learners may begin
+    refused: Callable[[str], None]  # something that was not done, in words
+
+
 class Machines(ABC):
     """The other machines of a run on several."""
 
@@ -245,9 +288,7 @@ class Machines(ABC):
         """What this machine's relay runs."""
 
     @abstractmethod
-    def hosts(
-        self, processes: Processes, heard: Heard, ended: Ended, lost: Callable[[int, str], None]
-    ) -> Sequence[Host]:
+    def hosts(self, processes: Processes, told: Told) -> Sequence[Host]:
         """In their order; what is heard of them comes with the processes' work."""
 
     @abstractmethod
@@ -259,5 +300,9 @@ class Machines(ABC):
         return Seats()
 
     @abstractmethod
-    def suspect(self, relay: Process, word: Any) -> None:
+    def address(self, site: int) -> Any:
+        """Where the caller's relay finds it."""
+
+    @abstractmethod
+    def hear(self, relay: Process, word: Any) -> None:
         """What a machine's relay says."""

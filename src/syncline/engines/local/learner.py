@@ -29,6 +29,7 @@ from syncline.engines.local.version_flow import VersionFlow, swappable
 from syncline.engines.local.version_ring import Reader
 from syncline.engines.run import Task
 from syncline.learn.server_session import ServerSession
+from syncline.learn.session import UNSAID
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
 from syncline.ports import (
     Computing,
@@ -118,6 +119,7 @@ class LocalTable(TablePort):
         for block in (self._shelf, self._lane):
             block.to_card(card, owner=False, wait=self._await_handle)
         self._order = StreamOrder(card, self._lane.handles, EVENT)
+        _pin([self._lane.losses.page])
         self._shards = range(EVENT, EVENT + self.layout.shards)
 
     def _await_handle(self) -> None:
@@ -211,6 +213,9 @@ class LocalTable(TablePort):
                 slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
             if message.states:
                 slot.write_states(message.states)
+            if self._order is not None and isinstance(message.loss, Tensor):
+                self._lane.losses.write(message.number, message.loss)
+                message = message._replace(loss=UNSAID)
         self._signal()
         self._port.publish(encode(message, place), gradient=isinstance(message, Gradient))
         self._published[place] = message.number

@@ -15,6 +15,7 @@ from typing import Any
 from syncline import messages as m
 from syncline.engines.local.exchange import LINE, Ring
 from syncline.engines.local.host import (
+    Begun,
     Ended,
     Forget,
     Heard,
@@ -26,6 +27,7 @@ from syncline.engines.local.host import (
     SendOut,
     SentOut,
     SiteGone,
+    SiteJoined,
     Sites,
     TableHere,
     Vitals,
@@ -46,16 +48,17 @@ SHARED, SERVERS = 0, -1  # owners of memory that are no learners
 YIELDS = {"learner": 1000, "shard": 200}
 """A learner yields for the length of a small fold, a shard for the time between two learners' gradients: waking a sleeping
 core costs more than either."""
+ROOMY = 10  # times as many for a shard, where every process has a core of its own
 
 
 def geometry_of(spec: RunSpec, sites: Sites) -> Geometry:
     """How many slots and places for versions the dials need (M11, M13); two slots, so that any dial may follow.
 
-    Between machines versions take long to read: one more place, or two, is left alone meanwhile.
+    Between machines versions take long to read: one more place, or two, is left alone meanwhile. It is the same on all of them.
     """
     slots = max(2, spec.plan.delay + 1)
     sums = slots * spec.plan.learners  # a learner that comes late to a round may be alone in its sum
-    places = places_for(spec.plan.delay) + min(2, len(sites.live) - 1)
+    places = places_for(spec.plan.delay) + (2 if sites.grows else min(2, len(sites.live) - 1))
     return Geometry(slots, places, spec.card, sums)
 
 
@@ -94,6 +97,8 @@ class LocalHost(Host):
         self._tables: dict[int, tuple[Layout, Region]] = {}
         self._lanes: dict[tuple[int, int], Region] = {}  # by table and learner, until the learner has it
         self._held: dict[int, list[tuple[Process, Any]]] = defaultdict(list)  # words that wait for the relay
+        self._begun: set[int] = set()  # tables whose first values are here
+        self._opening: list[tuple[int, m.Opened]] = []  # answers that wait for them
         self._regions: dict[int, list[Region]] = defaultdict(list)  # by learner; SHARED, and SERVERS' own
         self._hub = self.region(ControlBlock.nbytes())
         self._words = ControlBlock(self._hub).words
@@ -150,6 +155,10 @@ class LocalHost(Host):
         self._release(SERVERS)
         self._known.clear()
         self._lanes.clear()
+        self._begun.clear()
+        opening, self._opening = self._opening, []
+        for learner, _ in opening:
+            self.reply(learner, m.Stale())
         if self.nodes is not None:
             self.nodes.plant(sites, learners, again=again)
         here, leads = len(self._shard_bells), 0 in self._shard_bells
@@ -183,7 +192,7 @@ class LocalHost(Host):
             others,
             self._relay_bell if self._relay_of is not None else None,
             self.geometry,
-            YIELDS["shard"],
+            YIELDS["shard"] * (ROOMY if self._roomy() else 1),
             self._beats,
             self._spec.storage.folder,
             self._crashes.pop(f"shard {shard}", None),
@@ -205,6 +214,7 @@ class LocalHost(Host):
             self._relay_beats,
             self.nodes.near if self.nodes is not None else frozenset(),
         )
+        self._relay_beats.words[0] = 0  # it has not begun
         self.relay = self._forks.fork("relay", self.site, self.site, self._relay_of(parts), None, 1)
         for learner, held in self._held.items():
             for _ in held:  # nothing of theirs is under way any more
@@ -248,7 +258,7 @@ class LocalHost(Host):
         if isinstance(message, m.MakeTable):
             region = self._table(message.table, message.layout)
             _clear(region, message.layout, self.geometry)
-            self._tell_relay(TableHere(message.table, message.layout, region))
+            self._tell_relay(TableHere(message.table, message.layout, region, made=True))
             return replace(message, handle=region)
         if isinstance(message, m.JoinTable):
             return self._with_lane(message)
@@ -319,8 +329,14 @@ class LocalHost(Host):
         if self._spec.threads is not None:
             return self._spec.threads
         spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
-        share = -(-self._spec.plan.learners // len(self.sites.live))
-        return max(1, spare // (share * self._spec.group))
+        return max(1, spare // self._computing())
+
+    def _computing(self) -> int:
+        """Processes of learners here."""
+        return -(-self._spec.plan.learners // len(self.sites.live)) * self._spec.group
+
+    def _roomy(self) -> bool:
+        return len(os.sched_getaffinity(0)) > self._computing() + len(self._shard_bells)
 
     def forget(self, learner: int) -> None:
         process = self.learners.pop(learner, None)
@@ -344,8 +360,15 @@ class LocalHost(Host):
 
     def reply(self, learner: int, message: Any) -> None:
         process = self.learners.get(learner)
-        if process is not None:
+        if process is None:
+            return
+        if isinstance(message, m.Opened) and not self._has_first(message.table):
+            self._opening.append((learner, message))
+        else:
             process.channel.post(self._with_own(learner, message))
+
+    def _has_first(self, table: int) -> bool:
+        return self.relay is None or 0 in self._shard_bells or table in self._begun
 
     def _with_own(self, learner: int, message: Any) -> Any:
         if isinstance(message, m.Opened):
@@ -391,7 +414,12 @@ class LocalHost(Host):
         self._tell_relay(SendOut(process.number, table))
 
     def _from_relay(self, relay: Process, message: Any) -> None:
-        if not isinstance(message, SentOut):
+        if isinstance(message, Begun):
+            self._begun.add(message.table)
+            opening, self._opening = self._opening, []
+            for learner, opened in opening:
+                self.reply(learner, opened)
+        elif not isinstance(message, SentOut):
             self._heard(relay, message)
         elif held := self._held.get(message.learner):
             process, words = held.pop(0)
@@ -430,6 +458,11 @@ class LocalHost(Host):
     def lose_node(self, node: int) -> str | None:
         assert self.nodes is not None
         return self.nodes.lose(node)
+
+    def gain_site(self, site: int, address: Any = None) -> None:
+        self.sites = self.sites.joined_by(site)
+        if address is not None:
+            self._tell_relay(SiteJoined(site, address))
 
     @property
     def relay_beats(self) -> int:

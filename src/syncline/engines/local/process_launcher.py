@@ -6,6 +6,7 @@ Not responsible for when: the supervisor says so; nor for how: each machine's `H
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from syncline import messages as m
@@ -22,6 +23,7 @@ class ProcessLauncher:
     def __init__(self, hosts: Sequence[Host], sites: Sites, where: Where = lambda rank: 0) -> None:
         self.hosts: list[Host | None] = list(hosts)
         self._where, self._places = where, sites
+        self._said: list[m.MakeTable | m.Dial] = []  # since the servers were started
         self.learners: dict[int, Process] = {}  # by learner id, while running
         self.shards: dict[int, Process] = {}
         self.sites: dict[int, int] = {}  # learner -> its machine
@@ -40,6 +42,7 @@ class ProcessLauncher:
     def start_servers(self, learners: Mapping[int, int] | None = None) -> None:
         """Shards, and a tree's nodes with these learners below; without any, those that live come to them."""
         again = learners is None
+        self._said.clear()
         below = {each: self._where(rank) for each, rank in (learners or {}).items()}
         if again:
             below = {each: self.sites[each] for each in self.learners}
@@ -70,6 +73,8 @@ class ProcessLauncher:
     # -- telling -----------------------------------------------------------------------------------------
 
     def tell_shards(self, message: Any) -> None:
+        if isinstance(message, m.MakeTable | m.Dial):
+            self._said.append(message)
         for host in reversed(self._live):  # the leading shard's machine last
             host.tell_shards(message)
 
@@ -126,6 +131,20 @@ class ProcessLauncher:
         for other in self._live:
             other.lose_site(site)
         return running
+
+    def gain(self, host: Host) -> None:
+        """A machine joins, without shards: it hears what machines know."""
+        self._places = self._places.joined_by(host.site)
+        for other in self._live[1:]:
+            other.gain_site(host.site)
+        self.hosts.append(host)
+        host.start_servers(self.generation, self._places, {}, again=False)
+        host.announce(GENERATION, self.generation)
+        host.announce(CALLS, self._calls)
+        for learner, process in self.learners.items():
+            host.introduce(learner, process.rank, self.sites[learner])
+        for said in self._said:
+            host.tell_shards(replace(said, source=None) if isinstance(said, m.MakeTable) else said)
 
     def lose_node(self, node: int) -> str | None:
         """Of the tree; what becomes of those below it, in words."""

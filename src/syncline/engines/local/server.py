@@ -210,6 +210,9 @@ class LocalServerPort(ServerPort):
         )
         if isinstance(message, Gradient | Put):
             self._lies(message.table, learner, message.number, slot)
+        if isinstance(message, Gradient) and message.table in self._orders:
+            losses = self._lanes[message.table, learner].losses
+            message = message._replace(loss=losses.of(message.number, float(message.loss)))
         return message
 
     def take_sum(self, name: int, parts: list[SumPart]) -> Sum:
@@ -266,6 +269,8 @@ class LocalServerPort(ServerPort):
 
     def keeps_up(self) -> bool:
         """The others have room for more: while they have not, nothing further is taken (M12)."""
+        if self.shards == 1:
+            return True
         while self._beyond and self.log is not None and self.log.push(self._beyond[0]):
             self._beyond.popleft()
             self.wake_shards = True
@@ -404,7 +409,8 @@ class LocalServerPort(ServerPort):
                 if learner in self._bells:
                     self._bells[learner].ring()
             self.to_wake.clear()
-        self.to_wake.update(self.branches.flush())
+        if self.branches.desks:
+            self.to_wake.update(self.branches.flush())
 
 
 class _Loop:
@@ -447,7 +453,7 @@ class _Loop:
                 self._port.flush()
 
     def _read_notes(self) -> bool:
-        worked = self._read_sums()
+        worked = bool(self._port.branches.desks) and self._read_sums()
         for learner, desk in list(self._port.desks.items()):
             while (record := desk.notes.pop()) is not None:
                 self._hand_over(learner, record)

@@ -18,7 +18,7 @@ from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.local.coordinator_port import LocalCoordinatorPort
 from syncline.engines.local.evaluator import Evaluator
 from syncline.engines.local.hang_detection import HangDetection
-from syncline.engines.local.host import Machines
+from syncline.engines.local.host import Host, Machines, Told
 from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.packing import Parcel
 from syncline.engines.local.process_launcher import ProcessLauncher
@@ -30,7 +30,7 @@ from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec
 from syncline.engines.supervision import Crew, Supervision
 from syncline.errors import LostError, RunError
-from syncline.protocols.lifecycle import Grace, Lifecycle
+from syncline.protocols.lifecycle import Faults, Grace, Lifecycle
 from syncline.roles.coordinator import Coordinator
 from syncline.table.checkpoints import FIRST, Folder
 
@@ -82,6 +82,12 @@ class Supervisor(Crew):
             others="those below it wait for it",
             end="has them send elsewhere",
             least=SHARD_PATIENCE,
+        )
+        self._hanging_relay = HangDetection(
+            Faults(patience=SHARD_PATIENCE, kill_hung=True),
+            self.recorder,
+            others="nothing reaches other machines",
+            end="goes back to the last checkpoint",
         )
         self._looked = self._cut_asked = self._started
         self.host: LocalHost
@@ -143,7 +149,14 @@ class Supervisor(Crew):
             relay=machines.relay,
             seat=machines.seats(),
         )
-        others = machines.hosts(processes, *said, self._site_lost)
+        told = Told(
+            *said,
+            self._site_lost,
+            self._site_joined,
+            lambda count: self.supervision.add(count),
+            self._refused,
+        )
+        others = machines.hosts(processes, told)
         self.thread.elsewhere = [host.processes for host in others]
         return ProcessLauncher([self.host, *others], machines.sites, machines.where)
 
@@ -172,6 +185,10 @@ class Supervisor(Crew):
             nodes = self.staff.nodes
             beats = {node: count for node, count in self.staff.node_beats().items() if node in nodes}
             self._hanging_nodes.look(now, beats, set(), nodes, self._kill)
+        if self.host.relay is not None:
+            count = self.host.relay_beats
+            relay = {0: self.host.relay}
+            self._hanging_relay.look(now, {0: count}, set() if count else {0}, relay, self._kill)
         for last in self._questions.overdue(now):
             self._questions.answer(self._with_processes(last))
         seconds = self.spec.plan.saving.seconds
@@ -260,6 +277,16 @@ class Supervisor(Crew):
         for process in (*learners, *shards[:1]):
             self._ended(process, f"its machine: {why}", own_fault=False)
 
+    def _site_joined(self, host: Host, name: str) -> None:
+        assert self._machines is not None
+        self.recorder.event(f"machine {host.site} joins: {name}", kind="machine joined", machine=host.site)
+        self.thread.elsewhere.append(host.processes)
+        self.staff.gain(host)
+        self.host.gain_site(host.site, self._machines.address(host.site))
+
+    def _refused(self, what: str) -> None:
+        self.recorder.event(what, kind="refused")
+
     def _heard(self, process: Process, message: Any) -> None:
         if process.role == "shard":
             self._from_shard(message)
@@ -267,7 +294,7 @@ class Supervisor(Crew):
             self.thread.fail(RunError(f"node {process.rank} of the tree failed:\n{message.traceback}"))
         elif process.role == "relay":
             assert self._machines is not None
-            self._machines.suspect(process, message)
+            self._machines.hear(process, message)
         elif isinstance(message, m.Returned):
             process.state = "returned"
             self.recorder.returned(process.rank, message)
@@ -349,6 +376,7 @@ class Supervisor(Crew):
 
     def _end(self) -> None:
         """Nothing stays behind, however it ended."""
+        self._name_checkpoint()
         outcome = self.thread.outcome
         outcome.statistics = self._with_processes(outcome.statistics)
         self.thread.close()
@@ -358,3 +386,9 @@ class Supervisor(Crew):
             self._task.close()
         if "staff" in self.__dict__:
             self.staff.close()
+
+    def _name_checkpoint(self) -> None:
+        """Whoever hears of a loss hears what is left, unless that cannot be read."""
+        error, last = self.thread.error, self.supervision.last if "supervision" in self.__dict__ else None
+        if isinstance(error, LostError) and last is not None and error.__cause__ is None:
+            error.args = (f"{error}; the last checkpoint is {last}: resume= goes on from it",)

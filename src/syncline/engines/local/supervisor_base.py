@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -28,7 +28,7 @@ class RunThread:
         self.begun = False  # its processes are started
         self.done = threading.Event()
         self.children: Processes | None = None
-        self.elsewhere: Sequence[list[Process]] = ()
+        self.elsewhere: list[list[Process]] = []
         self._commands: list[Any] = []
         self.changed = threading.Condition()  # commands and their answers; notified at the end
         self._wake = WakeUp()

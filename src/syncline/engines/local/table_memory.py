@@ -13,6 +13,8 @@ from torch import Tensor
 
 from syncline.engines.local.cuda_memory import Handles, share
 from syncline.engines.local.exchange import LINE, Drafts, Outbox, Replies, Ring, Shares
+from syncline.engines.local.late_losses import NBYTES as LOSSES
+from syncline.engines.local.late_losses import LateLosses
 from syncline.engines.local.record_codec import NOTE
 from syncline.engines.local.shared_memory import Region, SharedWords
 from syncline.engines.local.version_ring import Marks, Words
@@ -81,6 +83,7 @@ class Lane:
         self.numbers = [-1] * slots  # a shard's own: tickets whose drafts lie in the slots
         self.reads = True  # a shard's own, on a card: it may be reading since it published last
         self.memory = memory
+        self.losses = LateLosses(region, self.start - LOSSES)
         self._lay(None)
 
     def _lay(self, card: Tensor | None) -> None:
@@ -112,7 +115,7 @@ class Lane:
     @classmethod
     def _head(cls, layout: Layout, slots: int) -> int:
         head = 8 * cls._words(layout, slots) + Handles.nbytes(2)
-        return -(-head // 4096) * 4096
+        return -(-head // 4096) * 4096 + LOSSES
 
     @classmethod
     def nbytes(cls, layout: Layout, *, slots: int) -> int:

@@ -24,7 +24,7 @@ from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
-from syncline.engines.ray.authentication import Listener, Secret
+from syncline.engines.ray.authentication import Listener, Secret, Stranger, connect
 from syncline.engines.ray.bulk_connection import Connection, Lost
 from syncline.engines.ray.frame_kinds import AGENT, WORD, Kind, Objects
 from syncline.engines.ray.heartbeat import notice_silence
@@ -77,6 +77,7 @@ class Ready:
     """It has all that it needs."""
 
     sees: bool  # the folder of checkpoints
+    cut: dict[int, str]  # machines that its relay cannot reach, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Agent:
             tuple[int, int, socket.socket]
         ] = []  # of relays that wait for this one's: generation, machine
         self._told: Vitals | None = None
-        self._refused = 0
+        self._refused = self._beats = 0
         self._wake = WakeUp()
         self._closing, self._over = threading.Event(), threading.Event()
         self._listener = Listener(host, secret, self._welcome)
@@ -169,8 +170,7 @@ class Agent:
         try:
             while True:
                 refused = self._listener.strangers + self._refused
-                beats = self.host.relay_beats if self.host is not None else 0
-                connection.send(Kind.PULSE, WORD.pack(refused), WORD.pack(beats))
+                connection.send(Kind.PULSE, WORD.pack(refused), WORD.pack(self._beats))
                 connection.receive()
         finally:
             self._end()
@@ -226,7 +226,10 @@ class Agent:
 
     def _show(self) -> None:
         """What the supervisor would see by itself on its own machine."""
-        if self.host is not None and (vitals := self.host.vitals()) != self._told:
+        if self.host is None:
+            return
+        self._beats = self.host.relay_beats
+        if (vitals := self.host.vitals()) != self._told:
             self._told = vitals
             self._tell(vitals)
 
@@ -257,7 +260,18 @@ class Agent:
             relay=relay,
             seat=GpuDealer(self._gpus),
         )
-        self._tell(Ready(sees))
+        self._tell(Ready(sees, self._cut(order)))
+
+    def _cut(self, order: Begin) -> dict[int, str]:
+        """Machines that this one's relay will connect to, and cannot."""
+        found, sites = {}, order.sites
+        for site, address in order.addresses.items():
+            if site in sites.live and (sites.of(site) or sites.of(order.site)):
+                try:
+                    connect(address, self._secret).close()
+                except (OSError, Stranger) as error:
+                    found[site] = str(error)
+        return found
 
     def _relay(self, addresses: dict[int, tuple[str, int]], parts: RelayParts) -> Relay:
         return Relay(parts, self._secret, addresses)

@@ -9,7 +9,9 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from syncline.engines.ray.agent import About, Agent
@@ -122,7 +124,7 @@ def _nodes_at_hand() -> list[Node]:
 
 
 class Agents:
-    """Room on the nodes of a run, and an agent on each but the caller's own."""
+    """Room on the nodes of a run, and an agent on each but the caller's own. Once `closing` is set, nobody waits for room."""
 
     def __init__(
         self,
@@ -133,70 +135,92 @@ class Agents:
         gpus: bool,
         resources: Mapping[str, float] | None,
     ) -> None:
-        self._ray = load_ray()
-        self._nodes, self.secret = nodes, secret
-        bundles = [dict(resources or {"CPU": load}) for load in loads]
-        if gpus:
-            for bundle, node, load in zip(bundles, nodes, loads, strict=True):
-                bundle.setdefault("GPU", min(node.gpus, load))
-        bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
-        self._group: Any = None
+        self._ray, self.closing = load_ray(), threading.Event()
+        self._nodes, self.secret = dict(enumerate(nodes)), secret
+        self._gpus, self._resources = gpus, resources
+        self._groups: dict[int, Any] = {}  # by the first node that is in it
         self._actors: dict[int, Any] = {}
+        self.about: dict[int, About] = {}
         try:
-            self._reserve(bundles)
-            self._start(bundles, secret)
-            self.about: dict[int, About] = self._introduced()
+            self._open(dict(enumerate(loads)))
         except BaseException:
             self.close()
             raise
 
-    def _reserve(self, bundles: list[dict[str, float]]) -> None:
+    def add(self, index: int, node: Node, load: int) -> About:
+        """One more node; `drop` it if this fails."""
+        self._nodes[index] = node
+        self._open({index: load})
+        return self.about[index]
+
+    def drop(self, index: int) -> None:
+        """Nothing of the run stays there."""
+        with contextlib.suppress(Exception):
+            self._end([self._actors.pop(index)] if index in self._actors else [])
+            self._give_back(self._groups.pop(index, None))
+
+    def _open(self, loads: Mapping[int, int]) -> None:
+        bundles = {index: self._bundle(self._nodes[index], load) for index, load in loads.items()}
+        group, places = self._reserve({index: bundle for index, bundle in bundles.items() if bundle})
+        for index in loads:
+            if index:
+                self._actors[index] = self._start(index, group, places[index], bundles[index].get("GPU", 0))
+        for index in loads:
+            if index:
+                self.about[index] = self._ask(index, self._actors[index].about.remote())
+
+    def _bundle(self, node: Node, load: int) -> dict[str, float]:
+        bundle = dict(self._resources or {"CPU": load})
+        if self._gpus:
+            bundle.setdefault("GPU", min(node.gpus, load))
+        return {name: amount for name, amount in bundle.items() if amount}
+
+    def _reserve(self, bundles: Mapping[int, dict[str, float]]) -> tuple[Any, dict[int, int]]:
+        """Room for these; and which of its bundles is which node's."""
         from ray.util.placement_group import placement_group
 
-        used = [index for index, bundle in enumerate(bundles) if bundle]
-        self._bundle = {index: place for place, index in enumerate(used)}
-        if not used:
-            return
-        self._group = placement_group(
-            [bundles[index] for index in used],
+        if not bundles:
+            return None, {}
+        group = self._groups[min(bundles)] = placement_group(
+            list(bundles.values()),
             strategy="STRICT_SPREAD",
-            bundle_label_selector=[{"ray.io/node-id": self._nodes[index].id} for index in used],
+            bundle_label_selector=[{"ray.io/node-id": self._nodes[index].id} for index in bundles],
         )
-        if not self._group.wait(READY):
-            wanted = "; ".join(f"{bundles[index]} on {self._nodes[index]}" for index in used)
+        if not self._wait(lambda seconds: bool(group.wait(seconds))):
+            wanted = "; ".join(f"{bundle} on {self._nodes[index]}" for index, bundle in bundles.items())
             raise UsageError(
                 f"the Ray cluster did not give within {READY:.0f} s what the run asks for: {wanted}; "
                 "`ray status` shows what others hold"
             )
+        return group, {index: place for place, index in enumerate(bundles)}
 
-    def _start(self, bundles: list[dict[str, float]], secret: Secret) -> None:
+    def _wait(self, ready: Callable[[float], bool]) -> bool:
+        deadline = time.monotonic() + READY
+        while not ready(1.0):
+            if self.closing.is_set() or time.monotonic() > deadline:
+                return False
+        return True
+
+    def _start(self, index: int, group: Any, place: int, gpus: float) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actor = self._ray.remote(AgentActor)
-        for index, node in enumerate(self._nodes):
-            if index == 0:
-                continue
-            self._actors[index] = actor.options(
-                name=f"syncline agent of run {secret.run.hex()} on {node.host}, node {index}",
-                num_cpus=0,
-                num_gpus=bundles[index].get("GPU", 0),
-                max_concurrency=4,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=self._bundle[index]
-                ),
-            ).remote(secret.run, secret.key, list(sys.path), os.getcwd())
-
-    def _introduced(self) -> dict[int, About]:
-        return {index: self._ask(index, actor.about.remote()) for index, actor in self._actors.items()}
+        node, run = self._nodes[index], self.secret.run
+        actor = self._ray.remote(AgentActor).options(
+            name=f"syncline agent of run {run.hex()} on {node.host}, node {index}",
+            num_cpus=0,
+            num_gpus=gpus,
+            max_concurrency=4,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place),
+        )
+        return actor.remote(run, self.secret.key, list(sys.path), os.getcwd())
 
     def _ask(self, index: int, reference: Any) -> Any:
-        errors = self._ray.exceptions
+        if not self._wait(lambda seconds: bool(self._ray.wait([reference], timeout=seconds)[0])):
+            raise RunError(f"the agent on {self._nodes[index]} did not start within {READY:.0f} s")
         try:
-            return self._ray.get(reference, timeout=READY)
-        except errors.GetTimeoutError as error:
-            raise RunError(f"the agent on {self._nodes[index]} did not start within {READY:.0f} s") from error
-        except errors.RayError as error:
+            return self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
             words = next((line for line in reversed(str(error).splitlines()) if line.strip()), "").strip()
             raise RunError(
                 f"the agent on {self._nodes[index]} failed: {words}; is syncline installed there?"
@@ -204,15 +228,23 @@ class Agents:
 
     def close(self) -> None:
         """Nothing of the run stays on other nodes."""
+        self.closing.set()
         with contextlib.suppress(Exception):  # the cluster itself may be gone
-            closing = [actor.close.remote() for actor in self._actors.values()]
-            self._ray.wait(closing, num_returns=len(closing), timeout=5) if closing else None
-            for actor in self._actors.values():
-                self._ray.kill(actor)
-            if self._group is not None:
-                from ray.util.placement_group import remove_placement_group
+            self._end(list(self._actors.values()))
+            for group in self._groups.values():
+                self._give_back(group)
 
-                remove_placement_group(self._group)
+    def _end(self, actors: list[Any]) -> None:
+        closing = [actor.close.remote() for actor in actors]
+        self._ray.wait(closing, num_returns=len(closing), timeout=5) if closing else None
+        for actor in actors:
+            self._ray.kill(actor)
+
+    def _give_back(self, group: Any) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        if group is not None:
+            remove_placement_group(group)
 
 
 class AgentActor:

@@ -9,8 +9,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,18 @@ from typing import Any
 from syncline.cluster.calibration_file import keep as keep_cluster
 from syncline.cluster.record import Cluster
 from syncline.engines.local.engine import LocalHandle, check_platform
-from syncline.engines.local.host import Ended, Heard, Host, Machines, RelayParts, Seats, Sites
+from syncline.engines.local.host import Sites
 from syncline.engines.local.packing import Parcel, pack
-from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.task_packing import pack_task
 from syncline.engines.ray.agent import About, Begin, describe, versions
 from syncline.engines.ray.agent_client import Way
 from syncline.engines.ray.authentication import Secret
-from syncline.engines.ray.cluster import Agents, RayCluster, load_ray
+from syncline.engines.ray.cluster import READY, Agents, RayCluster, load_ray
+from syncline.engines.ray.cluster_machines import ClusterMachines
+from syncline.engines.ray.growth import Growth
 from syncline.engines.ray.heartbeat import Heartbeat
 from syncline.engines.ray.link_measurement import Echoes, measure_way, measured
-from syncline.engines.ray.placement import GpuDealer, Node, chosen_nodes, deal, next_node, spread
-from syncline.engines.ray.relay import LinkLost, RefusedFrames, Relay
+from syncline.engines.ray.placement import Node, chosen_nodes, deal, room_on, spread
 from syncline.engines.ray.remote_host import RemoteHost
 from syncline.engines.run import Engine, RunSpec, Storage
 from syncline.errors import NotYetError, UsageError
@@ -37,121 +36,84 @@ from syncline.learn.server_session import check_whole
 from syncline.messages import Statistics
 from syncline.table.checkpoints import Folder
 
-MOMENT = 0.3  # seconds after a way is cut until one of its ends is lost: the cause may be on its way
 
+@dataclasses.dataclass(slots=True)
+class Opened:
+    """What a run has of its cluster, and gives back at its end."""
 
-class ClusterMachines(Machines):
-    """The nodes of a run: who is where, and who of them lives."""
+    spec: RunSpec
+    task: Parcel
+    cluster: RayCluster
+    agents: Agents
+    nodes: list[Node]
+    ways: dict[int, Way]
+    machines: ClusterMachines
+    pulse: Heartbeat
+    growth: Growth | None = None
 
-    def __init__(
-        self,
-        nodes: list[Node],
-        dealt: list[int],
-        sites: Sites,
-        remote: Sequence[RemoteHost],
-        pulse: Heartbeat,
-        secret: Secret,
-        addresses: dict[int, tuple[str, int]],
-    ) -> None:
-        self._nodes, self.sites, self._remote, self._pulse = nodes, sites, remote, pulse
-        self._secret, self._addresses = secret, addresses
-        self._of = dict(enumerate(dealt))
-        self._home = dealt.count(0) > 0
-        self._dead: set[int] = set()
-        self._frames: dict[int, int] = {}  # that relays have turned away
-        self._cut: deque[tuple[float, Process, LinkLost]] = deque()  # ways, and when to judge
-        pulse.look = self._judge
+    def settle(self, node: Node, room: int) -> None:
+        """A node that has joined the cluster becomes a machine of the run."""
+        if room < 1:
+            self.machines.gain(f"node {node} joined the cluster and is not used: it has no core")
+            return
+        site = 1 + len(self.machines.addresses)
+        try:
+            host = self._settled(site, node, room)
+        except Exception as error:
+            self.agents.drop(site)
+            self.machines.gain(f"node {node} joined the cluster and is not used: {error}")
+        else:
+            self.machines.gain((node, host, room))
 
-    @property
-    def refused(self) -> int:
-        """Connections and frames that were turned away, on all nodes."""
-        return self._pulse.refused + sum(self._frames.values())
+    def _settled(self, site: int, node: Node, room: int) -> RemoteHost:
+        about = self.agents.add(site, node, room * self.spec.group)
+        _check_versions(str(node), about)
+        way = _way(self.agents, node, self.nodes[0], site)
+        folder = _folder(self.spec)
+        with _token(folder) as token:
+            others, sites = dict(self.machines.addresses), self.machines.sites.joined_by(site)
+            host = RemoteHost(way, self.task, Begin(_stripped(self.spec), sites, site, others, token))
+            try:
+                host.wait_ready(self._waits(), folder, self.ways)
+                self.pulse.add(site, way)
+            except BaseException:
+                host.close()
+                raise
+        self.ways[site], self.machines.addresses[site] = way, way.address
+        return host
 
-    def relay(self, parts: RelayParts) -> Relay:
-        return Relay(parts, self._secret, self._addresses)
+    def _waits(self) -> Callable[[], bool]:
+        """Whether it is worth waiting for a node."""
+        deadline = time.monotonic() + READY
+        return lambda: time.monotonic() < deadline and not self.agents.closing.is_set()
 
-    def seats(self) -> Seats:
-        return GpuDealer(self._nodes[0].gpus)
-
-    def hosts(
-        self, processes: Processes, heard: Heard, ended: Ended, lost: Callable[[int, str], None]
-    ) -> Sequence[Host]:
-        for host in self._remote:
-            processes.watch(host.listen(heard, ended, self._pulse.declare), host.receive)
-        processes.watch(self._pulse.lost.fd, partial(self._bury, processes, lost))
-        return self._remote
-
-    def _bury(self, processes: Processes, lost: Callable[[int, str], None]) -> None:
-        self._pulse.lost.quiet()
-        while not self._pulse.dead.empty():
-            site, why = self._pulse.dead.get()
-            self._dead.add(site)
-            self.sites = self.sites.without(site)
-            processes.unwatch(self._remote[site - 1].fileno())
-            lost(site, why)
-
-    def where(self, rank: int) -> int:
-        site = self._of.get(rank)
-        if site is None or site in self._dead:
-            site = self._of[rank] = self._another()
-        return site
-
-    def _another(self) -> int:
-        usable = [
-            host.site for host in self._remote if host.site not in self._dead and host.site in self._used
-        ]
-        usable += [0] if self._home or not usable else []
-        counts = [list(self._of.values()).count(node) for node in range(len(self._nodes))]
-        found = next_node(counts, usable)
-        return found if found is not None else 0
-
-    @property
-    def _used(self) -> set[int]:
-        """Nodes for learners; the others are the shards' alone."""
-        return set(self._of.values()) or {0}
-
-    def suspect(self, relay: Process, word: Any) -> None:
-        if isinstance(word, RefusedFrames):
-            self._frames[relay.number] = word.count
-        elif isinstance(word, LinkLost):
-            self._cut.append((time.monotonic() + MOMENT, relay, word))
-
-    def _judge(self) -> None:
-        """Of ways that are cut, unless their relays have ended meanwhile, or one of the two machines is gone."""
-        while self._cut and self._cut[0][0] <= time.monotonic():
-            _, relay, word = self._cut.popleft()
-            pair = {relay.number, word.site} - {0}
-            if relay.state == "running" and all(map(self._pulse.alive, pair)):
-                self._separate(relay.number, word.site, word.why)
-
-    def _separate(self, site: int, other: int, why: str) -> None:
-        """One of them is lost, rather one without shards, never the caller's."""
-        lost = min({site, other} - {0}, key=lambda each: (bool(self.sites.of(each)), -each))
-        left = other if lost == site else site
-        self._pulse.declare(lost, f"no way between it and {self._nodes[left]}: {why}")
+    def close(self) -> None:
+        self.agents.closing.set()
+        if self.growth is not None:
+            self.growth.close()
+        self.pulse.close()
+        self.agents.close()
+        self.cluster.close()
+        self.task.close()
 
 
 class RayHandle(LocalHandle):
     """A run on a cluster's nodes."""
 
-    def __init__(
-        self, spec: RunSpec, machines: ClusterMachines, agents: Agents, pulse: Heartbeat, cluster: RayCluster
-    ) -> None:
-        self._agents, self._pulse, self._cluster, self._machines = agents, pulse, cluster, machines
-        super().__init__(spec, machines=machines)
+    def __init__(self, opened: Opened) -> None:
+        self.opened = opened
+        super().__init__(dataclasses.replace(opened.spec, card=None), machines=opened.machines)
 
     def _closed(self) -> None:
-        self._pulse.close()
         outcome = self._run.thread.outcome
         outcome.statistics = self._with_refused(outcome.statistics)
-        self._agents.close()
-        self._cluster.close()
+        self.opened.close()
 
     def statistics(self) -> Statistics:
         return self._with_refused(super().statistics())
 
     def _with_refused(self, statistics: Statistics) -> Statistics:
-        return dataclasses.replace(statistics, refused=self._machines.refused)
+        return dataclasses.replace(statistics, refused=self.opened.machines.refused)
 
 
 class Ray(Engine):
@@ -160,7 +122,7 @@ class Ray(Engine):
     `address` of its head ("auto" without one); `nodes` to use (all), the caller's own included; at most `learners_per_node`;
     `server_nodes` of them, the caller's first, are for the shards alone. Without it shards are spread over the learners' nodes
     if there is a run folder, whose checkpoints make up for a lost node, else they are on the caller's. `resources` are
-    reserved on each node (a core for each learner).
+    reserved on each node (a core for each learner). `grow=True`: nodes that join the cluster later get learners, too.
     """
 
     deals_devices = True
@@ -173,6 +135,7 @@ class Ray(Engine):
         learners_per_node: int | None = None,
         server_nodes: int | None = None,
         resources: Mapping[str, float] | None = None,
+        grow: bool = False,
     ) -> None:
         for name, value in (
             ("nodes", nodes),
@@ -185,6 +148,9 @@ class Ray(Engine):
             raise UsageError(f'address is "auto" or "host:port" of the cluster\'s head, got {address!r}')
         self._address, self._nodes, self._most = address, nodes, learners_per_node
         self._servers, self._resources = server_nodes or 0, _checked(resources)
+        if not isinstance(grow, bool):
+            raise UsageError(f"grow is True or False, got {grow!r}")
+        self._grow = grow
 
     def start(self, spec: RunSpec) -> RayHandle:
         check_platform("ray")
@@ -196,15 +162,29 @@ class Ray(Engine):
             raise UsageError(
                 "topology='allreduce' on several machines is torchrun's: start the script there, or use topology='servers' here"
             )
-        task = _task(spec)
-        cluster = self._attach(max(spec.plan.learners, os.cpu_count() or 1))
-        try:
-            return self._placed(spec, task, cluster)
-        except BaseException:
-            cluster.close()
-            raise
-        finally:
-            task.close()
+        self._check_growth(spec)
+        with contextlib.ExitStack() as undo:
+            task = _task(spec)
+            undo.callback(task.close)
+            cluster = self._attach(max(spec.plan.learners, os.cpu_count() or 1))
+            undo.callback(cluster.close)
+            opened = self._placed(spec, task, cluster, undo)
+            if self._grow:
+                known = cluster.nodes()
+                opened.growth = Growth(cluster.nodes, known, partial(self._settle, opened))
+                undo.callback(opened.growth.close)
+            handle = RayHandle(opened)
+            undo.pop_all()
+        return handle
+
+    def _check_growth(self, spec: RunSpec) -> None:
+        if self._grow and spec.plan.local:
+            raise UsageError(
+                "grow=True: nobody can join one group that updates its part of the table by itself; give local_update=False"
+            )
+
+    def _settle(self, opened: Opened, node: Node) -> None:
+        opened.settle(node, room_on(node, self._most, opened.spec.group))
 
     def measure(
         self, costs: Cluster | None = None, *, learners: int | None = None, keep: bool = False
@@ -236,7 +216,7 @@ class Ray(Engine):
         load_ray()
         return RayCluster(self._address, cores)
 
-    def _placed(self, spec: RunSpec, task: Parcel, cluster: RayCluster) -> RayHandle:
+    def _placed(self, spec: RunSpec, task: Parcel, cluster: RayCluster, undo: contextlib.ExitStack) -> Opened:
         nodes = chosen_nodes(cluster.nodes(), self._nodes)
         dealt = deal(spec.plan.learners, nodes, most=self._most, servers=self._servers, seats=spec.group)
         kept = spec.storage.folder is not None  # what a lost node takes along can be had again
@@ -244,55 +224,47 @@ class Ray(Engine):
         used = sorted({0, *dealt, *shards})
         nodes = [nodes[index] for index in used]
         dealt, shards = [used.index(each) for each in dealt], tuple(used.index(each) for each in shards)
-        sites = Sites(shards, tuple(range(len(nodes))))
+        sites = Sites(shards, tuple(range(len(nodes))), self._grow)
         loads = [
             spec.group * dealt.count(index) or (index and shards.count(index)) for index in range(len(nodes))
         ]
         agents = cluster.agents(
             nodes, loads, Secret.new(), gpus="cuda" in spec.devices, resources=self._resources
         )
-        try:
-            return self._begun(spec, task, cluster, agents, nodes, dealt, sites)
-        except BaseException:
-            agents.close()
-            raise
-
-    def _begun(
-        self,
-        spec: RunSpec,
-        task: Parcel,
-        cluster: RayCluster,
-        agents: Agents,
-        nodes: list[Node],
-        dealt: list[int],
-        sites: Sites,
-    ) -> RayHandle:
-        """All agents are told of the run."""
+        undo.callback(agents.close)
         for index, about in agents.about.items():
             _check_versions(str(nodes[index]), about)
-        ways = {index: _way(agents, nodes, index) for index in agents.about}
+        ways = {index: _way(agents, nodes[index], nodes[0], index) for index in agents.about}
+        pulse = Heartbeat(ways)
+        undo.callback(pulse.close)
+        remote = _begun(spec, task, ways, sites, pulse, undo)
         addresses = {index: way.address for index, way in ways.items()}
-        pulse, folder = Heartbeat(ways), _folder(spec)
-        remote: list[RemoteHost] = []
-        try:
-            with _token(folder) as token:
-                for index, way in ways.items():
-                    later = {each: where for each, where in addresses.items() if each > index}
-                    begin = Begin(_stripped(spec), sites, index, later, token)
-                    remote.append(RemoteHost(way, task, begin))
-                for host in remote:
-                    host.wait_ready(partial(pulse.alive, host.site), folder)
-            machines = ClusterMachines(nodes, dealt, sites, remote, pulse, agents.secret, addresses)
-            return RayHandle(dataclasses.replace(spec, card=None), machines, agents, pulse, cluster)
-        except BaseException:
-            for host in remote:
-                host.close()
-            pulse.close()
-            raise
+        machines = ClusterMachines(list(nodes), dealt, sites, remote, pulse, agents.secret, addresses)
+        return Opened(spec, task, cluster, agents, nodes, ways, machines, pulse)
 
 
-def _way(agents: Agents, nodes: list[Node], index: int) -> Way:
-    node, home = nodes[index], nodes[0]
+def _begun(
+    spec: RunSpec,
+    task: Parcel,
+    ways: Mapping[int, Way],
+    sites: Sites,
+    pulse: Heartbeat,
+    undo: contextlib.ExitStack,
+) -> list[RemoteHost]:
+    """All agents are told of the run."""
+    remote: list[RemoteHost] = []
+    folder = _folder(spec)
+    with _token(folder) as token:
+        for index, way in ways.items():
+            later = {each: other.address for each, other in ways.items() if each > index}
+            remote.append(RemoteHost(way, task, Begin(_stripped(spec), sites, index, later, token)))
+            undo.callback(remote[-1].close)
+        for host in remote:
+            host.wait_ready(partial(pulse.alive, host.site), folder, ways)
+    return remote
+
+
+def _way(agents: Agents, node: Node, home: Node, index: int) -> Way:
     machine = "" if node.host == home.host else str(node)
     return Way(agents.about[index].address, agents.secret, str(node), str(home), machine)
 

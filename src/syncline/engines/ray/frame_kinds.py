@@ -44,9 +44,6 @@ class Kind(IntEnum):
     MARKED = 4
     SUM = 5  # of a tree's node, to the leading shard: its tickets
     OVER = 6  # the same, to the node above
-    FIRST = (
-        7  # to the leading shard's machine: a table's first values are there, for machines without shards too
-    )
     # towards learners
     RELEASE = 10  # of a ticket, by one shard
     FREED = 11  # a slot, by one shard
@@ -54,8 +51,9 @@ class Kind(IntEnum):
     VERSION = 13  # of one shard's part: it is whole, or will not come
     WANT = 14  # to the leading shard's machine: its own learners wait for that version
     BRING = 15  # from the leading shard's machine: that version to that machine
-    ANSWER = 16  # of the leading shard, to a tree's node
-    BACK = 17  # of the node above
+    BEGUN = 16  # from there: all that a learner begins a table with has come before
+    ANSWER = 17  # of the leading shard, to a tree's node
+    BACK = 18  # of the node above
     # between shards
     ENTRIES = 20  # of the log
     LOGGED = 21  # so many of them have reached the shards

@@ -35,6 +35,8 @@ class Heartbeat:
 
     def __init__(self, ways: Mapping[int, Way]) -> None:
         self._ways = dict(ways)
+        self._gone: set[int] = set()
+        self._joining: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
         self.lost = WakeUp()
         self.dead: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._suspected: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -64,10 +66,19 @@ class Heartbeat:
     @property
     def refused(self) -> int:
         """Connections and frames that agents have turned away."""
-        return sum(self._refused.values())
+        return sum(tuple(self._refused.values()))
 
     def alive(self, node: int) -> bool:
-        return node in self._connections
+        return node in self._ways and node not in self._gone
+
+    def add(self, node: int, way: Way) -> None:
+        """One more, from any thread."""
+        connection = self._connect(way)
+        for counted in (self._refused, self._beats, self._answers):
+            counted[node] = 0
+        self._ways[node], self._next[node] = way, 0.0
+        self._joining.put((node, connection))
+        self._wake.ring()
 
     def declare(self, node: int, why: str) -> None:
         """From any thread."""
@@ -82,6 +93,8 @@ class Heartbeat:
         self._close_all()
 
     def _close_all(self) -> None:
+        while not self._joining.empty():
+            self._joining.get()[1].close()
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
@@ -89,11 +102,17 @@ class Heartbeat:
     # -- on the thread -----------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        agents, relays = Watchdog(SILENT), Watchdog(SILENT)
+        looked = 0.0
         while not self._closing.is_set():
             self._wait()
+            if time.monotonic() - looked > 2 * EVERY:  # this process stood still, not the others
+                agents, relays = Watchdog(SILENT), Watchdog(SILENT)
+            while not self._joining.empty():
+                node, connection = self._joining.get()
+                self._connections[node] = connection
             for node in list(self._connections):
                 self._visit(node)
+            looked = time.monotonic()
             self._miss(agents, relays)
             self.look()
             while not self._suspected.empty():
@@ -137,6 +156,7 @@ class Heartbeat:
         if connection is None:
             return
         connection.close()
+        self._gone.add(node)
         self._asked.pop(node, None)
         print(f"syncline: node {self._ways[node].node} is lost: {why}", file=sys.stderr, flush=True)
         self.dead.put((node, why))

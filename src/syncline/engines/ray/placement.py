@@ -45,16 +45,18 @@ def deal(
     learners: int, nodes: Sequence[Node], *, most: int | None = None, servers: int = 0, seats: int = 1
 ) -> list[int]:
     """The node of every rank, as an index: each learner goes where most cores are left; the first nodes may be the servers'."""
-    room = [
-        0 if index < servers else min(node.cores // seats, most or node.cores)
-        for index, node in enumerate(nodes)
-    ]
+    room = [0 if index < servers else room_on(node, most, seats) for index, node in enumerate(nodes)]
     if sum(room) < learners:
         raise UsageError(_too_few(learners, nodes, room, most, servers))
     counts: Counter[int] = Counter()
     for _ in range(learners):
         counts[max(range(len(nodes)), key=lambda node: (room[node] - counts[node], -node))] += 1
     return [node for node in range(len(nodes)) for _ in range(counts[node])]
+
+
+def room_on(node: Node, most: int | None, seats: int) -> int:
+    """Learners that a node has cores for."""
+    return min(node.cores // seats, most or node.cores)
 
 
 def spread(shards: int, dealt: Sequence[int], servers: int = 0) -> tuple[int, ...]:

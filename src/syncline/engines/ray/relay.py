@@ -22,11 +22,13 @@ from syncline.engines.local.host import (
     Forget,
     LaneHere,
     LearnerKnown,
+    Linked,
     NodeKnown,
     NodeMoved,
     RelayParts,
     SendOut,
     SiteGone,
+    SiteJoined,
     TableHere,
 )
 from syncline.engines.local.shared_memory import WakeUp
@@ -97,6 +99,7 @@ class Running:
         self.nodes: dict[int, TreeNode] = {}  # of a tree, by name
         self.dials: dict[int, Sync] = {}
         self.peers: dict[int, Connection] = {}
+        self._made: list[int] = []  # tables whose first values are all there
         self._gone: set[int] = set()  # machines
         self._left: set[int] = set()  # learners, and nodes by name
         self._refused = 0
@@ -115,9 +118,12 @@ class Running:
         for site, address in self.spec.addresses.items():
             if site in self.others():
                 self._connect(site, address)
-        beats = self.parts.beats.words
+        beats, linked = self.parts.beats.words, False
         while True:
             beats[0] += 1
+            if not linked and self.whole():
+                linked = True
+                self.say(Linked())
             waiting = self.tree.scan() | self.up.scan() | self.down.scan() | self.log.scan()
             self._flush()
             wait = 0 if self.down.arrived() else RETRY if waiting else LOOK
@@ -158,7 +164,10 @@ class Running:
             into=partial(self._into, site),
         )
         self.peers[site] = connection
+        self.sites = self.sites.joined_by(site)
         self._poll.register(connection.fileno(), select.POLLIN)
+        for table in self._made:
+            self.down.begin(table, site)
 
     def _lost(self, site: int, why: str) -> None:
         self._drop(site)
@@ -277,8 +286,12 @@ class Running:
             case TableHere():
                 if message.table not in self.tables:
                     self.tables[message.table] = Table(message, self.parts.geometry, self.sites, self.site)
+                if message.made:
+                    self._made.append(message.table)
+                    self.down.begin(message.table, *self.peers)
             case LearnerKnown():
                 self.learners[message.learner] = of_learner(message)
+                self.sites = self.sites.joined_by(message.site)
             case LaneHere():
                 geometry = self.parts.geometry
                 slots = geometry.slots if message.learner >= 0 else geometry.sums
@@ -300,3 +313,5 @@ class Running:
                 message.end.close()
             case SiteGone():
                 self._drop(message.site)
+            case SiteJoined():
+                self._connect(message.site, message.address)

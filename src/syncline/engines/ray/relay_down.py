@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncline.engines.local.exchange import DELIVERED
+from syncline.engines.local.host import Begun
 from syncline.engines.local.table_memory import PORTION
 from syncline.engines.ray.bulk_connection import Frame
 from syncline.engines.ray.frame_kinds import LANE, TABLE, Kind, place_of
@@ -87,6 +88,7 @@ class Down:
             Kind.VERSION: self._version,
             Kind.WANT: self._want,
             Kind.BRING: self._bring,
+            Kind.BEGUN: self._begun,
         }
 
     # -- what shards here say ----------------------------------------------------------------------------
@@ -275,6 +277,17 @@ class Down:
                 flow.pending.append(said)
             elif (lane := self._relay.lanes.get((number, said.learner))) is not None:
                 self._pass_on(site, number, lane, said)
+
+    # -- what a table begins with ------------------------------------------------------------------------
+
+    def begin(self, number: int, *sites: int) -> None:
+        """In the leading shard's relay: to these machines."""
+        for site in sites if self._relay.site == self._relay.leader else ():
+            self._relay.up.send_first(site, number)
+            self._relay.send(site, Kind.BEGUN, place=number)
+
+    def _begun(self, site: int, frame: Frame) -> None:
+        self._relay.say(Begun(frame.place))
 
     # -- for learners here -------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from syncline.engines.local.host import SendOut, SentOut
 from syncline.engines.local.record_codec import BESIDE, NOTE, Record, decode
 from syncline.engines.ray.bulk_connection import Frame
-from syncline.engines.ray.frame_kinds import LANE, TABLE, WORD, Kind, place_of
+from syncline.engines.ray.frame_kinds import LANE, TABLE, Kind, place_of
 from syncline.engines.ray.relay_memory import Span
 from syncline.engines.ray.relay_nodes import SumOut
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest
@@ -33,14 +33,6 @@ class Mark:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class First:
-    """A table's first values have come from a machine that has no way to all that need them."""
-
-    site: int
-    table: int
-
-
 class Up:
     """Of all learners here."""
 
@@ -49,13 +41,11 @@ class Up:
         self._notes: dict[int, deque[Record | SendOut | SumOut]] = defaultdict(deque)  # to go out, in order
         self._awaited: dict[int, dict[int, int]] = {}  # learner -> machine -> the mark that is to come back
         self._marks: dict[int, int] = defaultdict(int)
-        # for the leading shard here
-        self._arrived: dict[int, deque[Record | Mark | First]] = defaultdict(deque)
+        self._arrived: dict[int, deque[Record | Mark]] = defaultdict(deque)  # for the leading shard here
         self.handlers: dict[int, Callable[[int, Frame], None]] = {
             Kind.NOTE: self._note,
             Kind.MARK: self._mark,
             Kind.MARKED: self._marked,
-            Kind.FIRST: self._first,
         }
 
     # -- from learners here ------------------------------------------------------------------------------
@@ -214,37 +204,19 @@ class Up:
         if order.table is None:
             known = number in relay.learners and relay.site != relay.leader and relay.leader in relay.peers
             return {relay.leader: self._send_mark(relay.leader, number)} if known else {}
-        for site in relay.others():
-            self._send_first(site, order.table, number)
-        if not relay.sites.of(relay.site):
-            relay.send(relay.leader, Kind.FIRST, WORD.pack(order.table), place=number)
-        return {site: self._send_mark(site, number) for site in relay.others()}
+        servers = [site for site in relay.table(order.table).servers() if site in relay.others()]
+        for site in servers:
+            parts = relay.table(order.table).spans[site]
+            self.send_slot(site, order.table, number, 0, parts, full=True, options=None)
+        if relay.leader in servers:
+            self.send_first(relay.leader, order.table)
+        return {site: self._send_mark(site, number) for site in servers}
 
-    def _send_first(self, site: int, number: int, learner: int) -> None:
-        """A table's first values, as its learner has published them."""
-        relay, table = self._relay, self._relay.table(number)
-        if table.end > table.first:
-            relay.write(site, place_of(TABLE, number), table.region.bytes, [(table.first, table.end)])
-        if site in table.servers():
-            self.send_slot(site, number, learner, 0, table.spans[site], full=True, options=None)
-
-    def _first(self, site: int, frame: Frame) -> None:
-        self._arrived[frame.place].append(First(site, WORD.unpack(frame.body)[0]))
-
-    def _pass_first_on(self, number: int, first: First) -> bool:
-        """To machines without shards; False: they do not all have it yet."""
-        relay, awaited = self._relay, self._awaited.get(number)
-        if awaited is None and relay.whole():
-            table = relay.table(first.table)
-            far = [site for site in relay.others() if site != first.site and not relay.sites.of(site)]
-            for site in far if table.end > table.first else ():
-                values = [(table.first, table.end)]
-                relay.write(site, place_of(TABLE, first.table), table.region.bytes, values)
-            awaited = self._awaited[number] = {site: self._send_mark(site, number) for site in far}
-        if awaited is None or awaited:
-            return False
-        del self._awaited[number]
-        return True
+    def send_first(self, site: int, number: int) -> None:
+        """All else that learners begin a table with: buffers and the like."""
+        table = self._relay.table(number)
+        spans = [(table.first, table.end)] if table.end > table.first else []
+        self._relay.write(site, place_of(TABLE, number), table.region.bytes, spans)
 
     def lose(self, site: int) -> None:
         for awaited in self._awaited.values():
@@ -260,16 +232,14 @@ class Up:
         rung = False
         for number, arrived in list(self._arrived.items()):
             while arrived and self._hand_over(number, arrived[0]):
-                rung |= not isinstance(arrived.popleft(), Mark | First)
+                rung |= not isinstance(arrived.popleft(), Mark)
             if not arrived:
                 del self._arrived[number]
         if rung:
             self._relay.parts.shards[0].ring()
         return bool(self._arrived)
 
-    def _hand_over(self, number: int, arrived: Record | Mark | First) -> bool:
-        if isinstance(arrived, First):
-            return self._pass_first_on(number, arrived)
+    def _hand_over(self, number: int, arrived: Record | Mark) -> bool:
         if isinstance(arrived, Mark):
             self._relay.send(arrived.site, Kind.MARKED, arrived.body)
             return True

@@ -58,8 +58,8 @@ class RemoteHost(Host):
         except Lost:
             return
 
-    def wait_ready(self, alive: Callable[[], bool], folder: Folder | None) -> None:
-        """Until it has what its learners run."""
+    def wait_ready(self, alive: Callable[[], bool], folder: Folder | None, ways: Mapping[int, Way]) -> None:
+        """Until it has what its learners run; `ways` are those of other machines."""
         while alive():
             try:
                 frame = self._connection.receive(0.5)
@@ -69,6 +69,8 @@ class RemoteHost(Host):
                 ready = unpack(found[1])
                 assert isinstance(ready, Ready)
                 self._folder = None if ready.sees else folder
+                for site, why in ready.cut.items():
+                    raise replace(ways[site], home=self._way.node).cut(Lost(why))
                 return
         raise self._way.cut(Lost("it does not answer any more"))
 
@@ -191,6 +193,9 @@ class RemoteHost(Host):
 
     def lose_site(self, site: int) -> None:
         self._do("lose_site", site)
+
+    def gain_site(self, site: int) -> None:
+        self._do("gain_site", site)
 
     def lose_node(self, node: int) -> None:
         self._do("lose_node", node)

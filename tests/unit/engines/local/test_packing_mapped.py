@@ -463,3 +463,14 @@ def test_packing_and_unpacking_leave_no_descriptors_behind(file: Path) -> None:
 def test_a_plain_pickle_of_what_came_is_whole(file: Path) -> None:
     found = trip(opened(file)[100:])
     assert np.array_equal(pickle.loads(pickle.dumps(found)), NUMBERS[100:])
+
+
+def test_messages_that_map_nothing_do_not_read_the_list_of_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has thousands of lines: reading it for each message was most of what a short run did."""
+
+    def read() -> list[Any]:
+        raise AssertionError
+
+    monkeypatch.setattr(mappings, "_ranges", read)
+    parcel = pack([torch.zeros(SIZE), NUMBERS, "a word"])
+    parcel.close()

@@ -37,6 +37,7 @@ def train(**options: Any) -> Any:
         ({"address": ""}, "host:port"),
         ({"resources": {"CPU": -1}}, "such as"),
         ({"resources": 4}, "such as"),
+        ({"grow": 1}, "grow is True or False"),
     ],
 )
 def test_options_that_cannot_be_are_one_line(options: dict[str, Any], words: str) -> None:
