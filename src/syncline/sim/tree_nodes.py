@@ -252,9 +252,8 @@ class SimNode:
                 child: [message.active[each] for each in learners if each in message.active]
                 for child, learners in below.items()
             }
-            self._pass_on(table, node.turn(lockstep=message.lockstep))
             active = {child: min(each) for child, each in counted.items() if each}
-            self._pass_on(table, node.count(active))
+            self._pass_on(table, node.count(active, lockstep=message.lockstep))
 
     # -- who comes and goes ----------------------------------------------------------------------------------
 
