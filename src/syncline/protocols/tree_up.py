@@ -84,7 +84,7 @@ class Node:
         self._number = 0
         self._under_way: tuple[Sum, list[Sum]] | None = None  # and the parts it was made of
         self._next: dict[int, int] = {}  # learner -> iteration of what it publishes next
-        self._active: set[int] = set()
+        self._active: set[int] | None = None  # the leader has not said yet
         self._sent: dict[int, int] = {}  # child -> the iteration after the last that is on its way
 
     @property
@@ -138,7 +138,7 @@ class Node:
         """A child is gone: what is not under way goes with it; of the rest the root decides."""
         self._gone.add(child)
         self._held.pop(child, None)
-        self._active.discard(child)
+        self._active = self._active and self._active - {child}
         return self._send()
 
     def welcome(self, child: int) -> None:
@@ -224,10 +224,14 @@ class Node:
 
     def _round(self, complete: bool) -> list[Sum]:
         """The oldest iteration, if all that are waited for are there."""
+        if complete and self._active is None:
+            return []
         heads = [queue[0] for queue in self._held.values() if queue]
         iteration = min(part.iteration for part in heads)
         missing = (  # whoever has a later one here has none of this iteration
-            each for each in self._active if not self._held.get(each) and self._sent.get(each, 0) <= iteration
+            each
+            for each in self._active or ()
+            if not self._held.get(each) and self._sent.get(each, 0) <= iteration
         )
         if complete and any(True for _ in missing):
             return []

@@ -377,9 +377,8 @@ def test_nothing_is_lost_nothing_counts_twice_and_every_staleness_is_exact(
 
 def test_gradients_of_a_free_dial_do_not_count_as_iterations_once_the_dial_is_in_lockstep() -> None:
     """Learner 1 was faster: with its own count it would be two iterations ahead, and its leaf would wait for ever."""
-    node, number = Node(0, leaf=True, lockstep=False), 0
-    for learner in (1, 1, 1, 2):
-        number += 1
+    node = Node(0, leaf=True, lockstep=False)
+    for number, learner in enumerate((1, 1, 1, 2)):
         (up,) = node.publish(of_one(Ticket(learner, learner - 1, number, 0, 0, 1)))
         assert isinstance(up, Up) and node.taken(up.sum.number) == [SumDone(learner, number)]
     assert not node.count({1: 2, 2: 2}, lockstep=True)
