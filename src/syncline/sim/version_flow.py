@@ -54,8 +54,9 @@ class FlowEnd:
 class TableFlow:
     """One table's."""
 
-    def __init__(self, world: Simulation, table: int) -> None:
-        self._world, self._table, self._layout = world, table, world.tables[table].layout
+    def __init__(self, world: Simulation, owner: VersionFlow, table: int) -> None:
+        self._world, self._owner = world, owner
+        self._table, self._layout = table, world.tables[table].layout
         self._parts = world.tables[table].part_bytes
         self._casters = [Worker(world.clock) for _ in self._parts]  # beside the shards' own work
         self._made: dict[int, dict[int, list[Tensor]]] = defaultdict(dict)  # version -> parts, by shard
@@ -67,6 +68,11 @@ class TableFlow:
         for node in (ROOT, *world.tree.nodes):
             self._casts[node] = Downcast(world.tree.children(node) if node not in world.tree.leaves else ())
             self._workers[node] = Worker(world.clock)
+
+    @property
+    def _void(self) -> bool:
+        """The tree was planted anew since."""
+        return self._world.flow is not self._owner
 
     def turn(self, sync: Sync) -> None:
         """This dial is in force."""
@@ -105,7 +111,9 @@ class TableFlow:
     def refill(self, end: FlowEnd) -> None:
         """A copy that was held for it may be used."""
         learner = end.learner.learner
-        if end.buffers.room and self._ends.get(learner) is end and learner in self._world.tree.leaf:
+        if self._void or not end.buffers.room:
+            return
+        if self._ends.get(learner) is end and learner in self._world.tree.leaf:
             leaf = self._world.tree.leaf[learner]
             self._send(leaf, self._casts[leaf].sent(learner))
 
@@ -123,7 +131,7 @@ class TableFlow:
     # -- down --------------------------------------------------------------------------------------------
 
     def _send(self, node: int, sends: Iterable[Send]) -> None:
-        for send in sends:
+        for send in sends if not self._void else ():
             copy, arrive = self._copies[node], partial(self._arrived, node, send.child)
             if node == ROOT:
                 self._from_shards(self._world.nodes[send.child].machine, partial(arrive, copy))
@@ -151,6 +159,8 @@ class TableFlow:
 
     def _arrived(self, node: int, child: int, copy: Copy) -> None:
         tree = self._world.tree
+        if self._void:
+            return
         if node in tree.leaves:
             end = self._ends.get(child)
             if end is not None and tree.leaf.get(child) == node and end.buffers.fills(copy.version):
@@ -174,7 +184,7 @@ class VersionFlow:
 
     def of(self, table: int) -> TableFlow:
         if table not in self._tables:
-            self._tables[table] = TableFlow(self._world, table)
+            self._tables[table] = TableFlow(self._world, self, table)
         return self._tables[table]
 
     def said(self, table: int, dial: int) -> None:
