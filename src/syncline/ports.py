@@ -82,6 +82,7 @@ class TablePort(ABC):
     layout: Layout
     buffers: Sequence[Tensor]  # first values of the model's buffers, and of its other tensors
     others: Sequence[Tensor]
+    overtaken = False  # of what comes unasked nothing can be read: newer versions come faster
 
     @abstractmethod
     def draft(self, *, block: bool = True) -> Draft | None:
@@ -101,14 +102,18 @@ class TablePort(ABC):
         """
 
     @abstractmethod
-    def wait(self, number: int, *, block: bool = True) -> Reading | None:
-        """What to read, once all shards have released this ticket; raises what the coordinator has to say meanwhile."""
+    def wait(self, number: int | None, *, block: bool = True) -> Reading | None:
+        """What to read, once all shards have released this ticket; raises what the coordinator has to say meanwhile.
+
+        Without a number: nothing that was published is under way any more.
+        """
 
     @abstractmethod
-    def read(self, reading: Reading, into: list[Tensor]) -> int | None:
+    def read(self, reading: Reading | None, into: list[Tensor]) -> int | None:
         """Copy the version that was released, or where that is gone a newer one, into the parameters; which one it is.
 
         None: it was overtaken again and again, and wants one delivered. Without parameters it only says that it has read.
+        Without a reading the newest that has come unasked; the parameters may get other memory. None: there is none that is newer.
         """
 
 

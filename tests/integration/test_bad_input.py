@@ -202,10 +202,7 @@ def test_train_refuses_before_a_process_starts(changes: dict[str, Any], kind: ty
     "changes, words",
     [
         ({"sync": "diloco:4"}, "not built yet; working now: hardsync, softsync:n, async, downpour"),
-        (
-            {"topology": "tree:4,broadcast"},
-            "not built yet with broadcast and gradients .* working now: servers",
-        ),
+        ({"topology": "tree:2,broadcast", "group": 2}, "not built yet with group=2, .* leave broadcast out"),
     ],
 )
 @pytest.mark.usefixtures("no_process")

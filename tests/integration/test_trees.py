@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.errors import LostError, NotYetError
 from syncline.report.clock_file import read_clocks
-from syncline.testing import Faults, Local
+from syncline.testing import Faults, Local, Nodes
 from syncline.testing.hunt import case_player as playing
 from syncline.testing.hunt.case import random_case
 
@@ -71,6 +71,8 @@ def difference(a: sl.Result, b: sl.Result) -> float:
 
 
 TREES = ["tree:2", "tree:3,servers=2", "tree:4,servers=3", "tree:9"]
+CASTS = ["tree:2,broadcast", "tree:3,broadcast,servers=2"]  # tree:2 has a level above the leaves
+DOWNPOUR = "downpour:push=1,fetch=2,local_lr=0.02"
 
 
 @pytest.mark.sweep(6)
@@ -84,13 +86,13 @@ def test_lockstep_equals_flat_servers_to_rounding(topology: str, sync: str) -> N
     assert difference(tree, run(topology, sync)) == 0.0, "bits repeat"
 
 
-@pytest.mark.sweep(8)
-@pytest.mark.parametrize("topology", TREES)
+@pytest.mark.sweep(12)
+@pytest.mark.parametrize("topology", [*TREES, *CASTS])
 @pytest.mark.parametrize(
-    "sync", ["softsync:1", "softsync:3", "async", "ssp:1:rate=share", "hardsync until 1 then async"]
+    "sync",
+    ["softsync:1", "softsync:3", "async", "ssp:1,rate=share", "hardsync until 1 then async", DOWNPOUR],
 )
 def test_every_gradient_counts_once_with_its_staleness(topology: str, sync: str) -> None:
-    sync = sync.replace(":rate", ",rate")
     with tempfile.TemporaryDirectory() as folder:
         result = run(topology, sync, run_dir=folder, clocks=True)
         rows = clocks(Path(folder))
@@ -114,10 +116,10 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.sweep(14)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("sync", ["hardsync", "delayed:1", "softsync:1", "async"])
-@pytest.mark.parametrize("topology", ["tree:2,servers=2", "tree:3"])
+@pytest.mark.parametrize("topology", ["tree:2,servers=2", "tree:3", "tree:2,broadcast,servers=2"])
 def test_nobody_is_missed_for_ever_and_every_example_counts_once(
     topology: str, sync: str, script: str
 ) -> None:
@@ -146,9 +148,9 @@ def test_a_lost_shard_and_a_resumed_run_go_on_over_the_tree(topology: str, sync:
 
 
 @pytest.mark.parametrize("given, words", [
-    ({"topology": "tree:2,broadcast", "engine": "local"}, "not built yet with broadcast and gradients"),
-    ({"topology": "tree:2,broadcast"}, "not built yet with broadcast and gradients"),
-    ({"topology": "tree:2", "sync": "downpour:push=2,fetch=2,local_lr=0.1"}, "learners step by themselves"),
+    ({"topology": "tree:2,broadcast", "engine": Nodes(2, 2)}, "on a cluster, where a machine gets the versions"),
+    ({"topology": "tree:2", "engine": Nodes(2, 2, grow=True)}, "a machine that joins would have no leaf"),
+    ({"topology": "tree:2,broadcast", "engine": "local", "group": 2}, "with group=2, whose seats must read one"),
 ])  # fmt: skip
 def test_what_is_not_built_yet_says_so(given: dict, words: str) -> None:
     with pytest.raises(NotYetError, match=words):
@@ -183,7 +185,8 @@ def test_random_jobs_with_faults_keep_every_account(sync: str, seed: int) -> Non
     unknown = ("change", "node", "link")  # to trees, or with another meaning there
     faults = [line for line in case.script.split("; ") if line and not any(word in line for word in unknown)]
     script = "; ".join([*faults, f"kill node {seed % 3} at {1 + seed} s"])
-    playing.run(replace(case, fan_in=2, script=script))
+    for broadcast in (False, True):
+        playing.run(replace(case, fan_in=2, script=script, broadcast=broadcast))
 
 
 # -- in processes ------------------------------------------------------------------------------------------------
@@ -222,9 +225,22 @@ def test_nodes_that_are_processes_give_the_simulators_bits(
     assert roles["node"] == nodes
 
 
-@pytest.mark.parametrize("sync", ["softsync:1", "async", "ssp:1,rate=share", "hardsync until 1 then async"])
-def test_in_processes_too_every_gradient_counts_once_with_its_staleness(sync: str, tmp_path: Path) -> None:
-    result = in_processes("tree:2,servers=2", sync, run_dir=tmp_path, clocks=True)
+@pytest.mark.parametrize(
+    "sync",
+    [
+        "softsync:1",
+        "async",
+        "ssp:1,rate=share",
+        "hardsync until 1 then async",
+        "async until 1 then delayed:1",
+        DOWNPOUR,
+    ],
+)
+@pytest.mark.parametrize("topology", ["tree:2,servers=2", "tree:2,broadcast,servers=2"])
+def test_in_processes_too_every_gradient_counts_once_with_its_staleness(
+    topology: str, sync: str, tmp_path: Path
+) -> None:
+    result = in_processes(topology, sync, run_dir=tmp_path, clocks=True)
     rows = clocks(tmp_path)
     assert result.gradients == len(rows) == 2 * 48 and result.dropped == 0
     assert result.statistics.tables[0].examples == 2 * 190
@@ -238,10 +254,20 @@ def test_in_processes_too_every_gradient_counts_once_with_its_staleness(sync: st
     "kill node 1 at version 2; kill learner 0 at version 3; add 2 at version 4",
     "kill node 5 at version 2; kill node 0 at version 4",  # one above the leaves
 ])  # fmt: skip
-@pytest.mark.parametrize("sync", ["hardsync", "softsync:1"])
-def test_learners_and_nodes_are_killed_and_every_example_counts_once(sync: str, script: str) -> None:
-    learners = 7 if "node 5" in script else 4
-    result = in_processes("tree:2,servers=2", sync, script, learners=learners, on_error="continue")
+@pytest.mark.parametrize(
+    "topology, sync",
+    [
+        ("tree:2", "hardsync"),
+        ("tree:2", "softsync:1"),
+        ("tree:2,broadcast", "softsync:1"),
+        ("tree:2,broadcast", "async"),
+    ],
+)
+def test_learners_and_nodes_are_killed_and_every_example_counts_once(
+    topology: str, sync: str, script: str
+) -> None:
+    learners, topology = 7 if "node 5" in script else 4, f"{topology},servers=2"
+    result = in_processes(topology, sync, script, learners=learners, on_error="continue")
     assert result.statistics.tables[0].examples == 3 * 190
     assert result.dropped == 0 and result.staleness.gradients == result.gradients
     moved = [event.what for event in result.events if event.kind == "node lost"]
@@ -263,12 +289,46 @@ def test_a_node_dies_at_any_operation(sync: str, node: int, learners: int) -> No
     assert point > 100
 
 
+WIDTH = 1100  # its table is large enough for a copy that is filled beside the computation
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
+    )
+
+
+def plain_sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01)
+
+
+@pytest.mark.parametrize("sync", ["softsync:1", "async"])
+def test_a_second_copy_is_filled_beside_the_computation_and_swapped(sync: str, tmp_path: Path) -> None:
+    """Every gradient is of one version that it had (else its staleness would be wrong, and the loss would not fall)."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 4)
+    result = sl.train(
+        wide, TensorDataset(x, x.sum(1)), loss=loss, optimizer=plain_sgd, sync=sync, topology="tree:2,broadcast",
+        learners=4, batch_size=8, epochs=4, seed=3, threads=1, run_dir=tmp_path, clocks=True,
+    )  # fmt: skip
+    rows = clocks(tmp_path)
+    assert result.gradients == len(rows) == 4 * 50 and result.dropped == 0
+    assert Counter(version - 1 - stamp for version, _, stamp in rows) == result.staleness.histogram
+    for rank in {rank for _, rank, _ in rows}:
+        stamps = [stamp for _, each, stamp in rows if each == rank]
+        assert stamps == sorted(stamps) and stamps[-1] > stamps[0], "versions come, and none comes back"
+    model = wide()
+    before = loss(model(x), x.sum(1)).item()
+    model.load_state_dict(result.state_dict())
+    assert loss(model(x), x.sum(1)).item() < 0.3 * before
+
+
 def test_a_dial_that_a_tree_cannot_follow_is_refused_while_it_runs() -> None:
     with run("tree:2", "async", learners=2, engine="local", threads=1, wait=False, epochs=50) as handle:
         with pytest.raises(sl.UsageError, match="a leaf's sum is taken whole"):
             handle.change("backup:1")
-        with pytest.raises(NotYetError, match="its learners step by themselves"):
-            handle.change("downpour:push=2,fetch=2,local_lr=0.1")
+        handle.change("downpour:push=2,fetch=2,local_lr=0.1")
 
 
 @pytest.mark.parametrize(

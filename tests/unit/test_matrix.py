@@ -25,6 +25,8 @@ COLUMNS = [
     ("allreduce", "sim"),
     ("allreduce", "torchrun"),
     ("tree:2", "local"),
+    ("tree:2,broadcast", "local"),
+    ("tree:2", "ray"),
     ("servers", "ray"),
 ]
 
@@ -70,7 +72,7 @@ def check(result: sl.Result, course: Course) -> None:
 
 
 def test_the_page_covers_all_presets() -> None:
-    assert len(cells()) == 7 * 12
+    assert len(cells()) == 9 * 12
 
 
 @pytest.mark.parametrize("dial, topology, engine, says", [each for each in cells() if each[2] != "torchrun"])

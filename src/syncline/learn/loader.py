@@ -134,7 +134,7 @@ class Loader:
         self._lies = data.tensors[0].device if isinstance(data, TensorDataset) else CPU
         self._orders: dict[int, Tensor] = {}
         self._iterating = False
-        self._portion = Portions(number, session.port.post, session.rest, lambda: session.resting)
+        self._portion = Portions(number, session.port.post, session.wait_for_data, lambda: session.resting)
         self._drive(self._portion.welcome())
 
     @property

@@ -24,6 +24,7 @@ from syncline.ports import Computing, Reset, RunStopped, TablePort
 from syncline.table.gradient_slot import options_text
 from syncline.table.layout import Tensors
 from syncline.table.optimizer_template import Options, group_options, merge, split
+from syncline.topologies import Trees
 
 if TYPE_CHECKING:
     from syncline.learn.server_session import ServerSession
@@ -59,7 +60,16 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._seen: list[tuple[Any, ...]] = []
         self._tensor_options = False
         self._replica = ModelReplica(session, self, table, tensors)
-        self.stepper = Stepper(number, session.plan.course.first, self._replica, session.port.post, steps)
+        topology = session.plan.topology
+        self.stepper = Stepper(
+            number,
+            session.plan.course.first,
+            self._replica,
+            session.port.post,
+            steps,
+            tree=isinstance(topology, Trees),
+            casts=isinstance(topology, Trees) and topology.broadcast,
+        )
         self._drive(self.stepper.read(self.stepper.ticket()))
 
     def __repr__(self) -> str:
@@ -201,6 +211,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         """What was added up, be it of fewer steps than the dial says."""
         self.stepper.push()
 
+    def deliver(self) -> None:
+        """What was published is there before what is said next."""
+        self._drive(self.stepper.deliver())
+
     def rejoin(self, table: TablePort) -> None:
         """The same table on new servers: what was asked of the old ones is void."""
         self._table = self._replica.table = table
@@ -224,6 +238,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._replica.untouched.note(self.stepper.steps)
 
     def _put(self, values: list[Tensor]) -> None:
+        self.deliver()
         draft = self._table.draft()
         assert draft is not None
         torch._foreach_copy_(draft.gradients, values)
@@ -272,6 +287,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _load(
         self, options: Options, state: dict[int, dict[str, Any]], whole: dict[str, Any] | None = None
     ) -> None:
+        self.deliver()
         number = self.stepper.ticket()
         self._session.port.ask(m.LoadState(self.number, number, options, state, whole))
         self._session.port.post(say.Load(self.number, number))

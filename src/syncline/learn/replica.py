@@ -138,6 +138,21 @@ class ModelReplica(Replica):
             self.untouched.note(stepper.steps)
         return version
 
+    @torch.no_grad()
+    def flow(self) -> int:
+        stepper = self._optimizer.stepper
+        version = self.table.read(None, list(self._parameters))
+        if version is None:
+            return stepper.version
+        self.untouched.note(stepper.steps)
+        return version
+
+    def overtaken(self) -> bool:
+        return self.table.overtaken
+
+    def several(self) -> bool:
+        return self._session.several
+
     def begun(self) -> bool:
         return bool(self._session.examples)
 

@@ -80,7 +80,7 @@ class SharedTable(Protocol):
         options: bytes = b"",
         present: Sequence[bool] = (),
     ) -> None: ...
-    def wait(self, number: int, *, block: bool = True) -> Reading | None: ...
+    def wait(self, number: int | None, *, block: bool = True) -> Reading | None: ...
     def copy(self, reading: Reading, into: list[Tensor]) -> int | None: ...
     def has_read(self) -> None: ...
 
@@ -273,14 +273,15 @@ class SeatTable(TablePort):
             message = message._replace(full=not found)
         self._port.first_only(lambda: self._whole.publish(held.whole, message, options, found))
 
-    def wait(self, number: int, *, block: bool = True) -> Reading | None:
+    def wait(self, number: int | None, *, block: bool = True) -> Reading | None:
         found: Reading | None = self._port.told(
             f"wait for {number}", lambda: self._whole.wait(number, block=block)
         )
         return found
 
-    def read(self, reading: Reading, into: list[Tensor]) -> int | None:
+    def read(self, reading: Reading | None, into: list[Tensor]) -> int | None:
         """One version in all seats: who has an older one than another reads again."""
+        assert reading is not None, "nothing flows to seats unasked"
         into = self._rest(into)
         version = self._agreed(reading, into) if into else reading.version
         if self._port.leads:

@@ -116,6 +116,11 @@ class ServerSession(Session):
                 continue
 
     @property
+    def several(self) -> bool:
+        """It has several loaders."""
+        return len(self._loaders) > 1
+
+    @property
     def epoch(self) -> int | None:
         """Of its first loader."""
         return self._loaders[0].epoch if self._loaders else None
@@ -261,6 +266,7 @@ class ServerSession(Session):
         return loader
 
     def _request(self, message: Any) -> Any:
+        self.deliver()
         if self._idle is not None:  # others must not wait for a gradient while this learner waits for them
             self.rest(*self._idle)
         elif self._fresh and self.sync.waits:  # nor for what it has not published yet
@@ -309,6 +315,7 @@ class ServerSession(Session):
 
     def _meet(self, message: Any) -> Any:
         """It rests until the meeting is over: nobody need wait for its gradient, wherever in its loop it is."""
+        self.deliver()
         self.rest(NO_LOADER, 0)
         self.port.post(say.Meet())
         return self.port.ask(message)
@@ -327,10 +334,18 @@ class ServerSession(Session):
         for table in self._tables if self._refused is None else ():
             table.push()
 
+    def deliver(self) -> None:
+        """What it has published is there before it waits for others: else they might seem to wait for each other."""
+        for table in self._tables:
+            table.deliver()
+
     def close(self) -> None:
         """The learner's function is over."""
         if not self.ending and self._refused is None:
             self.push()
+            if sys.exception() is None:
+                with contextlib.suppress(Reset):
+                    self.deliver()
         if self.plan.saving.cuts and self._tables:
             with contextlib.suppress(Reset):
                 self._tables[0].farewell()
@@ -392,6 +407,11 @@ class ServerSession(Session):
         """It does nothing until this ticket is let go, though it had gone on: steps of other tables may wait for it."""
         if len(self._tables) > 1:
             self.port.post(say.Await(table, number))
+
+    def wait_for_data(self, loader: int, index: int) -> None:
+        """It can do nothing before it has this portion."""
+        self.deliver()
+        self.rest(loader, index)
 
     def rest(self, loader: int, index: int) -> None:
         """Nothing to compute: nobody need wait for this learner, be it under a dial that it does not know yet."""

@@ -20,9 +20,9 @@ from syncline.ports import OUTSIDE, Draft, Portion, Reading
 
 
 class Ticket(NamedTuple):
-    """Its reading; without `block` what there is of it now."""
+    """Its reading; without `block` what there is of it now. Without a number: nothing that was published is under way."""
 
-    number: int
+    number: int | None
     block: bool = True
 
 
@@ -84,6 +84,18 @@ class Replica(ABC):
     def read(self, reading: Reading, *, known: bool) -> int | None:
         """Take a version over, `known`: unless it has it still; which one it has now. None: it was overtaken."""
 
+    def flow(self) -> int:
+        """Take over the newest version that has come unasked; which one it has now."""
+        raise AssertionError("versions flow down trees only")
+
+    def overtaken(self) -> bool:
+        """Of what comes unasked nothing can be read: newer versions come faster."""
+        return False
+
+    def several(self) -> bool:
+        """Batches may be of several loaders, of which is told beside the gradient."""
+        return False
+
     @abstractmethod
     def begun(self) -> bool:
         """Batches of the next gradient were computed."""
@@ -103,13 +115,22 @@ class SumOfGradients:
 
 
 class Stepper:
-    """One table, seen by one learner; `post` tells the leading shard."""
+    """One table, seen by one learner; `post` tells the leading shard. `tree`: gradients take another way there, and what is
+    said may come before them; `casts`: versions flow down it unasked (R8)."""
 
     def __init__(
-        self, number: int, sync: Sync, replica: Replica, post: Callable[..., None], steps: int = 0
+        self,
+        number: int,
+        sync: Sync,
+        replica: Replica,
+        post: Callable[..., None],
+        steps: int = 0,
+        *,
+        tree: bool = False,
+        casts: bool = False,
     ) -> None:
         self.number, self.sync, self.steps = number, sync, steps
-        self._replica, self._post_to = replica, post
+        self._replica, self._post_to, self._tree, self._casts = replica, post, tree, casts
         self._dials = {0: sync}  # that it knows, by number
         self._dial = -1
         self._keep = False
@@ -123,6 +144,12 @@ class Stepper:
         self._sum = SumOfGradients()
         self._draft: Draft | None = None  # that is being filled
         self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
+        self._silent = False  # gradients may be under way that it did not wait for
+
+    @property
+    def _free(self) -> bool:
+        """It waits neither for its gradient nor for a version."""
+        return self._casts and not self.sync.waits
 
     @property
     def keeping(self) -> bool:
@@ -143,12 +170,38 @@ class Stepper:
         elif self._sum.steps:  # the dial has changed since: they go out together
             yield from self._add(said)
             yield from self.read(self.push())
+        elif self._free:
+            yield from self._step_on(said)
         else:
             draft = yield from self._drafted()
             yield from self.read(self._publish(draft, self._replica.fill(draft), said))
 
+    def _step_on(self, said: Any) -> Steps:
+        """As soon as a former gradient is delivered; then with what has flowed down by now (R8). Two are never merged."""
+        draft = yield from self._drafted()
+        self._publish(draft, self._replica.fill(draft), said)
+        yield from self._hear()
+        if self._free:
+            self.version = self._replica.flow()
+
+    def _hear(self) -> Steps:
+        """What the servers say beside the versions: whether a checkpoint follows, or another dial."""
+        if self._fetching is not None:
+            reading: Reading | None = yield Ticket(self._fetching[0], block=False)
+            if reading is None:
+                return
+            self._fetching, self._keep = None, reading.keep
+            if reading.dial != self._dial or reading.delivered:
+                yield from self._take_over(reading)
+        if self._free:
+            overtaken = self._replica.overtaken()
+            has = -1 if overtaken else self.version
+            self._fetching = (self._fetch(deliver=overtaken, has=has), 0)
+
     def _drafted(self) -> Generator[Wait, Any, Draft]:
         """Kept until it is published: what cannot be published is filled again."""
+        if self._replica.several():  # of which is told before it
+            yield from self.deliver()
         if self._draft is None:
             self._draft = yield FreeDraft(block=False)
         if self._draft is None:
@@ -157,9 +210,16 @@ class Stepper:
         assert self._draft is not None
         return self._draft
 
+    def deliver(self) -> Steps:
+        """What it did not wait for is there: whatever is said from here on comes after it."""
+        if self._tree and self._silent:
+            self._silent = False
+            self._replica.awaits(self.tickets - 1)
+            yield Ticket(None)
+
     def _publish(self, draft: Draft, present: list[bool], said: Any) -> int:
         replica, options = self._replica, self._replica.seal(draft)
-        number = self.ticket()
+        number, silent = self.ticket(), self.sync.local or self._free
         usage, loss = replica.usage(), replica.loss(said)
         states = replica.states(keep=self._keep)
         stamp, self._stamp = self.version if self._stamp is None else self._stamp, None
@@ -171,12 +231,13 @@ class Stepper:
             *usage,
             options,
             not present,
-            self.sync.local,
+            silent,
             states,
             loss,
         )
         self.steps += 1
         self._keep, self._draft = False, None
+        self._silent |= silent
         replica.publish(draft, gradient, present)
         return number
 
@@ -199,12 +260,16 @@ class Stepper:
     def _take_over(self, reading: Reading) -> Steps:
         self._keep = reading.keep
         if reading.dial != self._dial:
+            if self._tree and self._silent:  # the servers did not know of all that it has published
+                yield from self.deliver()
+                number = self._fetch()
+                self._replica.awaits(number)
+                reading = yield Ticket(number)
+                self._keep |= reading.keep
             yield from self._turn(reading.dial)
         version = self._replica.read(reading, known=reading.version <= self.version)
         if version is None:  # newer versions came faster than it could read: one is delivered
-            number = self.ticket()
-            self._post_to(say.Fetch(self.number, number, deliver=True))
-            delivered: Reading = yield Ticket(number)
+            delivered: Reading = yield Ticket(self._fetch(deliver=True))
             yield from self._take_over(delivered._replace(keep=delivered.keep or reading.keep))
         else:
             self.version = version
@@ -283,9 +348,9 @@ class Stepper:
         assert reading is not None
         yield from self._take_over(reading)
 
-    def _fetch(self) -> int:
+    def _fetch(self, *, deliver: bool = False, has: int = -1) -> int:
         number = self.ticket()
-        self._post_to(say.Fetch(self.number, number))
+        self._post_to(say.Fetch(self.number, number, deliver, has))
         return number
 
 

@@ -138,6 +138,9 @@ class Fetch:
     deliver: bool = (
         False  # sent to it, whatever the dial: it was overtaken while it read what was released before
     )
+    has: int = (
+        -1
+    )  # versions come unasked, it has this one: it only wants to hear of the dial, and of checkpoints
 
 
 @dataclass(frozen=True, slots=True)

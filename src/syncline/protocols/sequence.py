@@ -155,14 +155,15 @@ class Sequence:
         live = self.members.live
         return {each: max(live[each].next_iteration, self.version) for each in learners}
 
-    def fetch(self, learner: int, number: int) -> list[Decision]:
-        """It wants the newest weights, whatever it has published (M9)."""
+    def fetch(self, learner: int, number: int, has: int | None = None) -> list[Decision]:
+        """It wants the newest weights, whatever it has published (M9); where it `has` them already only a word (R8)."""
         member = self.members.live.get(learner)
         if member is None:
             return []
         if not self._lockstep and self.sync.slack is None:
-            self._gate.fetched(learner, self.version)
-            return [Release(learner, number, self.version)]
+            read = self.version if has is None else has
+            self._gate.fetched(learner, read)
+            return [Release(learner, number, read, same=has is not None)]
         # the dial has changed meanwhile: it reads with the fold of what it published, or when it is not too far ahead
         self._fetching.add(learner)
         self._gate.arrive(learner, number, member.next_iteration - 1, self.version)

@@ -148,6 +148,10 @@ class Buffers:
         """The other may be filled."""
         return self._filling is None and not (self._missed and self.next is not None)
 
+    def fills(self, version: int) -> bool:
+        """It is this one that is on its way."""
+        return self._filling == version
+
     def begin(self, version: int) -> None:
         if not self.room:
             raise AssertionError(f"version {version} would overwrite {self._filling or self.next}")
@@ -155,6 +159,10 @@ class Buffers:
 
     def complete(self) -> None:
         self.next, self._filling = self._filling, None
+
+    def drop(self) -> None:
+        """What was being filled does not come."""
+        self._filling, self._missed = None, False
 
     def swap(self) -> int:
         """In `step()`: the version that it computes on from now on."""

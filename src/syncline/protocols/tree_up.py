@@ -15,6 +15,7 @@ from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Decision, Sequence
 
 Key = tuple[int, int]  # learner, number of its ticket
+NO_ITERATION = -1  # under a free dial: in lockstep the root refuses it, and says what it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Node:
         self._number = 0
         self._under_way: tuple[Sum, list[Sum]] | None = None  # and the parts it was made of
         self._next: dict[int, int] = {}  # learner -> iteration of what it publishes next
-        self._active: set[int] = set()
+        self._active: set[int] | None = None  # the leader has not said yet
         self._sent: dict[int, int] = {}  # child -> the iteration after the last that is on its way
 
     @property
@@ -97,17 +98,18 @@ class Node:
 
     # -- what the leader says --------------------------------------------------------------------------------
 
-    def count(self, active: Mapping[int, int]) -> list[Passed]:
-        """The children that the leader counts as active, and the iteration each is at."""
+    def count(self, active: Mapping[int, int], *, lockstep: bool) -> list[Passed]:
+        """The children that the leader counts as active, and the iteration each is at, under a dial of this kind."""
         self._active = set(active)
+        self._lockstep, begins = lockstep, lockstep and not self._lockstep
+        if begins:
+            under_way = self._under_way[1] if self._under_way is not None else []
+            self._next, self._sent = {}, {part.sender: part.iteration + 1 for part in under_way}
         for child, iteration in active.items():
             self._next[child] = max(self._next.get(child, 0), iteration)
             self._sent[child] = max(self._sent.get(child, 0), iteration)
-        return self._send()
-
-    def turn(self, *, lockstep: bool) -> list[Passed]:
-        """Another dial."""
-        self._lockstep = lockstep
+        if begins and self._leaf:
+            self._renumber({child: self._next.get(child, 0) for child, queue in self._held.items() if queue})
         return self._send()
 
     def flush(self) -> list[Passed]:
@@ -126,6 +128,8 @@ class Node:
         return self._send()
 
     def _numbered(self, ticket: Ticket) -> Ticket:
+        if not self._lockstep:
+            return replace(ticket, iteration=NO_ITERATION)
         iteration = self._next.get(ticket.learner, ticket.stamp)
         self._next[ticket.learner] = iteration + 1
         return replace(ticket, iteration=iteration)
@@ -134,7 +138,7 @@ class Node:
         """A child is gone: what is not under way goes with it; of the rest the root decides."""
         self._gone.add(child)
         self._held.pop(child, None)
-        self._active.discard(child)
+        self._active = self._active and self._active - {child}
         return self._send()
 
     def welcome(self, child: int) -> None:
@@ -162,7 +166,7 @@ class Node:
         out: list[Passed] = []
         for part in reversed(parts):
             if part.keys - without:  # else it has nothing more of that iteration
-                self._sent[part.sender] = min(self._sent.get(part.sender, 0), part.iteration)
+                self._sent[part.sender] = min(self._sent.get(part.sender, 0), max(0, part.iteration))
             out += self._take_back(part, without, counted or {})
         if self._leaf and counted:
             self._renumber(counted)
@@ -220,10 +224,14 @@ class Node:
 
     def _round(self, complete: bool) -> list[Sum]:
         """The oldest iteration, if all that are waited for are there."""
+        if complete and self._active is None:
+            return []
         heads = [queue[0] for queue in self._held.values() if queue]
         iteration = min(part.iteration for part in heads)
         missing = (  # whoever has a later one here has none of this iteration
-            each for each in self._active if not self._held.get(each) and self._sent.get(each, 0) <= iteration
+            each
+            for each in self._active or ()
+            if not self._held.get(each) and self._sent.get(each, 0) <= iteration
         )
         if complete and any(True for _ in missing):
             return []

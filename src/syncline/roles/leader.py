@@ -264,7 +264,8 @@ class Leader:
     def _fetch(self, learner: int, fetch: say.Fetch) -> None:
         sequence = self._sequences[fetch.table]
         if not fetch.deliver:
-            self._decided(fetch.table, sequence.fetch(learner, fetch.number))
+            has = fetch.has if fetch.has >= 0 else None
+            self._decided(fetch.table, sequence.fetch(learner, fetch.number, has))
         elif learner in sequence.members:
             deliver = log.Release(fetch.table, learner, fetch.number, sequence.version, self._keeps(), True)
             self._log(deliver)

@@ -62,6 +62,7 @@ class TreeRoot:
                 each.step,
                 each.examples,
                 sum_.iteration,
+                silent=each.silent,
             )
             for learner, each in sum_.gradients
         ]

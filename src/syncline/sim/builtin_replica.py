@@ -89,6 +89,7 @@ class PromisedReplica(Replica):
             return (yield from self._draft())
         if isinstance(wait, Answer):
             return (yield from learner.inquire(wait.message))
+        assert wait.number is not None
         reading = self._releases.reading(wait.number)
         if reading is None and wait.block:
             there = partial(self._releases.there, wait.number)

@@ -44,6 +44,17 @@ class Clock:
         return True
 
 
+class Worker:
+    """One thing after another."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._free = clock, 0.0
+
+    def do(self, seconds: float, then: Action) -> None:
+        self._free = max(self._free, self._clock.now) + seconds
+        self._clock.at(self._free, then)
+
+
 class ClockPause:
     """Somebody is held for a while; work that is under way is done so much later."""
 

@@ -295,6 +295,7 @@ class SimLearner(LearnerPort):
         if self.stale:
             return
         leaf = self._world.leaf_of(self.learner)
+        self._world.lanes[message.table, self.learner].sending.add(message.number)
         nbytes = sum(self._world.tables[message.table].part_bytes)
         self._send(partial(leaf.gradient, self, message), leaf.machine, nbytes)
 
@@ -437,6 +438,8 @@ class TwinTable(TablePort):
         self.buffers, self.others = opened.handle.buffers, opened.handle.others
         self._views = opened.layout.parameters.views(opened.lane.inbox)
         self._table = opened.table
+        flow = world.flow if isinstance(opened, m.Opened) else None
+        self._end = flow.of(opened.table).join(learner) if flow is not None else None
         self._releases = Releases(opened.lane, opened.layout.shards)
         self._drafts = Drafts(opened.lane, opened.layout.shards, world.clock)
 
@@ -489,17 +492,38 @@ class TwinTable(TablePort):
         if self._world.poisons:
             poison([*slot.gradients, *slot.buffers])
 
-    def wait(self, number: int, *, block: bool = True) -> Reading | None:
+    def _under_way(self) -> bool:
+        for time in self._drafts.known():
+            self._world.clock.at(time, self._learner.wake)
+        return self._drafts.under_way()
+
+    def wait(self, number: int | None, *, block: bool = True) -> Reading | None:
+        if number is None:
+            self._learner.until_released(lambda: not self._under_way(), DRAFT)
+            return None
         if block:
             what = f"ticket {number} of table {self._table}"
             self._learner.until_released(lambda: self._releases.reading(number) is not None, what)
         return self._releases.reading(number)
 
-    def read(self, reading: Reading, into: list[Tensor]) -> int:
+    def read(self, reading: Reading | None, into: list[Tensor]) -> int | None:
+        if reading is None:
+            return self._read_newest(into)
         if into:
             self._learner.reads(self._table, reading.version, self._views)
             torch._foreach_copy_(into, self._views)
+        if self._end is not None:
+            self._end.has(reading.version)
         return reading.version
+
+    def _read_newest(self, into: list[Tensor]) -> int | None:
+        assert self._end is not None
+        if (found := self._end.swap()) is None:
+            return None
+        self._learner.reads(self._table, found.version, found.weights)
+        torch._foreach_copy_(into, found.weights)
+        self._lane.served = dict.fromkeys(range(self.layout.shards), found.version)
+        return found.version
 
 
 def copy_arguments(arguments: Any) -> Any:

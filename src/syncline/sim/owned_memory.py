@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from syncline.messages.to_leader import Gradient
-from syncline.ports import Draft, Reading
+from syncline.ports import WRITTEN, Draft, Reading
 from syncline.sim.clock import Clock
 from syncline.table.gradient_slot import private_slot
 from syncline.table.layout import Layout
@@ -47,9 +47,12 @@ class ShardMemory(OwnMemory):
         super().__init__(table.layout, shard, places, table.device)
         self.part, self._entries = table.layout.parts[shard], table.layout.parameters.entries
         self._offered: dict[int, int] = {}  # place -> version
+        self.made: Callable[[int], None] = lambda version: None  # told of every version that is whole
 
     def offer(self, place: int, version: int) -> None:
         self._offered[place] = version
+        if version != WRITTEN:
+            self.made(version)
 
     def views(self, whole: list[Tensor]) -> list[Tensor]:
         """This shard's pieces of something as large as the table; what lies between them is nobody's."""
@@ -71,6 +74,7 @@ class Traffic:
         self.under_way: dict[tuple[int, int], float] = {}  # (shard, ticket) -> when its part is there
         self.coming: dict[int, Tensor] = {}  # ticket -> what was sent, where bulk comes after its note
         self.due: dict[int, float] = {}  # by shard: when the last version that it sent is there
+        self.sending: set[int] = set()  # over a tree: tickets that the leaf does not have yet
 
 
 class Drafts:
@@ -80,7 +84,9 @@ class Drafts:
         self._lane, self._shards, self._clock = lane, range(shards), clock
 
     def find(self) -> int | None:
-        """The first that is free."""
+        """The first that is free, once the leaf of a tree has what was published before (R8)."""
+        if self._lane.sending:
+            return None
         for place, number in enumerate(self._lane.numbers):
             if number == NEVER or (number >= 0 and self._free(number)):
                 return place
@@ -89,6 +95,10 @@ class Drafts:
     def _free(self, number: int) -> bool:
         freed, now = self._lane.freed, self._clock.now
         return all(freed.get((shard, number), math.inf) <= now for shard in self._shards)
+
+    def under_way(self) -> bool:
+        """Something that was published."""
+        return any(number >= 0 and not self._free(number) for number in self._lane.numbers)
 
     def known(self) -> list[float]:
         """When it will know of what has been freed."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from syncline.sim.learner import SimLearner
     from syncline.sim.simulation import Simulation
     from syncline.sim.tree_nodes import SimNode
+    from syncline.sim.version_flow import TableFlow
 
 Kind = type[Take | Fold]
 
@@ -180,7 +181,14 @@ class SimServer(ServerPort):
         delay = self._world.spec.plan.delay
         places = places_for(delay) if delay else 1  # what others read is sent: nobody is reading here
         memory = self._memories[table] = ShardMemory(self._world.tables[table], self.shard, places)
+        if self._world.flow is not None:
+            memory.made = partial(self._made, table, memory, self._world.flow.of(table))
         return memory
+
+    def _made(self, table: int, memory: ShardMemory, flow: TableFlow, version: int) -> None:
+        """As it is now, once the work before it is done."""
+        part = [segment.clone() for segment in memory.of(version)]
+        self._effect(partial(flow.made, self.shard, version, part))
 
     def receive(self, table: int, learner: int, number: int) -> Slot | PromisedSlot:
         lane = self._world.lanes[table, learner]
@@ -208,8 +216,10 @@ class SimServer(ServerPort):
                 poison(sent.buffers if self.shard == 0 else ())
             self._effect(partial(self._free, lane, target, number))
             return
+        if world.flow is not None:
+            self._effect(partial(world.flow.said, table, reading.dial))
         nbytes, bulk = 0, None
-        if lane.served.get(self.shard, -1) != reading.version:  # R4: not what it has
+        if lane.served.get(self.shard, -1) < reading.version:  # R4: not what it has
             lane.served[self.shard] = reading.version
             nbytes, bulk = self._to_move(table, target), self._sent(table, lane, reading.version)
         if self.shard == 0:

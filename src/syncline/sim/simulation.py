@@ -47,6 +47,7 @@ from syncline.sim.owned_memory import SimLane, SimTable, poison
 from syncline.sim.random_states import OUTSIDE, RandomStreams
 from syncline.sim.server import SimServer
 from syncline.sim.tree_nodes import SimNode
+from syncline.sim.version_flow import VersionFlow
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.topologies import Trees
@@ -132,6 +133,7 @@ class Simulation(Crew):
         self.tree = Tree(ids, fan_in)
         self.nodes: dict[int, SimNode] = {}
         self.nodes_by_name: dict[int, SimNode] = {}  # those that are lost too
+        self.flow: VersionFlow | None = None  # of versions that nobody asks for
         self.plant()
         self.supervision = Supervision(
             lifecycle,
@@ -207,7 +209,9 @@ class Simulation(Crew):
 
     def plant(self) -> None:
         """The nodes of a tree."""
-        if isinstance(self.spec.plan.topology, Trees):
+        topology = self.spec.plan.topology
+        if isinstance(topology, Trees):
+            self.flow = VersionFlow(self) if topology.broadcast else None
             self.nodes = {node: SimNode(self, node) for node in self.tree.nodes}
             self.nodes_by_name = {node.learner: node for node in self.nodes.values()}
 
@@ -284,6 +288,8 @@ class Simulation(Crew):
         if self.nodes and learner in self.tree.leaf:
             leaf = self.leaf_of(learner)
             self.soon(partial(leaf.lose, learner))
+            if self.flow is not None:
+                self.flow.leave(learner, leaf.node)
             self.tree.leave(learner)
 
     def kill_learner(self, learner: int, why: str) -> None:
@@ -375,6 +381,8 @@ class Simulation(Crew):
         leaf, above = lost.node in self.tree.leaves, self.tree.parent[lost.node]
         moves = self.tree.lose(lost.node)
         del self.nodes[lost.node]
+        if self.flow is not None:
+            self.flow.lost(lost.node, above, moves, leaf=leaf)
         if above in self.nodes:
             self.nodes[above].lose(lost.node)
         self.soon(lambda: self.servers[0].handle(m.NodesMoved()))

@@ -1,7 +1,8 @@
 """The nodes of a simulated tree (R7, M14): each adds what its children published, in memory of its own, and publishes the mean.
 
-What it does when is decided by `protocols.sums`. Versions go from the shards to learners directly; `timed_trees` has the times of
-versions that pass the nodes. Not responsible for who is below whom (`protocols.tree`), nor for what becomes of a sum.
+What it does when is decided by `protocols.tree_up`. Versions go from the shards to learners directly, or flow down the nodes unasked
+(`version_flow`); `timing` has the times of versions that are asked for through them. Not responsible for who is below whom
+(`protocols.tree_shape`), nor for what becomes of a sum.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class SimNode:
         lane = self._world.lanes.get((message.table, learner.learner))
         if self.dead or not isinstance(lane, SimLane) or message.number not in lane.numbers:
             return  # it has left, and nothing of it is needed
+        lane.sending.discard(message.number)
+        self._world.clock.at(self._world.clock.now, learner.wake)
         slot, table = lane.sent[lane.numbers.index(message.number)], self._table(message.table)
         segments = [segment.clone() for segment in slot.segments]
         mask = tuple(map(bool, slot.mask.tolist())) if not message.full else (True,) * len(slot.mask)
@@ -249,9 +252,8 @@ class SimNode:
                 child: [message.active[each] for each in learners if each in message.active]
                 for child, learners in below.items()
             }
-            self._pass_on(table, node.turn(lockstep=message.lockstep))
             active = {child: min(each) for child, each in counted.items() if each}
-            self._pass_on(table, node.count(active))
+            self._pass_on(table, node.count(active, lockstep=message.lockstep))
 
     # -- who comes and goes ----------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def run_spec(
     for name, path in (("run_dir", checkpoints.run_dir), ("resume", checkpoints.resume)):
         check_path(name, path)
     check_plan(plan, faults, clocks=checkpoints.clocks)
-    check_built(plan, engine)
+    check_built(plan, engine, group)
     place = place_of(engine)
     if engine.deals_devices and table_device not in (None, "cpu"):
         raise UsageError(
@@ -109,31 +109,25 @@ def check_turn(spec: RunSpec, dial: Sync) -> None:
     plan = spec.plan
     if isinstance(plan.topology, Trees):
         plan.topology.check(Course.of(dial), spec.faults, clip_norm=plan.clip_norm, warm=plan.warm)
-        if dial.local:
-            raise NotYetError(
-                f"{dial} over {plan.topology} is not built yet: its learners step by themselves; use async, or "
-                "topology='servers'"
-            )
 
 
-def check_built(plan: RunPlan, engine: Engine) -> None:
-    """Trees run on this machine and on the simulator, without broadcast and local steps; the rest is timed there."""
+def check_built(plan: RunPlan, engine: Engine, group: int) -> None:
+    """Trees need servers, and who starts them; versions that flow unasked come to single processes."""
     if not isinstance(plan.topology, Trees):
         return
-    local = next((dial for _, dial in plan.course.dials if dial.local), None)
-    missing = (
-        "on this engine"
-        if not isinstance(engine, Sim | Local | Ray)
-        else "with broadcast and gradients (Sim.timing has its times)"
-        if plan.topology.broadcast
-        else f"under {local}, whose learners step by themselves"
-        if local is not None
-        else None
-    )
-    if missing is not None:
+    if not isinstance(engine, Sim | Local | Ray):
         raise NotYetError(
-            f"topology '{plan.topology}' is not built yet {missing}; working now: servers, servers:S, allreduce, "
-            "allreduce:layerwise, and tree:F with engine='sim' or 'local'"
+            f"topology '{plan.topology}' is not built yet on this engine; use engine='local', 'ray' or 'sim'"
+        )
+    if plan.topology.broadcast and isinstance(engine, Ray):
+        raise NotYetError(
+            f"topology '{plan.topology}' is not built yet on a cluster, where a machine gets the versions that it asks for; "
+            "leave broadcast out, or use engine='local' or 'sim'"
+        )
+    if plan.topology.broadcast and group > 1:
+        raise NotYetError(
+            f"topology '{plan.topology}' is not built yet with group={group}, whose seats must read one version; leave "
+            "broadcast out"
         )
 
 

@@ -87,6 +87,17 @@ def test_a_learner_swaps_without_waiting_and_is_not_passed_by_for_ever() -> None
     assert buffers.swap() == 1 and buffers.room
 
 
+def test_what_does_not_come_leaves_room_for_another() -> None:
+    buffers = Buffers(0)
+    buffers.begin(3)
+    assert buffers.fills(3) and not buffers.fills(2) and not buffers.room and buffers.swap() == 0
+    buffers.drop()
+    assert buffers.room and not buffers.fills(3)
+    buffers.begin(5)
+    buffers.complete()
+    assert buffers.swap() == 5
+
+
 @given(st.integers(0, 10**9))
 def test_a_learner_computes_on_whole_versions_that_never_go_back(seed: int) -> None:
     draw, buffers, newest, held, behind = random.Random(seed), Buffers(0), 0, 0, 0

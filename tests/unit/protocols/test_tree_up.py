@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from syncline.dial import Sync
 from syncline.errors import UsageError
 from syncline.protocols.folding import Ticket
-from syncline.protocols.sequence import Decision, Fold, Sequence, Take
+from syncline.protocols.sequence import Change, Decision, Fold, Sequence, Take
 from syncline.protocols.tree_shape import ROOT, Tree
 from syncline.protocols.tree_up import Again, Intake, Node, Passed, Sum, SumDone, Up, of_one
 from syncline.protocols.waiting import Release
@@ -108,7 +108,7 @@ class Forest:
         self.folded: Body = Counter()
         self.sums: list[frozenset[tuple[int, int]]] = []  # taken
         self.sigmas: Counter[int] = Counter()
-        self.active: dict[int, dict[int, int]] = {}
+        self.active: dict[int, tuple[frozenset[int], bool]] = {}
         self.released: dict[int, Release] = {}
         for learner in self.learners.values():
             self.decide(self.sequence.join(learner.id, learner.rank, 0))
@@ -156,7 +156,7 @@ class Forest:
             self.bodies[name][sum_.sender, sum_.number] = body
             self.pass_on(name, node.publish(sum_))
         elif what[0] == "count":
-            self.pass_on(name, node.count(what[1]))
+            self.pass_on(name, node.count(what[1], lockstep=what[2]))
         elif what[0] == "taken":
             self.pass_on(name, node.taken(what[1]))
         elif what[0] == "again":
@@ -211,14 +211,14 @@ class Forest:
                 self.released[decision.learner] = decision
                 self.down(("learner", decision.learner), ("release", decision))
             else:
-                assert isinstance(decision, Take), decision
+                assert isinstance(decision, Take | Change), decision
 
     def recount(self) -> None:
         for node in self.nodes:
-            active = self.intake.active(self.tree.below(node))
-            if active.keys() != self.active.get(node, {}).keys():
-                self.active[node] = active
-                self.down(("node", node), ("count", active))
+            active = self.intake.active(self.tree.below(node)) if self.sync.lockstep else {}
+            if (frozenset(active), self.sync.lockstep) != self.active.get(node):
+                self.active[node] = (frozenset(active), self.sync.lockstep)
+                self.down(("node", node), ("count", active, self.sync.lockstep))
 
     def fold(self, fold: Fold) -> None:
         keys = {(ticket.learner, ticket.number) for ticket in fold.tickets}
@@ -322,12 +322,12 @@ class Forest:
 
     # -- to the end ------------------------------------------------------------------------------------------
 
-    def run(self, losses: list[str]) -> None:
+    def run(self, strikes: list[str]) -> None:
         while True:
             links = [link for link, queue in self.links.items() if queue]
             able = [each for each in self.learners.values() if self.can_step(each) and not each.left]
-            if losses and self.random.random() < 0.02:
-                self.strike(losses.pop())
+            if strikes and self.random.random() < 0.02:
+                self.strike(strikes.pop())
             elif links and (not able or self.random.random() < 0.7):
                 self.deliver(self.random.choice(sorted(links, key=repr)))
             elif [each for each in able if each.steps or not each.drafts]:
@@ -342,6 +342,11 @@ class Forest:
             self.kill(self.random.choice(alive))
         elif what == "node" and self.nodes:
             self.lose(self.random.choice(sorted(self.nodes)))
+        elif what in DIALS:
+            decisions = self.sequence.change(Sync.parse(what), 1)
+            self.decide(decisions[: decisions.index(Change(1))])  # what was taken is folded as before
+            self.sync = Sync.parse(what)
+            self.decide(decisions[decisions.index(Change(1)) :])
 
 
 @settings(max_examples=120, deadline=None)
@@ -350,15 +355,16 @@ class Forest:
     st.sampled_from(DIALS),
     st.integers(1, 14),
     st.integers(2, 4),
-    st.lists(st.sampled_from(["learner", "node"]), max_size=4),
+    st.lists(st.sampled_from(["learner", "node", *DIALS]), max_size=5),
 )
 def test_nothing_is_lost_nothing_counts_twice_and_every_staleness_is_exact(
-    seed: int, dial: str, learners: int, fan_in: int, losses: list[str]
+    seed: int, dial: str, learners: int, fan_in: int, strikes: list[str]
 ) -> None:
-    if "softsync:2" in dial and learners < 2:
+    """With losses, and while the dial turns."""
+    if "softsync:2" in (dial, *strikes) and learners < 2:
         learners = 2
     forest = Forest(seed, dial, learners, fan_in, steps=6)
-    forest.run(list(losses))
+    forest.run(list(strikes))
     assert all(count == 1 for count in forest.folded.values()), "nothing twice"
     assert forest.folded == forest.taken, "all that was taken is folded"
     safe = {each.id for each in forest.learners.values() if not each.dead}
@@ -367,3 +373,15 @@ def test_nothing_is_lost_nothing_counts_twice_and_every_staleness_is_exact(
     assert all(each.left for each in forest.learners.values() if not each.dead), "nobody waits for ever"
     assert Counter(forest.sequence.clock.histogram) == forest.sigmas, "every staleness is exact"
     event(f"levels {Tree(range(learners), fan_in).depth}")
+
+
+def test_gradients_of_a_free_dial_do_not_count_as_iterations_once_the_dial_is_in_lockstep() -> None:
+    """Learner 1 was faster: with its own count it would be two iterations ahead, and its leaf would wait for ever."""
+    node = Node(0, leaf=True, lockstep=False)
+    for number, learner in enumerate((1, 1, 1, 2)):
+        (up,) = node.publish(of_one(Ticket(learner, learner - 1, number, 0, 0, 1)))
+        assert isinstance(up, Up) and node.taken(up.sum.number) == [SumDone(learner, number)]
+    assert not node.count({1: 2, 2: 2}, lockstep=True)
+    assert not node.publish(of_one(Ticket(1, 0, 5, 1, 3, 1)))
+    (up,) = node.publish(of_one(Ticket(2, 1, 6, 2, 1, 1)))
+    assert isinstance(up, Up) and [ticket.iteration for ticket in up.sum.tickets] == [2, 2]

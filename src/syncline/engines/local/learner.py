@@ -25,6 +25,7 @@ from syncline.engines.local.packing import Parcel, pack, unpack
 from syncline.engines.local.record_codec import Record, encode
 from syncline.engines.local.shared_memory import Region, Waiter, WakeUp, crash_at
 from syncline.engines.local.table_memory import EVENT, Geometry, Lane, Mailbox, TableMemory
+from syncline.engines.local.version_flow import VersionFlow, swappable
 from syncline.engines.local.version_ring import Reader
 from syncline.engines.run import Task
 from syncline.learn.server_session import ServerSession
@@ -100,6 +101,8 @@ class LocalTable(TablePort):
         self._inbox = flat.views(self._lane.inbox)
         self._reader = Reader(opened.layout, self._shelf.ring, self._shelf.versions, self._lane.inbox)
         self._number = 0  # of the last ticket that was released
+        self._has = -1  # the version that was read last
+        self._flow: VersionFlow | None = None
         self.buffers, self.others = self._shelf.buffers, self._shelf.others
         self._places = range(geometry.slots)
         self._published: list[int | None] = [-1] * geometry.slots  # tickets by slot; None: being filled
@@ -157,16 +160,21 @@ class LocalTable(TablePort):
         if place is None:
             if not block:
                 return None
-            with self._port.waiting():
-                while (place := self._free()) is None:
-                    self._port.check()
-                    self._port.answer_call()
-                    self._sleeper.wait()
-            self._sleeper.busy()
+            self._wait_for(lambda: self._free() is not None)
+            place = self._free()
+            assert place is not None
         number, self._published[place] = self._published[place], None
         if number != self._ordered[place]:
             self._after_shards()
         return self.at(place)
+
+    def _wait_for(self, there: Callable[[], bool]) -> None:
+        with self._port.waiting():
+            while not there():
+                self._port.check()
+                self._port.answer_call()
+                self._sleeper.wait()
+        self._sleeper.busy()
 
     def at(self, place: int) -> Draft:
         """A draft by its place."""
@@ -216,7 +224,23 @@ class LocalTable(TablePort):
         """Of a message without a draft."""
         self._lane.slots[0].write_states(states)
 
-    def wait(self, number: int, *, block: bool = True) -> Reading | None:
+    def close(self) -> None:
+        """Nothing is read any more."""
+        if self._flow is not None:
+            self._flow.close()
+
+    @property
+    def overtaken(self) -> bool:  # type: ignore[override]
+        return self._flow is not None and self._flow.overtaken
+
+    def _under_way(self) -> bool:
+        places = [(place, number) for place, number in enumerate(self._published) if number is not None]
+        return any(number >= 0 and not self._freed(place, number) for place, number in places)
+
+    def wait(self, number: int | None, *, block: bool = True) -> Reading | None:
+        if number is None:
+            self._wait_for(lambda: not self._under_way())
+            return None
         if (found := self._replies.released(number)) is None:
             if not block:
                 return None
@@ -235,10 +259,33 @@ class LocalTable(TablePort):
         version, dial, flags = found
         return Reading(version, dial, bool(flags & KEEP), bool(flags & DELIVERED))
 
-    def read(self, reading: Reading, into: list[Tensor]) -> int | None:
+    def read(self, reading: Reading | None, into: list[Tensor]) -> int | None:
+        if reading is None:
+            return self._read_newest(into)
         version = self.copy(reading, into) if into else reading.version
         self.has_read()
+        if version is not None and into:
+            self._has = version
+            if self._flow is not None:
+                self._flow.has(version)
         return version
+
+    def _read_newest(self, parameters: list[Tensor]) -> int | None:
+        """Not said to the shards: what they said last stays unread, so that they make versions beside each other (M13)."""
+        if self._flow is None and swappable(parameters):
+            scratch = self.layout.parameters.new(torch.device("cpu"))
+            reader = Reader(self.layout, self._shelf.ring, self._shelf.versions, scratch)
+            self._flow = VersionFlow(reader, parameters, self._has)
+        if self._flow is not None:
+            return self._flow.swap(parameters)
+        for _ in range(TRIES):
+            if (found := self._reader.newest(self._has)) is None:
+                return None
+            _copy([parameter.data for parameter in parameters], self._reader.sources(found[1]))
+            if self._reader.hold(*found):
+                self._has = found[0]
+                return self._has
+        return None
 
     def copy(self, reading: Reading, into: list[Tensor]) -> int | None:
         """`read`, without saying so."""
@@ -369,6 +416,8 @@ class LocalLearnerPort(LearnerPort):
         table = LocalTable(opened, self._spec.geometry, self)
         if isinstance(opened, m.Initialise):
             return table
+        if opened.table in self._tables:
+            self._tables[opened.table].close()
         self._tables[opened.table] = table
         if torch.device(self._spec.seat.device).type == "cuda" and not table.on_card:
             _pin(table.memory())

@@ -256,9 +256,10 @@ class NodeCrew:
             self._post(parent, ChildLane(node, table, *lane))
 
     def _tell_below(self) -> None:
-        """To those above leaves: who is where."""
-        for node in set(self.processes) - set(self.tree.leaves):
-            self._post(node, Below(self.tree.below(node)))
+        """To those here: who is where."""
+        for node in self.processes:
+            if node in self.tree.parent:
+                self._post(node, Below(self.tree.below(node)))
 
     # -- losses ----------------------------------------------------------------------------------------------
 
@@ -290,6 +291,7 @@ class NodeCrew:
         above, new = self.tree.parent[leaf], self.tree.renew(leaf)
         self.sites[new], self._bells[new] = self.sites[leaf], self._bells[leaf]
         self._begin(new)
+        self._tell_below()
         self._send_to_parent(new)
         if self._here(new):
             self._move_learners(self._learners)

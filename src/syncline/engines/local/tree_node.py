@@ -384,14 +384,14 @@ class LocalNode:
         """Whom the leader waits for, as far as they are below."""
         if (counted := table.counted) is None:
             return
-        self._pass_on(table, table.node.turn(lockstep=counted.lockstep))
-        active = {
+        active = {  # those too that it has not heard of: of a leaf that begins anew all come one by one
             child: [
                 counted.active[each] for each in self._below.get(child, (child,)) if each in counted.active
             ]
-            for child in self._children
+            for child in {*self._children, *self._below}
         }
-        self._pass_on(table, table.node.count({child: min(at) for child, at in active.items() if at}))
+        first = {child: min(at) for child, at in active.items() if at}
+        self._pass_on(table, table.node.count(first, lockstep=counted.lockstep))
 
     def _forget(self, table: Table) -> None:
         """What lost children had here, unless it is in a sum that is still to be made."""

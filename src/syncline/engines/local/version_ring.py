@@ -51,6 +51,11 @@ class Words:
         first, load = self._first[shard], self._cells.load
         return max(load(first + place) for place in self._places) - 1
 
+    def held(self, shard: int) -> dict[int, int]:
+        """All its versions, and where they lie."""
+        first, load = self._first[shard], self._cells.load
+        return {load(first + place) - 1: place for place in self._places}
+
     def hold(self, version: int, places: Sequence[int]) -> bool:
         """It still lies there, in all shards that were read: what was copied is whole."""
         return self.lies(version, ((shard, place) for shard, place in enumerate(places) if place != UNREAD))
@@ -192,6 +197,17 @@ class Reader:
             else:
                 return version, places
         return None
+
+    def newest(self, beyond: int) -> tuple[int, list[int]] | None:
+        """The newest that all shards have, if it is newer than that; and where it lies."""
+        held = {shard: self._words.held(shard) for shard in self._shards}
+        version = max(set.intersection(*map(set, held.values())), default=beyond)
+        if version <= beyond:
+            return None
+        places = [UNREAD] * self._layout.shards
+        for shard, lies in held.items():
+            places[shard] = lies[version]
+        return version, places
 
     def sources(self, places: Sequence[int]) -> list[Tensor]:
         """One view per parameter."""

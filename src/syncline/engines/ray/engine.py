@@ -35,6 +35,7 @@ from syncline.errors import NotYetError, UsageError
 from syncline.learn.server_session import check_whole
 from syncline.messages import Statistics
 from syncline.table.checkpoints import Folder
+from syncline.topologies import Trees
 
 
 @dataclasses.dataclass(slots=True)
@@ -181,6 +182,11 @@ class Ray(Engine):
         if self._grow and spec.plan.local:
             raise UsageError(
                 "grow=True: nobody can join one group that updates its part of the table by itself; give local_update=False"
+            )
+        if self._grow and isinstance(spec.plan.topology, Trees):
+            raise NotYetError(
+                f"grow=True is not built yet over {spec.plan.topology}: a machine that joins would have no leaf; use topology="
+                "'servers', or leave grow out"
             )
 
     def _settle(self, opened: Opened, node: Node) -> None:

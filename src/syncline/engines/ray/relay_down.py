@@ -198,7 +198,7 @@ class Down:
         for other in table.servers():
             if other != self._relay.site:
                 self._relay.send(other, Kind.BRING, _BRING.pack(number, site, version))
-        flow.order(version)
+        flow.order(version, asked=True)  # where that machine has shards, too, it waits for all parts
 
     def _want(self, site: int, frame: Frame) -> None:
         number, where, version = _BRING.unpack(frame.body)

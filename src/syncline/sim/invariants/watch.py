@@ -100,6 +100,7 @@ class Watch:
         """A learner takes over a version."""
         with self._checking():
             self._values[table].read(learner, version, weights)
+            self._tables[table].read(learner, version)
 
     # -- what the leading shard is told ------------------------------------------------------------------
 

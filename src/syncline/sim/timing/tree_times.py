@@ -23,23 +23,12 @@ from syncline.protocols.tree_down import Buffers, Downcast, Fetch, Give, Relay, 
 from syncline.protocols.tree_shape import ROOT, Tree
 from syncline.protocols.tree_up import Again, Intake, Node, Passed, Sum, SumDone, Up, of_one
 from syncline.protocols.waiting import Release
-from syncline.sim.clock import Action, Clock
+from syncline.sim.clock import Action, Clock, Worker
 from syncline.sim.network import SimNetwork
 from syncline.sim.timing.sized_simulation import OnUpdate, Sizes
 from syncline.topologies import Trees
 
 DRAFTS = 2  # of a learner with broadcast: published and not taken by the root
-
-
-class Worker:
-    """One thing after another."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._free = clock, 0.0
-
-    def do(self, seconds: float, then: Action) -> None:
-        self._free = max(self._free, self._clock.now) + seconds
-        self._clock.at(self._free, then)
 
 
 @dataclass
