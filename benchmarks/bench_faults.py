@@ -61,10 +61,10 @@ OVER = ("lost", "returned", "raised", "killed")
 class Kill:
     """One kill, seen by the survivor that suffered most; times in seconds."""
 
-    rank: int
     usual: float
     stall: float | None  # None where no survivor went on
     before: float  # the same in a window before the kill
+    rank: int = -1  # who was killed
     ended: tuple[float, ...] = ()  # since the kill, of survivors that ended instead of going on
     error: str = ""  # their last words
 
@@ -82,14 +82,31 @@ def kill_one(
     time.sleep(WINDOW_S + chance.uniform(0, 0.3))
     victim = chance.choice(sorted(pids))
     survivors = [rank for rank in pids if rank != victim]
+    act = partial(os.kill, pids[victim], signal.SIGKILL)
+    return replace(strike(folder, survivors, act, limit_s, gone), rank=victim)
+
+
+def strike(
+    folder: Path,
+    survivors: list[int],
+    act: Callable[[], None],
+    limit_s: float,
+    gone: Callable[[int], bool] = lambda rank: False,
+    noticed: Callable[[], bool] = lambda: True,
+) -> Kill:
+    """Do it now, and see how these go on until it was noticed and for a few steps more."""
     ended: dict[int, float] = {}
     killed_at = time.monotonic()
-    os.kill(pids[victim], signal.SIGKILL)
+    late = killed_at + WINDOW_S / 4  # steps that the victim had its part in may still come
+    act()
 
     def over() -> bool:
+        nonlocal late
         now = time.monotonic()
+        if not noticed():
+            late = now
+            return False
         ended.update({rank: now for rank in survivors if rank not in ended and gone(rank)})
-        late = killed_at + WINDOW_S / 4  # steps that the victim had its part in may still come
         going = [rank for rank in survivors if rank not in ended]
         return now > killed_at + WINDOW_S and all(
             ticks.count(folder, rank, since=late) >= AFTER_STEPS for rank in going
@@ -104,7 +121,7 @@ def kill_one(
     if stall is None:
         usual, _, before = max(seen.values())
     since = tuple(sorted(time - killed_at for time in ended.values()))
-    return Kill(rank=victim, usual=usual, stall=stall, before=before, ended=since)
+    return Kill(usual=usual, stall=stall, before=before, ended=since)
 
 
 def _seen(steps: list[float], killed_at: float, end: float) -> tuple[float, float, float]:

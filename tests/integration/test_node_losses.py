@@ -171,7 +171,7 @@ def test_a_silence_that_ends_soon_is_no_loss() -> None:
     """TCP sends again what was under way."""
     with wire() as way:
         run = begin(Nodes(2, 2, through=way.through), learners=4, epochs=100_000)
-        until(lambda: version(run) >= 10)
+        until(lambda: len(run.statistics().steps) == 4)  # on a busy machine one of them may begin late
         way.silence()
         time.sleep(1.0)
         way.speak()

@@ -317,32 +317,3 @@ def test_warm_start_is_one_learners_alone() -> None:
     result = train(sync="softsync:1", warmstart=5, engine=Nodes(2, 2))
     check_accounts(result)
     assert result.statistics.tables[0].examples == 2 * SIZE
-
-
-# -- groups of seats -----------------------------------------------------------------------------------------
-
-
-def wide() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 2)).double()
-
-
-def doubled(model: nn.Module, batch: Any) -> Any:
-    return F.cross_entropy(model(batch[0].double()), batch[1])
-
-
-@pytest.mark.parametrize("topology", ["servers:1", "servers:3"])
-def test_groups_on_several_machines_train_as_they_do_on_one(topology: str, tmp_path: Path) -> None:
-    """Two groups of two seats, one on each node, with shards on both."""
-    options: dict[str, Any] = {
-        "model": wide,
-        "loss": None,
-        "objective": doubled,
-        "topology": topology,
-        "learners": 2,
-        "group": 2,
-        "plan": {"0": "model", "2": "rows"},
-    }
-    here = train(**options).state_dict()
-    there = train(engine=Nodes(2, 2), run_dir=tmp_path, **options).state_dict()
-    assert all((here[name] - there[name]).abs().max() < 1e-10 for name in here)

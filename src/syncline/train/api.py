@@ -254,7 +254,11 @@ def train(
         group = 1  # to the run
     elif group > 1:
         place = place_of(runner)
-        seats = devices_of(device, learners * group if place is None else place.local)
+        seats = (
+            ()
+            if runner.deals_devices
+            else devices_of(device, learners * group if place is None else place.local)
+        )
         local = (
             place is None
             and local_update

@@ -46,8 +46,10 @@ def deal(
 ) -> list[int]:
     """The node of every rank, as an index: each learner goes where most cores are left; the first nodes may be the servers'."""
     room = [0 if index < servers else room_on(node, most, seats) for index, node in enumerate(nodes)]
+    if not any(room) and seats > 1:
+        raise UsageError(_too_small(nodes[servers:], seats))
     if sum(room) < learners:
-        raise UsageError(_too_few(learners, nodes, room, most, servers))
+        raise UsageError(_too_few(learners, nodes, room, most, servers, seats))
     counts: Counter[int] = Counter()
     for _ in range(learners):
         counts[max(range(len(nodes)), key=lambda node: (room[node] - counts[node], -node))] += 1
@@ -65,14 +67,23 @@ def spread(shards: int, dealt: Sequence[int], servers: int = 0) -> tuple[int, ..
     return tuple(usable[shard % len(usable)] for shard in range(shards))
 
 
+def _too_small(nodes: Sequence[Node], seats: int) -> str:
+    each = ", ".join(f"{node.cores} on {node}" for node in nodes)
+    return (
+        f"group={seats}: the seats of a group share the memory of one node, a core for each, and no node has so many ({each}); "
+        "take a smaller group, or one group over several machines under torchrun"
+    )
+
+
 def _too_few(
-    learners: int, nodes: Sequence[Node], room: Sequence[int], most: int | None, servers: int
+    learners: int, nodes: Sequence[Node], room: Sequence[int], most: int | None, servers: int, seats: int
 ) -> str:
     each = ", ".join(f"{count} on {node}" for node, count in zip(nodes, room, strict=True))
     limits = f" at learners_per_node={most}" if most else ""
     limits += f" (server_nodes={servers} are for the shards)" if servers else ""
+    cores = "as many cores" if seats == 1 else f"{seats} cores each on one node, for the seats of its group"
     return (
-        f"learners={learners} need as many cores, the Ray cluster has room for {sum(room)}{limits}: {each}; "
+        f"learners={learners} need {cores}, the Ray cluster has room for {sum(room)}{limits}: {each}; "
         "add nodes, or ask for fewer learners"
     )
 

@@ -46,6 +46,16 @@ def test_too_few_cores_are_one_line_with_the_numbers() -> None:
         deal(3, [HOME, THIRD], most=1)
 
 
+def test_a_group_has_its_seats_on_one_node() -> None:
+    assert deal(3, [HOME, SECOND], seats=4) == [0, 1, 1]
+    with pytest.raises(
+        UsageError, match=r"learners=4 need 4 cores each on one node, .*room for 3: 1 on .*2 on"
+    ):
+        deal(4, [HOME, SECOND], seats=4)
+    with pytest.raises(UsageError, match=r"group=9: .* no node has so many \(4 on .*, 8 on .*under torchrun"):
+        deal(1, [HOME, SECOND], seats=9)
+
+
 @given(
     cores=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     learners=st.integers(1, 20),
