@@ -24,6 +24,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import syncline as sl
+from syncline.testing.leftovers import children
 from tests.integration.small_runs import check_accounts, kinds, same
 
 ray = pytest.importorskip("ray")
@@ -90,6 +91,22 @@ def where(session: sl.Session) -> int:
     session.mean(1.0)
     words = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
     return int(words[1])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::syncline.errors.LostWarning")
+def test_groups_are_on_one_node_each_and_replaced_whole(address: str) -> None:
+    options: dict[str, Any] = {"learners": 2, "group": 2, "plan": "data", "engine": sl.Ray(nodes=2)}
+    assert same(train(**options).state_dict(), train(**{**options, "engine": "local"}).state_dict())
+    run = train(**options, sync="async", epochs=100_000, replace=True, wait=False)
+    while not {0, 1} <= set(run.statistics().steps):
+        time.sleep(0.05)
+    (seat,) = children(run._handle.pids()["learner 1"])
+    os.kill(seat, signal.SIGKILL)
+    while len([each for each in run.statistics().processes if each.role == "learner"]) < 3:
+        time.sleep(0.05)
+    run.stop()
+    assert kinds(run.wait(LONGEST)) == ["lost", "replaced"]
 
 
 @pytest.mark.slow
@@ -175,14 +192,16 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_nothing_remains_of_a_run_whose_driver_is_killed(address: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_remains_of_a_run_whose_driver_is_ended(number: int, address: str, tmp_path: Path) -> None:
+    """By Ctrl-C, or by kill -9."""
     command = [sys.executable, "-c", ENDLESS.replace("sys.argv[1]", repr(str(tmp_path)))]
     with subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": address}) as driver:
         marks = [tmp_path / f"learner {rank}" for rank in range(2)]
         while not all(mark.exists() and mark.read_text().endswith(" ") for mark in marks):
             assert driver.poll() is None
             time.sleep(0.05)
-        driver.kill()
+        driver.send_signal(number)
     pids = [int(mark.read_text()) for mark in marks]
     while any(map(alive, pids)) or ray.available_resources()["CPU"] < 5.0:  # else the test's time is over
         time.sleep(0.05)

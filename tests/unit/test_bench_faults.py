@@ -1,11 +1,13 @@
 """The plumbing of the fault benchmarks: step times on disk, gaps, names on the command line. No test asserts a time."""
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from benchmarks import ticks
-from benchmarks.bench_faults import kept, listed
+from benchmarks.bench_cluster_faults import FAULTS, first_through, show
+from benchmarks.bench_faults import Kill, kept, listed, strike
 
 
 def test_steps_are_counted_from_the_file(tmp_path: Path) -> None:
@@ -60,3 +62,38 @@ def test_rows_are_added_to_those_of_earlier_commands(tmp_path: Path) -> None:
         with kept(file, {"commit": str(number)}) as keep:
             keep({"row": number})
     assert '"row": 1' in file.read_text() and '"row": 0' in file.read_text()
+
+
+def test_survivors_are_watched_until_the_loss_is_noticed(tmp_path: Path) -> None:
+    done, noticed, over = threading.Event(), threading.Event(), threading.Event()
+
+    def steps() -> None:
+        tick = ticks.Ticker(tmp_path, 0)
+        while not over.wait(0.001):
+            tick()
+
+    def late() -> bool:
+        """Not when it is asked for the first time."""
+        seen = noticed.is_set()
+        noticed.set()
+        return seen
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    assert ticks.wait_until(lambda: ticks.count(tmp_path, 0) > 5, limit_s=60)
+    kill = strike(tmp_path, [0], done.set, limit_s=60, noticed=late)
+    over.set()
+    thread.join()
+    assert done.is_set() and noticed.is_set() and kill.stall is not None and kill.ended == ()
+
+
+def test_the_first_agent_is_behind_the_wire_and_rows_have_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    class Way:
+        def through(self, address: tuple[str, int]) -> tuple[str, int]:
+            return "wire", 1
+
+    through = first_through(Way())  # type: ignore[arg-type]
+    assert [through(("there", number)) for number in range(2)] == [("wire", 1), ("there", 1)]
+    show("shard", [Kill(usual=0.01, stall=0.5, before=0.02), Kill(usual=0.01, stall=0.7, before=0.03)])
+    assert capsys.readouterr().out.split() == ["shard", "2", "10.00", "0.60", "0.70", "0.03"]
+    assert {"learner", "agent", "shard", "frozen-node", "cut-link"} <= set(FAULTS)
