@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -70,7 +71,7 @@ class LinkedAgents(Agents):
     """The first node is the caller's, the second is behind the link."""
 
     def __init__(self, elsewhere: Elsewhere, secret: Secret) -> None:
-        self._elsewhere, self.secret = elsewhere, secret
+        self._elsewhere, self.secret, self.closing = elsewhere, secret, threading.Event()
         options = {"path": list(sys.path), "folder": os.getcwd()}
         self.about = {1: elsewhere.begin(Agent, secret, **options)}
 
