@@ -7,7 +7,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP  := $(VENV)/.setup-done
-JOBS   ?= 2 # test processes at once; most tests start two to four more
+# Processes that test at once; most tests start two to four more.
+JOBS   ?= 2
+# Tests start hundreds of processes: none compiles what another has.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup train test test-long lint types format bench clean
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from fcntl import ioctl
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from syncline.jobs import Job
@@ -69,6 +70,7 @@ def test_the_built_in_job_without_a_terminal(tmp_path: Path) -> None:
     assert "Traceback" not in refused.stderr and refused.stdout == ""
 
 
+@pytest.mark.long
 def test_output_where_not_every_letter_can_be_written(tmp_path: Path) -> None:
     """λ, ×, … and what learners print become letters that can."""
     plain = {

@@ -65,6 +65,7 @@ def test_the_twin_differs_in_a_few_lines() -> None:
     assert len(delta) <= 6, delta
 
 
+@pytest.mark.long
 def test_dict_batches() -> None:
     output = run("dict_batches.py", "--sentences", "1500", "--epochs", "2")
     assert number("epoch 1: loss .*, test accuracy", output) > 0.8
@@ -76,12 +77,14 @@ def test_gan() -> None:
     assert number("distance", output) < 1.0
 
 
+@pytest.mark.long
 def test_dbn() -> None:
     output = run("dbn.py", "--epochs", "3")
     assert number("RBM 2: reconstruction error", output) < 30
     assert number("fine-tuned: test accuracy", output) > 0.4  # a tenth by chance
 
 
+@pytest.mark.long
 def test_compare_presets(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "presets.png"

@@ -108,6 +108,7 @@ ENGINES = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("where", ENGINES)
 def test_ctrl_c_ends_a_sweep_and_carries_what_was_trained(where: str, tmp_path: Path) -> None:
     code = f"""
@@ -161,6 +162,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("where", ["servers", "allreduce"])
 def test_sigterm_to_all_processes_leaves_a_last_checkpoint_and_a_complete_folder(
     where: str, tmp_path: Path

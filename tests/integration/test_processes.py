@@ -161,6 +161,7 @@ def test_a_script_needs_no_main_guard_and_its_definitions_travel(tmp_path: Path)
     assert out.count("trained") == 1  # the script itself ran once
 
 
+@pytest.mark.long
 def test_code_without_a_file_works(tmp_path: Path) -> None:
     """A notebook's cell, or `python - < script`."""
     (tmp_path / "helpers.py").write_text("def loss(a, b): return ((a - b) ** 2).mean()\n")

@@ -158,6 +158,7 @@ def test_the_loss_of_an_agent_is_the_loss_of_its_learners(address: str) -> None:
     assert result.statistics.tables[0].examples == 12 * 120
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_line_trains_on_the_cluster(address: str, tmp_path: Path) -> None:
     words = f"train --engine ray --learners 2 --epochs 1 --run-dir {tmp_path / 'run'} --set engine.nodes=2"

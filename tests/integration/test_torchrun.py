@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file
 
 HEAD = """
@@ -205,6 +206,7 @@ except sl.RunError as error:
 """
 
 
+@pytest.mark.long
 def test_copies_that_differ_come_back_with_the_error_on_all_ranks(tmp_path: Path) -> None:
     run = torchrun("--standalone", "--nproc-per-node=2", script(tmp_path, HEAD, APART), tmp_path)
     output = finish(run)[0]
@@ -281,6 +283,7 @@ def stopped(process: subprocess.Popen[str], signalled: int, folder: Path) -> Non
     assert first["interrupted"] and first["code"] == 143 and 6 <= first["version"] < 21
 
 
+@pytest.mark.long
 def test_sigterm_to_torchrun_leaves_a_checkpoint_and_all_ranks_go_on_from_it(tmp_path: Path) -> None:
     path = script(tmp_path, HEAD, GOES_ON)
     run = torchrun("--standalone", "--nproc-per-node=2", path, tmp_path, "0.02")

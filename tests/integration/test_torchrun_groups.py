@@ -157,6 +157,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_seats_here_and_under_torchrun(tmp_path: Path) -> None:
     path = script(tmp_path, HEAD, GOES_ON)
     for seats in (2, 3):
@@ -217,6 +218,7 @@ def test_a_seat_that_fails_or_dies_ends_the_run_for_all_and_is_named(tmp_path: P
         assert "LostError: seat 1 of learner 0 is lost" in each["said"]
 
 
+@pytest.mark.long
 def test_sigterm_leaves_a_checkpoint_of_the_whole_model(tmp_path: Path) -> None:
     path = script(tmp_path, HEAD, FATES)
     run = torchrun("--standalone", "--nproc-per-node=2", path, tmp_path, "is told")

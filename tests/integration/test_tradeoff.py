@@ -95,6 +95,7 @@ def test_a_row_for_every_combination(reference: tuple[Path, str]) -> None:
     assert rows[-1].n == 3 and rows[-1].mean_staleness > 1 and rows[0].mean_staleness == 0  # type: ignore[operator]
 
 
+@pytest.mark.long
 def test_the_same_rows_with_two_workers_and_none_is_run_again(reference: tuple[Path, str]) -> None:
     result = tradeoff(job("plain"), *GRID, "--jobs", "2", "--out", "two")
     assert result.exit_code == 0, result.output
@@ -111,6 +112,7 @@ def test_the_same_rows_with_two_workers_and_none_is_run_again(reference: tuple[P
     assert drawn.exit_code == 0 and "(σ, μ, λ)" in Path("two/tradeoff.svg").read_text()
 
 
+@pytest.mark.long
 def test_a_run_that_fails_and_one_whose_process_dies_stop_no_other() -> None:
     arguments = (job("picky"), "--learners", "1", "--batch-size", "16,64,128,32", "--sync", "hardsync")
     result = tradeoff(*arguments, "--jobs", "1", "--out", "out")

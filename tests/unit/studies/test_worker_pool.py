@@ -6,6 +6,8 @@ import os
 import signal
 from functools import partial
 
+import pytest
+
 from syncline.studies.worker_pool import Died, Ended, Moved, News, Pool, Started
 
 DOUBLES = partial(eval, "lambda piece, say: (say(f'has {piece}'), 2 * piece)[1]")
@@ -16,6 +18,7 @@ def run(pool: Pool, pieces: list[int]) -> list[News]:
     return [each for news in pool.run(pieces) for each in news]
 
 
+@pytest.mark.long
 def test_every_piece_begins_moves_and_ends() -> None:
     with Pool(DOUBLES, 1) as pool:
         found = run(pool, [1, 2])
@@ -30,6 +33,7 @@ def test_a_worker_that_dies_costs_its_piece_only() -> None:
     assert ends == [Ended(0, 0), Died(1, "its process ended with SIGKILL"), Ended(2, 2)]
 
 
+@pytest.mark.long
 def test_workers_are_no_part_of_the_terminals_session_and_end_with_the_pool() -> None:
     with Pool(DOUBLES, 2) as pool:
         run(pool, [1, 2, 3])

@@ -422,6 +422,7 @@ def test_what_a_killed_hunt_left_is_removed_by_the_next(how: signal.Signals, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "signals", [[signal.SIGKILL], [signal.SIGINT, signal.SIGINT]], ids=["kill", "Ctrl-C"]
 )
