@@ -28,10 +28,10 @@ train: setup
 	@$(BIN)/syncline train $(ARGS)
 
 test: lint types
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 test-long: setup
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup -m long
+	$(BIN)/pytest -n $(JOBS) --dist loadfile -m long
 
 lint: setup
 	$(BIN)/ruff check .

@@ -18,21 +18,12 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for what tests start
 Simulation.honest = True  # in simulated runs, too, nobody sees another's memory
 
-# What these set up serves all tests of the file: one of the processes that test runs them all.
-TOGETHER = (
-    "test_ray", "test_link", "test_tradeoff", "test_sandblaster", "test_resume", "test_plan", "test_partition",
-    "test_move", "test_layers", "test_sim", "test_block_local_triton",
-)  # fmt: skip
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a sweep (`@pytest.mark.sweep(n)`) `make test` has n cases, evenly spread; `make test-long` has the others."""
     sweeps: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        stem = item.path.stem
-        if stem in TOGETHER:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
         if item.get_closest_marker("sweep") is not None:
             sweeps[str(item.path), getattr(item, "originalname", item.name)].append(item)
     for cases in sweeps.values():

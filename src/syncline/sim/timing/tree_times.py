@@ -298,7 +298,7 @@ class TimedTree:
             active = self._intake.active(self.tree.below(node.node))
             if active.keys() != self._counted.get(node.node, {}).keys():
                 self._counted[node.node] = active
-                count = partial(node.up.count, active)
+                count = partial(node.up.count, active, lockstep=True)
                 self._after(
                     self._places[0],
                     node.machine,
