@@ -250,7 +250,7 @@ def predicted(network: Network, task: Task) -> float:
 
 
 def run(network: Network, task: Task) -> list[Any]:
-    with Team(START_S + 60 * task.steps, method="fork") as team:
+    with Team(START_S + 60 * task.steps) as team:
         places = network.places(task.processes)
         members = [team.start(work, rank, place, task) for rank, place in enumerate(places)]
         return [team.receive(member) for member in members]

@@ -13,6 +13,10 @@ from syncline.engines.local import forkserver
 PATIENCE = 5.0  # seconds that a thread which is on its way out gets
 
 
+# Torch's and Python's own, one for each process, which ends them.
+KEPT = ("torch/_inductor/compile_worker", "multiprocessing.resource_tracker")
+
+
 def end_leftovers() -> list[str]:
     """In words; nothing of it is left afterwards."""
     found = [f"a run that goes on ({type(handle).__name__})" for handle in live.end_all()]
@@ -23,7 +27,7 @@ def end_leftovers() -> list[str]:
     server = forkserver.pid()
     for pid in children(os.getpid()) - {server} | (children(server) if server is not None else set()):
         command = _command(pid)
-        if "torch/_inductor/compile_worker" not in command:  # torch's own, which it keeps
+        if not any(kept in command for kept in KEPT):
             found.append(f"process {pid}: {command}")
             os.kill(pid, 9)
     return found
