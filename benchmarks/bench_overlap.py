@@ -133,7 +133,7 @@ def show(row: Mapping[str, Any]) -> None:
 
 
 def run(network: Network, task: Task, seconds: float) -> list[Times]:
-    with Team(seconds, method="fork") as team:
+    with Team(seconds) as team:
         barrier = team.barrier(2)
         members = [
             team.start(work, rank, place, task, barrier) for rank, place in enumerate(network.places())
