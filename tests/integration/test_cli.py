@@ -52,7 +52,7 @@ def test_the_built_in_job_without_a_terminal(tmp_path: Path) -> None:
     epochs = re.findall(
         r"^epoch (\d)/3  version \d+  loss \d.*test accuracy [\d.]+ %", done.stdout, re.MULTILINE
     )
-    assert epochs == ["1", "2", "3"]
+    assert sorted(epochs) == ["1", "2", "3"]  # of free learners a later one may end first
     assert re.search(
         r"^  staleness +mean \d\.\d\d, max \d+, over \d+ gradients *$", done.stdout, re.MULTILINE
     )

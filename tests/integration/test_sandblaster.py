@@ -68,7 +68,8 @@ def test_iterates_are_those_of_the_method_on_the_whole_batch_in_plain_numpy() ->
 def test_a_learner_that_dies_in_any_operation_changes_no_bit(undisturbed: sl.Result, operation: int) -> None:
     result = train(engine=sl.Local(crashes={"learner 1": operation}))
     assert same(result, undisturbed)
-    assert kinds(result) == ["lost"]
+    late = operation > 4  # the other may have computed all that is left
+    assert kinds(result) == ["lost"] or (late and kinds(result) == [])
 
 
 @pytest.mark.parametrize("operation", [1, 2, 9, 14, 23, 60])
