@@ -1,10 +1,11 @@
 """How many gradients per second does a cluster of two nodes fold, against DDP over Gloo and a parameter server of Ray actors?
 
     python -m benchmarks.bench_cluster [--rates unlimited,1000] [--sizes 1,2,3] [--workers 2] [--repeats 3] [--seconds 5]
-        [--contenders hardsync,softsync:1,async,delayed:1,ddp,actors,actors-sync,hardsync@tree:2] [--json FILE] [--predict] [--quick]
+        [--contenders hardsync,softsync:1,async,delayed:1,ddp,actors,actors-sync,hardsync@tree:2] [--server-node] [--json FILE] [--predict] [--quick]
 
 Two network namespaces joined by a link, as fast as it is or held to so many Mbit/s (tc's token bucket), a Ray node in each,
-so many workers on each, half of the cores for each; the actor that serves is on the first. A dial of ours may name its topology, with "+"
+so many workers on each, half of the cores for each; the actor that serves is on the first. With --server-node a third one, behind
+a switch of the same rate, has the shards and no worker (and the actor that serves). A dial of ours may name its topology, with "+"
 for ",": async@tree:2+servers=2. Sizes are those of bench_throughput: 0.4 M, 14 M, 38 M parameters. All contenders of a row run in turn, repeated; the table shows medians and the ratios of medians. `link` is the
 share of the link's rate that the busier direction used, as its counters say. With --predict the simulator says for each of ours what it
 would come to, from one learner and the link. Needs root and iproute2; says so and ends where it cannot be.
@@ -26,7 +27,7 @@ from benchmarks.bench_throughput import SIZES
 from benchmarks.cluster_driver import together
 from benchmarks.cluster_learner import Pace
 from benchmarks.cluster_nodes import RayNodes, shares
-from benchmarks.link import Link, LinkError
+from benchmarks.link import ADDRESSES, Link, LinkError
 from benchmarks.peers.team import START_S, PeerError, Team
 
 CONTENDERS = ("hardsync", "softsync:1", "async", "delayed:1", "ddp", "actors", "actors-sync")
@@ -42,12 +43,14 @@ class Bench:
 
     def __init__(self, link: Link, nodes: RayNodes, workers: int) -> None:
         self._link, self._nodes, self._workers = link, nodes, workers
+        self._servers = len(link.namespaces) - 2
         self._count = 0
 
     def run(self, contender: str, dims: tuple[int, ...], batch_size: int, seconds: float) -> Pace:
         if contender == "ddp":
             return self._ddp(dims, batch_size, seconds)
         order = {"contender": contender, "dims": dims, "batch_size": batch_size, "seconds": seconds}
+        order |= {"servers": self._servers}
         limit = START_S + 10 * (seconds + LONG_STEP_S)
         return Pace(**self._nodes.ask({**order, "workers": self._workers}, limit))
 
@@ -59,15 +62,16 @@ class Bench:
     def _ddp(self, dims: tuple[int, ...], batch_size: int, seconds: float) -> Pace:
         self._count += 1
         world, cores = 2 * self._workers, shares(sorted(os.sched_getaffinity(0)))
+        meeting = f"tcp://{ADDRESSES[self._servers]}:{FIRST_PORT + self._count}"
         with Team(seconds + LONG_STEP_S) as team:
             members = [
                 team.start(
                     cluster_learner.ddp,
                     rank,
                     world,
-                    self._link.namespaces[side],
+                    self._link.namespaces[self._servers + side],
                     cores[side],
-                    FIRST_PORT + self._count,
+                    meeting,
                     dims,
                     batch_size,
                     seconds,
@@ -128,7 +132,7 @@ def show(row: Mapping[str, Any]) -> None:
     rate = UNLIMITED if row["mbit"] is None else f"{row['mbit']:g} Mbit/s"
     repeats = max(map(len, row["paces"].values()), default=0)
     print(
-        f"\n{size}, μ {row['batch_size']}, {rate}, 2 nodes with {row['workers']} workers each: gradients/s, median of {repeats}"
+        f"\n{size}, μ {row['batch_size']}, {rate}, 2 nodes with {row['workers']} workers each{', one for the shards' if row.get('server_node') else ''}: gradients/s, median of {repeats}"
     )
     print(f"  {'':<26}{'':>9}{'least..most':>18}{'link':>8}")
     for line in lines(row):
@@ -148,6 +152,7 @@ def rows_on(bench: Bench, mbit: float | None, given: argparse.Namespace) -> None
             given.repeats,
         )
         row = {"dims": dims, "batch_size": batch_size, "mbit": mbit, "workers": given.workers}
+        row |= {"server_node": given.server_node}
         row |= {"paces": {name: [vars(pace) for pace in found] for name, found in paces.items()}}
         ours = [name for name in paces if name not in PEERS and given.predict]
         row |= {"failed": failed, "predicted": {name: bench.predict(name, dims, batch_size) for name in ours}}
@@ -166,6 +171,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--server-node", action="store_true", help="a third node, for the shards alone")
     parser.add_argument("--json", type=Path, help="also add all figures to this file")
     parser.add_argument(
         "--predict", action="store_true", help="also what the simulator says; about a minute each"
@@ -187,7 +193,7 @@ def main() -> None:
         for rate in given.rates.split(","):
             mbit = None if rate == UNLIMITED else float(rate)
             with (
-                Link(mbit, burst_kb=BURST_KB, latency_ms=LATENCY_MS) as link,
+                Link(mbit, burst_kb=BURST_KB, latency_ms=LATENCY_MS, sides=2 + given.server_node) as link,
                 RayNodes(link, given.workers) as nodes,
             ):
                 rows_on(Bench(link, nodes, given.workers), mbit, given)

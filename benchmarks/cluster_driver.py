@@ -2,7 +2,7 @@
 
     {"contender": "softsync:1", "dims": [784, 512, 10], "batch_size": 64, "seconds": 3, "workers": 2}
 
-`workers` are those of each node. With "predict": true nothing is run on the other node but its link measured: the answer's rate is what
+`workers` are those of each node, `servers` nodes for shards alone. With "predict": true nothing is run on the other node but its link measured: the answer's rate is what
 the simulator says. Ray's words and the learners' go to standard error.
 """
 
@@ -29,12 +29,20 @@ LOCKSTEP = ("hardsync", "delayed")
 
 
 def run(
-    contender: str, dims: list[int], batch_size: int, seconds: float, workers: int, predict: bool = False
+    contender: str,
+    dims: list[int],
+    batch_size: int,
+    seconds: float,
+    workers: int,
+    servers: int = 0,
+    predict: bool = False,
 ) -> dict[str, float]:
     if predict:
         return asdict(predicted(tuple(dims), batch_size, workers, sync=contender))
     if contender in ray_server.WAYS:
-        return asdict(ray_server.run(tuple(dims), batch_size, workers, seconds, way=contender))
+        return asdict(
+            ray_server.run(tuple(dims), batch_size, workers, seconds, way=contender, apart=servers > 0)
+        )
     sync, _, topology = contender.partition("@")
     result = sl.launch(
         cluster_learner.ours,
@@ -46,7 +54,7 @@ def run(
         sync=sync,
         topology=topology.replace("+", ",") or "servers",
         threads=1,
-        engine=sl.Ray(nodes=2, learners_per_node=workers),
+        engine=sl.Ray(nodes=2 + servers, learners_per_node=workers, server_nodes=servers or None),
     )
     return asdict(together(result.returned))
 

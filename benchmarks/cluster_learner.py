@@ -78,7 +78,7 @@ def ddp(
     workers: int,
     namespace: str,
     cores: list[int],
-    port: int,
+    meeting: str,
     dims: tuple[int, ...],
     batch_size: int,
     seconds: float,
@@ -86,7 +86,6 @@ def ddp(
     link.enter(namespace)
     os.sched_setaffinity(0, cores)
     os.environ["GLOO_SOCKET_IFNAME"] = link.INTERFACE
-    meeting = f"tcp://{link.ADDRESSES[0]}:{port}"
     timeout = timedelta(seconds=START_S)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=workers, timeout=timeout)
     try:

@@ -1,4 +1,4 @@
-"""Two Ray nodes on one machine, each in a network namespace of its own, and a driver on the first.
+"""Ray nodes on one machine, each in a network namespace of its own, and a driver on the first.
 
 Each node has its own processes, its own /tmp/ray and its share of the cores; all of it ends when the node's first process
 does, and that ends with this one. Needs root, iproute2 and util-linux. Not responsible for what the driver runs.
@@ -29,10 +29,12 @@ PRIVATE = ("unshare", "-m", "-p", "--fork", "--kill-child", "--mount-proc")
 WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 
 
-def shares(cores: Sequence[int]) -> list[list[int]]:
-    """The cores of the two nodes; both have all where there is only one."""
+def shares(cores: Sequence[int], nodes: int = 2) -> list[list[int]]:
+    """The cores of the last two nodes, halves where there are two; one before them, for shards alone, has all."""
     half = len(cores) // 2
-    return [list(cores[:half]), list(cores[half:])] if half else [list(cores)] * 2
+    return [list(cores)] * (nodes - 2) + (
+        [list(cores[:half]), list(cores[half:])] if half else [list(cores)] * 2
+    )
 
 
 class Node:
@@ -40,7 +42,7 @@ class Node:
 
     def __init__(self, side: int, link: Link, learners: int, environment: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the node
-        cores = ",".join(map(str, shares(sorted(os.sched_getaffinity(0)))[side]))
+        cores = ",".join(map(str, shares(sorted(os.sched_getaffinity(0)), len(link.namespaces))[side]))
         self.pinned = pinned = ("taskset", "-c", cores)
         words = ["ray", "start", "--block", f"--node-ip-address={ADDRESSES[side]}", f"--num-cpus={learners}"]
         words += [f"--object-store-memory={STORE}", "--disable-usage-stats"]
@@ -92,7 +94,7 @@ class Node:
 
 
 class RayNodes:
-    """The cluster of two, with `learners` cores each in Ray's eyes."""
+    """A node for each side of the link, with `learners` cores each in Ray's eyes."""
 
     def __init__(self, link: Link, learners: int) -> None:
         self._link, self._learners = link, learners
@@ -107,7 +109,7 @@ class RayNodes:
         command(*PRIVATE, "true")
         TEMPORARY.mkdir(exist_ok=True)
         try:
-            for side in range(2):
+            for side in range(len(self._link.namespaces)):
                 self._nodes.append(Node(side, self._link, self._learners, self.environment))
                 self._nodes[side].wait_up()
         except BaseException:

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a link of a given rate: a network of two machines on one.
+"""Network namespaces joined by links of a given rate: a network of two machines, or of more around a switch, on one.
 
 Needs root and iproute2. What a link makes is gone when it is closed, after an exception and Ctrl-C too; what a
 killed process left is removed by the next one. Not responsible for what runs in the namespaces.
@@ -17,7 +17,8 @@ from typing import Any, Self
 
 PREFIX = "syncline-link"
 INTERFACE = "link0"  # in both namespaces
-ADDRESSES = ("10.203.77.1", "10.203.77.2")
+ADDRESSES = ("10.203.77.1", "10.203.77.2", "10.203.77.3", "10.203.77.4")
+SWITCH = "switch0"  # in the namespace after those of the sides
 BURST_KB = 128  # more than a packet of the host's own segmentation, 64 KB
 LATENCY_MS = 100  # that the queue before the link may hold
 CLONE_NEWNET = 0x40000000
@@ -29,15 +30,21 @@ class LinkError(RuntimeError):
 
 
 class Link:
-    """A veth pair between two namespaces, each way held to `mbit` Mbit/s by a token bucket; None: as fast as it is."""
+    """A veth pair between two namespaces, or one from each to a switch, every way held to `mbit` Mbit/s by a token bucket.
 
-    def __init__(self, mbit: float | None, *, burst_kb: int = BURST_KB, latency_ms: int = LATENCY_MS) -> None:
+    None: as fast as it is.
+    """
+
+    def __init__(
+        self, mbit: float | None, *, burst_kb: int = BURST_KB, latency_ms: int = LATENCY_MS, sides: int = 2
+    ) -> None:
         if mbit is not None and not mbit > 0:
             raise LinkError(f"the rate of a link must be above 0 Mbit/s, got {mbit}")
         self.mbit = mbit
         self._shaping = shaping(mbit, burst_kb, latency_ms) if mbit is not None else None
         self._former: Any = signal.SIG_DFL
-        self.namespaces = tuple(f"{PREFIX}-{os.getpid()}-{side}" for side in range(2))
+        names = tuple(f"{PREFIX}-{os.getpid()}-{side}" for side in range(sides + (sides > 2)))
+        self.namespaces, self._switch = names[:sides], names[sides:]
 
     def __enter__(self) -> Self:
         check_possible()
@@ -59,32 +66,47 @@ class Link:
         self.close()
 
     def _make(self) -> None:
-        first, second = self.namespaces
-        for namespace in self.namespaces:
+        for namespace in self.namespaces + self._switch:
             command("ip", "netns", "add", namespace)
-        ends = ("netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
+            command("ip", "-n", namespace, "link", "set", "lo", "up")
+        if self._switch:
+            self._make_switch(*self._switch)
+        else:
+            first, second = self.namespaces
+            self._join(first, second, INTERFACE)
+        for namespace, address in zip(self.namespaces, ADDRESSES, strict=False):
+            command("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
+
+    def _make_switch(self, switch: str) -> None:
+        inside = ("ip", "-n", switch, "link")
+        command(*inside, "add", SWITCH, "type", "bridge")
+        command(*inside, "set", SWITCH, "up")
+        for side, namespace in enumerate(self.namespaces):
+            self._join(namespace, switch, f"port{side}")
+            command(*inside, "set", f"port{side}", "master", SWITCH)
+
+    def _join(self, namespace: str, other: str, port: str) -> None:
+        """A pair between the two, up and shaped: a side's interface and the other's port."""
+        ends = ("netns", namespace, "type", "veth", "peer", "name", port, "netns", other)
         command("ip", "link", "add", INTERFACE, *ends)
-        for namespace, address in zip(self.namespaces, ADDRESSES, strict=True):
-            inside = ("ip", "-n", namespace)
-            command(*inside, "address", "add", f"{address}/24", "dev", INTERFACE)
-            command(*inside, "link", "set", INTERFACE, "up")
-            command(*inside, "link", "set", "lo", "up")
+        for place, interface in ((namespace, INTERFACE), (other, port)):
+            command("ip", "-n", place, "link", "set", interface, "up")
             if self._shaping is not None:
-                command("tc", "-n", namespace, *self._shaping)
+                command("tc", "-n", place, "qdisc", "add", "dev", interface, *self._shaping)
 
     def close(self) -> None:
         """Its pair of interfaces goes with the namespaces."""
         signal.signal(signal.SIGTERM, self._former)
-        for namespace in self.namespaces:
+        for namespace in self.namespaces + self._switch:
             if (NAMESPACES / namespace).exists():
                 with contextlib.suppress(LinkError):
                     command("ip", "netns", "delete", namespace)
 
 
 def shaping(mbit: float, burst_kb: int = BURST_KB, latency_ms: int = LATENCY_MS) -> tuple[str, ...]:
-    """The arguments of tc that hold an end of the link to its rate."""
+    """What holds an end of the link to its rate, in tc's words."""
     rate, burst, wait = f"{round(mbit * 1000)}kbit", f"{burst_kb}kb", f"{latency_ms}ms"
-    return ("qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", burst, "latency", wait)
+    return ("root", "tbf", "rate", rate, "burst", burst, "latency", wait)
 
 
 def check_possible() -> None:
@@ -107,7 +129,7 @@ def names() -> list[str]:
 
 def left(namespaces: list[str], processes: Path) -> list[str]:
     """Those of ours whose process does not run."""
-    found = [(name, re.fullmatch(rf"{PREFIX}-(\d+)-[01]", name)) for name in namespaces]
+    found = [(name, re.fullmatch(rf"{PREFIX}-(\d+)-[0-4]", name)) for name in namespaces]
     return sorted(name for name, match in found if match and not (processes / match[1]).exists())
 
 

@@ -84,10 +84,14 @@ def rounds(server: Any, workers: list[Any]) -> Iterator[int]:
 WAYS: dict[str, Callable[[Any, list[Any]], Iterator[int]]] = {"actors": free, "actors-sync": rounds}
 
 
-def run(dims: tuple[int, ...], batch_size: int, workers: int, seconds: float, *, way: str) -> Pace:
-    """With `workers` on each node; the link as the caller's node sees it."""
+def run(
+    dims: tuple[int, ...], batch_size: int, workers: int, seconds: float, *, way: str, apart: bool = False
+) -> Pace:
+    """With `workers` on each node, the caller's left out if they are `apart`; the link as that one sees it."""
     here = ray.get_runtime_context().get_node_id()
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    nodes = [
+        node["NodeID"] for node in ray.nodes() if node["Alive"] and not (apart and node["NodeID"] == here)
+    ]
     server = placed(Server, here, 0).remote(dims)
     team = [
         placed(Worker, node, 1).remote(dims, batch_size, rank)

@@ -87,6 +87,7 @@ def test_what_fails_in_the_driver_is_told() -> None:
 
 def test_nodes_share_the_cores() -> None:
     assert shares([0, 1, 2, 5]) == [[0, 1], [2, 5]] and shares([3]) == [[3], [3]]
+    assert shares([0, 1], 3) == [[0, 1], [0], [1]]  # the first is the shards'
 
 
 def test_traffic_is_counted_by_interface() -> None:

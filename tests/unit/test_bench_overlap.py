@@ -4,10 +4,13 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,6 +19,7 @@ from benchmarks.bench_overlap import Row, arguments, balanced_rate, keep, lines,
 from benchmarks.overlap_learner import METHODS, WORKLOADS, Place, Times, environment
 
 ROOT = Path(__file__).resolve().parents[2]
+T = TypeVar("T")
 
 
 def row(**wall: list[float]) -> dict[str, Any]:
@@ -175,6 +179,28 @@ def test_only_a_link_with_a_rate_is_shaped(mbit: float | None, shaped: bool) -> 
         for namespace in made.namespaces:
             command = ["tc", "-n", namespace, "qdisc", "show", "dev", link.INTERFACE]
             assert ("tbf" in subprocess.run(command, capture_output=True, text=True).stdout) == shaped
+
+
+def test_more_than_two_namespaces_are_joined_by_a_switch() -> None:
+    if not possible():
+        pytest.skip("making network namespaces needs root and iproute2")
+
+    def inside(namespace: str, act: Callable[[], T]) -> T:
+        """In a thread of its own, which stays there."""
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(link.enter, namespace).result()
+            return pool.submit(act).result()
+
+    with link.Link(50, sides=3) as made:
+        first, _, third = made.namespaces
+        with inside(third, lambda: socket.create_server((link.ADDRESSES[2], 0))) as server:
+            inside(first, lambda: socket.create_connection(server.getsockname(), timeout=30)).close()
+        places = (*made.namespaces, *made._switch)
+        shown = [
+            subprocess.run(["tc", "-n", each, "qdisc"], capture_output=True, text=True) for each in places
+        ]
+        assert [each.stdout.count("tbf") for each in shown] == [1, 1, 1, 3]
+    assert not set(places) & set(link.names())
 
 
 def test_a_quick_run_without_a_link(tmp_path: Path) -> None:
