@@ -8,7 +8,7 @@ so many workers on each, half of the cores for each; the actor that serves is on
 a switch of the same rate, has the shards and no worker (and the actor that serves). A dial of ours may name its topology, with "+"
 for ",": async@tree:2+servers=2. Sizes are those of bench_throughput: 0.4 M, 14 M, 38 M parameters. All contenders of a row run in turn, repeated; the table shows medians and the ratios of medians. `link` is the
 share of the link's rate that the busier direction used, as its counters say. With --predict the simulator says for each of ours what it
-would come to, from one learner and the link. Needs root and iproute2; says so and ends where it cannot be.
+would come to, from one learner and the link. `overlap` is a worker's time computing over all of it (Rudra's Table 1). Needs root and iproute2; says so and ends where it cannot be.
 Leave the machine alone meanwhile.
 """
 
@@ -113,10 +113,14 @@ def lines(row: Mapping[str, Any]) -> list[str]:
         spread = f"{min(values):.1f}..{max(values):.1f}"
         used = link_share(row["paces"][name], row["mbit"])
         share = "" if used is None else f"{100 * used:.0f} %"
+        computing = statistics.median(pace.get("computing", 0.0) for pace in row["paces"][name])
+        overlap = f"{100 * computing:.1f} %" if computing else ""
         if name in row["predicted"]:
             said = row["predicted"][name]
             ratios.append(f"predicted {said:.1f} ({100 * (said / median[name] - 1):+.0f} %)")
-        found.append(f"  {name:<26}{median[name]:>9.1f}{spread:>18}{share:>8}   {', '.join(ratios)}")
+        found.append(
+            f"  {name:<26}{median[name]:>9.1f}{spread:>18}{share:>8}{overlap:>9}   {', '.join(ratios)}"
+        )
     return found
 
 
@@ -134,7 +138,7 @@ def show(row: Mapping[str, Any]) -> None:
     print(
         f"\n{size}, μ {row['batch_size']}, {rate}, 2 nodes with {row['workers']} workers each{', one for the shards' if row.get('server_node') else ''}: gradients/s, median of {repeats}"
     )
-    print(f"  {'':<26}{'':>9}{'least..most':>18}{'link':>8}")
+    print(f"  {'':<26}{'':>9}{'least..most':>18}{'link':>8}{'overlap':>9}")
     for line in lines(row):
         print(line)
     for name, why in row["failed"].items():

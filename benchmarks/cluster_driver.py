@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import statistics
 import sys
 import traceback
 from dataclasses import asdict
@@ -78,8 +79,9 @@ def predicted(dims: tuple[int, ...], batch_size: int, workers: int, *, sync: str
 
 
 def together(paces: list[Pace]) -> Pace:
-    """All gradients; the link as the first worker's node saw it."""
-    return Pace(sum(each.rate for each in paces), paces[0].sent, paces[0].received)
+    """All gradients; the link as the first worker's node saw it; the usual worker's share of computing."""
+    computing = statistics.mean(each.computing for each in paces)
+    return Pace(sum(each.rate for each in paces), paces[0].sent, paces[0].received, computing)
 
 
 def answer(line: str) -> dict[str, Any]:

@@ -27,20 +27,26 @@ class Pace:
     rate: float  # gradients
     sent: float  # bytes
     received: float
+    computing: float = (
+        0.0  # seconds of forward and backward: with those seen to communicate a second (Rudra's overlap, R8)
+    )
 
 
-def pace(step: Callable[[], None], seconds: float, mean: Callable[[float], float], *, free: bool) -> Pace:
-    """Over a window that all begin together: so many seconds, or, where all wait for each other, as many steps for all."""
+def pace(step: Callable[[], float], seconds: float, mean: Callable[[float], float], *, free: bool) -> Pace:
+    """Over a window that all begin together: so many seconds, or, where all wait for each other, as many steps for all.
+
+    A step says how long it computed.
+    """
     began = time.perf_counter()
     for _ in range(WARM_UP_STEPS):
         step()
     usual = mean((time.perf_counter() - began) / WARM_UP_STEPS)
     steps = None if free else max(LEAST_STEPS, round(seconds / usual))
-    window, count = Window(), 0
+    window, count, computing = Window(), 0, 0.0
     while count < LEAST_STEPS or (window.seconds < seconds if steps is None else count < steps):
-        step()
+        computing += step()
         count += 1
-    return window.pace(count)
+    return window.pace(count, computing)
 
 
 class Window:
@@ -53,10 +59,10 @@ class Window:
     def seconds(self) -> float:
         return time.perf_counter() - self._began
 
-    def pace(self, gradients: int) -> Pace:
+    def pace(self, gradients: int, computing: float = 0.0) -> Pace:
         seconds, traffic = self.seconds, link.traffic()
         sent, received = (now - then for now, then in zip(traffic, self._traffic, strict=True))
-        return Pace(gradients / seconds, sent / seconds, received / seconds)
+        return Pace(gradients / seconds, sent / seconds, received / seconds, computing / seconds)
 
 
 def ours(session: sl.Session, dims: tuple[int, ...], batch_size: int, seconds: float, free: bool) -> Pace:
@@ -64,10 +70,13 @@ def ours(session: sl.Session, dims: tuple[int, ...], batch_size: int, seconds: f
     batch = make_batch(dims, batch_size, seed=session.rank)
     optimizer = session.optimizer(model, make_optimizer)
 
-    def step() -> None:
+    def step() -> float:
+        began = time.perf_counter()
         optimizer.zero_grad()
         backward(model, batch)
+        computed = time.perf_counter() - began
         optimizer.step()
+        return computed
 
     return pace(step, seconds, session.mean, free=free)
 
@@ -99,10 +108,11 @@ def _ddp(rank: int, dims: tuple[int, ...], batch_size: int, seconds: float) -> P
     batch = make_batch(dims, batch_size, seed=rank)
     optimizer = make_optimizer(model.parameters())
 
-    def step() -> None:
+    def step() -> float:  # what it communicates is inside of backward
         optimizer.zero_grad()
         backward(model, batch)
         optimizer.step()
+        return 0.0
 
     return pace(step, seconds, _mean, free=False)
 

@@ -66,12 +66,13 @@ def test_whoever_fails_is_left_out_and_named(capsys: pytest.CaptureFixture[str])
 def test_in_lockstep_all_take_as_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {True: 0, False: 0}
 
-    def step(free: bool) -> None:
+    def step(free: bool) -> float:
         counts[free] += 1
+        return 1e9
 
     for free in counts:
         found = pace(lambda free=free: step(free), 0.0, lambda value: 0.5, free=free)  # type: ignore[misc]
-        assert found.rate > 0
+        assert found.rate > 0 and found.computing > 1e9 * found.rate * 0.99
     assert counts == dict.fromkeys(counts, WARM_UP_STEPS + LEAST_STEPS)
     pace(lambda: step(False), 10.0, lambda value: 0.5, free=False)
     assert counts[False] == 2 * WARM_UP_STEPS + LEAST_STEPS + 20
@@ -79,6 +80,7 @@ def test_in_lockstep_all_take_as_many_steps(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_gradients_add_up_and_the_link_is_the_first_nodes() -> None:
     assert together([Pace(1.0, 2.0, 3.0), Pace(4.0, 5.0, 6.0)]) == Pace(5.0, 2.0, 3.0)
+    assert together([Pace(1.0, 2.0, 3.0, 0.25), Pace(4.0, 5.0, 6.0, 0.75)]).computing == 0.5
 
 
 def test_what_fails_in_the_driver_is_told() -> None:
