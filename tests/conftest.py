@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -16,6 +17,8 @@ settings.load_profile("busy")
 # As learners compute: sums over threads have other bits, and threads that wait for a core spin.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for what tests start
+# A shell that starts tests in the background ignores Ctrl-C, and so would all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 Simulation.honest = True  # in simulated runs, too, nobody sees another's memory
 
 

@@ -101,7 +101,9 @@ class LinkedCluster(RayCluster):
         self._elsewhere = elsewhere
 
     def nodes(self) -> list[Node]:
-        return [Node(f"node {index}", host, 2, home=index == 0) for index, host in enumerate(link.ADDRESSES[:2])]
+        return [
+            Node(f"node {index}", host, 2, home=index == 0) for index, host in enumerate(link.ADDRESSES[:2])
+        ]
 
     def close(self) -> None:
         pass

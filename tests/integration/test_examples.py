@@ -41,11 +41,13 @@ def test_own_loop() -> None:
     assert number("test accuracy by learner:", output) > 0.85
 
 
+@pytest.mark.long
 def test_own_messages() -> None:
     output = run("own_messages.py", "--seats", "3", "--steps", "20")
     assert number("loss in 3 seats", output) == pytest.approx(number("loss in one process", output), abs=2e-6)
 
 
+@pytest.mark.long
 def test_all_reduce() -> None:
     output = run("torchrun.py", "--epochs", "6", "--sync", "delayed:1")
     assert number("test accuracy by learner:", output) > 0.85 and number("mean staleness", output) == 0.99
@@ -71,6 +73,7 @@ def test_dict_batches() -> None:
     assert number("epoch 1: loss .*, test accuracy", output) > 0.8
 
 
+@pytest.mark.long
 def test_gan() -> None:
     output = run("gan.py", "--epochs", "5")
     assert "2 tables" in output

@@ -314,8 +314,7 @@ def test_a_handle_waits_tells_and_stops() -> None:
         run.wait(timeout=0.05)
     seen = until(lambda: version(run), "a first version")
     until(lambda: version(run) > seen, "a further version")
-    steps = run.statistics().steps
-    assert set(steps) == {0, 1}
+    until(lambda: set(run.statistics().steps) == {0, 1}, "steps of both")
     run.stop()
     result = run.wait(timeout=HANG)
     assert result.version > seen and not result.interrupted

@@ -93,6 +93,7 @@ def where(session: sl.Session) -> int:
     return int(words[1])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::syncline.errors.LostWarning")
 def test_groups_are_on_one_node_each_and_replaced_whole(address: str) -> None:
@@ -144,6 +145,7 @@ def slowly(model: nn.Module, batch: Any) -> Any:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_loss_of_an_agent_is_the_loss_of_its_learners(address: str) -> None:
     run = train(
@@ -193,7 +195,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_nothing_remains_of_a_run_whose_driver_is_ended(number: int, address: str, tmp_path: Path) -> None:
     """By Ctrl-C, or by kill -9."""
     command = [sys.executable, "-c", ENDLESS.replace("sys.argv[1]", repr(str(tmp_path)))]
@@ -247,6 +249,7 @@ def raylet_of(node: str) -> int:
     raise AssertionError(f"no raylet at {name}")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_node_that_joins_the_ray_cluster_gets_a_learner(cluster: Cluster) -> None:
     """The cluster has a node more afterwards."""

@@ -18,6 +18,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import syncline as sl
+from syncline.report.event_lines import read_lines
 from syncline.testing import Faults
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -123,7 +124,7 @@ def test_a_shard_may_die_while_somebody_waits_for_the_mean(sync: str, tmp_path: 
 
 
 def lingering(session: sl.Session, folder: Path) -> int:
-    """It never waits again after its loop, and lingers until well after the loss."""
+    """It never waits again after its loop, and lingers until the run has recovered."""
     model = nn.Linear(4, 3)
     optimizer = session.optimizer(model, partial(SGD, lr=0.1))
     loader = session.loader(points_of["train"], batch_size=2)
@@ -133,9 +134,8 @@ def lingering(session: sl.Session, folder: Path) -> int:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
     (folder / f"over{session.rank}").touch()
-    while not (folder / "killed").exists():
+    while not (folder / "recovered").exists():
         time.sleep(0.01)
-    time.sleep(2.0)
     return optimizer.version
 
 
@@ -153,7 +153,10 @@ def test_learners_that_did_not_notice_the_loss_begin_anew(tmp_path: Path) -> Non
     while not all((tmp_path / f"over{rank}").exists() for rank in (0, 1)):
         time.sleep(0.01)
     Faults("kill shard 0 at version 12").play(run).join()
-    (tmp_path / "killed").touch()
+    events = tmp_path / "run" / "events.jsonl"
+    while not any(line.get("event") == "recovered" for line in read_lines(events)):
+        time.sleep(0.01)
+    (tmp_path / "recovered").touch()
     result = run.wait(timeout=60)
     kinds = [event.kind for event in result.events if event.kind != "checkpoint"]
     assert kinds == ["shard lost", "recovered", "begun anew"]

@@ -147,6 +147,7 @@ def plain(path: Path, folder: Path, word: str = "hardsync") -> str:
     )
 
 
+@pytest.mark.long
 def test_several_nodes(tmp_path: Path) -> None:
     path = script(tmp_path, HEAD, TRAIN)
     port = 29400 + os.getpid() % 500
@@ -303,6 +304,7 @@ def test_sigterm_to_torchrun_leaves_a_checkpoint_and_all_ranks_go_on_from_it(tmp
         assert "rank 1 on" in error and "/nowhere" in error and "every rank must see the folder" in error
 
 
+@pytest.mark.long
 def test_sigterm_to_one_rank_is_enough(tmp_path: Path) -> None:
     path = script(tmp_path, HEAD, GOES_ON)
     run = torchrun("--standalone", "--nproc-per-node=2", path, tmp_path, "0.02")

@@ -118,7 +118,7 @@ write("learnt", **{name: refusal(call) for name, call in REFUSED.items()})
 """
 
 
-@pytest.mark.parametrize("seats", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("seats", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_group_learns_what_one_process_learns(seats: int, tmp_path: Path) -> None:
     run = torchrun("--standalone", f"--nproc-per-node={seats}", script(tmp_path, HEAD, LEARN), tmp_path)
     output = finish(run)[0]
@@ -203,6 +203,7 @@ def told(folder: Path, fate: str, ranks: tuple[int, ...]) -> list[dict[str, Any]
     return [read(folder, fate, rank) for rank in ranks]
 
 
+@pytest.mark.long
 def test_a_seat_that_fails_or_dies_ends_the_run_for_all_and_is_named(tmp_path: Path) -> None:
     path = script(tmp_path, HEAD, FATES)
     run = torchrun(

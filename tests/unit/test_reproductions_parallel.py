@@ -63,6 +63,7 @@ def test_every_method_of_the_benchmark_steps(capsys: pytest.CaptureFixture[str])
     assert "of what ours takes" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_measured_point_stands_beside_what_the_plan_says() -> None:
     found = measured.point("fig7", ("hybrid", "small", 8, None), 2, 1, 1)
     assert found.processes == 2 and min(found.predicted, found.measured) > 0

@@ -72,7 +72,7 @@ def compare(kernels: ModuleType, geometry: Geometry, count: int, dtype: torch.dt
             assert dtype != torch.bfloat16 or (found != expected).float().mean() < 0.01  # the same bits round
 
 
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=4, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_shapes_and_tiles(kernels: ModuleType, data: st.DataObject) -> None:
     whole = st.integers
@@ -92,6 +92,7 @@ def test_random_shapes_and_tiles(kernels: ModuleType, data: st.DataObject) -> No
     compare(kernels, geometry, data.draw(whole(1, 20), "images"), dtype, **cut)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("copied", [0, 1, 2])
 def test_full_tiles_without_masks_and_by_the_copy_engine(

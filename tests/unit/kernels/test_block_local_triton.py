@@ -11,11 +11,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.timeout(600)
-def test_kernels_agree_with_the_reference_in_the_interpreter() -> None:
+@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_kernels_agree_with_the_reference_in_the_interpreter(which: str) -> None:
     pytest.importorskip("triton")
     tests = str(Path(__file__).with_name("interpreted.py"))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, tests],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         cwd=ROOT,
         capture_output=True,
