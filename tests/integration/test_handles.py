@@ -97,7 +97,7 @@ HOW
 """
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("options", "how", "code"),
     [
@@ -107,7 +107,6 @@ HOW
         ("{'engine': 'sim'}", "sys.exit(7)", 7),
     ],
 )
-@pytest.mark.sweep(1)
 def test_a_script_that_ends_with_a_live_run_ends_well(options: str, how: str, code: int) -> None:
     script = SCRIPT.replace("{OPTIONS}", options).replace("HOW", how)
     done = subprocess.run(
