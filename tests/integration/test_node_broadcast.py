@@ -51,6 +51,7 @@ FREE = [
     "async",
     "softsync:1",
     "ssp:1,rate=share",
+    "downpour:push=1,fetch=2,local_lr=0.02",
     "hardsync until 1 then async",
     "async until 1 then delayed:1",
 ]
