@@ -149,7 +149,6 @@ def test_a_lost_shard_and_a_resumed_run_go_on_over_the_tree(topology: str, sync:
 
 
 @pytest.mark.parametrize("given, words", [
-    ({"topology": "tree:2,broadcast", "engine": Nodes(2, 2)}, "on a cluster, where a machine gets the versions"),
     ({"topology": "tree:2", "engine": Nodes(2, 2, grow=True)}, "a machine that joins would have no leaf"),
     ({"topology": "tree:2,broadcast", "engine": "local", "group": 2}, "with group=2, whose seats must read one"),
 ])  # fmt: skip

@@ -27,6 +27,7 @@ COLUMNS = [
     ("tree:2", "local"),
     ("tree:2,broadcast", "local"),
     ("tree:2", "ray"),
+    ("tree:2,broadcast", "ray"),
     ("servers", "ray"),
 ]
 
@@ -72,7 +73,7 @@ def check(result: sl.Result, course: Course) -> None:
 
 
 def test_the_page_covers_all_presets() -> None:
-    assert len(cells()) == 9 * 12
+    assert len(cells()) == 10 * 12
 
 
 @pytest.mark.parametrize("dial, topology, engine, says", [each for each in cells() if each[2] != "torchrun"])

@@ -152,7 +152,7 @@ def presets() -> None:
         "async, downpour. The rate factor multiplies the learning rate of each update.\n"
         "A dial may change on the way: [bold]--sync 'hardsync until 1 then softsync:1'[/]. Over a tree of servers, "
         "[bold]--topology tree:F[/], all but backup:b and rate=staleness; with [bold],broadcast[/] versions flow "
-        "down unasked (local and sim). "
+        "down unasked. "
         "In the place of a dial, [bold]sandblaster[/] trains by a batch method (L-BFGS, conjugate gradients): docs/howto/batch_methods.md.\n"
         f"Understood, not built yet: {', '.join(LATER)}.",
         highlight=False,

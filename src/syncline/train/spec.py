@@ -119,11 +119,6 @@ def check_built(plan: RunPlan, engine: Engine, group: int) -> None:
         raise NotYetError(
             f"topology '{plan.topology}' is not built yet on this engine; use engine='local', 'ray' or 'sim'"
         )
-    if plan.topology.broadcast and isinstance(engine, Ray):
-        raise NotYetError(
-            f"topology '{plan.topology}' is not built yet on a cluster, where a machine gets the versions that it asks for; "
-            "leave broadcast out, or use engine='local' or 'sim'"
-        )
     if plan.topology.broadcast and group > 1:
         raise NotYetError(
             f"topology '{plan.topology}' is not built yet with group={group}, whose seats must read one version; leave "

@@ -69,6 +69,7 @@ class RelayParts:
     shards: dict[int, WakeUp]  # the bells of those here
     beats: Region  # its first word counts that it lives
     near: frozenset[int] = frozenset()  # machines with nodes of a tree above or below those here
+    casts: bool = False  # versions flow down that tree unasked
 
 
 @dataclass(frozen=True, slots=True)

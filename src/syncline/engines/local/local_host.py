@@ -107,6 +107,7 @@ class LocalHost(Host):
         shards = spec.plan.topology.shards
         self._beats = self.region(8 * LINE * shards)
         self._relay_beats = self.region(8 * LINE)
+        self._casts = isinstance(spec.plan.topology, Trees) and spec.plan.topology.broadcast
         if isinstance(spec.plan.topology, Trees):
             own, bell = partial(self.region, owner=SERVERS), self._relay_bell if relay is not None else None
             around = Around(site, own, self._post_all, self._tell_relay, bell)
@@ -190,7 +191,7 @@ class LocalHost(Host):
             reader,
             self._shard_bells[shard],
             others,
-            self._relay_bell if self._relay_of is not None else None,
+            self._relay_bell if self._relay_of is not None and (shard or self._casts) else None,
             self.geometry,
             YIELDS["shard"] * (ROOMY if self._roomy() else 1),
             self._beats,
@@ -213,6 +214,7 @@ class LocalHost(Host):
             self._shard_bells,
             self._relay_beats,
             self.nodes.near if self.nodes is not None else frozenset(),
+            self._casts,
         )
         self._relay_beats.words[0] = 0  # it has not begun
         self.relay = self._forks.fork("relay", self.site, self.site, self._relay_of(parts), None, 1)

@@ -67,7 +67,9 @@ class ServerSpec:
     reader: int  # which of them it is; the leading shard is none
     bell: WakeUp
     others: list[WakeUp]  # whom it wakes for the other shards
-    relay: WakeUp | None  # on a machine of several: wakes whoever tells the others how far this shard is
+    relay: (
+        WakeUp | None
+    )  # on a machine of several: wakes whoever tells the others how far this shard is; None: they need not know
     geometry: Geometry
     yields: int
     beats: Region  # a line for each shard: it counts there that it lives
@@ -424,7 +426,7 @@ class _Loop:
         self._sleeper.watch(channel.fileno())
         self._leads = spec.shard == 0
         self._reader = spec.reader
-        self._relay = None if self._leads else spec.relay
+        self._relay = spec.relay
         self._heard = 0.0  # when the supervisor was last listened to
         self._beats = spec.beats.words[LINE * spec.shard : LINE * spec.shard + 1]
 

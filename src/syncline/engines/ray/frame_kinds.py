@@ -54,6 +54,7 @@ class Kind(IntEnum):
     BEGUN = 16  # from there: all that a learner begins a table with has come before
     ANSWER = 17  # of the leading shard, to a tree's node
     BACK = 18  # of the node above
+    GOT = 19  # to the leading shard's machine: the version that came last is here, or will never be, and there is room
     # between shards
     ENTRIES = 20  # of the log
     LOGGED = 21  # so many of them have reached the shards

@@ -2,7 +2,8 @@
 
 Each version crosses to a machine once, into the place of its ring that the version's number names, and a release is passed on
 when its version is there. In lockstep that is the very version; otherwise a newer one does too, so that a slow link is not asked for
-all of them. Which one it is the leading shard's relay says, so that parts of several machines fit together (M13).
+all of them. Which one it is the leading shard's relay says, so that parts of several machines fit together (M13). Over a tree with
+`broadcast` it says so unasked, of the newest, to every machine that has all of the former one (R8).
 """
 
 from __future__ import annotations
@@ -56,12 +57,19 @@ class Flow:
     asked: bool = False
     places: dict[int, int] = field(default_factory=dict)  # shard -> its place here
     frame: int = 0
+    unanswered: int = (
+        0  # versions that were decided on and have not all arrived; counted where they flow unasked
+    )
     missing: int = 0  # parts of others, where it is this machine that gets them
     pending: list[Pending] = field(default_factory=list)
     kept: dict[int, int] = field(default_factory=dict)  # of this machine's own: shard -> place
 
     def has(self, version: int, *, exact: bool) -> bool:
         return version in self.there or (not exact and max(self.there, default=NEVER) >= version)
+
+    def has_room_for(self, version: int) -> bool:
+        """It is newer, and all that was brought before has arrived."""
+        return not self.unanswered and not self.has(version, exact=False)
 
     def order(self, version: int, *, asked: bool = False) -> bool:
         """False: it is there, or on its way."""
@@ -78,9 +86,10 @@ class Down:
         self._relay = relay
         places = relay.parts.geometry.places
         self._flows: dict[tuple[int, int], Flow] = defaultdict(lambda: Flow(deque(maxlen=places)))
-        self._released_to: dict[tuple[int, int], int] = defaultdict(
+        self._readable: dict[tuple[int, int], int] = defaultdict(
             lambda: NEVER
         )  # by table and shard: the newest
+        self._unasked: dict[int, bool] = {}  # by table: whether its versions flow so, by the dial in force
         self.handlers: dict[int, Callable[[int, Frame], None]] = {
             Kind.RELEASE: self._told_release,
             Kind.FREED: self._freed,
@@ -89,6 +98,7 @@ class Down:
             Kind.WANT: self._want,
             Kind.BRING: self._bring,
             Kind.BEGUN: self._begun,
+            Kind.GOT: self._got,
         }
 
     # -- what shards here say ----------------------------------------------------------------------------
@@ -103,6 +113,9 @@ class Down:
                 self._scan_lane(known.site, number, table, learner, lane)
         if relay.site == relay.leader:
             self._scan_portions()
+        for number, unasked in self._unasked.items():
+            if unasked:
+                self._scan_versions(number, relay.tables[number])
         for site, number in list(self._flows):
             while self._advance(site, number, relay.tables[number]):
                 pass
@@ -114,7 +127,8 @@ class Down:
             count, version, dial, flags = lane.lane.replies.of(shard)
             if count > lane.released.get(shard, 0):
                 lane.released[shard] = count
-                self._released_to[number, shard] = max(self._released_to[number, shard], version)
+                self._readable[number, shard] = max(self._readable[number, shard], version)
+                self._unasked[number] = self._flows_unasked(dial)
                 said = Pending(learner, shard, count - 1, version, dial, flags)
                 self._release(site, number, table, lane, said)
             for slot in range(0 if here else lane.slots):
@@ -122,6 +136,12 @@ class Down:
                 if freed > lane.freed.get((shard, slot), 0):
                     lane.freed[shard, slot] = freed
                     self._relay.send(site, Kind.FREED, _FREED.pack(number, learner, shard, slot, freed - 1))
+
+    def _scan_versions(self, number: int, table: Table) -> None:
+        """Once its first values were read, whatever a shard makes may be read."""
+        for shard in table.here:
+            if self._readable[number, shard] != NEVER:
+                self._readable[number, shard] = table.shelf.marks.reached(shard)
 
     def _scan_portions(self) -> None:
         for number, learner in self._relay.learners.items():
@@ -151,6 +171,10 @@ class Down:
         sync = self._relay.dials.get(dial)
         return sync is None or sync.lockstep
 
+    def _flows_unasked(self, dial: int) -> bool:
+        sync = self._relay.dials.get(dial)
+        return self._relay.parts.casts and sync is not None and not sync.waits
+
     def _deliver(self, site: int, number: int, table: Table, lane: LaneMemory, said: Pending) -> None:
         """What lies in the inbox of one that was overtaken."""
         if site == self._relay.site:
@@ -161,7 +185,10 @@ class Down:
 
     def _pass_on(self, site: int, number: int, lane: LaneMemory, said: Pending) -> None:
         self._relay.send(site, Kind.RELEASE, _RELEASE.pack(number, *said))
-        lane.lane.replies.has_read(said.number)
+        if not self._flows_unasked(
+            said.dial
+        ):  # else its machine reads on: versions are made beside each other (M13)
+            lane.lane.replies.has_read(said.number)
 
     # -- versions ----------------------------------------------------------------------------------------
 
@@ -175,7 +202,9 @@ class Down:
             self._complete(site, number, table, flow)
         elif flow.orders:
             return self._begin(site, number, table, flow)
-        elif flow.wanted and self._relay.site == self._relay.leader:
+        elif self._relay.site == self._relay.leader and (
+            flow.wanted or self._casts(site, number, table, flow)
+        ):
             self._decide(site, number, table, flow)
         else:
             return False
@@ -189,12 +218,22 @@ class Down:
             for (site, _), flow in flows
         )
 
+    def _casts(self, site: int, number: int, table: Table, flow: Flow) -> bool:
+        """The newest is to go there, though nobody asks: it has learners, and all of the former one (R8)."""
+        return (
+            self._unasked.get(number, False)
+            and flow.has_room_for(self._readable[number, 0])
+            and (site != self._relay.site or bool(table.elsewhere))
+            and any(learner.site == site for learner in self._relay.learners.values())
+        )
+
     def _decide(self, site: int, number: int, table: Table, flow: Flow) -> None:
         """In the leading shard's relay: one for all that wait, and no older than what they wait for."""
         wanted, flow.wanted = flow.wanted, []
-        if flow.has(max(wanted), exact=False):
+        if wanted and flow.has(max(wanted), exact=False):
             return
-        version = max(self._released_to[number, 0], *wanted)
+        version = max([self._readable[number, 0], *wanted])
+        flow.unanswered += 1
         for other in table.servers():
             if other != self._relay.site:
                 self._relay.send(other, Kind.BRING, _BRING.pack(number, site, version))
@@ -214,7 +253,7 @@ class Down:
     def _begin(self, site: int, number: int, table: Table, flow: Flow) -> bool:
         """False: not all shards here have let somebody read it, so that one may still be filling its part."""
         (version, asked), versions, marks = flow.orders[0], table.shelf.versions, table.shelf.marks
-        if any(self._released_to[number, shard] < version for shard in table.here):
+        if any(self._readable[number, shard] < version for shard in table.here):
             return False
         flow.orders.popleft()
         found = {shard: versions.find(shard, version) for shard in table.here}
@@ -313,11 +352,24 @@ class Down:
 
     def _version(self, site: int, frame: Frame) -> None:
         number, shard, place, version, asked = _VERSION.unpack(frame.body)
-        versions = self._relay.table(number).shelf.versions
+        table = self._relay.table(number)
         if version != NEVER:
-            versions.offer(shard, place, version)
+            table.shelf.versions.offer(shard, place, version)
         if asked:
-            self._flows[self._relay.site, number].missing -= 1
+            flow = self._flows[self._relay.site, number]
+            flow.missing -= 1
+            if self._relay.parts.casts and flow.missing % len(table.elsewhere) == 0:
+                self._say_got(number)
+
+    def _say_got(self, number: int) -> None:
+        """All parts of what was brought have come."""
+        if self._relay.site == self._relay.leader:
+            self._flows[self._relay.site, number].unanswered -= 1
+        else:
+            self._relay.send(self._relay.leader, Kind.GOT, place=number)
+
+    def _got(self, site: int, frame: Frame) -> None:
+        self._flows[site, frame.place].unanswered -= 1
 
     # -- the end of others -------------------------------------------------------------------------------
 
