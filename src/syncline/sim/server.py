@@ -14,9 +14,9 @@ from torch import Tensor
 
 from syncline.cluster.record import Cost
 from syncline.engines.checkpoint_files import with_content, write_part
+from syncline.messages import MakeTable
 from syncline.messages.log import Entry, Fold, Leave, PutValues, Take
 from syncline.messages.to_leader import ToLeader
-from syncline.messages.to_shards import MakeTable
 from syncline.ports import FIRST_VALUES, Computing, Portion, Reading, ServerPort, Serving, VersionMemory
 from syncline.roles.checkpoint_manifest import LEARNERS
 from syncline.sim.batched.lazy_gradients import PromisedLane, PromisedSlot
