@@ -17,9 +17,9 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
-from syncline.learn.allreduce_feed import AllReduceLoader, AllReduceSplitLoader
-from syncline.learn.allreduce_flat_buffers import Header
+from syncline.learn.allreduce_feed import AllReduceLoader, AllReduceSplitLoader, ZeroGradients
 from syncline.learn.allreduce_optimizer import AllReduceOptimizer
+from syncline.learn.allreduce_reducer import Header
 from syncline.learn.input_checks import check_data, check_function
 from syncline.learn.loader import identity, read_ahead
 from syncline.learn.parameter_owners import ParameterOwners, tables_of
@@ -35,16 +35,13 @@ from syncline.learn.server_session import (
 )
 from syncline.learn.session import Factory, Session
 from syncline.learn.usage_warnings import Watch
-from syncline.learn.zero_gradients import ZeroGradients
 from syncline.ports import CollectivePort, Progress
 from syncline.protocols.allreduce_rounds import equal_shares
 from syncline.protocols.checkpoint_schedule import JointCheckpointSchedule
-from syncline.roles.allreduce_checkpoints import Joint, PeerCut, own_losses
-from syncline.roles.allreduce_coordinator import PeerClosed, PeerEpoch, PeerTable
-from syncline.roles.checkpoint_manifest import Restored, table_file
-from syncline.roles.learner_means import brought, like, mean_of
-from syncline.roles.pipeline_states import FLIGHTS, PipelineState, flight_tensors
+from syncline.roles.allreduce_coordinator import Joint, PeerClosed, PeerCut, PeerEpoch, PeerTable, own_losses
+from syncline.roles.checkpoint_manifest import FLIGHTS, PipelineState, Restored, flight_tensors, table_file
 from syncline.roles.run_plan import Seat
+from syncline.roles.waiting_learners import brought, like, mean_of
 from syncline.table.checkpoints import CheckpointError
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.nested_optimizers import look

@@ -20,19 +20,18 @@ from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
 from syncline.learn.input_checks import check_data, check_function
-from syncline.learn.loader import POLICIES, Loader, identity, read_ahead
+from syncline.learn.loader import POLICIES, Loader, StreamLoader, identity, read_ahead
 from syncline.learn.model_factories import refuse_unready
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.parameter_owners import ParameterOwners, tables_of
 from syncline.learn.randomness import pack_random, seed_random, unpack_random
 from syncline.learn.session import Factory, Session
-from syncline.learn.stream_loader import StreamLoader
 from syncline.learn.usage_warnings import Watch
 from syncline.messages import to_leader as say
 from syncline.messages.to_leader import NO_LOADER
 from syncline.ports import LearnerPort, Reset, TablePort
-from syncline.roles.learner_means import brought, like
 from syncline.roles.run_plan import Seat
+from syncline.roles.waiting_learners import brought, like
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.nested_optimizers import look
 from syncline.table.optimizer_template import (

@@ -1,12 +1,13 @@
 """The coordinator: sees learners come and go, has tables and loaders opened, dials turned and checkpoints made.
 
-A handler beside the learners' fast path: it never sees a gradient. Runs in the supervisor of the local
-engine and inside the simulator; effects go out through its port. Its rooms: `openings`, `waiting_room`, `optimizer_states`.
+A handler beside the learners' fast path: it never sees a gradient. Runs in the supervisor of the local engine and inside the simulator;
+effects go out through its port.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from syncline import messages as m
@@ -14,13 +15,96 @@ from syncline.dial import Sync
 from syncline.errors import UsageError
 from syncline.ports import CoordinatorPort
 from syncline.roles.checkpoint_manifest import Restored, manifest
-from syncline.roles.checkpoint_parts import Cuts
-from syncline.roles.optimizer_states import OptimizerStates
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.table_registry import TableRegistry
 from syncline.roles.waiting_learners import WaitingLearners
-from syncline.table.checkpoints import FIRST
+from syncline.table.checkpoints import FIRST, Written
 from syncline.table.layout import Layout
+
+Key = tuple[int, int, int]  # table, number, learner
+
+
+class OptimizerStates:
+    """Those under way; `shards_of` is the number of shards that hold a table."""
+
+    def __init__(self, port: CoordinatorPort, room: WaitingLearners, shards_of: Callable[[int], int]) -> None:
+        self._port, self._room, self._shards_of = port, room, shards_of
+        self._parts: dict[Key, dict[int, m.StatePart]] = {}
+        self._waits: set[Key] = set()  # learners that wait for parts
+        self._loaded: dict[Key, int] = {}  # shards that have got a state to load
+
+    def reset(self) -> None:
+        """The shards that were asked are gone."""
+        self._parts.clear()
+        self._waits.clear()
+        self._loaded.clear()
+
+    def load(self, learner: int, message: m.LoadState) -> None:
+        self._loaded[message.table, message.number, learner] = 0
+        self._port.tell_shards((learner, message))
+
+    def loaded(self, message: m.Loaded) -> None:
+        key = (message.table, message.number, message.learner)
+        self._loaded[key] += 1
+        if self._loaded[key] == self._port.shards:
+            del self._loaded[key]
+            self._room.reply(message.learner, True)
+
+    def wait(self, learner: int, message: m.AwaitState) -> None:
+        """It has asked the shards, and waits for their parts."""
+        key = (message.table, message.number, learner)
+        self._waits.add(key)
+        self._try(key)
+
+    def part(self, message: m.StatePart) -> None:
+        key = (message.table, message.number, message.learner)
+        self._parts.setdefault(key, {})[message.shard] = message
+        self._try(key)
+
+    def _try(self, key: Key) -> None:
+        parts = self._parts.get(key, {})
+        if key in self._waits and len(parts) == self._shards_of(key[0]):
+            del self._parts[key]
+            self._waits.discard(key)
+            self._room.reply(key[2], [parts[shard] for shard in sorted(parts)])
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """All files of a cut were written, or one of them could not be."""
+
+    cut: m.Cut
+    files: list[Written]
+    problem: str
+
+
+@dataclass(slots=True)
+class Cuts:
+    """What has come in of the present cut; files may come before the leading shard's word."""
+
+    cut: m.Cut | None = None
+    saved: dict[str, m.Saved] = field(default_factory=dict)
+
+    @property
+    def open(self) -> bool:
+        return self.cut is not None or bool(self.saved)
+
+    def add(self, message: m.Cut | m.Saved) -> None:
+        if isinstance(message, m.Cut):
+            self.cut = message
+        else:
+            self.saved[message.name] = message
+
+    def complete(self) -> Gathered | None:
+        """Once, when everything is there."""
+        cut, saved = self.cut, self.saved
+        if cut is None or set(cut.files) - saved.keys():
+            return None
+        self.cut, self.saved = None, {}
+        files = [saved[name].written for name in cut.files]
+        problems = [saved[name].problem for name in cut.files if saved[name].problem]
+        return Gathered(cut, [file for file in files if file is not None], problems[0] if problems else "")
+
 
 PAST = -1  # the epoch of a dial that does not begin by itself
 

@@ -23,14 +23,11 @@ from syncline.protocols.spans import End, EpochDone, Grant, Standing
 from syncline.protocols.waiting import Release
 from syncline.roles.barrier import Barrier
 from syncline.roles.checkpoint_manifest import LEARNERS, table_file
-from syncline.roles.counters import Counters
+from syncline.roles.counters import Counters, LearnerStates, OptionsCheck, VectorClocks
 from syncline.roles.data_dispatcher import DataDispatcher
 from syncline.roles.decision_queue import Worklist
-from syncline.roles.learner_states import LearnerStates
 from syncline.roles.log_applier import LogApplier
-from syncline.roles.options_check import OptionsCheck
 from syncline.roles.tree_root import TreeRoot
-from syncline.roles.vector_clocks import VectorClocks
 
 Usage = list[tuple[int, int]]  # (loader, upto)
 NOTHING: Usage = []

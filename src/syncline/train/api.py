@@ -14,11 +14,16 @@ from syncline.batch.commands import BatchMethod
 from syncline.dial import Course
 from syncline.engines.checkpoint_options import AUTO, Checkpoints
 from syncline.engines.run import Callback, Engine, Task
-from syncline.learn.gradient_ways import Backprop, Loss, Objective, way_of
-from syncline.learn.regularisers import regularised
+from syncline.learn.gradient_ways import Backprop, Loss, Objective, regularised, way_of
 from syncline.learn.server_session import check_whole
-from syncline.learn.stop_rules import read_stop, refuse_streams, with_norm
-from syncline.learn.training import Training, evaluation_of, run_training
+from syncline.learn.training import (
+    Training,
+    evaluation_of,
+    read_stop,
+    refuse_streams,
+    run_training,
+    with_norm,
+)
 from syncline.protocols.lifecycle import PATIENCE, Faults
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.engine import Sim

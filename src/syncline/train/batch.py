@@ -21,10 +21,9 @@ from syncline.engines.checkpoint_options import Checkpoints
 from syncline.engines.run import Engine, RunSpec, Task
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.errors import LayoutError, SynclineWarning, UsageError
-from syncline.learn.gradient_ways import Backprop, way_of
+from syncline.learn.gradient_ways import Backprop, regularised, way_of
 from syncline.learn.model_factories import Model
 from syncline.learn.portion_worker import BatchPlan, batch_layout, trained
-from syncline.learn.regularisers import regularised
 from syncline.learn.server_session import check_whole
 from syncline.learn.training import evaluation_of
 from syncline.protocols.lifecycle import Faults

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from syncline.learn.replica import refuse_sparse_gradients
+from syncline.learn.optimizer import refuse_sparse_gradients
 from syncline.sim.owned_memory import Traffic
 from syncline.sim.random_states import Random
 from syncline.table.accumulator import Mean
