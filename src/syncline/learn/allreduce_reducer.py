@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from syncline.errors import LayoutError, UsageError
+from syncline.errors import UsageError
 from syncline.learn.allreduce_user_hooks import Callbacks
+from syncline.learn.session import sparse_gradient
 from syncline.ports import Computing, Reduction
 from syncline.protocols.buckets import Filling, plan_buckets
 from syncline.protocols.pipeline import Pipeline, ahead, behind, turn
@@ -81,9 +82,7 @@ class Bucket:
         """A parameter's own gradient, to be part of the mean."""
         view = self.views[position]
         if gradient.is_sparse:
-            raise LayoutError(
-                "a parameter has a sparse gradient, which does not travel; make its layer with sparse=False"
-            )
+            raise sparse_gradient()
         if gradient is view:
             if divisor != 1.0:
                 view.div_(divisor)

@@ -83,7 +83,7 @@ class SeatOptimizer(SharedOptimizer):
         gradients = without_gradients(rest)
         self._step_own()
         given_back(rest, gradients)
-        self._replica.untouched.note(self.stepper.steps)
+        self.untouched.note(self.stepper.steps)
         gradients = without_gradients(own)
         try:
             if self.stepper.keeping:

@@ -6,21 +6,18 @@ runs on the shards. Parameters change only inside `step`.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.dial import Sync
-from syncline.errors import LayoutError, LoopError, UsageError
-from syncline.learn.session import UNSAID
-from syncline.learn.stepper import Answer, FreeDraft, Replica, Stepper, Steps, Wait
+from syncline.errors import LoopError, UsageError
+from syncline.learn.session import UNSAID, sparse_gradient
+from syncline.learn.stepper import Answer, FreeDraft, Replica, Stepper, Steps
 from syncline.learn.usage_warnings import Untouched, hooked
 from syncline.messages import to_leader as say
-from syncline.messages.to_leader import Gradient
 from syncline.ports import Computing, Draft, Reading, Reset, RunStopped, TablePort
 from syncline.table.gradient_slot import options_text
 from syncline.table.layout import Tensors
@@ -31,29 +28,198 @@ if TYPE_CHECKING:
     from syncline.learn.server_session import ServerSession
 
 
-class ModelReplica(Replica):
-    """The tensors of a model, on any device."""
+_UNSAID = object()
+
+
+class SharedOptimizer(torch.optim.Optimizer, Replica):
+    """A table's end in a learner; made by `session.optimizer`."""
 
     def __init__(
-        self, session: ServerSession, optimizer: SharedOptimizer, table: TablePort, tensors: Tensors
+        self,
+        session: ServerSession,
+        number: int,
+        inner: torch.optim.Optimizer,
+        table: TablePort,
+        tensors: Tensors,
+        steps: int = 0,
+        *,
+        wraps: bool = False,
     ) -> None:
-        self.table = table
-        self._session, self._optimizer = session, optimizer
+        self.kind, self._wraps = type(inner), wraps
+        super().__init__(inner.param_groups, dict(inner.defaults))
+        self.number = number
+        self._session, self._table = session, table
         self._parameters, self._buffers = tensors.parameters, tensors.buffers
-        self._on_gpu = any(parameter.is_cuda for parameter in self._parameters)
+        self._on_gpu = any(parameter.is_cuda for parameter in tensors.parameters)
+        self._serial = 0
+        self._loaded: list[dict[str, tuple[Any, Any]]] = [{} for _ in self.param_groups]
+        self._options = self._said()
+        self._options_text = options_text(self._options)
+        self._seen: list[tuple[Any, ...]] = []
+        self._tensor_options = False
         self._moved = False  # since the last read, by itself
         self._present: list[bool] = []  # in the sum
-        self._options = b""
         self.untouched = Untouched(
-            self._parameters, [entry.name for entry in table.layout.parameters.entries]
+            tensors.parameters, [entry.name for entry in table.layout.parameters.entries]
         )
+        topology = session.plan.topology
+        self.stepper = Stepper(
+            number,
+            session.plan.course.first,
+            self,
+            session.port.post,
+            steps,
+            tree=isinstance(topology, Trees),
+            casts=isinstance(topology, Trees) and topology.broadcast,
+        )
+        self._drive(self.stepper.read(self.stepper.ticket()))
+
+    def __repr__(self) -> str:
+        return f"SharedOptimizer(table {self.number}, {self.kind.__name__} on {self._table.layout.shards} shards)"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "_table" in self.__dict__:
+            raise UsageError(
+                "parameter groups cannot be added to a table that is open; give them to the optimizer's factory"
+            )
+        super().add_param_group(param_group)
+
+    @property
+    def version(self) -> int:
+        """That it has."""
+        return self.stepper.version
+
+    # -- the step ----------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Publish the gradient, wait as the dial says, read one version."""
+        if torch.autograd._profiler_enabled() or hooked(
+            self
+        ):  # torch's wrapper costs a tenth of a small step
+            return _hooked_step(self, closure)
+        self._session.watch.steps += 1
+        return self._stepped(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch leaves it as it is
+
+    def _stepped(self, closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "session.optimizer's step cannot be in a CUDA graph: it talks to other processes. Capture forward and backward "
+                "(torch.cuda.make_graphed_callables), and step outside"
+            )
+        self._warn_of_writes()
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        session, stepper = self._session, self.stepper
+        if session.ending:
+            raise RunStopped
+        session.port.spend(Computing(session.examples))
+        said = loss.item() if isinstance(loss, Tensor) and stepper.sync.local else loss
+        try:
+            self._drive(stepper.step(said))
+        except Reset:  # this gradient is lost with the servers that had it
+            session.rejoin()
+        if stepper.sync.local:  # it has moved by itself
+            self.untouched.note(stepper.steps)
+        return loss
+
+    def _warn_of_writes(self) -> None:
+        """Of the loop, since the last read: they are in no gradient."""
+        if (name := self.untouched.written()) is not None:
+            self._session.watch.warn(
+                "written",
+                f"'{name}' was changed in place between two steps: with servers that is lost at the next read. "
+                "session.put(model) after it makes it global; over topology='allreduce' it stays",
+            )
+
+    def farewell(self) -> None:
+        """Nothing more will be published: leave the random states as of the last gradient."""
+        states = self._session.random_states(marked=True)
+        self._session.port.post(say.Farewell(self.number, states))
+
+    def rest(self, loader: int, index: int, *, later: bool) -> int:
+        """Say that there is nothing to compute; the ticket with which to read afterwards."""
+        return self.stepper.rest(loader, index, self._states_at_rest(), later=later)
+
+    def reread(self, *, later: bool) -> int:
+        """Say that it is there again; the ticket with which to read."""
+        return self.stepper.reread(self._states_at_rest(), later=later)
+
+    def _states_at_rest(self) -> bytes:
+        return self._session.random_states() if self._session.plan.saving.cuts else b""
+
+    def _notice_options(self, seen: list[tuple[Any, ...]]) -> None:
+        """Comparing values is cheap; tensors among them may have changed in place, and are read out."""
+        self._tensor_options = any(isinstance(value, Tensor) for values in seen for value in values)
+        self._seen = [] if self._tensor_options else seen
+        options = self._said()
+        if options != self._options:
+            self._options_text, self._options = options_text(options), options
+            self._serial += 1
+
+    def _said(self) -> Options:
+        """The groups' options as they travel: of what a loaded state has set, what was said before, since the shards have
+        loaded it themselves and may have changed it."""
+        said = group_options(self)
+        for option, loaded in zip(said, self._loaded, strict=True):
+            for key, (value, before) in list(loaded.items()):
+                if option[key] != value:
+                    del loaded[key]
+                elif before is _UNSAID:
+                    del option[key]
+                else:
+                    option[key] = before
+        return said
+
+    def _drive(self, steps: Steps) -> None:
+        """Block on the port for what they wait for."""
+        found: Any = None
+        while True:
+            try:
+                wait = steps.send(found)
+            except StopIteration:
+                return
+            if isinstance(wait, Answer):
+                found = self._session.port.ask(wait.message)
+                continue
+            try:
+                if isinstance(wait, FreeDraft):
+                    found = self._table.draft(block=wait.block)
+                else:
+                    found = self._table.wait(wait.number, block=wait.block)
+            except LoopError as error:
+                self._session.refused(error)
+                raise
+
+    def rested(self, number: int) -> None:
+        """There is data again: read what the others have; who steps by itself goes on where it was."""
+        self._warn_of_writes()
+        self._drive(self.stepper.rested(number))
+
+    def push(self) -> None:
+        """What was added up, be it of fewer steps than the dial says."""
+        self.stepper.push()
+
+    def deliver(self) -> None:
+        """What was published is there before what is said next."""
+        self._drive(self.stepper.deliver())
+
+    def rejoin(self, table: TablePort) -> None:
+        """The same table on new servers: what was asked of the old ones is void."""
+        self._table = table
+        self.stepper.begin()
+        self._drive(self.stepper.read(self.stepper.ticket()))
 
     @torch.no_grad()
     def restore_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """As the checkpoint has them: what was seen since then is seen again."""
         for mine, kept in zip(self._buffers, buffers, strict=True):
             mine.copy_(kept)
 
-    # -- a gradient --------------------------------------------------------------------------------------
+    # -- as the stepper's replica: a gradient ------------------------------------------------------------
 
     def fill(self, draft: Draft) -> list[bool]:
         into, gradients = draft.gradients, [parameter.grad for parameter in self._parameters]
@@ -67,7 +233,8 @@ class ModelReplica(Replica):
         return [gradient is not None for gradient in gradients]
 
     def _copy(self, into: list[Tensor], gradients: list[Tensor]) -> None:
-        refuse_sparse_gradients(gradients)
+        if any(gradient.is_sparse for gradient in gradients):
+            raise sparse_gradient()
         if gradients[0].requires_grad:  # backward(create_graph=True)
             gradients = [gradient.detach() for gradient in gradients]
         torch._foreach_copy_(into, gradients, non_blocking=self._on_gpu)
@@ -98,48 +265,44 @@ class ModelReplica(Replica):
             torch._foreach_add_(moving, gradients, alpha=-rate)  # type: ignore[arg-type]
             self._moved = True
 
-    # -- what goes with it -------------------------------------------------------------------------------
-
     def seal(self, draft: Draft) -> int:
         if self._buffers:
             torch._foreach_copy_(draft.buffers, self._buffers)
-        serial, self._options = self._optimizer.look_at_options()
+        seen = [tuple(group.values()) for group in self.param_groups]
+        if seen != self._seen or self._tensor_options:
+            self._notice_options(seen)
         if self._on_gpu and not any(gradient.is_cuda for gradient in draft.gradients[:1]):
             torch.cuda.current_stream().synchronize()
-        return serial
+        return self._serial
 
-    def usage(self) -> tuple[int, int, int]:
-        return self._session.take_usage()
-
-    def loss(self, said: Any) -> SupportsFloat:
-        """The closure's, or what the loop says; on a card nobody waits for it here."""
-        session, steps = self._session, self._optimizer.stepper.steps
+    def describe(self, said: Any, *, keep: bool) -> tuple[tuple[int, int, int], bytes, SupportsFloat]:
+        """The loss is the closure's, or what the loop says; on a card nobody waits for it here."""
+        session, steps = self._session, self.stepper.steps
+        usage = session.take_usage()
         found, session.loss = session.loss if said is None else said, UNSAID
+        loss: SupportsFloat
         if isinstance(found, Tensor) and found.is_cuda:
             session.watch.loss_on_card(found, steps, session.epoch)
-            return found.detach()
-        value = found.item() if isinstance(found, Tensor) else float(found)
-        if found is not UNSAID:
-            session.watch.loss(value, steps, session.epoch)
-        return value
+            loss = found.detach()
+        else:
+            loss = found.item() if isinstance(found, Tensor) else float(found)
+            if found is not UNSAID:
+                session.watch.loss(loss, steps, session.epoch)
+        return usage, session.gradient_states(keep=keep) if session.plan.saving.cuts else b"", loss
 
-    def states(self, *, keep: bool) -> bytes:
-        self._session.mark_random()
-        return self._session.random_states() if keep else b""
+    def publish(self, draft: Draft, gradient: say.Gradient, present: list[bool]) -> None:
+        self._table.publish(draft, gradient, self._options_text, present)
 
-    def publish(self, draft: Draft, gradient: Gradient, present: list[bool]) -> None:
-        self.table.publish(draft, gradient, self._options, present)
-
-    # -- reading -----------------------------------------------------------------------------------------
+    # -- and reading -------------------------------------------------------------------------------------
 
     def read(self, reading: Reading, *, known: bool) -> int | None:
-        stepper = self._optimizer.stepper
+        stepper = self.stepper
         self._session.sync = stepper.sync
         if known and not self._moved:  # R4: no weights move that are here already
-            self.table.read(reading, [])
+            self._table.read(reading, [])
             version: int | None = stepper.version
         else:
-            version = self.table.read(reading, [parameter.data for parameter in self._parameters])
+            version = self._table.read(reading, [parameter.data for parameter in self._parameters])
         if version is not None:
             self._moved = False
             self.untouched.note(stepper.steps)
@@ -147,228 +310,23 @@ class ModelReplica(Replica):
 
     @torch.no_grad()
     def flow(self) -> int:
-        stepper = self._optimizer.stepper
-        version = self.table.read(None, list(self._parameters))
+        version = self._table.read(None, list(self._parameters))
         if version is None:
-            return stepper.version
-        self.untouched.note(stepper.steps)
+            return self.stepper.version
+        self.untouched.note(self.stepper.steps)
         return version
 
     def overtaken(self) -> bool:
-        return self.table.overtaken
+        return self._table.overtaken
 
     def several(self) -> bool:
-        return self._session.several
+        return len(self._session.loaders) > 1
 
     def begun(self) -> bool:
         return bool(self._session.examples)
 
     def awaits(self, number: int) -> None:
-        self._session.awaits(self._optimizer.number, number)
-
-
-def refuse_sparse_gradients(gradients: Iterable[Tensor]) -> None:
-    for gradient in gradients:
-        if gradient.is_sparse:
-            raise LayoutError(
-                "a parameter has a sparse gradient, which does not travel; make its layer with sparse=False"
-            )
-
-
-_UNSAID = object()
-
-
-class SharedOptimizer(torch.optim.Optimizer):
-    """A table's end in a learner; made by `session.optimizer`."""
-
-    def __init__(
-        self,
-        session: ServerSession,
-        number: int,
-        inner: torch.optim.Optimizer,
-        table: TablePort,
-        tensors: Tensors,
-        steps: int = 0,
-        *,
-        wraps: bool = False,
-    ) -> None:
-        self.kind, self._wraps = type(inner), wraps
-        super().__init__(inner.param_groups, dict(inner.defaults))
-        self.number = number
-        self._session, self._table = session, table
-        self._parameters = tensors.parameters
-        self._on_gpu = any(parameter.is_cuda for parameter in tensors.parameters)
-        self._serial = 0
-        self._loaded: list[dict[str, tuple[Any, Any]]] = [{} for _ in self.param_groups]
-        self._options = self._said()
-        self._options_text = options_text(self._options)
-        self._seen: list[tuple[Any, ...]] = []
-        self._tensor_options = False
-        self._replica = ModelReplica(session, self, table, tensors)
-        topology = session.plan.topology
-        self.stepper = Stepper(
-            number,
-            session.plan.course.first,
-            self._replica,
-            session.port.post,
-            steps,
-            tree=isinstance(topology, Trees),
-            casts=isinstance(topology, Trees) and topology.broadcast,
-        )
-        self._drive(self.stepper.read(self.stepper.ticket()))
-
-    def __repr__(self) -> str:
-        return f"SharedOptimizer(table {self.number}, {self.kind.__name__} on {self._table.layout.shards} shards)"
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if "_table" in self.__dict__:
-            raise UsageError(
-                "parameter groups cannot be added to a table that is open; give them to the optimizer's factory"
-            )
-        super().add_param_group(param_group)
-
-    @property
-    def version(self) -> int:
-        """That it has."""
-        return self.stepper.version
-
-    @property
-    def sync(self) -> Sync:
-        """As of the last read."""
-        return self.stepper.sync
-
-    # -- the step ----------------------------------------------------------------------------------------
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Publish the gradient, wait as the dial says, read one version."""
-        if torch.autograd._profiler_enabled() or hooked(
-            self
-        ):  # torch's wrapper costs a tenth of a small step
-            return _hooked_step(self, closure)
-        self._session.watch.stepped()
-        return self._stepped(closure)
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch leaves it as it is
-
-    def _stepped(self, closure: Callable[[], Any] | None) -> Any:
-        loss = None
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
-            raise UsageError(
-                "session.optimizer's step cannot be in a CUDA graph: it talks to other processes. Capture forward and backward "
-                "(torch.cuda.make_graphed_callables), and step outside"
-            )
-        self._warn_of_writes()
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        session = self._session
-        if session.ending:
-            raise RunStopped
-        session.port.spend(Computing(session.examples))
-        said = loss.item() if self.sync.local and isinstance(loss, Tensor) else loss
-        try:
-            self._drive(self.stepper.step(said))
-        except Reset:  # this gradient is lost with the servers that had it
-            session.rejoin()
-        if self.sync.local:  # it has moved by itself
-            self._replica.untouched.note(self.stepper.steps)
-        return loss
-
-    def _warn_of_writes(self) -> None:
-        """Of the loop, since the last read: they are in no gradient."""
-        if (name := self._replica.untouched.written()) is not None:
-            self._session.watch.warn(
-                "written",
-                f"'{name}' was changed in place between two steps: with servers that is lost at the next read. "
-                "session.put(model) after it makes it global; over topology='allreduce' it stays",
-            )
-
-    def farewell(self) -> None:
-        """Nothing more will be published: leave the random states as of the last gradient."""
-        states = self._session.random_states(marked=True)
-        self._session.port.post(say.Farewell(self.number, states))
-
-    def rest(self, loader: int, index: int, *, later: bool) -> int:
-        """Say that there is nothing to compute; the ticket with which to read afterwards."""
-        return self.stepper.rest(loader, index, self._states_at_rest(), later=later)
-
-    def reread(self, *, later: bool) -> int:
-        """Say that it is there again; the ticket with which to read."""
-        return self.stepper.reread(self._states_at_rest(), later=later)
-
-    def _states_at_rest(self) -> bytes:
-        return self._session.random_states() if self._session.plan.saving.cuts else b""
-
-    def look_at_options(self) -> tuple[int, bytes]:
-        """How often they have changed, and what they are."""
-        seen = [tuple(group.values()) for group in self.param_groups]
-        if seen != self._seen or self._tensor_options:
-            self._notice_options(seen)
-        return self._serial, self._options_text
-
-    def _notice_options(self, seen: list[tuple[Any, ...]]) -> None:
-        """Comparing values is cheap; tensors among them may have changed in place, and are read out."""
-        self._tensor_options = any(isinstance(value, Tensor) for values in seen for value in values)
-        self._seen = [] if self._tensor_options else seen
-        options = self._said()
-        if options != self._options:
-            self._options_text, self._options = options_text(options), options
-            self._serial += 1
-
-    def _said(self) -> Options:
-        """The groups' options as they travel: of what a loaded state has set, what was said before, since the shards have
-        loaded it themselves and may have changed it."""
-        said = group_options(self)
-        for option, loaded in zip(said, self._loaded, strict=True):
-            for key, (value, before) in list(loaded.items()):
-                if option[key] != value:
-                    del loaded[key]
-                elif before is _UNSAID:
-                    del option[key]
-                else:
-                    option[key] = before
-        return said
-
-    def _drive(self, steps: Steps) -> None:
-        """Block on the port for what they wait for."""
-        found: Any = None
-        with contextlib.suppress(StopIteration):
-            while True:
-                found = self._await(steps.send(found))
-
-    def _await(self, wait: Wait) -> Any:
-        if isinstance(wait, Answer):
-            return self._session.port.ask(wait.message)
-        try:
-            if isinstance(wait, FreeDraft):
-                return self._table.draft(block=wait.block)
-            return self._table.wait(wait.number, block=wait.block)
-        except LoopError as error:
-            self._session.refused(error)
-            raise
-
-    def rested(self, number: int) -> None:
-        """There is data again: read what the others have; who steps by itself goes on where it was."""
-        self._warn_of_writes()
-        self._drive(self.stepper.rested(number))
-
-    def push(self) -> None:
-        """What was added up, be it of fewer steps than the dial says."""
-        self.stepper.push()
-
-    def deliver(self) -> None:
-        """What was published is there before what is said next."""
-        self._drive(self.stepper.deliver())
-
-    def rejoin(self, table: TablePort) -> None:
-        """The same table on new servers: what was asked of the old ones is void."""
-        self._table = self._replica.table = table
-        self.stepper.begin()
-        self._drive(self.stepper.read(self.stepper.ticket()))
-
-    def restore_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """As the checkpoint has them: what was seen since then is seen again."""
-        self._replica.restore_buffers(buffers)
+        self._session.awaits(self.number, number)
 
     # -- writes and states -------------------------------------------------------------------------------
 
@@ -380,7 +338,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         """This learner's present values become global with the next update."""
         values = [parameter.detach().clone() for parameter in self._parameters]
         self._session.insist(lambda: self._put(values))
-        self._replica.untouched.note(self.stepper.steps)
+        self.untouched.note(self.stepper.steps)
 
     def _put(self, values: list[Tensor]) -> None:
         self.deliver()

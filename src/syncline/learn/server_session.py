@@ -55,9 +55,9 @@ class ServerSession(Session):
         self.device = torch.device(seat.device)
         self._tables: list[SharedOptimizer] = []
         self._owned = ParameterOwners()
-        self._loaders: list[Loader] = []
+        self.loaders: list[Loader] = []
         self._same: dict[tuple[Any, ...], Loader] = {}
-        self._count = 0
+        self.examples = 0  # of the gradient that is being made
         self._used: dict[int, int] = {}  # loader -> portions used
         self._fresh: list[int] = []  # loaders used since the last step
         self._rests: list[tuple[SharedOptimizer, int]] = []
@@ -73,10 +73,10 @@ class ServerSession(Session):
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
         seed_random(self.plan.seed + self.rank)
 
-    def mark_random(self) -> None:
+    def gradient_states(self, *, keep: bool) -> bytes:
         """A gradient is published: what torch draws from here on belongs to the next."""
-        if self.plan.saving.cuts:
-            self._mark = torch.get_rng_state()
+        self._mark = torch.get_rng_state()
+        return self.random_states() if keep else b""
 
     def random_states(self, *, marked: bool = False) -> bytes:
         """All random generators as they are now, torch's as it was marked, for a checkpoint; no pickle."""
@@ -100,29 +100,24 @@ class ServerSession(Session):
         """The servers are new ones: read their weights; what was not folded is lost, its batches come again."""
         while True:
             try:
-                back: m.Rejoined = self.port.ask(m.Rejoin(len(self._tables), len(self._loaders)))
+                back: m.Rejoined = self.port.ask(m.Rejoin(len(self._tables), len(self.loaders)))
                 self._rests, self._fresh, self._used = [], [], {}
                 self._idle = (self._idle[0], 0) if self._idle is not None else None
-                self._count = 0
+                self.examples = 0
                 for table, answer in zip(self._tables, back.tables, strict=True):
                     table.rejoin(self.port.open(answer))
                     if answer.personal is not None and answer.table in answer.personal.buffers:
                         table.restore_buffers(answer.personal.buffers[answer.table])
-                for loader in self._loaders:
+                for loader in self.loaders:
                     loader.rejoin()
                 return
             except Reset:
                 continue
 
     @property
-    def several(self) -> bool:
-        """It has several loaders."""
-        return len(self._loaders) > 1
-
-    @property
     def epoch(self) -> int | None:
         """Of its first loader."""
-        return self._loaders[0].epoch if self._loaders else None
+        return self.loaders[0].epoch if self.loaders else None
 
     @property
     def ending(self) -> bool:
@@ -235,7 +230,7 @@ class ServerSession(Session):
         collate: Callable[[list[Any]], Any] | None,
         ahead: int,
     ) -> Loader:
-        number = len(self._loaders)
+        number = len(self.loaders)
         epochs = self.plan.epochs if number == 0 else None
         stream = isinstance(data, IterableDataset)
         if stream:
@@ -261,7 +256,7 @@ class ServerSession(Session):
             )
 
         loader: Loader = self.insist(opened)
-        self._loaders.append(loader)
+        self.loaders.append(loader)
         return loader
 
     def _request(self, message: Any) -> Any:
@@ -363,29 +358,22 @@ class ServerSession(Session):
         self._used[loader] = upto
         if loader not in self._fresh:
             self._fresh.append(loader)
-        self._count += count
-
-    @property
-    def examples(self) -> int:
-        """Of the gradient that is being made."""
-        return self._count
-
-    def count(self, examples: int) -> None:
-        self._count += examples
+        self.examples += count
 
     def used(self, loader: int) -> int:
         return self._used.get(loader, 0)
 
     def take_usage(self) -> tuple[int, int, int]:
         """(examples, loader, portions used) of the gradient that is published now."""
-        self._in_step()
-        count, self._count = self._count, 0
+        if self._refused is not None:
+            self._in_step()
+        count, self.examples = self.examples, 0
         if self._rests:
             self._rests, self._idle = [], None
         if not self._fresh:
             return count or 1, -1, 0
         for loader in self._fresh:
-            self._loaders[loader].look_ahead()
+            self.loaders[loader].look_ahead()
         *further, last = self._fresh
         for loader in further:
             self.port.post(say.Used(loader, self._used[loader]), later=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from syncline.errors import LayoutError
 from syncline.learn.usage_warnings import Watch
 
 Factory = Callable[..., torch.optim.Optimizer]
@@ -78,3 +79,9 @@ class Session(ABC):
     @abstractmethod
     def close(self) -> None:
         """The learner's function is over."""
+
+
+def sparse_gradient() -> LayoutError:
+    return LayoutError(
+        "a parameter has a sparse gradient, which does not travel; make its layer with sparse=False"
+    )
