@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import numpy as np
 import torch
@@ -18,7 +18,9 @@ from syncline import messages as m
 from syncline.ports import ServerPort
 from syncline.protocols.folding import Ticket
 from syncline.roles.checkpoint_manifest import learner_tensors
-from syncline.roles.log_applier import LogApplier
+
+if TYPE_CHECKING:
+    from syncline.roles.server import LogApplier
 
 Losses = dict[int, list[float]]  # rank -> [sum, count]
 

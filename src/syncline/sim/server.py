@@ -104,7 +104,7 @@ class SimServer(ServerPort):
             else:
                 learner.handled = clock.now
                 self.role.note(learner.learner, what)
-            while self._leaving and self.role.settled:  # nothing more is needed of them
+            while self._leaving and self.role.replay.settled:  # nothing more is needed of them
                 self._world.forget(self._leaving.pop())
             if self._work:
                 self._go_on()

@@ -154,7 +154,7 @@ def time_servers(run: TimedRun, shards: int, script: Script) -> Timing:
         world.on_update = run.on_update
         if length.seconds is not None:
             world.clock.at(length.seconds, world.ask_stop)
-        run.begins(lambda: (world.version, world.clock.now, world.servers[0].role.examples(0)))
+        run.begins(lambda: (world.version, world.clock.now, world.servers[0].role.leader.examples(0)))
         outcome = world.run()
     table, simulated = outcome.statistics.tables[0], world.simulated()
     return Timing(
