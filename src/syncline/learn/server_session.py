@@ -14,19 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
-from syncline.learn.input_checks import check_data, check_function
-from syncline.learn.loader import POLICIES, Loader, StreamLoader, identity, read_ahead
+from syncline.learn.loader import Loader, StreamLoader
 from syncline.learn.model_factories import refuse_unready
 from syncline.learn.optimizer import SharedOptimizer
-from syncline.learn.parameter_owners import ParameterOwners, tables_of
-from syncline.learn.randomness import pack_random, seed_random, unpack_random
-from syncline.learn.session import Factory, Session
-from syncline.learn.usage_warnings import Watch
+from syncline.learn.randomness import pack_random, unpack_random
+from syncline.learn.session import Collate, Factory, Session
 from syncline.messages import to_leader as say
 from syncline.messages.to_leader import NO_LOADER
 from syncline.ports import LearnerPort, Reset, TablePort
@@ -50,28 +47,16 @@ class ServerSession(Session):
     shared: type[SharedOptimizer] = SharedOptimizer
 
     def __init__(self, port: LearnerPort, seat: Seat) -> None:
-        self.port, self.reader, self.plan = port, seat.reader, seat.plan
-        self.rank, self.learners = seat.rank, seat.plan.learners
-        self.device = torch.device(seat.device)
-        self._tables: list[SharedOptimizer] = []
-        self._owned = ParameterOwners()
-        self.loaders: list[Loader] = []
-        self._same: dict[tuple[Any, ...], Loader] = {}
+        super().__init__(port, seat)
         self.examples = 0  # of the gradient that is being made
         self._used: dict[int, int] = {}  # loader -> portions used
         self._fresh: list[int] = []  # loaders used since the last step
         self._rests: list[tuple[SharedOptimizer, int]] = []
         self._rest_loader = -1  # whose data it waits for, where it rests
         self._idle: tuple[int, int] | None = None  # the loader that ended, and its next portion
-        self.sync = self.plan.course.first  # as of the last read of any table
         self._kept_random = b""
         self._mark: Tensor | None = None
         self._refused: UsageError | None = None  # why it is not where the others are
-        self.watch = Watch(self.rank, port.tell)
-
-    def seed(self) -> None:
-        """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
-        seed_random(self.plan.seed + self.rank)
 
     def gradient_states(self, *, keep: bool) -> bytes:
         """A gradient is published: what torch draws from here on belongs to the next."""
@@ -113,11 +98,6 @@ class ServerSession(Session):
                 return
             except Reset:
                 continue
-
-    @property
-    def epoch(self) -> int | None:
-        """Of its first loader."""
-        return self.loaders[0].epoch if self.loaders else None
 
     @property
     def ending(self) -> bool:
@@ -193,67 +173,28 @@ class ServerSession(Session):
         steps = personal.steps if personal is not None else 0
         return self.shared(self, number, inner, end, tensors, steps, wraps=wraps)
 
-    def put(self, model: nn.Module) -> None:
-        """Make this learner's present values of the model global, with the next update (M6)."""
-        for table in tables_of(model, self._tables):
-            table.put()
-
     # -- data --------------------------------------------------------------------------------------------
 
-    def loader(
-        self,
-        data: Dataset[Any],
-        *,
-        batch_size: int | None = None,
-        global_batch_size: int | None = None,
-        policy: str = "ledger",
-        collate: Callable[[list[Any]], Any] | None = None,
-        ahead: int | None = None,
-    ) -> Loader:
-        check_data("session.loader's data", data)
-        check_function("collate", collate)
-        check_policy(policy)
-        batch_size = batch_of_each(batch_size, global_batch_size, self.learners, self.sync)
-        reads = read_ahead(data, ahead, self.device)
-        key = (id(data), batch_size, policy, identity(collate))
-        if key not in self._same:
-            self._same[key] = self._open_loader(data, batch_size, policy, collate, reads)
-        elif ahead is not None:
-            self._same[key].ahead = reads
-        return self._same[key]
+    def _batches(self, batch_size: int | None, joint: int | None) -> int:
+        return batch_of_each(batch_size, joint, self.learners, self.sync)
 
-    def _open_loader(
-        self,
-        data: Dataset[Any],
-        batch_size: int,
-        policy: str,
-        collate: Callable[[list[Any]], Any] | None,
-        ahead: int,
-    ) -> Loader:
+    def _open_loader(self, data: Any, batches: int, policy: str, collate: Collate, ahead: int) -> Loader:
         number = len(self.loaders)
         epochs = self.plan.epochs if number == 0 else None
         stream = isinstance(data, IterableDataset)
         if stream:
-            check_whole("batch_size", batch_size)
-            opening = m.OpenLoader(number, 0, batch_size, m.STREAM, epochs)
+            check_whole("batch_size", batches)
+            opening = m.OpenLoader(number, 0, batches, m.STREAM, epochs)
         else:
-            check_batches(len(data), batch_size)  # type: ignore[arg-type]
-            opening = m.OpenLoader(number, len(data), batch_size, policy, epochs)  # type: ignore[arg-type]
+            check_batches(len(data), batches)
+            opening = m.OpenLoader(number, len(data), batches, policy, epochs)
 
         def opened() -> Loader:
             parts = self._request(opening)
             if stream:
-                return StreamLoader(self, number, data, batch_size=batch_size, collate=collate)  # type: ignore[arg-type]
-            return Loader(
-                self,
-                number,
-                data,
-                batch_size=batch_size,
-                policy=policy,
-                collate=collate,
-                ahead=ahead,
-                parts=parts,
-            )
+                return StreamLoader(self, number, data, batch_size=batches, collate=collate)
+            options: dict[str, Any] = {"policy": policy, "collate": collate, "ahead": ahead, "parts": parts}
+            return Loader(self, number, data, batch_size=batches, **options)
 
         loader: Loader = self.insist(opened)
         self.loaders.append(loader)
@@ -287,10 +228,6 @@ class ServerSession(Session):
         yield
 
     # -- metrics -----------------------------------------------------------------------------------------
-
-    def log(self, **metrics: float) -> None:
-        """Metrics of this learner, for the run's record."""
-        self.port.tell(m.Log(numbers(metrics)))
 
     def mean(self, value: float | Tensor) -> Any:
         """The mean of a number or tensor over all live learners; every learner must call it."""
@@ -529,11 +466,6 @@ def check_whole(name: str, value: Any) -> None:
         raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def check_policy(policy: str) -> None:
-    if policy not in POLICIES:
-        raise UsageError(f"policy {policy!r} is none of {', '.join(POLICIES)}")
-
-
 def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
@@ -548,11 +480,3 @@ def publish_first(end: TablePort, note: m.Initialised, tensors: Tensors) -> None
     copy_all(draft.buffers, tensors.buffers)
     copy_all(draft.others, tensors.others)
     end.publish(draft, note)
-
-
-def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Metrics without tensors, where they are single numbers."""
-    return {
-        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in metrics.items()
-    }

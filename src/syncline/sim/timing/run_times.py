@@ -14,7 +14,8 @@ from syncline.dial import Course
 from syncline.engines.run import EpochRecord, Event, RunSpec, Task
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.errors import UsageError
-from syncline.learn.server_session import check_batches, check_policy, check_whole
+from syncline.learn.server_session import check_batches, check_whole
+from syncline.learn.session import check_policy
 from syncline.protocols.staleness import Staleness
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.fault_player import Script, check_script
