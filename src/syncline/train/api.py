@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from syncline.batch.commands import BatchMethod
 from syncline.dial import Course
-from syncline.engines.checkpoint_options import AUTO, Checkpoints
+from syncline.engines.checkpoint_options import AUTO
 from syncline.engines.run import Callback, Engine, Task
 from syncline.learn.gradient_ways import Backprop, Loss, Objective, regularised, way_of
 from syncline.learn.server_session import check_whole
@@ -24,7 +24,7 @@ from syncline.learn.training import (
     run_training,
     with_norm,
 )
-from syncline.protocols.lifecycle import PATIENCE, Faults
+from syncline.protocols.lifecycle import PATIENCE
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.engine import Sim
 from syncline.train.batch import batch_spec, wants_batch
@@ -98,6 +98,7 @@ def launch(
     checkpoints see `train`. With `group` processes for each learner the function runs in every seat (`session.seat`), on
     `sl.partition(model, plan, example)`. A function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
     """
+    given = dict(locals())
     runner = engine_of(engine)
     check_group(group, plan, runner, topology)
     sync, topology = under_torchrun(runner, group, sync, topology)
@@ -119,20 +120,8 @@ def launch(
         joint_batch=batch_size * learners if batch_size else None,
         clip_norm=clip_norm,
     )
-    spec = run_spec(
-        runner,
-        Task(function, arguments, keywords),
-        description,
-        group=group,
-        cut=plan,
-        device=device,
-        table_device=table_device,
-        threads=threads,
-        faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
-        checkpoints=Checkpoints(
-            run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
-        ),
-    )
+    task = Task(function, arguments, keywords)
+    spec = run_spec(runner, task, description, given, group=group, cut=plan)
     run = Run(runner, spec, None)
     return run.wait() if wait else run
 
@@ -290,15 +279,9 @@ def train(
         runner,
         Task(run_training, (training,)),
         description,
+        given,
         group=group,
         cut=cut,
-        device=device,
-        table_device=table_device,
-        threads=threads,
-        faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
-        checkpoints=Checkpoints(
-            run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
-        ),
         model=whole,
         evaluate=evaluation,
         callbacks=(*check_callbacks(callbacks), *([rule] if rule is not None else [])),
