@@ -20,7 +20,7 @@ from syncline.errors import LayoutError, UsageError
 from syncline.learn.allreduce_feed import AllReduceLoader, AllReduceSplitLoader, ZeroGradients
 from syncline.learn.allreduce_optimizer import AllReduceOptimizer
 from syncline.learn.allreduce_reducer import Header
-from syncline.learn.randomness import pack_random, unpack_random
+from syncline.learn.model_factories import pack_random, unpack_random
 from syncline.learn.server_session import (
     check_batches,
     check_joint,

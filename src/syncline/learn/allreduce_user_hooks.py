@@ -4,14 +4,16 @@ before each parameter is applied; and a queue that hands out a step's applicatio
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from syncline.errors import UsageError
 
-Removable = Any  # torch's handles
+Functions = OrderedDict[int, Callable[..., None]]
 
 
 class Callbacks:
@@ -20,53 +22,50 @@ class Callbacks:
     def __init__(self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], *, hooked: bool) -> None:
         self._model, self._named = model, list(named)
         self._hooked = hooked  # the optimizer itself says when a gradient is made
-        self._made: list[Callable[[str, Tensor], None]] = []
+        self._made: Functions = OrderedDict()  # of (name, parameter)
         self._names = {id(parameter): name for name, parameter in named}
-        self._handles: list[Removable] = []
-        self._averaged: list[Callable[[Any], None]] = []
-        self._applying: list[Callable[[str, nn.Parameter], None]] = []
+        self._handles: list[RemovableHandle] = []
+        self._averaged: Functions = OrderedDict()  # of the optimizer
+        self._applying: Functions = OrderedDict()  # of (name, parameter)
 
-    def before_forward(self, function: Callable[[nn.Module], None]) -> Handle:
+    def before_forward(self, function: Callable[[nn.Module], None]) -> RemovableHandle:
         """`function(model)` before each forward pass."""
         handle = self._model.register_forward_pre_hook(lambda model, _: function(model))
         self._handles.append(handle)
-        return Handle(handle.remove)
+        return handle
 
-    def after_gradient(self, function: Callable[[str, Tensor], None]) -> Handle:
+    def after_gradient(self, function: Callable[[str, Tensor], None]) -> RemovableHandle:
         """`function(name, parameter)` when backward has made this learner's gradient of a parameter."""
         if not self._hooked:
             self._hooked = True
             for _, parameter in self._named:
                 if parameter.requires_grad:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(self.made))
-        self._made.append(function)
-        return Handle(lambda: self._made.remove(function))
+        return _added(self._made, function)
 
-    def before_applying(self, function: Callable[[Any], None]) -> Handle:
+    def before_applying(self, function: Callable[[Any], None]) -> RemovableHandle:
         """`function(optimizer)` in each step, after backward and before anything is applied.
 
         `p.grad` is the mean by then, except where buckets are applied one by one.
         """
-        self._averaged.append(function)
-        return Handle(lambda: self._averaged.remove(function))
+        return _added(self._averaged, function)
 
-    def before_parameter(self, function: Callable[[str, nn.Parameter], None]) -> Handle:
+    def before_parameter(self, function: Callable[[str, nn.Parameter], None]) -> RemovableHandle:
         """`function(name, parameter)` before each parameter is applied; its `grad` is the mean."""
-        self._applying.append(function)
-        return Handle(lambda: self._applying.remove(function))
+        return _added(self._applying, function)
 
     # -- the optimizer's side ----------------------------------------------------------------------------
 
     def made(self, parameter: Tensor) -> None:
-        for function in list(self._made):
+        for function in list(self._made.values()):
             function(self._names[id(parameter)], parameter)
 
     def averaged(self, optimizer: Any) -> None:
-        for function in list(self._averaged):
+        for function in list(self._averaged.values()):
             function(optimizer)
 
     def applying(self, parameters: Sequence[nn.Parameter]) -> None:
-        for function in list(self._applying):
+        for function in list(self._applying.values()):
             for parameter in parameters:
                 if parameter.grad is not None:
                     function(self._names[id(parameter)], parameter)
@@ -76,17 +75,13 @@ class Callbacks:
         for handle in self._handles:
             handle.remove()
         for functions in (self._made, self._averaged, self._applying):
-            functions.clear()  # type: ignore[attr-defined]
+            functions.clear()
 
 
-class Handle:
-    """Takes a hook away again."""
-
-    def __init__(self, remove: Callable[[], Any]) -> None:
-        self._remove = remove
-
-    def remove(self) -> None:
-        self._remove()
+def _added(functions: Functions, function: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(functions)
+    functions[handle.id] = function
+    return handle
 
 
 class Application:

@@ -20,9 +20,8 @@ from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
 from syncline.learn.loader import Loader, StreamLoader
-from syncline.learn.model_factories import refuse_unready
+from syncline.learn.model_factories import pack_random, refuse_unready, unpack_random
 from syncline.learn.optimizer import SharedOptimizer
-from syncline.learn.randomness import pack_random, unpack_random
 from syncline.learn.session import Collate, Factory, Session
 from syncline.messages import to_leader as say
 from syncline.messages.to_leader import NO_LOADER

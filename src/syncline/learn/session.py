@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from syncline import messages as m
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.loader import POLICIES, identity, read_ahead
-from syncline.learn.randomness import seed_random
+from syncline.learn.model_factories import seed_random
 from syncline.learn.usage_warnings import Watch
 from syncline.roles.run_plan import Seat
 

@@ -444,11 +444,7 @@ class JoinTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakeLoader:
-    loader: int
-    size: int
-    batch_size: int
-    policy: str
-    epochs: int | None
+    opened: OpenLoader
     dial: int
     parts: int  # of the `partition` policy
     snapshot: bool

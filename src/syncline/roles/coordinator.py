@@ -7,7 +7,6 @@ effects go out through its port.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from syncline import messages as m
@@ -18,7 +17,7 @@ from syncline.roles.checkpoint_manifest import Restored, manifest
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.table_registry import TableRegistry
 from syncline.roles.waiting_learners import WaitingLearners
-from syncline.table.checkpoints import FIRST, Written
+from syncline.table.checkpoints import FIRST
 from syncline.table.layout import Layout
 
 Key = tuple[int, int, int]  # table, number, learner
@@ -69,43 +68,6 @@ class OptimizerStates:
             self._room.reply(key[2], [parts[shard] for shard in sorted(parts)])
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """All files of a cut were written, or one of them could not be."""
-
-    cut: m.Cut
-    files: list[Written]
-    problem: str
-
-
-@dataclass(slots=True)
-class Cuts:
-    """What has come in of the present cut; files may come before the leading shard's word."""
-
-    cut: m.Cut | None = None
-    saved: dict[str, m.Saved] = field(default_factory=dict)
-
-    @property
-    def open(self) -> bool:
-        return self.cut is not None or bool(self.saved)
-
-    def add(self, message: m.Cut | m.Saved) -> None:
-        if isinstance(message, m.Cut):
-            self.cut = message
-        else:
-            self.saved[message.name] = message
-
-    def complete(self) -> Gathered | None:
-        """Once, when everything is there."""
-        cut, saved = self.cut, self.saved
-        if cut is None or set(cut.files) - saved.keys():
-            return None
-        self.cut, self.saved = None, {}
-        files = [saved[name].written for name in cut.files]
-        problems = [saved[name].problem for name in cut.files if saved[name].problem]
-        return Gathered(cut, [file for file in files if file is not None], problems[0] if problems else "")
-
-
 PAST = -1  # the epoch of a dial that does not begin by itself
 
 
@@ -132,7 +94,8 @@ class Coordinator:
         self._stale: set[int] = set()  # learners that know only servers that are gone
         self._rejoining: dict[int, m.Rejoin] = {}
         self._closed: set[int] = set()  # learners whose function has come to its end by itself
-        self._cuts = Cuts()
+        self._open_cut: m.Cut | None = None
+        self._saved: dict[str, m.Saved] = {}  # files of it, which may come before the leading shard's word
         self._finish_later = False
         self._stopping = self._exact = False  # waits for a last checkpoint; has it
         self.reached = False
@@ -147,7 +110,7 @@ class Coordinator:
     @property
     def cutting(self) -> bool:
         """A checkpoint is being written."""
-        return self._cuts.open
+        return self._open_cut is not None or bool(self._saved)
 
     def stale(self, learner: int) -> bool:
         """It has not noticed that the servers are new ones."""
@@ -211,7 +174,7 @@ class Coordinator:
 
     def finish(self) -> None:
         """All learners have left."""
-        if self._cuts.open:
+        if self.cutting:
             self._finish_later = True
         else:
             self._port.tell_shards(m.Finish(cut=not self._exact))
@@ -292,7 +255,7 @@ class Coordinator:
         self._stale = set(self.live) - set(learners)
         self._states.reset()
         self._room.reset()
-        self._cuts = Cuts()
+        self._open_cut, self._saved = None, {}
         self._finish_later = self._stopping = self._exact = self.reached = False
         for number, (sync, epoch) in enumerate(self._dials):
             self._port.tell_shards(m.Dial(number, sync, PAST if epoch is None else epoch))
@@ -359,20 +322,25 @@ class Coordinator:
         if self._stopping and not self._exact and isinstance(message, m.Cut):
             self._exact = True
             self._port.announce(m.Stop())
-        self._cuts.add(message)
-        done = self._cuts.complete()
-        if done is None:
+        if isinstance(message, m.Cut):
+            self._open_cut = message
+        else:
+            self._saved[message.name] = message
+        cut, saved = self._open_cut, self._saved
+        if cut is None or set(cut.files) - saved.keys():
             return
-        if done.problem:
-            self._port.commit(done.cut.number, None, ())
-            self._port.tell(m.Checkpointed(done.cut.number, "", done.problem))
+        self._open_cut, self._saved = None, {}
+        problem = next((saved[name].problem for name in cut.files if saved[name].problem), "")
+        if problem:
+            self._port.commit(cut.number, None, ())
+            self._port.tell(m.Checkpointed(cut.number, "", problem))
         elif self._port.commit(
-            done.cut.number,
-            self._manifest(done.cut),
-            done.files,
+            cut.number,
+            self._manifest(cut),
+            [written for name in cut.files if (written := saved[name].written) is not None],
             prune=not self._openings.waits_for_checkpoint,
         ):
-            self._openings.in_checkpoint(done.cut.accounts)
+            self._openings.in_checkpoint(cut.accounts)
         self._port.tell_shards(m.CutDone())
         if self._finish_later:
             self._finish_later = False

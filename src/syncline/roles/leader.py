@@ -160,7 +160,7 @@ class Leader:
 
     def _make_loader(self, make: m.MakeLoader) -> None:
         self._feeding.make_loader(make, lockstep=self._replay.dials[make.dial].lockstep)
-        if make.loader == 0:
+        if make.opened.loader == 0:
             self._passed = self._feeding.done(0)
 
     def _join_loader(self, join: m.JoinLoader) -> None:

@@ -144,10 +144,11 @@ class Watch:
                     table.finishing = True
 
     def _make_loader(self, make: m.MakeLoader) -> None:
-        if make.policy == m.STREAM:
-            self._feeds[make.loader] = StreamAccount(make.epochs, make.standing)
+        opened = make.opened
+        if opened.policy == m.STREAM:
+            self._feeds[opened.loader] = StreamAccount(opened.epochs, make.standing)
         else:
-            self._feeds[make.loader] = FeedAccount(make.size, make.epochs, make.standing)
+            self._feeds[opened.loader] = FeedAccount(opened.size, opened.epochs, make.standing)
 
     def _make_table(self, make: m.MakeTable) -> None:
         self._tables[make.table] = TableAccount(make, self._world.dials[make.dial])
