@@ -109,7 +109,8 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
                 "session.optimizer's step cannot be in a CUDA graph: it talks to other processes. Capture forward and backward "
                 "(torch.cuda.make_graphed_callables), and step outside"
             )
-        self._warn_of_writes()
+        if (name := self.untouched.written()) is not None:
+            self._warn_of_write(name)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -126,14 +127,13 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
             self.untouched.note(stepper.steps)
         return loss
 
-    def _warn_of_writes(self) -> None:
-        """Of the loop, since the last read: they are in no gradient."""
-        if (name := self.untouched.written()) is not None:
-            self._session.watch.warn(
-                "written",
-                f"'{name}' was changed in place between two steps: with servers that is lost at the next read. "
-                "session.put(model) after it makes it global; over topology='allreduce' it stays",
-            )
+    def _warn_of_write(self, name: str) -> None:
+        """Of the loop, since the last read: it is in no gradient."""
+        self._session.watch.warn(
+            "written",
+            f"'{name}' was changed in place between two steps: with servers that is lost at the next read. "
+            "session.put(model) after it makes it global; over topology='allreduce' it stays",
+        )
 
     def farewell(self) -> None:
         """Nothing more will be published: leave the random states as of the last gradient."""
@@ -196,7 +196,8 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
 
     def rested(self, number: int) -> None:
         """There is data again: read what the others have; who steps by itself goes on where it was."""
-        self._warn_of_writes()
+        if (name := self.untouched.written()) is not None:
+            self._warn_of_write(name)
         self._drive(self.stepper.rested(number))
 
     def push(self) -> None:

@@ -167,7 +167,8 @@ class Stepper:
             yield from self._step_on(said)
         else:
             draft = yield from self._drafted()
-            yield from self.read(self._publish(draft, self._replica.fill(draft), said))
+            reading = yield Ticket(self._publish(draft, self._replica.fill(draft), said))
+            yield from self._take_over(reading)
 
     def _step_on(self, said: Any) -> Steps:
         """As soon as a former gradient is delivered; then with what has flowed down by now (R8). Two are never merged."""
@@ -212,7 +213,8 @@ class Stepper:
 
     def _publish(self, draft: Draft, present: list[bool], said: Any) -> int:
         replica, options = self._replica, self._replica.seal(draft)
-        number, silent = self.ticket(), self.sync.local or (self._casts and self._free)
+        number, silent = self.tickets, self.sync.local or (self._casts and self._free)
+        self.tickets += 1
         usage, states, loss = replica.describe(said, keep=self._keep)
         stamp, self._stamp = self.version if self._stamp is None else self._stamp, None
         gradient = say.Gradient(

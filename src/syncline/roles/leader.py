@@ -219,7 +219,8 @@ class Leader:
             if self._gathering.meetings.here:
                 self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
         self._decided(table, sequence.take_sum(tickets))
-        self._untangle_steps()
+        if (len(self._sequences) > 1 or self._gathering.openings) and self._gathering.tangled:
+            self._gathering.untangle()
 
     def _moved(self, event: m.NodesMoved) -> None:
         """Nodes have others below them now."""
@@ -248,10 +249,6 @@ class Leader:
         if self._gathering.meetings.here:
             self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
         self._decided(gradient.table, sequence.gradient(ticket))
-        self._untangle_steps()
-
-    def _untangle_steps(self) -> None:
-        """One may wait for somebody that opens something, or steps of several tables for each other."""
         if (len(self._sequences) > 1 or self._gathering.openings) and self._gathering.tangled:
             self._gathering.untangle()
 

@@ -55,7 +55,7 @@ class LogApplier:
             log.Take: self._take,
             log.Fold: self._fold,
             log.Release: self._release,
-            log.Free: self._free,
+            log.Free: lambda entry: port.release(entry.table, entry.learner, entry.number, None),
             log.PutValues: self._put,
             log.GiveState: self._state,
             log.LoadState: self._load,
@@ -179,7 +179,7 @@ class LogApplier:
         if added:
             self._port.spend(Serving(log.Take, entry.table))
         if added or isinstance(part, PromisedPart):
-            self._free(entry)
+            self._port.release(entry.table, entry.learner, entry.number, None)
         else:
             self._lying[entry.table].append(entry)
 
@@ -208,15 +208,11 @@ class LogApplier:
                 if lockstep and take.iteration != entry.iteration:
                     self._lying[entry.table].append(take)
                 else:
-                    self._free(take)
+                    self._port.release(take.table, take.learner, take.number, None)
         if shard.version != entry.version:
             raise AssertionError(
                 f"shard {self._port.shard} made version {shard.version}, the log says {entry.version}"
             )
-
-    def _free(self, entry: log.Take | log.Free | log.PutValues) -> None:
-        """This shard needs the draft no more."""
-        self._port.release(entry.table, entry.learner, entry.number, None)
 
     def _release(self, entry: log.Release | log.PutValues | log.LoadState) -> None:
         """The learner of this ticket goes on."""
@@ -228,7 +224,7 @@ class LogApplier:
         part = self._part(entry)
         assert isinstance(part, SlotPart)
         self.shards[entry.table].put(entry.rank, part.segments)
-        self._free(entry)
+        self._port.release(entry.table, entry.learner, entry.number, None)
         self._release(entry)
 
     def _change(self, entry: log.Change) -> None:

@@ -176,7 +176,7 @@ class SizedLogApplier(LogApplier):
             self._rounds[entry.iteration] += 1
         elif not (entry.alone and entry.weight == 1.0):
             self._port.spend(Serving(log.Take, entry.table))
-        self._free(entry)
+        self._port.release(entry.table, entry.learner, entry.number, None)
 
     def _fold_sized(self, entry: log.Fold) -> None:
         added = self._rounds.pop(entry.iteration, 0) if self._lockstep else 0
