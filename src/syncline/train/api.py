@@ -223,14 +223,12 @@ def train(
     check_schedule(schedule, made)
     if steps is None and epochs is None:
         epochs = 1
-    aim = trained.objective if isinstance(trained, Backprop) else None
     batches = GroupBatches(data, collate, each, learners)
-    plain = aim if regulariser is None else None
+    plain = way.objective if isinstance(way, Backprop) and regulariser is None else None
     training = Training(
         model=sent,
         data=data,
-        objective=aim,
-        gradient=None if aim is not None else trained,
+        way=trained,
         optimizer=optimizer,  # type: ignore[arg-type]
         schedule=schedule,
         batch_size=each,
