@@ -19,10 +19,9 @@ from syncline.table.version_memory import VersionMemory as VersionMemory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from syncline.messages import Call, Initialise, Initialised, Opened, Renewed, Stop
     from syncline.messages.log import Entry, Fold, Take
-    from syncline.messages.to_coordinator import Initialised
     from syncline.messages.to_leader import Gradient, Put, ToLeader
-    from syncline.messages.to_learners import Call, Initialise, Opened, Renewed, Stop
     from syncline.messages.to_nodes import ToNodes
 
 Slot = Any

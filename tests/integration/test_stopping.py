@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.jobs import Job
-from syncline.learn.regularisers import elastic, group_lasso, l1, l2
+from syncline.learn.gradient_ways import elastic, group_lasso, l1, l2
 from syncline.nn import RBM
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

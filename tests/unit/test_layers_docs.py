@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from syncline.jobs import Job
-from syncline.learn.regularisers import REGULARISERS
+from syncline.learn.gradient_ways import REGULARISERS
 from syncline.models import MODELS
 from syncline.nn.initialisers import INITIALISERS
 from syncline.nn.registry import TYPES

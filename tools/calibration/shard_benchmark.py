@@ -198,7 +198,7 @@ class Watch:
         self._worked = 0.0
         self._folds = False
         self._watched = False
-        role.note = self._note  # type: ignore[method-assign]
+        role.note = self._note
 
     def mean(self, first: int) -> float:
         """Of all notes but for so many; the middle ones of either kind stand for all of it."""
@@ -211,7 +211,7 @@ class Watch:
             return
         if not self._watched:
             self._watched = True
-            shard: Any = self._role.shard(message.table)
+            shard: Any = self._role.replay.shards[message.table]
             for name in ("take", "gather", "apply", "read"):
                 setattr(shard, name, self._timed(name, getattr(shard, name)))
         self._worked, self._folds = 0.0, False

@@ -33,8 +33,7 @@ from syncline.engines.run import (
 from syncline.errors import LearnerError, LostWarning, RunError, SynclineError, SynclineWarning
 from syncline.learn.usage_warnings import not_finite
 from syncline.protocols import lifecycle as life
-from syncline.roles.allreduce_checkpoints import GatheredCut
-from syncline.roles.allreduce_coordinator import AllReduceCoordinator
+from syncline.roles.allreduce_coordinator import AllReduceCoordinator, GatheredCut
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.version_assembly import Assembly
 from syncline.table.checkpoints import Folder

@@ -25,7 +25,7 @@ from syncline.dial import nearest
 from syncline.engines.local.engine import Local
 from syncline.engines.ray.engine import Ray
 from syncline.errors import UsageError
-from syncline.learn.regularisers import REGULARISERS
+from syncline.learn.gradient_ways import REGULARISERS
 from syncline.nn.losses import LOSSES
 from syncline.sim.engine import Sim
 

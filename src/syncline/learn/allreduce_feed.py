@@ -1,17 +1,18 @@
 """The feed of learners among equals: every learner computes by itself which examples are its own (M7, A5, A6).
 
-Not responsible for the rule (protocols/allreduce_rounds.py) nor for the order of an epoch (learn/loader.py).
+While it computes on a repeated batch, backward makes zeros, so that what such a batch would add to an accumulated gradient is
+nothing. Not responsible for the rule (protocols/allreduce_rounds.py) nor for the order of an epoch (learn/loader.py).
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from syncline.errors import UsageError
@@ -303,3 +304,34 @@ class AllReduceSplitLoader:
                     held = []
         if held:
             yield held
+
+
+class ZeroGradients:
+    """The parameters of one learner's tables, and whether they are silent. There are hooks only while they are."""
+
+    def __init__(self) -> None:
+        self._parameters: list[nn.Parameter] = []
+        self._handles: list[Any] = []
+        self._fresh: int | None = None  # the loader of the last batch that counts
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters += parameters
+
+    def handed_out(self, loader: int, *, repeated: bool) -> None:
+        """A batch goes to the loop. A repeated one beside another loader's new one belongs to a gradient that counts."""
+        silent = repeated and self._fresh in (None, loader)
+        if not repeated:
+            self._fresh = loader
+        elif silent:
+            self._fresh = None
+        self._set(silent)
+
+    def end(self) -> None:
+        """No batch is being computed on."""
+        self._set(False)
+
+    def _set(self, silent: bool) -> None:
+        for handle in self._handles:
+            handle.remove()
+        able = [parameter for parameter in self._parameters if silent and parameter.requires_grad]
+        self._handles = [parameter.register_hook(torch.zeros_like) for parameter in able]

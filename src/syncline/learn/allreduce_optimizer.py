@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.learn.allreduce_applications import Application, Applications
-from syncline.learn.allreduce_flat_buffers import Header
-from syncline.learn.allreduce_reducer import Reducer, Round
+from syncline.learn.allreduce_reducer import Header, Reducer, Round
 from syncline.learn.allreduce_state import (
+    GroupChanges,
     as_in,
     cut_table,
     flight_of,
@@ -27,16 +26,14 @@ from syncline.learn.allreduce_state import (
     plain_groups,
     refuse_hidden,
 )
-from syncline.learn.allreduce_user_hooks import Callbacks
-from syncline.learn.group_changes import GroupChanges
+from syncline.learn.allreduce_user_hooks import Application, Applications, Callbacks
 from syncline.learn.session import UNSAID
 from syncline.ports import RunStopped
 from syncline.protocols.pipeline import Pipeline, Vote
-from syncline.protocols.sequence import Account as Counted
+from syncline.protocols.sequence import Account
 from syncline.protocols.staleness import StalenessClock
-from syncline.roles.allreduce_coordinator import Account, Copy, Deeper
-from syncline.roles.checkpoint_manifest import TableState
-from syncline.roles.pipeline_states import PipelineState
+from syncline.roles.allreduce_coordinator import Copy, Deeper, PeerAccount
+from syncline.roles.checkpoint_manifest import PipelineState, TableState
 from syncline.table.layout import Layout, Tensors
 from syncline.table.nested_optimizers import look
 from syncline.table.optimizer_template import ELEMENTWISE
@@ -379,9 +376,9 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         self._loss_sum, self._loss_count = 0.0, 0
         return taken
 
-    def account(self) -> Account:
+    def account(self) -> PeerAccount:
         staleness = self._clock.account()
-        return Account(self.version, self._gradients, self._examples, staleness, self._checksum())
+        return PeerAccount(self.version, self._gradients, self._examples, staleness, self._checksum())
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -461,8 +458,8 @@ class AllReduceOptimizer(torch.optim.Optimizer):
             flights=[flight_of(self._reducer, self._flying[number]) for number in sorted(self._flying)],
         )
 
-    def counted(self) -> Counted:
-        return Counted(version=self.version, gradients=self._gradients, histogram=dict(self._clock.histogram))
+    def counted(self) -> Account:
+        return Account(version=self.version, gradients=self._gradients, histogram=dict(self._clock.histogram))
 
     def resume(self, kept: TableState, pipeline: PipelineState, examples: int) -> None:
         """Go on where a run before was."""

@@ -7,44 +7,35 @@ and reports. All it asks of the world goes through its port.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
-from syncline.learn.allreduce_feed import AllReduceLoader, AllReduceSplitLoader
-from syncline.learn.allreduce_flat_buffers import Header
+from syncline.learn.allreduce_feed import AllReduceLoader, AllReduceSplitLoader, ZeroGradients
 from syncline.learn.allreduce_optimizer import AllReduceOptimizer
-from syncline.learn.input_checks import check_data, check_function
-from syncline.learn.loader import identity, read_ahead
-from syncline.learn.parameter_owners import ParameterOwners, tables_of
-from syncline.learn.randomness import pack_random, seed_random, unpack_random
+from syncline.learn.allreduce_reducer import Header
+from syncline.learn.model_factories import pack_random, unpack_random
 from syncline.learn.server_session import (
     check_batches,
     check_joint,
-    check_policy,
     copy_all,
     make_optimizer,
-    numbers,
     refuse_sparse,
 )
-from syncline.learn.session import Factory, Session
-from syncline.learn.usage_warnings import Watch
-from syncline.learn.zero_gradients import ZeroGradients
+from syncline.learn.session import Collate, Factory, Session
 from syncline.ports import CollectivePort, Progress
 from syncline.protocols.allreduce_rounds import equal_shares
 from syncline.protocols.checkpoint_schedule import JointCheckpointSchedule
-from syncline.roles.allreduce_checkpoints import Joint, PeerCut, own_losses
-from syncline.roles.allreduce_coordinator import PeerClosed, PeerEpoch, PeerTable
-from syncline.roles.checkpoint_manifest import Restored, table_file
-from syncline.roles.learner_means import brought, like, mean_of
-from syncline.roles.pipeline_states import FLIGHTS, PipelineState, flight_tensors
+from syncline.roles.allreduce_coordinator import Joint, PeerClosed, PeerCut, PeerEpoch, PeerTable, own_losses
+from syncline.roles.checkpoint_manifest import FLIGHTS, PipelineState, Restored, flight_tensors, table_file
 from syncline.roles.run_plan import Seat
+from syncline.roles.waiting_learners import brought, like, mean_of
 from syncline.table.checkpoints import CheckpointError
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.nested_optimizers import look
@@ -58,7 +49,7 @@ class AllReduceSession(Session):
     table = AllReduceOptimizer
 
     def __init__(self, port: CollectivePort, seat: Seat, restored: Restored | None = None) -> None:
-        self.port, self.reader, self.plan = port, seat.reader, seat.plan
+        super().__init__(port, seat)
         assert isinstance(seat.plan.topology, AllReduce)
         self.topology = seat.plan.topology
         self._restored = restored or Restored(name="the start", seed=self.plan.seed)
@@ -68,9 +59,6 @@ class AllReduceSession(Session):
         self._last_cut: int | None = None  # its version
         self._at_agreement: dict[int, int] = {}  # table -> iterations when all agreed to stop
         self._begun = False  # a loop has asked for a batch
-        self.rank, self.learners = seat.rank, self.plan.learners
-        self.device = torch.device(seat.device)
-        self.sync = self.plan.course.first
         self.consumed = 0  # examples handed out so far
         self.batches = 0  # handed out so far
         self.repeating = False  # the last batch was a repeated one, without weight
@@ -79,23 +67,9 @@ class AllReduceSession(Session):
         self.reference = 1  # a batch of so many examples is a whole one
         self.accumulating = False
         self._silence = ZeroGradients()
-        self._tables: list[AllReduceOptimizer] = []
-        self._owned = ParameterOwners()
-        self._loaders: list[AllReduceLoader | AllReduceSplitLoader] = []
-        self._same: dict[tuple[Any, ...], AllReduceLoader | AllReduceSplitLoader] = {}
         self._marks: list[int] = []  # epochs that end with the next gradient
         self._agreed = False  # to stop
         self._since = 0  # the first iteration of this epoch
-        self.watch = Watch(self.rank, port.tell)
-
-    @property
-    def epoch(self) -> int | None:
-        """Of its first loader."""
-        return self._loaders[0].epoch if self._loaders else None
-
-    def seed(self) -> None:
-        """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
-        seed_random(self.plan.seed + self.rank)
 
     def _restore_random(self) -> None:
         kept = self._restored.learners.get(self.rank)
@@ -192,11 +166,6 @@ class AllReduceSession(Session):
                     "learner must make the same model; its values may differ, its names, order, shapes and groups may not."
                 )
 
-    def put(self, model: nn.Module) -> None:
-        """Learner 0's present values of the model become everybody's; every learner must call it."""
-        for table in tables_of(model, self._tables):
-            table.put()
-
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         before, self.accumulating = self.accumulating, True
@@ -207,42 +176,17 @@ class AllReduceSession(Session):
 
     # -- data --------------------------------------------------------------------------------------------
 
-    def loader(
-        self,
-        data: Dataset[Any],
-        *,
-        batch_size: int | None = None,
-        global_batch_size: int | None = None,
-        policy: str = "ledger",
-        collate: Callable[[list[Any]], Any] | None = None,
-        ahead: int | None = None,
-    ) -> AllReduceLoader | AllReduceSplitLoader:
-        check_data("session.loader's data", data)
-        check_function("collate", collate)
-        check_policy(policy)
-        check_joint(batch_size, global_batch_size, self.learners)
+    def _batches(self, batch_size: int | None, joint: int | None) -> tuple[int, ...]:
+        check_joint(batch_size, joint, self.learners)
         if batch_size is not None:
-            batches = (batch_size,) * self.learners
-        else:
-            assert global_batch_size is not None
-            batches = equal_shares(global_batch_size, self.learners)
-        reads = read_ahead(data, ahead, self.device)
-        key = (id(data), batches, policy, identity(collate))
-        if key not in self._same:
-            self._same[key] = self._open_loader(data, batches, policy, collate, reads)
-        elif ahead is not None and isinstance(loader := self._same[key], AllReduceLoader):
-            loader.ahead = reads
-        return self._same[key]
+            return (batch_size,) * self.learners
+        assert joint is not None
+        return equal_shares(joint, self.learners)
 
     def _open_loader(
-        self,
-        data: Any,
-        batches: tuple[int, ...],
-        policy: str,
-        collate: Callable[[list[Any]], Any] | None,
-        ahead: int,
+        self, data: Any, batches: tuple[int, ...], policy: str, collate: Collate, ahead: int
     ) -> AllReduceLoader | AllReduceSplitLoader:
-        number = len(self._loaders)
+        number = len(self.loaders)
         iterable = isinstance(data, IterableDataset)
         size = -1 if iterable else len(data)
         if not iterable:
@@ -253,7 +197,7 @@ class AllReduceSession(Session):
                 f"loader {number}: the learners' (size of the data, batches, policy) differ: {opened}. Every learner must "
                 "open the same loaders in the same order."
             )
-        if not self._loaders:
+        if not self.loaders:
             self.reference = max(batches)
         kept = self._restored.loaders.get(number)
         self._restored.check_loader(number, size, policy)
@@ -266,7 +210,7 @@ class AllReduceSession(Session):
             loader = AllReduceLoader(
                 self, number, data, batches=batches, policy=policy, collate=collate, ahead=ahead, kept=kept
             )
-        self._loaders.append(loader)
+        self.loaders.append(loader)
         return loader
 
     def goes_on(self) -> bool:
@@ -317,9 +261,6 @@ class AllReduceSession(Session):
 
     # -- metrics -----------------------------------------------------------------------------------------
 
-    def log(self, **metrics: float) -> None:
-        self.port.tell(m.Log(numbers(metrics)))
-
     def mean(self, value: float | Tensor) -> Any:
         found = self.port.meet("session.mean", brought(value))
         return like(mean_of(dict(enumerate(found))), value)
@@ -345,10 +286,10 @@ class AllReduceSession(Session):
 
     def step_over(self, table: AllReduceOptimizer) -> None:
         """What was handed out is in gradients. A loop without loaders has its checkpoints here."""
-        for loader in self._loaders:
+        for loader in self.loaders:
             loader.settle()
         last = table.number == len(self._tables) - 1
-        if not self._loaders and last and not self.ending and self._cadence.take(self.port.now()):
+        if not self.loaders and last and not self.ending and self._cadence.take(self.port.now()):
             self._cut()
 
     def stepped(self, table: AllReduceOptimizer) -> None:
@@ -431,9 +372,9 @@ class AllReduceSession(Session):
             pipelines={table: pipeline.without_tensors() for table, pipeline in pipelines.items()},
             loaders={
                 each.number: m.OpenLoader(each.number, each.size, each.batch_size, each.policy, None)
-                for each in self._loaders
+                for each in self.loaders
             },
-            standings={loader.number: loader.standing() for loader in self._loaders},
+            standings={loader.number: loader.standing() for loader in self.loaders},
         )
 
     def _save_table(self, number: int, name: str, table: AllReduceOptimizer) -> None:

@@ -1,24 +1,26 @@
-"""What a checkpoint holds of one table of a learner among equals, and back: parameters, optimizer state, means in flight.
+"""What a checkpoint holds of one table of a learner among equals, and back: parameters, optimizer state, means in flight; and what its
+loop has set in the optimizer's groups, apart from what the optimizer's own steps make of them.
 
 Not responsible for counts and positions, which the optimizer and the loaders keep themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from syncline.learn.allreduce_reducer import Reducer, Round
-from syncline.roles.checkpoint_manifest import TableState
-from syncline.roles.pipeline_states import MeanInFlight
+from syncline.roles.checkpoint_manifest import MeanInFlight, TableState
 from syncline.table.checkpoints import CheckpointError, piece_tensors
 from syncline.table.layout import Layout
-from syncline.table.optimizer_template import beside, to_host
+from syncline.table.optimizer_template import Options, beside, group_options, to_host
+from syncline.table.parameter_groups import rated
 
-Options = dict[str, Any]
+Group = dict[str, Any]
 _OTHER = object()  # what JSON does not have
 
 
@@ -102,7 +104,7 @@ def flight_of(reducer: Reducer, current: Round) -> MeanInFlight:
     )
 
 
-def plain_groups(groups: Sequence[Options]) -> list[Options]:
+def plain_groups(groups: Sequence[Group]) -> list[Group]:
     """Options for JSON, tensors as numbers; without what is neither number nor text."""
     plain = [{key: _plain(value) for key, value in group.items()} for group in groups]
     return [{key: value for key, value in group.items() if value is not _OTHER} for group in plain]
@@ -117,7 +119,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else _OTHER
 
 
-def as_in(group: Options, options: Options) -> Options:
+def as_in(group: Group, options: Group) -> Group:
     """Options after a trip through JSON, of the kinds that the group has."""
     return {key: _like(group.get(key), value) for key, value in options.items()}
 
@@ -128,3 +130,56 @@ def _like(mine: Any, value: Any) -> Any:
     if isinstance(mine, Tensor) and not isinstance(value, Tensor):
         return torch.full_like(mine, value)
     return value
+
+
+class GroupChanges:
+    """Of one optimizer, and of those that it holds: the factor is for their rates too."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inner: Sequence[torch.optim.Optimizer] = (),
+        made: Iterable[str] = (),
+    ) -> None:
+        self._optimizer, self._inner = optimizer, inner
+        self._made = set(made)  # keys that the optimizer's own steps change: they are its state
+        self._left = group_options(optimizer)  # by the last step
+        self._wished = group_options(optimizer)
+
+    def now(self) -> Options:
+        """All options as the loop has set them."""
+        for wished, left, option in zip(
+            self._wished, self._left, group_options(self._optimizer), strict=True
+        ):
+            wished.update((key, value) for key, value in option.items() if value != left.get(key))
+            left.update(option)
+        return [dict(wished) for wished in self._wished]
+
+    def own(self) -> Options:
+        """What the optimizer's steps have made in its groups, for a checkpoint."""
+        return [
+            {key: group[key] for key in sorted(self._made) if key in group}
+            for group in self._optimizer.param_groups
+        ]
+
+    @contextlib.contextmanager
+    def as_of(self, options: Options, factor: float) -> Iterator[None]:
+        """For a step: what the loop has changed since is as it was, and the rate times the factor."""
+        now, swapped = self.now(), []
+        for group, option, wished in zip(self._optimizer.param_groups, options or now, now, strict=True):
+            used = {key: value for key, value in option.items() if value != wished.get(key)}
+            swapped.append((group, {key: group.get(key) for key in used}, used))
+            group.update(used)
+        for group in rated(self._optimizer, self._inner) if factor != 1.0 else ():
+            used = {"lr": group["lr"] * factor}
+            swapped.append((group, {"lr": group["lr"]}, used))
+            group.update(used)
+        before = group_options(self._optimizer)
+        try:
+            yield
+        finally:
+            for given, left in zip(before, group_options(self._optimizer), strict=True):
+                self._made.update(key for key, value in left.items() if value != given.get(key))
+            for group, kept, used in reversed(swapped):
+                group.update((key, kept[key]) for key in used if group[key] is used[key])
+            self._left = group_options(self._optimizer)

@@ -1,4 +1,4 @@
-"""Batches of any shape: their tensors on a device, and how many examples they hold.
+"""Batches of any shape: their tensors on a device.
 
 Looked into are mappings (Hugging Face's `BatchEncoding` is one), lists, tuples, named tuples and data classes, also frozen
 ones; what has a `to(device)` of its own moves itself. Containers come back as what they were; those without a tensor, and
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -61,13 +60,6 @@ def rows_of(tensor: Tensor, indices: Tensor, *, pinned: bool) -> Tensor:
         room = torch.empty((len(indices), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
         return torch.index_select(tensor, 0, indices, out=room)
     return tensor[indices]
-
-
-def count_of(batch: Any) -> int:
-    """Examples in a batch: the length of the first tensor in it that has one; 1 without any."""
-    if isinstance(batch, PackedSequence):
-        return int(batch.batch_sizes[0])
-    return next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 1)
 
 
 def _moved(batch: Any, device: torch.device, tensor: Callable[[Tensor], Tensor]) -> Any:

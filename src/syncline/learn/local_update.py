@@ -68,7 +68,8 @@ class SeatOptimizer(SharedOptimizer):
         again = (lambda: loss) if closure is not None else None
         if not self._own:
             return super()._stepped(again)
-        self._warn_of_writes()
+        if (name := self.untouched.written()) is not None:
+            self._warn_of_write(name)
         if self._session.ending:
             raise RunStopped
         self._session.committed = True  # slices and the rest make this step together, or neither
@@ -83,7 +84,7 @@ class SeatOptimizer(SharedOptimizer):
         gradients = without_gradients(rest)
         self._step_own()
         given_back(rest, gradients)
-        self._replica.untouched.note(self.stepper.steps)
+        self.untouched.note(self.stepper.steps)
         gradients = without_gradients(own)
         try:
             if self.stepper.keeping:

@@ -6,21 +6,19 @@ runs on the shards. Parameters change only inside `step`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.dial import Sync
 from syncline.errors import LoopError, UsageError
-from syncline.learn.replica import ModelReplica
-from syncline.learn.stepper import Answer, FreeDraft, Stepper, Steps, Wait
-from syncline.learn.usage_warnings import hooked
+from syncline.learn.session import UNSAID, sparse_gradient
+from syncline.learn.stepper import Answer, FreeDraft, Replica, Stepper, Steps
+from syncline.learn.usage_warnings import Untouched, hooked
 from syncline.messages import to_leader as say
-from syncline.ports import Computing, Reset, RunStopped, TablePort
+from syncline.ports import Computing, Draft, Reading, Reset, RunStopped, TablePort
 from syncline.table.gradient_slot import options_text
 from syncline.table.layout import Tensors
 from syncline.table.optimizer_template import Options, group_options, merge, split
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 _UNSAID = object()
 
 
-class SharedOptimizer(torch.optim.Optimizer):
+class SharedOptimizer(torch.optim.Optimizer, Replica):
     """A table's end in a learner; made by `session.optimizer`."""
 
     def __init__(
@@ -51,7 +49,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, dict(inner.defaults))
         self.number = number
         self._session, self._table = session, table
-        self._parameters = tensors.parameters
+        self._parameters, self._buffers = tensors.parameters, tensors.buffers
         self._on_gpu = any(parameter.is_cuda for parameter in tensors.parameters)
         self._serial = 0
         self._loaded: list[dict[str, tuple[Any, Any]]] = [{} for _ in self.param_groups]
@@ -59,12 +57,16 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._options_text = options_text(self._options)
         self._seen: list[tuple[Any, ...]] = []
         self._tensor_options = False
-        self._replica = ModelReplica(session, self, table, tensors)
+        self._moved = False  # since the last read, by itself
+        self._present: list[bool] = []  # in the sum
+        self.untouched = Untouched(
+            tensors.parameters, [entry.name for entry in table.layout.parameters.entries]
+        )
         topology = session.plan.topology
         self.stepper = Stepper(
             number,
             session.plan.course.first,
-            self._replica,
+            self,
             session.port.post,
             steps,
             tree=isinstance(topology, Trees),
@@ -87,11 +89,6 @@ class SharedOptimizer(torch.optim.Optimizer):
         """That it has."""
         return self.stepper.version
 
-    @property
-    def sync(self) -> Sync:
-        """As of the last read."""
-        return self.stepper.sync
-
     # -- the step ----------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -100,7 +97,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             self
         ):  # torch's wrapper costs a tenth of a small step
             return _hooked_step(self, closure)
-        self._session.watch.stepped()
+        self._session.watch.steps += 1
         return self._stepped(closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch leaves it as it is
@@ -112,31 +109,31 @@ class SharedOptimizer(torch.optim.Optimizer):
                 "session.optimizer's step cannot be in a CUDA graph: it talks to other processes. Capture forward and backward "
                 "(torch.cuda.make_graphed_callables), and step outside"
             )
-        self._warn_of_writes()
+        if (name := self.untouched.written()) is not None:
+            self._warn_of_write(name)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        session = self._session
+        session, stepper = self._session, self.stepper
         if session.ending:
             raise RunStopped
         session.port.spend(Computing(session.examples))
-        said = loss.item() if self.sync.local and isinstance(loss, Tensor) else loss
+        said = loss.item() if isinstance(loss, Tensor) and stepper.sync.local else loss
         try:
-            self._drive(self.stepper.step(said))
+            self._drive(stepper.step(said))
         except Reset:  # this gradient is lost with the servers that had it
             session.rejoin()
-        if self.sync.local:  # it has moved by itself
-            self._replica.untouched.note(self.stepper.steps)
+        if stepper.sync.local:  # it has moved by itself
+            self.untouched.note(stepper.steps)
         return loss
 
-    def _warn_of_writes(self) -> None:
-        """Of the loop, since the last read: they are in no gradient."""
-        if (name := self._replica.untouched.written()) is not None:
-            self._session.watch.warn(
-                "written",
-                f"'{name}' was changed in place between two steps: with servers that is lost at the next read. "
-                "session.put(model) after it makes it global; over topology='allreduce' it stays",
-            )
+    def _warn_of_write(self, name: str) -> None:
+        """Of the loop, since the last read: it is in no gradient."""
+        self._session.watch.warn(
+            "written",
+            f"'{name}' was changed in place between two steps: with servers that is lost at the next read. "
+            "session.put(model) after it makes it global; over topology='allreduce' it stays",
+        )
 
     def farewell(self) -> None:
         """Nothing more will be published: leave the random states as of the last gradient."""
@@ -153,13 +150,6 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _states_at_rest(self) -> bytes:
         return self._session.random_states() if self._session.plan.saving.cuts else b""
-
-    def look_at_options(self) -> tuple[int, bytes]:
-        """How often they have changed, and what they are."""
-        seen = [tuple(group.values()) for group in self.param_groups]
-        if seen != self._seen or self._tensor_options:
-            self._notice_options(seen)
-        return self._serial, self._options_text
 
     def _notice_options(self, seen: list[tuple[Any, ...]]) -> None:
         """Comparing values is cheap; tensors among them may have changed in place, and are read out."""
@@ -187,24 +177,27 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _drive(self, steps: Steps) -> None:
         """Block on the port for what they wait for."""
         found: Any = None
-        with contextlib.suppress(StopIteration):
-            while True:
-                found = self._await(steps.send(found))
-
-    def _await(self, wait: Wait) -> Any:
-        if isinstance(wait, Answer):
-            return self._session.port.ask(wait.message)
-        try:
-            if isinstance(wait, FreeDraft):
-                return self._table.draft(block=wait.block)
-            return self._table.wait(wait.number, block=wait.block)
-        except LoopError as error:
-            self._session.refused(error)
-            raise
+        while True:
+            try:
+                wait = steps.send(found)
+            except StopIteration:
+                return
+            if isinstance(wait, Answer):
+                found = self._session.port.ask(wait.message)
+                continue
+            try:
+                if isinstance(wait, FreeDraft):
+                    found = self._table.draft(block=wait.block)
+                else:
+                    found = self._table.wait(wait.number, block=wait.block)
+            except LoopError as error:
+                self._session.refused(error)
+                raise
 
     def rested(self, number: int) -> None:
         """There is data again: read what the others have; who steps by itself goes on where it was."""
-        self._warn_of_writes()
+        if (name := self.untouched.written()) is not None:
+            self._warn_of_write(name)
         self._drive(self.stepper.rested(number))
 
     def push(self) -> None:
@@ -217,13 +210,124 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def rejoin(self, table: TablePort) -> None:
         """The same table on new servers: what was asked of the old ones is void."""
-        self._table = self._replica.table = table
+        self._table = table
         self.stepper.begin()
         self._drive(self.stepper.read(self.stepper.ticket()))
 
+    @torch.no_grad()
     def restore_buffers(self, buffers: Sequence[Tensor]) -> None:
         """As the checkpoint has them: what was seen since then is seen again."""
-        self._replica.restore_buffers(buffers)
+        for mine, kept in zip(self._buffers, buffers, strict=True):
+            mine.copy_(kept)
+
+    # -- as the stepper's replica: a gradient ------------------------------------------------------------
+
+    def fill(self, draft: Draft) -> list[bool]:
+        into, gradients = draft.gradients, [parameter.grad for parameter in self._parameters]
+        if all(gradient is not None for gradient in gradients):
+            self._copy(into, gradients)  # type: ignore[arg-type]
+            return []
+        present = [(a, b) for a, b in zip(into, gradients, strict=True) if b is not None]
+        if present:
+            targets, sources = zip(*present, strict=True)
+            self._copy(list(targets), list(sources))
+        return [gradient is not None for gradient in gradients]
+
+    def _copy(self, into: list[Tensor], gradients: list[Tensor]) -> None:
+        if any(gradient.is_sparse for gradient in gradients):
+            raise sparse_gradient()
+        if gradients[0].requires_grad:  # backward(create_graph=True)
+            gradients = [gradient.detach() for gradient in gradients]
+        torch._foreach_copy_(into, gradients, non_blocking=self._on_gpu)
+
+    def add(self, draft: Draft, *, first: bool) -> None:
+        if first:
+            self._present = [False] * len(self._parameters)
+        fresh: list[tuple[Tensor, Tensor]] = []
+        more: list[tuple[Tensor, Tensor]] = []
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                pair = (draft.gradients[index], parameter.grad.detach())
+                (more if self._present[index] else fresh).append(pair)
+                self._present[index] = True
+        if fresh:
+            self._copy([a for a, _ in fresh], [b for _, b in fresh])
+        if more:
+            torch._foreach_add_([a for a, _ in more], [b.to(a.device) for a, b in more])
+
+    def added(self) -> list[bool]:
+        return [] if all(self._present) else self._present
+
+    @torch.no_grad()
+    def move(self, rate: float) -> None:
+        moving = [parameter for parameter in self._parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in moving]
+        if moving:
+            torch._foreach_add_(moving, gradients, alpha=-rate)  # type: ignore[arg-type]
+            self._moved = True
+
+    def seal(self, draft: Draft) -> int:
+        if self._buffers:
+            torch._foreach_copy_(draft.buffers, self._buffers)
+        seen = [tuple(group.values()) for group in self.param_groups]
+        if seen != self._seen or self._tensor_options:
+            self._notice_options(seen)
+        if self._on_gpu and not any(gradient.is_cuda for gradient in draft.gradients[:1]):
+            torch.cuda.current_stream().synchronize()
+        return self._serial
+
+    def describe(self, said: Any, *, keep: bool) -> tuple[tuple[int, int, int], bytes, SupportsFloat]:
+        """The loss is the closure's, or what the loop says; on a card nobody waits for it here."""
+        session, steps = self._session, self.stepper.steps
+        usage = session.take_usage()
+        found, session.loss = session.loss if said is None else said, UNSAID
+        loss: SupportsFloat
+        if isinstance(found, Tensor) and found.is_cuda:
+            session.watch.loss_on_card(found, steps, session.epoch)
+            loss = found.detach()
+        else:
+            loss = found.item() if isinstance(found, Tensor) else float(found)
+            if found is not UNSAID:
+                session.watch.loss(loss, steps, session.epoch)
+        return usage, session.gradient_states(keep=keep) if session.plan.saving.cuts else b"", loss
+
+    def publish(self, draft: Draft, gradient: say.Gradient, present: list[bool]) -> None:
+        self._table.publish(draft, gradient, self._options_text, present)
+
+    # -- and reading -------------------------------------------------------------------------------------
+
+    def read(self, reading: Reading, *, known: bool) -> int | None:
+        stepper = self.stepper
+        self._session.sync = stepper.sync
+        if known and not self._moved:  # R4: no weights move that are here already
+            self._table.read(reading, [])
+            version: int | None = stepper.version
+        else:
+            version = self._table.read(reading, [parameter.data for parameter in self._parameters])
+        if version is not None:
+            self._moved = False
+            self.untouched.note(stepper.steps)
+        return version
+
+    @torch.no_grad()
+    def flow(self) -> int:
+        version = self._table.read(None, list(self._parameters))
+        if version is None:
+            return self.stepper.version
+        self.untouched.note(self.stepper.steps)
+        return version
+
+    def overtaken(self) -> bool:
+        return self._table.overtaken
+
+    def several(self) -> bool:
+        return len(self._session.loaders) > 1
+
+    def begun(self) -> bool:
+        return bool(self._session.examples)
+
+    def awaits(self, number: int) -> None:
+        self._session.awaits(self.number, number)
 
     # -- writes and states -------------------------------------------------------------------------------
 
@@ -235,7 +339,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         """This learner's present values become global with the next update."""
         values = [parameter.detach().clone() for parameter in self._parameters]
         self._session.insist(lambda: self._put(values))
-        self._replica.untouched.note(self.stepper.steps)
+        self.untouched.note(self.stepper.steps)
 
     def _put(self, values: list[Tensor]) -> None:
         self.deliver()

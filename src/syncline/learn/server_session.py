@@ -14,25 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, LoopError, UsageError
-from syncline.learn.input_checks import check_data, check_function
-from syncline.learn.loader import POLICIES, Loader, identity, read_ahead
-from syncline.learn.model_factories import refuse_unready
+from syncline.learn.loader import Loader, StreamLoader
+from syncline.learn.model_factories import pack_random, refuse_unready, unpack_random
 from syncline.learn.optimizer import SharedOptimizer
-from syncline.learn.parameter_owners import ParameterOwners, tables_of
-from syncline.learn.randomness import pack_random, seed_random, unpack_random
-from syncline.learn.session import Factory, Session
-from syncline.learn.stream_loader import StreamLoader
-from syncline.learn.usage_warnings import Watch
+from syncline.learn.session import Collate, Factory, Session
 from syncline.messages import to_leader as say
 from syncline.messages.to_leader import NO_LOADER
 from syncline.ports import LearnerPort, Reset, TablePort
-from syncline.roles.learner_means import brought, like
 from syncline.roles.run_plan import Seat
+from syncline.roles.waiting_learners import brought, like
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.nested_optimizers import look
 from syncline.table.optimizer_template import (
@@ -51,33 +46,21 @@ class ServerSession(Session):
     shared: type[SharedOptimizer] = SharedOptimizer
 
     def __init__(self, port: LearnerPort, seat: Seat) -> None:
-        self.port, self.reader, self.plan = port, seat.reader, seat.plan
-        self.rank, self.learners = seat.rank, seat.plan.learners
-        self.device = torch.device(seat.device)
-        self._tables: list[SharedOptimizer] = []
-        self._owned = ParameterOwners()
-        self._loaders: list[Loader] = []
-        self._same: dict[tuple[Any, ...], Loader] = {}
-        self._count = 0
+        super().__init__(port, seat)
+        self.examples = 0  # of the gradient that is being made
         self._used: dict[int, int] = {}  # loader -> portions used
         self._fresh: list[int] = []  # loaders used since the last step
         self._rests: list[tuple[SharedOptimizer, int]] = []
         self._rest_loader = -1  # whose data it waits for, where it rests
         self._idle: tuple[int, int] | None = None  # the loader that ended, and its next portion
-        self.sync = self.plan.course.first  # as of the last read of any table
         self._kept_random = b""
         self._mark: Tensor | None = None
         self._refused: UsageError | None = None  # why it is not where the others are
-        self.watch = Watch(self.rank, port.tell)
 
-    def seed(self) -> None:
-        """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
-        seed_random(self.plan.seed + self.rank)
-
-    def mark_random(self) -> None:
+    def gradient_states(self, *, keep: bool) -> bytes:
         """A gradient is published: what torch draws from here on belongs to the next."""
-        if self.plan.saving.cuts:
-            self._mark = torch.get_rng_state()
+        self._mark = torch.get_rng_state()
+        return self.random_states() if keep else b""
 
     def random_states(self, *, marked: bool = False) -> bytes:
         """All random generators as they are now, torch's as it was marked, for a checkpoint; no pickle."""
@@ -101,29 +84,19 @@ class ServerSession(Session):
         """The servers are new ones: read their weights; what was not folded is lost, its batches come again."""
         while True:
             try:
-                back: m.Rejoined = self.port.ask(m.Rejoin(len(self._tables), len(self._loaders)))
+                back: m.Rejoined = self.port.ask(m.Rejoin(len(self._tables), len(self.loaders)))
                 self._rests, self._fresh, self._used = [], [], {}
                 self._idle = (self._idle[0], 0) if self._idle is not None else None
-                self._count = 0
+                self.examples = 0
                 for table, answer in zip(self._tables, back.tables, strict=True):
                     table.rejoin(self.port.open(answer))
                     if answer.personal is not None and answer.table in answer.personal.buffers:
                         table.restore_buffers(answer.personal.buffers[answer.table])
-                for loader in self._loaders:
+                for loader in self.loaders:
                     loader.rejoin()
                 return
             except Reset:
                 continue
-
-    @property
-    def several(self) -> bool:
-        """It has several loaders."""
-        return len(self._loaders) > 1
-
-    @property
-    def epoch(self) -> int | None:
-        """Of its first loader."""
-        return self._loaders[0].epoch if self._loaders else None
 
     @property
     def ending(self) -> bool:
@@ -199,70 +172,31 @@ class ServerSession(Session):
         steps = personal.steps if personal is not None else 0
         return self.shared(self, number, inner, end, tensors, steps, wraps=wraps)
 
-    def put(self, model: nn.Module) -> None:
-        """Make this learner's present values of the model global, with the next update (M6)."""
-        for table in tables_of(model, self._tables):
-            table.put()
-
     # -- data --------------------------------------------------------------------------------------------
 
-    def loader(
-        self,
-        data: Dataset[Any],
-        *,
-        batch_size: int | None = None,
-        global_batch_size: int | None = None,
-        policy: str = "ledger",
-        collate: Callable[[list[Any]], Any] | None = None,
-        ahead: int | None = None,
-    ) -> Loader:
-        check_data("session.loader's data", data)
-        check_function("collate", collate)
-        check_policy(policy)
-        batch_size = batch_of_each(batch_size, global_batch_size, self.learners, self.sync)
-        reads = read_ahead(data, ahead, self.device)
-        key = (id(data), batch_size, policy, identity(collate))
-        if key not in self._same:
-            self._same[key] = self._open_loader(data, batch_size, policy, collate, reads)
-        elif ahead is not None:
-            self._same[key].ahead = reads
-        return self._same[key]
+    def _batches(self, batch_size: int | None, joint: int | None) -> int:
+        return batch_of_each(batch_size, joint, self.learners, self.sync)
 
-    def _open_loader(
-        self,
-        data: Dataset[Any],
-        batch_size: int,
-        policy: str,
-        collate: Callable[[list[Any]], Any] | None,
-        ahead: int,
-    ) -> Loader:
-        number = len(self._loaders)
+    def _open_loader(self, data: Any, batches: int, policy: str, collate: Collate, ahead: int) -> Loader:
+        number = len(self.loaders)
         epochs = self.plan.epochs if number == 0 else None
         stream = isinstance(data, IterableDataset)
         if stream:
-            check_whole("batch_size", batch_size)
-            opening = m.OpenLoader(number, 0, batch_size, m.STREAM, epochs)
+            check_whole("batch_size", batches)
+            opening = m.OpenLoader(number, 0, batches, m.STREAM, epochs)
         else:
-            check_batches(len(data), batch_size)  # type: ignore[arg-type]
-            opening = m.OpenLoader(number, len(data), batch_size, policy, epochs)  # type: ignore[arg-type]
+            check_batches(len(data), batches)
+            opening = m.OpenLoader(number, len(data), batches, policy, epochs)
 
         def opened() -> Loader:
             parts = self._request(opening)
             if stream:
-                return StreamLoader(self, number, data, batch_size=batch_size, collate=collate)  # type: ignore[arg-type]
-            return Loader(
-                self,
-                number,
-                data,
-                batch_size=batch_size,
-                policy=policy,
-                collate=collate,
-                ahead=ahead,
-                parts=parts,
-            )
+                return StreamLoader(self, number, data, batch_size=batches, collate=collate)
+            options: dict[str, Any] = {"policy": policy, "collate": collate, "ahead": ahead, "parts": parts}
+            return Loader(self, number, data, batch_size=batches, **options)
 
         loader: Loader = self.insist(opened)
-        self._loaders.append(loader)
+        self.loaders.append(loader)
         return loader
 
     def _request(self, message: Any) -> Any:
@@ -293,10 +227,6 @@ class ServerSession(Session):
         yield
 
     # -- metrics -----------------------------------------------------------------------------------------
-
-    def log(self, **metrics: float) -> None:
-        """Metrics of this learner, for the run's record."""
-        self.port.tell(m.Log(numbers(metrics)))
 
     def mean(self, value: float | Tensor) -> Any:
         """The mean of a number or tensor over all live learners; every learner must call it."""
@@ -364,29 +294,22 @@ class ServerSession(Session):
         self._used[loader] = upto
         if loader not in self._fresh:
             self._fresh.append(loader)
-        self._count += count
-
-    @property
-    def examples(self) -> int:
-        """Of the gradient that is being made."""
-        return self._count
-
-    def count(self, examples: int) -> None:
-        self._count += examples
+        self.examples += count
 
     def used(self, loader: int) -> int:
         return self._used.get(loader, 0)
 
     def take_usage(self) -> tuple[int, int, int]:
         """(examples, loader, portions used) of the gradient that is published now."""
-        self._in_step()
-        count, self._count = self._count, 0
+        if self._refused is not None:
+            self._in_step()
+        count, self.examples = self.examples, 0
         if self._rests:
             self._rests, self._idle = [], None
         if not self._fresh:
             return count or 1, -1, 0
         for loader in self._fresh:
-            self._loaders[loader].look_ahead()
+            self.loaders[loader].look_ahead()
         *further, last = self._fresh
         for loader in further:
             self.port.post(say.Used(loader, self._used[loader]), later=True)
@@ -542,11 +465,6 @@ def check_whole(name: str, value: Any) -> None:
         raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def check_policy(policy: str) -> None:
-    if policy not in POLICIES:
-        raise UsageError(f"policy {policy!r} is none of {', '.join(POLICIES)}")
-
-
 def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
@@ -561,11 +479,3 @@ def publish_first(end: TablePort, note: m.Initialised, tensors: Tensors) -> None
     copy_all(draft.buffers, tensors.buffers)
     copy_all(draft.others, tensors.others)
     end.publish(draft, note)
-
-
-def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Metrics without tensors, where they are single numbers."""
-    return {
-        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in metrics.items()
-    }

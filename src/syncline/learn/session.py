@@ -7,29 +7,51 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from syncline import messages as m
+from syncline.errors import LayoutError, UsageError
+from syncline.learn.loader import POLICIES, identity, read_ahead
+from syncline.learn.model_factories import seed_random
 from syncline.learn.usage_warnings import Watch
+from syncline.roles.run_plan import Seat
 
 Factory = Callable[..., torch.optim.Optimizer]
+Collate = Callable[[list[Any]], Any] | None
 UNSAID = float("nan")  # this very object: a loss that is not a number is another
 
 
 class Session(ABC):
     """One learner's view of the run."""
 
-    rank: int
-    learners: int
-    device: torch.device
     seat: int = 0  # of this process, among those of the learner
     seats: int = 1
-    watch: Watch
     loss: float | Tensor = UNSAID  # of the gradient that is being made, for the record
+
+    def __init__(self, port: Any, seat: Seat) -> None:
+        self.port, self.reader, self.plan = port, seat.reader, seat.plan
+        self.rank, self.learners = seat.rank, seat.plan.learners
+        self.device = torch.device(seat.device)
+        self.sync = self.plan.course.first  # as of the last read of any table
+        self._tables: list[Any] = []
+        self.loaders: list[Any] = []
+        self._same: dict[tuple[Any, ...], Any] = {}  # loaders
+        self._owned = ParameterOwners()
+        self.watch = Watch(self.rank, port.tell)
+
+    def seed(self) -> None:
+        """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
+        seed_random(self.plan.seed + self.rank)
+
+    @property
+    def epoch(self) -> int | None:
+        """Of its first loader."""
+        return self.loaders[0].epoch if self.loaders else None
 
     @property
     @abstractmethod
@@ -40,7 +62,6 @@ class Session(ABC):
     def optimizer(self, model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
         """The shared state of this model's parameters, as a torch optimizer."""
 
-    @abstractmethod
     def loader(
         self,
         data: Dataset[Any],
@@ -48,7 +69,7 @@ class Session(ABC):
         batch_size: int | None = None,
         global_batch_size: int | None = None,
         policy: str = "ledger",
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Collate = None,
         ahead: int | None = None,
     ) -> Any:
         """This learner's batches; iterate once per epoch. The same call again gives the same loader, another `collate` another.
@@ -58,18 +79,47 @@ class Session(ABC):
         exact in lockstep and over all-reduce; elsewhere the mean over the learners, of which a fast one gets more.
         `global_batch_size` is that of all learners together, each takes its share.
         """
+        check_data("session.loader's data", data)
+        check_function("collate", collate)
+        check_policy(policy)
+        batches = self._batches(batch_size, global_batch_size)
+        reads = read_ahead(data, ahead, self.device)
+        key = (id(data), batches, policy, identity(collate))
+        if key not in self._same:
+            self._same[key] = self._open_loader(data, batches, policy, collate, reads)
+        elif ahead is not None:
+            self._same[key].ahead = reads
+        return self._same[key]
+
+    @abstractmethod
+    def _batches(self, batch_size: int | None, joint: int | None) -> Any:
+        """What a loader is opened with, from one of the two."""
+
+    @abstractmethod
+    def _open_loader(self, data: Any, batches: Any, policy: str, collate: Collate, ahead: int) -> Any: ...
 
     @abstractmethod
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Backwards inside only add to `p.grad`: nothing is communicated before the one after it."""
 
-    @abstractmethod
     def put(self, model: nn.Module) -> None:
         """Make this learner's present values of the model global (M6)."""
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"session.put takes an nn.Module, got {type(model).__name__}")
+        own = {id(parameter) for parameter in model.parameters()}
+        found = [table for table in self._tables if table.holds(own)]
+        if not found:
+            raise UsageError("session.put: no optimizer of this session holds a parameter of that model")
+        for table in found:
+            table.put()
 
-    @abstractmethod
     def log(self, **metrics: float) -> None:
         """Metrics of this learner, for the run's record."""
+        said: dict[str, Any] = metrics
+        for key, value in said.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                said[key] = value.item()
+        self.port.tell(m.Log(said))
 
     @abstractmethod
     def mean(self, value: float | Tensor) -> Any:
@@ -78,3 +128,93 @@ class Session(ABC):
     @abstractmethod
     def close(self) -> None:
         """The learner's function is over."""
+
+
+def check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        raise UsageError(f"policy {policy!r} is none of {', '.join(POLICIES)}")
+
+
+def sparse_gradient() -> LayoutError:
+    return LayoutError(
+        "a parameter has a sparse gradient, which does not travel; make its layer with sparse=False"
+    )
+
+
+class ParameterOwners:
+    """The parameters that are in a table, by identity, with the names that their first table gave them."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+
+    def check(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """A further table wants these; refused if another has one of them already."""
+        for name, parameter in named:
+            if id(parameter) in self._names:
+                raise LayoutError(
+                    f"'{name}' is in two optimizers (the first calls it '{self._names[id(parameter)]}'): its updates would "
+                    "overwrite each other. Give each optimizer its own parameters."
+                )
+
+    def claim(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """The table is open, and these are its."""
+        self._names.update((id(parameter), name) for name, parameter in named)
+
+
+def as_data(name: str, data: Any) -> Any:
+    """A data set; a tuple of tensors is a `TensorDataset`."""
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
+        return _joined(name, data)
+    check_data(name, data)
+    return data
+
+
+def check_data(name: str, data: Any) -> None:
+    """A torch Dataset, or anything with a length and items."""
+    if isinstance(data, Dataset) or _is_sequence(data):
+        if not isinstance(data, IterableDataset):
+            _check_length(name, data)
+    else:
+        raise UsageError(f"{name} must be a torch Dataset, got {_what(data)}")
+
+
+def check_function(name: str, given: Any) -> None:
+    """Where a function may be given."""
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        raise UsageError(f"{name} is the class {given.__name__}: give an instance, {given.__name__}()")
+    if given is not None and not callable(given):
+        raise UsageError(f"{name} must be a function, got {given!r}")
+
+
+def _is_sequence(data: Any) -> bool:
+    words = isinstance(data, (type, str, bytes, dict, tuple))
+    return not words and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+def _what(data: Any) -> str:
+    if isinstance(data, DataLoader):
+        return "DataLoader; give its .dataset, and batch_size= and collate= beside it: every learner gets batches of its own"
+    if isinstance(data, type):
+        return f"the class {data.__name__}; give an instance of it"
+    if isinstance(data, tuple):
+        kinds = ", ".join(type(part).__name__ for part in data)
+        return f"a tuple of ({kinds}); give tensors, or TensorDataset(torch.as_tensor(x), torch.as_tensor(y))"
+    return f"{type(data).__name__}; wrap tensors in TensorDataset"
+
+
+def _joined(name: str, parts: tuple[Tensor, ...]) -> TensorDataset:
+    lengths = [len(part) if part.dim() else 0 for part in parts]
+    if len(set(lengths)) > 1:
+        raise UsageError(
+            f"{name}: the tensors have {', '.join(map(str, lengths))} examples; they must be the same"
+        )
+    return TensorDataset(*parts)
+
+
+def _check_length(name: str, data: Any) -> None:
+    try:
+        len(data)
+    except (TypeError, NotImplementedError) as error:
+        raise UsageError(
+            f"{name}: {type(data).__name__} has no length; give it a __len__, or make it an IterableDataset"
+        ) from error

@@ -66,16 +66,9 @@ class Replica(ABC):
         """What goes with the gradient is in the draft too; counts the changes of the group options."""
 
     @abstractmethod
-    def usage(self) -> tuple[int, int, int]:
-        """(examples, loader, portions used) of the gradient that is published now."""
-
-    @abstractmethod
-    def loss(self, said: Any) -> SupportsFloat:
-        """Of that gradient."""
-
-    @abstractmethod
-    def states(self, *, keep: bool) -> bytes:
-        """Of the random generators, where they are to be kept."""
+    def describe(self, said: Any, *, keep: bool) -> tuple[tuple[int, int, int], bytes, SupportsFloat]:
+        """Of the gradient that is published now: (examples, loader, portions used), the random generators' states where they are
+        to be kept, the loss."""
 
     @abstractmethod
     def publish(self, draft: Draft, gradient: say.Gradient, present: list[bool]) -> None: ...
@@ -170,11 +163,12 @@ class Stepper:
         elif self._sum.steps:  # the dial has changed since: they go out together
             yield from self._add(said)
             yield from self.read(self.push())
-        elif self._free:
+        elif self._casts and self._free:
             yield from self._step_on(said)
         else:
             draft = yield from self._drafted()
-            yield from self.read(self._publish(draft, self._replica.fill(draft), said))
+            reading = yield Ticket(self._publish(draft, self._replica.fill(draft), said))
+            yield from self._take_over(reading)
 
     def _step_on(self, said: Any) -> Steps:
         """As soon as a former gradient is delivered; then with what has flowed down by now (R8). Two are never merged."""
@@ -200,7 +194,7 @@ class Stepper:
 
     def _drafted(self) -> Generator[Wait, Any, Draft]:
         """Kept until it is published: what cannot be published is filled again."""
-        if self._replica.several():  # of which is told before it
+        if self._silent and self._replica.several():  # of which is told before it
             yield from self.deliver()
         if self._draft is None:
             self._draft = yield FreeDraft(block=False)
@@ -219,9 +213,9 @@ class Stepper:
 
     def _publish(self, draft: Draft, present: list[bool], said: Any) -> int:
         replica, options = self._replica, self._replica.seal(draft)
-        number, silent = self.ticket(), self.sync.local or self._free
-        usage, loss = replica.usage(), replica.loss(said)
-        states = replica.states(keep=self._keep)
+        number, silent = self.tickets, self.sync.local or (self._casts and self._free)
+        self.tickets += 1
+        usage, states, loss = replica.describe(said, keep=self._keep)
         stamp, self._stamp = self.version if self._stamp is None else self._stamp, None
         gradient = say.Gradient(
             self.number,

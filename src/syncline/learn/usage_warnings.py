@@ -35,7 +35,7 @@ class Watch:
         self._said: set[str] = set()
         self._shared: list[Optimizer] = []  # those of the tables, and those that these run
         self._parameters: set[int] = set()  # in tables
-        self._steps = 0  # of tables
+        self.steps = 0  # of tables
         self._outer: list[int] = []  # steps of tables before each optimizer that is stepping now
         self._looked: tuple[int, int | None] = (0, -1)  # step and epoch of the last loss on a card
         self._alone = ""  # a plain optimizer that stepped before there was a table
@@ -75,18 +75,14 @@ class Watch:
         self._shared += optimizers
         self._parameters.update(map(id, parameters))
 
-    def stepped(self) -> None:
-        """A table's own step, without hooks."""
-        self._steps += 1
-
     def before(self, optimizer: Optimizer) -> None:
         if any(optimizer is each for each in self._shared):
-            self._steps += 1
-        self._outer.append(self._steps)
+            self.steps += 1
+        self._outer.append(self.steps)
 
     def after(self, optimizer: Optimizer) -> None:
         """A step of something that stepped no table: not one of ours, nor something around it."""
-        if self._outer and self._outer.pop() == self._steps and all(optimizer is not s for s in self._shared):
+        if self._outer and self._outer.pop() == self.steps and all(optimizer is not s for s in self._shared):
             self._plain(optimizer)
 
     def _plain(self, optimizer: Optimizer) -> None:

@@ -1,12 +1,13 @@
-"""Keeps the record of an all-reduce run: what its learners report, put together for the recorder.
+"""Keeps the record of an all-reduce run: what its learners report, put together for the recorder; their parts of checkpoints.
 
 Also where they meet: layouts are compared, means are taken. A role that engines host where it suits them (the supervisor, rank 0
 under torchrun, the simulated world); nothing here is on a step's path. All learners report the same epochs and the same end.
+Not responsible for when checkpoints are cut, nor for their files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,113 @@ from torch import Tensor
 
 from syncline import messages as m
 from syncline.errors import RunError
+from syncline.protocols.sequence import Account
+from syncline.protocols.spans import Standing
 from syncline.protocols.staleness import Staleness
-from syncline.roles.allreduce_checkpoints import AllReduceCheckpoints, GatheredCut, PeerCut
-from syncline.roles.learner_states import joint_buffers
+from syncline.roles.checkpoint_manifest import (
+    LEARNERS,
+    PipelineState,
+    learner_tensors,
+    manifest,
+    pipelines_json,
+)
+from syncline.roles.counters import joint_buffers
+from syncline.table.checkpoints import Written
 from syncline.table.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """What all learners have alike, without the tensors."""
+
+    files: list[str]  # that the first learner writes
+    accounts: dict[int, Account]
+    examples: dict[int, int]
+    optimizers: dict[int, str]
+    pipelines: dict[int, PipelineState]
+    loaders: dict[int, m.OpenLoader]
+    standings: dict[int, Standing]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerCut:
+    """One learner's part of a checkpoint; `joint` from learner 0 only."""
+
+    number: int
+    personal: m.Personal
+    losses: tuple[float, int]  # of the epoch so far: (sum over examples, examples)
+    flights: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # the same of those, by table
+    joint: Joint | None = None
+
+
+@dataclass(slots=True)
+class GatheredCut:
+    """What has come in of a checkpoint; the learners' own file is made of it."""
+
+    parts: dict[int, PeerCut] = field(default_factory=dict)  # by rank
+    saved: dict[str, m.Saved] = field(default_factory=dict)  # by name
+
+    @property
+    def number(self) -> int:
+        return self.parts[0].number
+
+    @property
+    def joint(self) -> Joint:
+        joint = self.parts[0].joint
+        assert joint is not None
+        return joint
+
+    @property
+    def files(self) -> list[Written]:
+        found = (self.saved[name].written for name in self.joint.files)
+        return [written for written in found if written is not None]
+
+    @property
+    def problem(self) -> str:
+        found = (self.saved[name].problem for name in self.joint.files)
+        return next((problem for problem in found if problem), "")
+
+    def learners(self) -> tuple[str, dict[str, Tensor]]:
+        """The file of random states and buffers."""
+        random = {rank: part.personal.random for rank, part in self.parts.items()}
+        buffers: dict[tuple[int, int], Sequence[Tensor]] = {
+            (table, rank): values
+            for rank, part in self.parts.items()
+            for table, values in part.personal.buffers.items()
+        }
+        return LEARNERS, learner_tensors(random, buffers)
+
+    def manifest(
+        self, *, seed: int, sync: str, layouts: Mapping[int, Any], history: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        joint = self.joint
+        epoch = joint.standings[0].done if 0 in joint.standings else 0
+        counts = m.Counts(
+            joint.examples,
+            {epoch: {rank: list(part.losses) for rank, part in self.parts.items()}},
+            {rank: part.personal.steps for rank, part in self.parts.items()},
+        )
+        flights = {rank: part.flights for rank, part in self.parts.items()}
+        found = manifest(
+            m.Cut(self.number, joint.files, joint.accounts, joint.standings, counts),
+            seed=seed,
+            sync=sync,
+            chosen=[],
+            learners=len(self.parts),
+            tables={table: (layouts[table], name) for table, name in joint.optimizers.items()},
+            loaders={number: (loader, len(self.parts)) for number, loader in joint.loaders.items()},
+            history=history,
+        )
+        return {**found, "pipelines": pipelines_json(joint.pipelines, flights)}
+
+
+def own_losses(
+    losses: Mapping[int, Mapping[int, Sequence[float]]], rank: int, learners: int
+) -> tuple[float, int]:
+    """Of a rank in a run that goes on; the first takes over those of ranks that there are no more."""
+    by_rank = [pair for epoch in losses.values() for pair in epoch.items()]
+    mine = [each for other, each in by_rank if other == rank or (rank == 0 and other >= learners)]
+    return sum(loss for loss, _ in mine), int(sum(count for _, count in mine))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +163,7 @@ class PeerEpoch:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class PeerAccount:
     """What one learner counted of one table."""
 
     version: int
@@ -75,7 +179,7 @@ class PeerClosed:
 
     steps: int  # of all its tables
     loss: float
-    accounts: dict[int, Account]
+    accounts: dict[int, PeerAccount]
     copies: dict[int, Copy]
 
 
@@ -106,7 +210,7 @@ class AllReduceCoordinator:
     ) -> None:
         self._learners, self._processes = learners, processes  # more of them where a learner has seats
         self._emit, self._event, self._reply, self._fail, self._keep = emit, event, reply, fail, keep
-        self._cuts = AllReduceCheckpoints(learners)
+        self._cuts: dict[int, GatheredCut] = {}  # that are not complete, by number
         self.layouts: dict[int, Layout] = {}
         self._met = [0] * processes  # meetings of each
         self._meetings: dict[int, dict[int, Meet]] = {}
@@ -125,8 +229,7 @@ class AllReduceCoordinator:
         elif isinstance(message, PeerClosed):
             self._close(rank, message)
         elif isinstance(message, PeerCut | m.Saved):
-            if (cut := self._cuts.add(rank, message)) is not None:
-                self._keep(cut)
+            self._cut(rank, message)
         elif isinstance(message, Deeper):
             what = (
                 f"delay {message.before} → {message.depth}: {message.share:.0%} of the time was spent waiting"
@@ -138,7 +241,18 @@ class AllReduceCoordinator:
     @property
     def cutting(self) -> bool:
         """A checkpoint is being written."""
-        return self._cuts.open
+        return bool(self._cuts)
+
+    def _cut(self, rank: int, message: PeerCut | m.Saved) -> None:
+        """One more part; it is kept when it was the last."""
+        cut = self._cuts.setdefault(message.number, GatheredCut())
+        if isinstance(message, PeerCut):
+            cut.parts[rank] = message
+        else:
+            cut.saved[message.name] = message
+        if len(cut.parts) == self._learners and not set(cut.joint.files) - cut.saved.keys():
+            del self._cuts[message.number]
+            self._keep(cut)
 
     # -- meetings ----------------------------------------------------------------------------------------
 

@@ -39,8 +39,8 @@ class Barrier:
         decided: Callable[[int, list[Decision]], None],
     ) -> None:
         self._port, self._feeding, self._steps, self._decided = port, feeding, steps, decided
-        self._meetings = Meetings()
-        self._opening: dict[
+        self.meetings = Meetings()
+        self.openings: dict[
             int, MeetingPlace
         ] = {}  # who waits for others to open something too, as last heard
         self._heard = 0  # of that, how often
@@ -49,27 +49,27 @@ class Barrier:
         self.cold: set[int] = set()  # learners that wait for the warm start's end
 
     def resume(self, event: m.Resume) -> None:
-        self._meetings = Meetings(event.initial, apart=event.back)
+        self.meetings = Meetings(event.initial, apart=event.back)
         self._together = set() if event.back else set(event.initial)
 
     def join(self, learner: int, *, cold: bool) -> None:
         """Who waits for the warm start's end is not waited for."""
         if cold:
             self.cold.add(learner)
-            self._decided(OUTSIDE, self._meetings.leave(learner))
+            self._decided(OUTSIDE, self.meetings.leave(learner))
         else:
-            self._meetings.join(learner)
+            self.meetings.join(learner)
 
     def warmed(self, learner: int) -> bool:
         """It reads; True if it has waited for the end of the warm start."""
         if learner not in self.cold:
             return False
         self.cold.discard(learner)
-        self._meetings.join(learner)
+        self.meetings.join(learner)
         return True
 
     def come(self, learner: int) -> None:
-        self._decided(OUTSIDE, self._meetings.come(learner))
+        self._decided(OUTSIDE, self.meetings.come(learner))
 
     def stepped(self, learner: int, ranks: Mapping[int, int], *, lockstep: bool) -> None:
         """While others wait in the meeting: in lockstep it is soon there, or its loop is another."""
@@ -83,7 +83,7 @@ class Barrier:
             self._warn(learner, ranks, "has returned after")
 
     def _warn(self, learner: int, ranks: Mapping[int, int], what: str) -> None:
-        waiting = sorted(ranks[each] for each in self._meetings.here & self._together)
+        waiting = sorted(ranks[each] for each in self.meetings.here & self._together)
         if waiting and learner in self._together:
             text = (
                 f"session.mean: learner {ranks[learner]} {what} {self._apart[learner]} steps while learners {waiting} wait "
@@ -91,29 +91,25 @@ class Barrier:
             )
             self._port.tell(m.Warned(text, "mean"))
 
-    @property
-    def meeting(self) -> bool:
-        return bool(self._meetings.here)
-
     def leave(self, learner: int) -> None:
         self.cold.discard(learner)
-        self._decided(OUTSIDE, self._meetings.leave(learner))
+        self._decided(OUTSIDE, self.meetings.leave(learner))
 
     @property
     def tangled(self) -> bool:
         """Steps may wait for somebody that opens something, or for each other."""
-        return bool(self._opening) or self._crossing()
+        return bool(self.openings) or self._crossing()
 
     def _crossing(self) -> bool:
-        meetings = self._meetings
-        return self._steps.crossing(len(meetings.members) - len(meetings.here) - len(self._opening))
+        meetings = self.meetings
+        return self._steps.crossing(len(meetings.members) - len(meetings.here) - len(self.openings))
 
     def opening(self, event: m.Opening) -> None:
         self._heard = event.number
         for learner, place in event.learners.items():
-            self._opening.pop(learner, None)
+            self.openings.pop(learner, None)
             if place is not None:
-                self._opening[learner] = place
+                self.openings[learner] = place
 
     def untangle(self, *, sure: bool = False) -> None:
         """Nobody waits for ever: where all wait, a meeting is held by those who are in it, or an epoch begins without some.
@@ -121,7 +117,7 @@ class Barrier:
         Learners get out of step when one joins, or goes back to a checkpoint, in the middle of a loop. What was heard of
         openings may be old, unless it is `sure`: the coordinator was asked while all stood still.
         """
-        meetings, opening = self._meetings, self._opening
+        meetings, opening = self.meetings, self.openings
         crossing = self._crossing()
         if not meetings.here and not opening and not crossing:
             self._feeding.untangle()

@@ -1,7 +1,7 @@
 """The coordinator: sees learners come and go, has tables and loaders opened, dials turned and checkpoints made.
 
-A handler beside the learners' fast path: it never sees a gradient. Runs in the supervisor of the local
-engine and inside the simulator; effects go out through its port. Its rooms: `openings`, `waiting_room`, `optimizer_states`.
+A handler beside the learners' fast path: it never sees a gradient. Runs in the supervisor of the local engine and inside the simulator;
+effects go out through its port.
 """
 
 from __future__ import annotations
@@ -14,13 +14,59 @@ from syncline.dial import Sync
 from syncline.errors import UsageError
 from syncline.ports import CoordinatorPort
 from syncline.roles.checkpoint_manifest import Restored, manifest
-from syncline.roles.checkpoint_parts import Cuts
-from syncline.roles.optimizer_states import OptimizerStates
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.table_registry import TableRegistry
 from syncline.roles.waiting_learners import WaitingLearners
 from syncline.table.checkpoints import FIRST
 from syncline.table.layout import Layout
+
+Key = tuple[int, int, int]  # table, number, learner
+
+
+class OptimizerStates:
+    """Those under way; `shards_of` is the number of shards that hold a table."""
+
+    def __init__(self, port: CoordinatorPort, room: WaitingLearners, shards_of: Callable[[int], int]) -> None:
+        self._port, self._room, self._shards_of = port, room, shards_of
+        self._parts: dict[Key, dict[int, m.StatePart]] = {}
+        self._waits: set[Key] = set()  # learners that wait for parts
+        self._loaded: dict[Key, int] = {}  # shards that have got a state to load
+
+    def reset(self) -> None:
+        """The shards that were asked are gone."""
+        self._parts.clear()
+        self._waits.clear()
+        self._loaded.clear()
+
+    def load(self, learner: int, message: m.LoadState) -> None:
+        self._loaded[message.table, message.number, learner] = 0
+        self._port.tell_shards((learner, message))
+
+    def loaded(self, message: m.Loaded) -> None:
+        key = (message.table, message.number, message.learner)
+        self._loaded[key] += 1
+        if self._loaded[key] == self._port.shards:
+            del self._loaded[key]
+            self._room.reply(message.learner, True)
+
+    def wait(self, learner: int, message: m.AwaitState) -> None:
+        """It has asked the shards, and waits for their parts."""
+        key = (message.table, message.number, learner)
+        self._waits.add(key)
+        self._try(key)
+
+    def part(self, message: m.StatePart) -> None:
+        key = (message.table, message.number, message.learner)
+        self._parts.setdefault(key, {})[message.shard] = message
+        self._try(key)
+
+    def _try(self, key: Key) -> None:
+        parts = self._parts.get(key, {})
+        if key in self._waits and len(parts) == self._shards_of(key[0]):
+            del self._parts[key]
+            self._waits.discard(key)
+            self._room.reply(key[2], [parts[shard] for shard in sorted(parts)])
+
 
 PAST = -1  # the epoch of a dial that does not begin by itself
 
@@ -48,7 +94,8 @@ class Coordinator:
         self._stale: set[int] = set()  # learners that know only servers that are gone
         self._rejoining: dict[int, m.Rejoin] = {}
         self._closed: set[int] = set()  # learners whose function has come to its end by itself
-        self._cuts = Cuts()
+        self._open_cut: m.Cut | None = None
+        self._saved: dict[str, m.Saved] = {}  # files of it, which may come before the leading shard's word
         self._finish_later = False
         self._stopping = self._exact = False  # waits for a last checkpoint; has it
         self.reached = False
@@ -63,7 +110,7 @@ class Coordinator:
     @property
     def cutting(self) -> bool:
         """A checkpoint is being written."""
-        return self._cuts.open
+        return self._open_cut is not None or bool(self._saved)
 
     def stale(self, learner: int) -> bool:
         """It has not noticed that the servers are new ones."""
@@ -127,7 +174,7 @@ class Coordinator:
 
     def finish(self) -> None:
         """All learners have left."""
-        if self._cuts.open:
+        if self.cutting:
             self._finish_later = True
         else:
             self._port.tell_shards(m.Finish(cut=not self._exact))
@@ -208,7 +255,7 @@ class Coordinator:
         self._stale = set(self.live) - set(learners)
         self._states.reset()
         self._room.reset()
-        self._cuts = Cuts()
+        self._open_cut, self._saved = None, {}
         self._finish_later = self._stopping = self._exact = self.reached = False
         for number, (sync, epoch) in enumerate(self._dials):
             self._port.tell_shards(m.Dial(number, sync, PAST if epoch is None else epoch))
@@ -275,20 +322,25 @@ class Coordinator:
         if self._stopping and not self._exact and isinstance(message, m.Cut):
             self._exact = True
             self._port.announce(m.Stop())
-        self._cuts.add(message)
-        done = self._cuts.complete()
-        if done is None:
+        if isinstance(message, m.Cut):
+            self._open_cut = message
+        else:
+            self._saved[message.name] = message
+        cut, saved = self._open_cut, self._saved
+        if cut is None or set(cut.files) - saved.keys():
             return
-        if done.problem:
-            self._port.commit(done.cut.number, None, ())
-            self._port.tell(m.Checkpointed(done.cut.number, "", done.problem))
+        self._open_cut, self._saved = None, {}
+        problem = next((saved[name].problem for name in cut.files if saved[name].problem), "")
+        if problem:
+            self._port.commit(cut.number, None, ())
+            self._port.tell(m.Checkpointed(cut.number, "", problem))
         elif self._port.commit(
-            done.cut.number,
-            self._manifest(done.cut),
-            done.files,
+            cut.number,
+            self._manifest(cut),
+            [written for name in cut.files if (written := saved[name].written) is not None],
             prune=not self._openings.waits_for_checkpoint,
         ):
-            self._openings.in_checkpoint(done.cut.accounts)
+            self._openings.in_checkpoint(cut.accounts)
         self._port.tell_shards(m.CutDone())
         if self._finish_later:
             self._finish_later = False

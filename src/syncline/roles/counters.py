@@ -1,11 +1,26 @@
-"""What the leading shard counts: examples by table, steps and losses by rank. Not responsible for versions and staleness."""
+"""What the leading shard counts and keeps beside its decisions: examples, steps and losses; learners' buffers and random states for
+snapshots, results and checkpoints (M6); vector clocks of updates (R6); whether learners in lockstep agree about their options (M4).
+
+Not responsible for versions and staleness.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import SupportsFloat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from syncline import messages as m
+from syncline.ports import ServerPort
+from syncline.protocols.folding import Ticket
+from syncline.roles.checkpoint_manifest import learner_tensors
+
+if TYPE_CHECKING:
+    from syncline.roles.server import LogApplier
 
 Losses = dict[int, list[float]]  # rank -> [sum, count]
 
@@ -79,3 +94,101 @@ class Counters:
 
 def _none() -> Losses:
     return defaultdict(lambda: [0.0, 0.0])
+
+
+def joint_buffers(columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Mean of float buffers, maximum of the others (M6)."""
+    return [
+        torch.stack(column).mean(0) if column[0].is_floating_point() else torch.stack(column).amax(0)
+        for column in map(list, zip(*columns, strict=True))
+    ]
+
+
+class LearnerStates:
+    """Of all learners that are not lost."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, int], list[Tensor]] = {}  # by (table, learner)
+        self.random: dict[int, bytes] = {}  # states by rank
+
+    def bring(self, table: int, learner: int, buffers: list[Tensor]) -> None:
+        """A learner comes with these."""
+        self._buffers[table, learner] = buffers
+
+    def keep(self, table: int, learner: int, buffers: Sequence[Tensor]) -> None:
+        """Those of its last gradient, copied where they lie."""
+        kept = self._buffers.get((table, learner))
+        if kept is None or kept[0].device != buffers[0].device:
+            self._buffers[table, learner] = [value.clone() for value in buffers]
+        else:
+            torch._foreach_copy_(kept, list(buffers))
+
+    def lose(self, learner: int) -> None:
+        """A lost learner's statistics do not count, unless a table has no others."""
+        for table in [table for table, who in self._buffers if who == learner]:
+            if sum(each == table for each, _ in self._buffers) > 1:
+                del self._buffers[table, learner]
+
+    def joint(self, table: int) -> list[Tensor] | None:
+        """One table's buffers over all learners."""
+        kept = [
+            [value.cpu() for value in each] for (t, _), each in sorted(self._buffers.items()) if t == table
+        ]
+        return joint_buffers(kept) if kept else None
+
+    def tensors(self, ranks: Mapping[int, int]) -> dict[str, Tensor]:
+        """For a checkpoint, by name."""
+        buffers = {
+            (table, ranks[learner]): [value.cpu().clone() for value in values]
+            for (table, learner), values in self._buffers.items()
+        }
+        return learner_tensors(self.random, buffers)
+
+
+ROWS = 4096  # of one report
+
+
+class VectorClocks:
+    """Rows that are not reported yet."""
+
+    def __init__(self, report: Callable[[Any], None]) -> None:
+        self._report = report
+        self._rows: list[tuple[int, int, int]] = []  # version, rank, stamp
+
+    def fold(self, version: int, tickets: Iterable[Ticket]) -> None:
+        """These gradients are in that version."""
+        self._rows += [(version, ticket.rank, ticket.stamp) for ticket in tickets]
+        if len(self._rows) >= ROWS:
+            self.tell()
+
+    def tell(self) -> None:
+        """Report what there is."""
+        if self._rows:
+            rows, self._rows = self._rows, []
+            self._report(m.Clocks(np.array(rows, dtype="<u4").tobytes()))
+
+
+class OptionsCheck:
+    """Looks at the gradients of a fold when options have changed."""
+
+    def __init__(self, port: ServerPort, replay: LogApplier) -> None:
+        self._port, self._replay, self._warned = port, replay, False
+
+    def check(self, table: int, tickets: Iterable[Ticket], *, lockstep: bool) -> None:
+        if lockstep and not self._warned:
+            self._compare({t.rank: self._replay.options(table, t.learner, t.number) for t in tickets})
+
+    def _compare(self, options: dict[int, object]) -> None:
+        first = next(iter(options.values()))
+        differ = sorted(rank for rank, option in options.items() if option is not first and option != first)
+        if differ:
+            self._warned = True
+            ranks = sorted(options)
+            self._port.tell(
+                m.Warned(
+                    f"learners {ranks} disagree about the options of their parameter groups (ranks {differ} differ "
+                    f"from rank {ranks[0]}); each update uses those of the learner furthest along. Step the same "
+                    "scheduler in every learner.",
+                    "options",
+                )
+            )

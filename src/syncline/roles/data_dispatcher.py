@@ -35,20 +35,21 @@ class DataDispatcher:
     # -- who is there ------------------------------------------------------------------------------------
 
     def make_loader(self, make: m.MakeLoader, *, lockstep: bool) -> None:
-        if make.policy == m.STREAM:
-            self._ledgers[make.loader] = StreamEpochs(lockstep=lockstep, standing=make.standing)
+        opened = make.opened
+        if opened.policy == m.STREAM:
+            self._ledgers[opened.loader] = StreamEpochs(lockstep=lockstep, standing=make.standing)
         else:
-            self._ledgers[make.loader] = Ledger(
-                size=make.size,
-                batch_size=make.batch_size,
-                epochs=make.epochs,
+            self._ledgers[opened.loader] = Ledger(
+                size=opened.size,
+                batch_size=opened.batch_size,
+                epochs=opened.epochs,
                 lockstep=lockstep,
-                partition=make.policy == "partition",
+                partition=opened.policy == "partition",
                 learners=make.parts,
                 standing=make.standing,
             )
         if make.snapshot:
-            self.evaluated.add(make.loader)
+            self.evaluated.add(opened.loader)
 
     def join(self, loader: int, learner: int, *, later: bool) -> None:
         """Later: nobody counts on it before the warm start is over."""

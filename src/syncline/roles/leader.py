@@ -5,9 +5,9 @@ Decisions of the sequences and ledgers become log entries, portions and reports,
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from syncline import messages as m
 from syncline.messages import log
@@ -23,14 +23,12 @@ from syncline.protocols.spans import End, EpochDone, Grant, Standing
 from syncline.protocols.waiting import Release
 from syncline.roles.barrier import Barrier
 from syncline.roles.checkpoint_manifest import LEARNERS, table_file
-from syncline.roles.counters import Counters
+from syncline.roles.counters import Counters, LearnerStates, OptionsCheck, VectorClocks
 from syncline.roles.data_dispatcher import DataDispatcher
-from syncline.roles.decision_queue import Worklist
-from syncline.roles.learner_states import LearnerStates
-from syncline.roles.log_applier import LogApplier
-from syncline.roles.options_check import OptionsCheck
 from syncline.roles.tree_root import TreeRoot
-from syncline.roles.vector_clocks import VectorClocks
+
+if TYPE_CHECKING:
+    from syncline.roles.server import LogApplier
 
 Usage = list[tuple[int, int]]  # (loader, upto)
 NOTHING: Usage = []
@@ -43,8 +41,9 @@ class Leader:
         self._port, self._replay = port, replay
         self._sequences: dict[int, Sequence] = {}
         self._ranks: dict[int, int] = {}
-        self._work = Worklist(self._carry_out, self._cut)
-        self._decided = self._work.add
+        self._todo: deque[tuple[int, Any]] = deque()  # decisions, each of a table or loader
+        self._later: deque[tuple[Callable[[int, Ticket], None], int, Ticket]] = deque()
+        self._working = self._cut_due = False
         self._feeding = DataDispatcher(port, self._ranks, self._decided)
         self._gathering = Barrier(port, self._feeding, self, self._decided)
         self._agreement = OptionsCheck(port, replay)
@@ -83,10 +82,31 @@ class Leader:
             say.AskState: lambda learner, ask: self._log(log.GiveState(ask.table, learner, ask.number)),
             say.Load: self._load,
         }
+        self._events: dict[type, Callable[[Any], None]] = {
+            m.Dial: self._dial,
+            m.Resume: self.resume,
+            m.MakeTable: self.make_table,
+            m.JoinTable: self.join_table,
+            m.MakeLoader: self._make_loader,
+            m.JoinLoader: self._join_loader,
+            m.Leave: self.leave,
+            m.NodesMoved: self._moved,
+            m.Opening: self._opening,
+            m.Standstill: self._gathering.standstill,
+            m.AskCut: lambda _: self._cadence.ask() if self._cadence is not None else None,
+            m.CutDone: lambda _: self._cadence.written() if self._cadence is not None else None,
+            m.AskStatistics: lambda event: port.tell(self.statistics(event.number)),
+            m.Finish: self._finish,
+        }
 
     # -- the coordinator's events ------------------------------------------------------------------------
 
-    def dial(self, event: m.Dial) -> None:
+    def hear(self, event: Any) -> None:
+        """What concerns every shard alike is nothing to do here."""
+        if (handler := self._events.get(type(event))) is not None:
+            handler(event)
+
+    def _dial(self, event: m.Dial) -> None:
         """A dial for later, or for all tables from now on."""
         if event.epoch is not None:
             self._course[event.epoch] = event.number
@@ -138,27 +158,28 @@ class Leader:
                 self._decided(table, other.excuse(join.learner))
         self._start_sums()
 
-    def make_loader(self, make: m.MakeLoader) -> None:
+    def _make_loader(self, make: m.MakeLoader) -> None:
         self._feeding.make_loader(make, lockstep=self._replay.dials[make.dial].lockstep)
-        if make.loader == 0:
+        if make.opened.loader == 0:
             self._passed = self._feeding.done(0)
 
-    def join_loader(self, join: m.JoinLoader) -> None:
+    def _join_loader(self, join: m.JoinLoader) -> None:
         for learner, rank in join.learners.items():
             self._ranks[learner] = rank
             cold = 0 in self._sequences and self._sequences[0].cold(learner)
             self._feeding.join(join.loader, learner, later=cold)
 
-    def leave(self, learner: int, rank: int, *, lost: bool, closed: bool = False) -> None:
+    def leave(self, event: m.Leave) -> None:
+        learner = event.learner
         back, pending = self._feeding.going(learner)
-        if lost:
-            self._port.tell(m.Left(learner, rank, back, pending))
+        if event.lost:
+            self._port.tell(m.Left(learner, event.rank, back, pending))
             self._belongings.lose(learner)
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.leave(learner))
         self._late.pop(learner, None)
-        self._feeding.leave(learner, lost=lost)
-        if closed:
+        self._feeding.leave(learner, lost=event.lost)
+        if event.closed:
             self._gathering.closed(learner, self._ranks)
         self._gathering.leave(learner)
         self._gathering.untangle()
@@ -167,14 +188,15 @@ class Leader:
         self._port.append(leaves)
         self._replay.replay(leaves)
 
-    def finish(self, *, cut: bool) -> None:
+    def _finish(self, event: m.Finish) -> None:
         self._finished = True
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.finish())
         for table, sequence in self._sequences.items():  # what was put without a later fold counts
             self._log(log.Finish(table, sequence.version))
-        if cut and self._cadence is not None and self._sequences and self._cadence.begin():
+        if event.cut and self._cadence is not None and self._sequences and self._cadence.begin():
             self._cut()
+        self._port.tell(m.Finished(self.statistics(-1)))
 
     # -- what learners say -------------------------------------------------------------------------------
 
@@ -194,16 +216,16 @@ class Leader:
             self._opened(learner, gradient)
             if table in self._buffered:
                 self._belongings.keep(table, learner, sum_.buffers[index])
-            if self._gathering.meeting:
+            if self._gathering.meetings.here:
                 self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
         self._decided(table, sequence.take_sum(tickets))
-        if self._gathering.tangled:
+        if (len(self._sequences) > 1 or self._gathering.openings) and self._gathering.tangled:
             self._gathering.untangle()
 
-    def moved(self, lost: int | None) -> None:
+    def _moved(self, event: m.NodesMoved) -> None:
         """Nodes have others below them now."""
         if self._trunk is not None:
-            self._trunk.lose(lost)
+            self._trunk.lose(event.lost)
             self._trunk.recount(anew=True)
 
     def _start_sums(self) -> None:
@@ -224,10 +246,10 @@ class Leader:
             silent=gradient.silent,
         )
         sequence = self._sequences[gradient.table]
-        if self._gathering.meeting:
+        if self._gathering.meetings.here:
             self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
         self._decided(gradient.table, sequence.gradient(ticket))
-        if self._gathering.tangled:
+        if (len(self._sequences) > 1 or self._gathering.openings) and self._gathering.tangled:
             self._gathering.untangle()
 
     def _opened(self, learner: int, gradient: say.Gradient) -> None:
@@ -267,12 +289,8 @@ class Leader:
             has = fetch.has if fetch.has >= 0 else None
             self._decided(fetch.table, sequence.fetch(learner, fetch.number, has))
         elif learner in sequence.members:
-            deliver = log.Release(fetch.table, learner, fetch.number, sequence.version, self._keeps(), True)
-            self._log(deliver)
-
-    def _keeps(self) -> bool:
-        """A checkpoint follows."""
-        return self._cadence is not None and self._cadence.armed
+            keep = self._cadence is not None and self._cadence.armed
+            self._log(log.Release(fetch.table, learner, fetch.number, sequence.version, keep, True))
 
     def _await(self, learner: int, waits: say.Await) -> None:
         self._sequences[waits.table].awaits(learner, waits.number)
@@ -300,12 +318,36 @@ class Leader:
 
     def crossing(self, members: int) -> bool:
         """So many may stand still, some of them in steps of different tables."""
-        if len(self._sequences) < 2:
-            return False
         waiting = [sequence.at_gate for sequence in self._sequences.values()]
         return sum(waiting) >= members and sum(map(bool, waiting)) > 1
 
     # -- decisions to effects ----------------------------------------------------------------------------
+
+    def _decided(self, place: int, decisions: Iterable[Any]) -> None:
+        """Decisions of a table, or of a loader, are carried out in their order; what one brings about comes after all that were there.
+
+        Accounts and the feed come last: first of all, learners that wait are released. A checkpoint that is due is cut before
+        another version can follow.
+        """
+        todo, later = self._todo, self._later
+        for decision in decisions:
+            todo.append((place, decision))
+        if self._working:
+            return
+        self._working = True
+        try:
+            while todo or later:
+                if todo and not (self._cut_due and isinstance(todo[0][1], Take | Fold)):
+                    self._carry_out(*todo.popleft())
+                elif later:
+                    action, table, ticket = later.popleft()
+                    action(table, ticket)
+                else:
+                    self._cut()
+            if self._cut_due:
+                self._cut()
+        finally:
+            self._working = False
 
     def _log(self, entry: log.OfTable) -> None:
         if entry.table in self._spread:
@@ -327,8 +369,8 @@ class Leader:
             portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
             self._grant(portion, decision.learner)
         elif isinstance(decision, Drop):
-            self._log(log.Free(place, *self.named(place, decision.ticket.learner, decision.ticket.number)))
-            self._work.later(self._drop, place, decision.ticket)
+            self._log(log.Free(place, *self.named(place, decision.ticket)))
+            self._later.append((self._drop, place, decision.ticket))
         elif isinstance(decision, Full):
             self._port.tell(m.Reached(decision.version))
         elif isinstance(decision, End):
@@ -347,9 +389,9 @@ class Leader:
             for join in self._late.pop(release.learner, ()):
                 self.join_table(join)
             self._feeding.welcome_late(release.learner)
-        learner, number = release.learner, release.number
         if release.read:
-            self._log(log.Release(table, learner, number, release.version, self._keeps(), False))
+            keep = self._cadence is not None and self._cadence.armed
+            self._log(log.Release(table, release.learner, release.number, release.version, keep, False))
 
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket
@@ -357,30 +399,26 @@ class Leader:
         if self._trunk is not None:
             self._trunk.take(table, ticket)
         else:
-            self._take_alone(table, ticket, gradient)
-        if usage:
-            self._work.later(self._taken, table, ticket)
-
-    def _take_alone(self, table: int, ticket: Ticket, gradient: say.Gradient) -> None:
-        if table in self._buffered:  # before it is taken, which may free the draft
-            buffers = self._port.receive(table, ticket.learner, ticket.number).buffers
-            self._belongings.keep(table, ticket.learner, buffers)
-        following = self._work.following
-        alone = isinstance(following, Fold) and following.tickets == (ticket,)
-        self._log(
-            log.Take(
-                table,
-                ticket.learner,
-                ticket.number,
-                gradient.options,
-                gradient.full,
-                ticket.count,
-                ticket.rank,
-                ticket.iteration,
-                alone,
-                ticket.weight,
+            if table in self._buffered:  # before it is taken, which may free the draft
+                buffers = self._port.receive(table, ticket.learner, ticket.number).buffers
+                self._belongings.keep(table, ticket.learner, buffers)
+            following = self._todo[0][1] if self._todo else None
+            self._log(
+                log.Take(
+                    table,
+                    ticket.learner,
+                    ticket.number,
+                    gradient.options,
+                    gradient.full,
+                    ticket.count,
+                    ticket.rank,
+                    ticket.iteration,
+                    isinstance(following, Fold) and following.tickets == (ticket,),
+                    ticket.weight,
+                )
             )
-        )
+        if usage:
+            self._later.append((self._taken, table, ticket))
 
     def _taken(self, table: int, ticket: Ticket) -> None:
         _, usage = self._open[table, ticket.learner, ticket.number]
@@ -394,29 +432,27 @@ class Leader:
             if self._replay.options_changed and self._trunk is None:
                 self._replay.options_changed = False
                 self._agreement.check(table, tickets, lockstep=self._sequences[table].sync.lockstep)
-        named = self.named(table, first.learner, first.number)
-        self._log(log.Fold(table, *named, first.iteration, fold.version, fold.factor))
+        learner, number = self.named(table, first) if self._trunk else (first.learner, first.number)
+        self._log(log.Fold(table, learner, number, first.iteration, fold.version, fold.factor))
         if self._stamps is not None and table == 0:
             self._stamps.fold(fold.version, tickets)
         for ticket in tickets:
-            self._work.later(self._account, table, ticket)
+            self._later.append((self._account, table, ticket))
         if self._cadence is not None and table == max(self._sequences):
-            self._work.cut_due = self._cadence.folded(fold.version)
+            self._cut_due = self._cadence.folded(fold.version)
 
-    def named(self, table: int, learner: int, number: int) -> tuple[int, int]:
+    def named(self, table: int, ticket: Ticket) -> tuple[int, int]:
         """A gradient as the shards know it: over a tree it lies in a node's sum."""
+        learner, number = ticket.learner, ticket.number
         return self._trunk.named(table, learner, number) if self._trunk else (learner, number)
 
     def _account(self, table: int, ticket: Ticket) -> None:
         """A folded gradient: examples and loss are counted, its batches are done."""
-        gradient, usage = self._open[table, ticket.learner, ticket.number]
+        gradient, usage = self._open.pop((table, ticket.learner, ticket.number))
         epochs = self._feeding.epochs(ticket.learner, usage)
         self._tally.folded(table, ticket.rank, ticket.count, gradient.loss, epochs)
-        self._settle(table, ticket)
-
-    def _settle(self, table: int, ticket: Ticket) -> None:
-        _, usage = self._open.pop((table, ticket.learner, ticket.number))
-        self._feeding.settled(ticket.learner, usage)
+        if usage:
+            self._feeding.settled(ticket.learner, usage)
         if self._trunk is not None:
             self._trunk.done(table, ticket)
 
@@ -481,26 +517,15 @@ class Leader:
             self._decided(table, sequence.met(decision.learners))
         self._gathering.over(decision)
 
-    def opening(self, event: m.Opening) -> None:
+    def _opening(self, event: m.Opening) -> None:
         self._gathering.opening(event)
         self._gathering.untangle()
 
-    def standstill(self, event: m.Standstill) -> None:
-        self._gathering.standstill(event)
-
     # -- checkpoints -------------------------------------------------------------------------------------
-
-    def ask_cut(self) -> None:
-        if self._cadence is not None:
-            self._cadence.ask()
-
-    def cut_done(self) -> None:
-        if self._cadence is not None:
-            self._cadence.written()
 
     def _cut(self) -> None:
         """A checkpoint of everything as it is now; the gradients that are in it are accounted for."""
-        self._work.cut_due = False
+        self._cut_due = False
         self._tally.read()
         if self._stamps is not None:
             self._stamps.tell()

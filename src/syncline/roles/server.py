@@ -1,23 +1,258 @@
 """The servers topology: shards that fold, one of which leads (M3, M11).
 
-`ServerRole` is one shard process's handler: an event comes in, effects go out through the port. Every shard
-replays one log of decisions; the leading shard also makes it.
+`ServerRole` is one shard process's handler: an event comes in, effects go out through the port. Every shard carries out one log of
+decisions (`LogApplier`): the same log gives the same weights. The leading shard also makes it (roles/leader.py).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from syncline import messages as m
-from syncline.messages.log import Entry
-from syncline.messages.to_leader import ToLeader
-from syncline.ports import ServerPort
-from syncline.protocols.spans import Standing
+from syncline.dial import Sync
+from syncline.messages import log
+from syncline.ports import FIRST_VALUES, Reading, ServerPort, Serving
+from syncline.roles.checkpoint_manifest import table_file
 from syncline.roles.leader import Leader
-from syncline.roles.log_applier import LogApplier
+from syncline.table.checkpoints import FIRST, CheckpointError
+from syncline.table.gradient_slot import SlotPart
+from syncline.table.lazy_gradients import PromisedPart
 from syncline.table.optimizer_template import Options
-from syncline.table.shard import Shard
+from syncline.table.shard import Shard, total_norm
+from syncline.table.store import fill
+
+OPTIONS_KEPT = 256  # gradients of one learner that may wait for a fold
+
+
+class LogApplier:
+    """Carries out the log on this shard's part of every table."""
+
+    def __init__(self, port: ServerPort) -> None:
+        self._port = port
+        self.shards: dict[int, Shard] = {}
+        self._makes: dict[int, m.MakeTable] = {}
+        self._parts: dict[tuple[int, int, Any], SlotPart | PromisedPart] = {}  # (table, learner, slot)
+        self._options: dict[tuple[int, int], dict[int, Options]] = defaultdict(
+            dict
+        )  # by number of the gradient
+        self._said: dict[
+            tuple[int, int], tuple[int, Options]
+        ] = {}  # what came last, parsed when it has changed
+        self._blobs: dict[tuple[int, int, int], m.LoadState] = {}
+        self._queue: deque[log.Entry] = deque()
+        self._lying: dict[int, list[log.Take]] = defaultdict(list)  # taken, and folded where they lie
+        self._norms_of: log.Fold | None = None  # the fold that waits for the other shards' norms
+        self.dials: dict[int, Sync] = {}
+        self._dial: dict[int, int] = {}  # table -> number of the dial in force
+        self.options_changed = False  # since somebody last looked
+        self.buffers: Callable[[int], list[Tensor] | None] = lambda table: None
+        self.watch: Callable[[log.Entry], None] | None = None  # told of every entry that was carried out
+        self._doing: dict[type, Callable[[Any], None]] = {
+            log.Take: self._take,
+            log.Fold: self._fold,
+            log.Release: self._release,
+            log.Free: lambda entry: port.release(entry.table, entry.learner, entry.number, None),
+            log.PutValues: self._put,
+            log.GiveState: self._state,
+            log.LoadState: self._load,
+            log.Snapshot: lambda entry: self._tell(entry.table, f"epoch:{entry.epoch}"),
+            log.Finish: self._finish,
+            log.Change: self._change,
+            log.Cut: self._cut,
+            log.Leave: self._leave,
+        }
+
+    # -- tables and learners -----------------------------------------------------------------------------
+
+    def make_table(self, make: m.MakeTable) -> None:
+        if self._port.shard >= make.layout.shards:
+            return
+        memory = self._port.memory(make.table)
+        content, template = make.content, make.template
+        if content is not None:
+            fill(memory.places[0], make.layout, self._port.shard, content.values)
+            template = content.of(template)
+        self.shards[make.table] = Shard(
+            make.layout,
+            self._port.shard,
+            template,
+            memory,
+            sync=self.dials[make.dial],
+            clip_norm=make.clip_norm,
+            version=make.account.version,
+        )
+        self._dial[make.table] = make.dial
+        self._makes[make.table] = make
+
+    def begin(self, join: m.JoinTable) -> None:
+        """What this learner has published are a table's first values, unless it goes on from a file."""
+        table, shard = join.table, self.shards.get(join.table)
+        if shard is None:
+            return
+        if self._makes[table].content is None:
+            slot = self._port.receive(table, join.learner, FIRST_VALUES)
+            shard.begin(slot.part(shard.part).segments)
+        self._port.release(table, join.learner, FIRST_VALUES, None)
+        if self._makes[table].first:
+            self._port.save(FIRST, table_file(table, self._port.shard), shard.first(), {})
+
+    @property
+    def settled(self) -> bool:
+        """All that was logged is carried out: what left in it is not needed any more."""
+        return self._norms_of is None
+
+    def _leave(self, leave: log.Leave) -> None:
+        self._parts = {key: part for key, part in self._parts.items() if key[1] != leave.learner}
+
+    def keep_blob(self, learner: int, blob: m.LoadState) -> None:
+        self._blobs[blob.table, learner, blob.number] = blob
+
+    def options(self, table: int, learner: int, number: int) -> Options:
+        """The group options that came with a gradient."""
+        return self._options[table, learner][number]
+
+    # -- the log -----------------------------------------------------------------------------------------
+
+    def replay(self, entry: log.Entry) -> None:
+        if not isinstance(entry, log.Leave) and entry.table not in self.shards:
+            return
+        if self._norms_of is not None:
+            self._queue.append(entry)
+            return
+        self._doing[type(entry)](entry)
+        if self.watch is not None and self._norms_of is None:
+            self.watch(entry)
+
+    def norms(self, event: m.Norms) -> None:
+        """All shards' norms of the fold are in: clip, apply, go on."""
+        entry, self._norms_of = self._norms_of, None
+        assert entry is not None
+        assert (entry.table, entry.version) == (event.table, event.version)
+        shard = self.shards[entry.table]
+        shard.clip(total_norm(shard.layout, event.norms))
+        self._apply(entry, shard)
+        if self.watch is not None:
+            self.watch(entry)
+        while self._queue and self._norms_of is None:
+            self.replay(self._queue.popleft())
+
+    def _cut(self, entry: log.Cut) -> None:
+        name = table_file(entry.table, self._port.shard)
+        try:
+            tensors, notes = self.shards[entry.table].cut()
+        except CheckpointError as error:  # optimizer state that is neither tensor nor plain
+            self._port.tell(m.Saved(entry.checkpoint, name, None, str(error)))
+        else:
+            self._port.save(entry.checkpoint, name, tensors, notes)
+
+    def _part(self, entry: log.Take | log.PutValues) -> SlotPart | PromisedPart:
+        slot = self._port.receive(entry.table, entry.learner, entry.number)
+        key = (entry.table, entry.learner, slot)
+        part = self._parts.get(key)
+        if part is None:
+            part = self._parts[key] = slot.part(self.shards[entry.table].part)
+        return part
+
+    def _take(self, entry: log.Take) -> None:
+        part = self._part(entry)
+        key = (entry.table, entry.learner)
+        said, told = self._said.get(key), self._options[key]
+        if said is None or said[0] != entry.options:
+            said = self._said[key] = (entry.options, part.slot.read_options())
+            self.options_changed = True
+        told[entry.number] = said[1]
+        if len(told) > OPTIONS_KEPT:
+            del told[next(iter(told))]
+        added = self.shards[entry.table].take(
+            part,
+            full=entry.full,
+            count=entry.examples,
+            rank=entry.rank,
+            iteration=entry.iteration,
+            alone=entry.alone,
+            damping=entry.weight,
+        )
+        if added:
+            self._port.spend(Serving(log.Take, entry.table))
+        if added or isinstance(part, PromisedPart):
+            self._port.release(entry.table, entry.learner, entry.number, None)
+        else:
+            self._lying[entry.table].append(entry)
+
+    def _fold(self, entry: log.Fold) -> None:
+        shard = self.shards[entry.table]
+        if added := shard.gather(entry.iteration):
+            self._port.spend(Serving(log.Take, entry.table, added))
+        if shard.clip_norm is None:
+            self._apply(entry, shard)
+        elif shard.layout.shards == 1:
+            shard.clip_alone()
+            self._apply(entry, shard)
+        else:
+            self._norms_of = entry
+            self._port.share(entry.table, entry.version, shard.norms())
+
+    def _apply(self, entry: log.Fold, shard: Shard) -> None:
+        shard.apply(self._options[entry.table, entry.learner][entry.number], entry.factor)
+        self._port.spend(Serving(log.Fold, entry.table))
+        if lying := self._lying[
+            entry.table
+        ]:  # folded where it lay; in lockstep later rounds lie there already
+            lockstep = self.dials[self._dial[entry.table]].lockstep
+            self._lying[entry.table] = []
+            for take in lying:
+                if lockstep and take.iteration != entry.iteration:
+                    self._lying[entry.table].append(take)
+                else:
+                    self._port.release(take.table, take.learner, take.number, None)
+        if shard.version != entry.version:
+            raise AssertionError(
+                f"shard {self._port.shard} made version {shard.version}, the log says {entry.version}"
+            )
+
+    def _release(self, entry: log.Release | log.PutValues | log.LoadState) -> None:
+        """The learner of this ticket goes on."""
+        keep, delivered = (entry.keep, entry.deliver) if isinstance(entry, log.Release) else (False, False)
+        reading = Reading(entry.version, self._dial[entry.table], keep, delivered)
+        self._port.release(entry.table, entry.learner, entry.number, reading)
+
+    def _put(self, entry: log.PutValues) -> None:
+        part = self._part(entry)
+        assert isinstance(part, SlotPart)
+        self.shards[entry.table].put(entry.rank, part.segments)
+        self._port.release(entry.table, entry.learner, entry.number, None)
+        self._release(entry)
+
+    def _change(self, entry: log.Change) -> None:
+        self._dial[entry.table] = entry.dial
+        self.shards[entry.table].change(self.dials[entry.dial])
+
+    def _state(self, entry: log.GiveState) -> None:
+        shard = self.shards[entry.table]
+        options, state = shard.state()
+        whole = shard.whole_state()
+        self._port.tell(
+            m.StatePart(entry.table, entry.number, entry.learner, self._port.shard, options, state, whole)
+        )
+
+    def _load(self, entry: log.LoadState) -> None:
+        blob = self._blobs.pop((entry.table, entry.learner, entry.number))
+        self.shards[entry.table].load(blob.options, blob.state, blob.whole)
+        self._release(entry)
+
+    def _finish(self, entry: log.Finish) -> None:
+        self.shards[entry.table].settle()
+        self._tell(entry.table, "final")
+
+    def _tell(self, table: int, tag: str) -> None:
+        """The weights as they are."""
+        shard, index = self.shards[table], self._port.shard
+        values, buffers, own = shard.snapshot(), self.buffers(table), shard.own_options()
+        self._port.tell(m.WeightsPart(tag, table, index, shard.version, values, buffers, own))
 
 
 class ServerRole:
@@ -25,107 +260,26 @@ class ServerRole:
 
     def __init__(self, port: ServerPort, replay: LogApplier | None = None) -> None:
         self._port = port
-        self._replay = replay or LogApplier(port)
-        self._leader = Leader(port, self._replay) if port.shard == 0 else None
-
-    def watch(self, decided: Callable[[int, Any], None], carried_out: Callable[[Entry], None]) -> None:
-        """Somebody looks on: at every decision of the leading shard, and at every entry that was carried out."""
-        self._replay.watch = carried_out
-        if self._leader is not None:
-            self._leader.watch = decided
-
-    @property
-    def settled(self) -> bool:
-        """All that was logged is carried out; what left in it is not needed any more."""
-        return self._replay.settled
-
-    def shard(self, table: int) -> Shard:
-        """This server's part of a table."""
-        return self._replay.shard(table)
-
-    def options(self, table: int, learner: int, number: int) -> Options:
-        """The group options that came with a gradient."""
-        if self._leader is not None:
-            learner, number = self._leader.named(table, learner, number)
-        return self._replay.options(table, learner, number)
-
-    def note(self, learner: int, message: ToLeader) -> None:
-        """What a learner says (leading shard only)."""
-        assert self._leader is not None
-        self._leader.note(learner, message)
-
-    def entry(self, entry: Entry) -> None:
-        """A decision of the leading shard."""
-        self._replay.replay(entry)
+        self.replay = replay or LogApplier(port)
+        self.entry = self.replay.replay  # a decision of the leading shard
+        if port.shard == 0:
+            self.leader = Leader(port, self.replay)
+            self.note = self.leader.note  # what a learner says
 
     def handle(self, event: Any) -> None:
         """An event from the coordinator or another shard."""
         kind = type(event)
         if kind is m.Dial:
-            self._replay.dials[event.number] = event.sync
-            if self._leader:
-                self._leader.dial(event)
+            self.replay.dials[event.number] = event.sync
         elif kind is m.MakeTable:
-            self._replay.make_table(event)
-            if self._leader:
-                self._leader.make_table(event)
-        elif kind is m.JoinTable:
-            if event.first:
-                self._replay.begin(event)
-            if self._leader:
-                self._leader.join_table(event)
+            self.replay.make_table(event)
+        elif kind is m.JoinTable and event.first:
+            self.replay.begin(event)
         elif kind is m.Norms:
-            self._replay.norms(event)
+            self.replay.norms(event)
         elif kind is tuple:  # (learner, LoadState)
             learner, blob = event
-            self._replay.keep_blob(learner, blob)
+            self.replay.keep_blob(learner, blob)
             self._port.tell(m.Loaded(blob.table, blob.number, learner))
-        elif self._leader is not None:
-            self._lead(event)
-
-    def standings(self) -> dict[int, Standing]:
-        """What of each loader's epochs is not settled (leading shard only)."""
-        assert self._leader is not None
-        return self._leader.standings()
-
-    def examples(self, table: int) -> int:
-        """In updates so far (leading shard only)."""
-        assert self._leader is not None
-        return self._leader.examples(table)
-
-    def last_staleness(self, table: int) -> float:
-        """Of the last update (leading shard only)."""
-        assert self._leader is not None
-        return self._leader.last_staleness(table)
-
-    def statistics(self) -> m.Statistics:
-        """The account so far (leading shard only)."""
-        assert self._leader is not None
-        return self._leader.statistics(0)
-
-    def _lead(self, event: Any) -> None:
-        assert self._leader is not None
-        kind = type(event)
-        if kind is m.MakeLoader:
-            self._leader.make_loader(event)
-        elif kind is m.JoinLoader:
-            self._leader.join_loader(event)
-        elif kind is m.Leave:
-            self._leader.leave(event.learner, event.rank, lost=event.lost, closed=event.closed)
-        elif kind is m.NodesMoved:
-            self._leader.moved(event.lost)
-        elif kind is m.Resume:
-            self._leader.resume(event)
-        elif kind is m.Opening:
-            self._leader.opening(event)
-        elif kind is m.Standstill:
-            self._leader.standstill(event)
-        elif kind is m.AskCut:
-            self._leader.ask_cut()
-        elif kind is m.CutDone:
-            self._leader.cut_done()
-        elif kind is m.AskStatistics:
-            self._port.tell(self._leader.statistics(event.number))
-        elif kind is m.Finish:
-            self._leader.finish(cut=event.cut)
-            self._port.tell(m.Finished(self._leader.statistics(-1)))
+        if self._port.shard == 0:
+            self.leader.hear(event)

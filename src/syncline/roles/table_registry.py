@@ -232,11 +232,7 @@ class TableRegistry:
         self._restored.check_loader(opened.loader, opened.size, opened.policy)
         self._port.tell_shards(
             m.MakeLoader(
-                loader=opened.loader,
-                size=opened.size,
-                batch_size=opened.batch_size,
-                policy=opened.policy,
-                epochs=opened.epochs,
+                opened=opened,
                 dial=self._dial(),
                 parts=self.parts_of(opened.loader),
                 snapshot=self._plan.snapshots and opened.loader == 0,

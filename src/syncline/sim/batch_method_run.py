@@ -27,8 +27,8 @@ from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes
 from syncline.errors import LostError, NotYetError, RunError, UsageError
+from syncline.learn.model_factories import seed_random
 from syncline.learn.portion_worker import BatchPlan, PortionWorker
-from syncline.learn.randomness import seed_random
 from syncline.roles.checkpoint_manifest import Restored, table_file
 from syncline.sim.batch_method_parties import Numbers, Play
 from syncline.sim.clock import Clock

@@ -18,7 +18,7 @@ from syncline import messages as m
 from syncline.engines.recorder import learner_error
 from syncline.errors import InvariantError
 from syncline.learn.loader import AHEAD
-from syncline.learn.randomness import pack_random, seed_random, unpack_random
+from syncline.learn.model_factories import pack_random, seed_random, unpack_random
 from syncline.learn.stepper import FeedWait, Portions, Rested
 from syncline.messages.to_leader import Farewell
 from syncline.ports import Portion, RunStopped

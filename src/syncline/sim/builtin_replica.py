@@ -156,15 +156,11 @@ class PromisedReplica(Replica):
         self._lane.slots[draft.place].write_options(options)
         return self._serial
 
-    def usage(self) -> tuple[int, int, int]:
-        return self._learner.take_usage()
-
-    def loss(self, said: Any) -> Any:
-        return said
-
-    def states(self, *, keep: bool) -> bytes:
-        self._learner.mark_random()
-        return self._learner.random_states() if keep else b""
+    def describe(self, said: Any, *, keep: bool) -> tuple[tuple[int, int, int], bytes, Any]:
+        learner = self._learner
+        usage = learner.take_usage()
+        learner.mark_random()
+        return usage, learner.random_states() if keep else b"", said
 
     def publish(self, draft: Draft, gradient: Gradient, present: list[bool]) -> None:
         self._lane.numbers[draft.place] = gradient.number

@@ -17,8 +17,7 @@ from syncline import messages as m
 from syncline.engines.recorder import learner_error
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.errors import InvariantError, UsageError
-from syncline.learn.model_factories import without_graph
-from syncline.learn.randomness import pack_random
+from syncline.learn.model_factories import pack_random, without_graph
 from syncline.learn.server_session import ServerSession
 from syncline.messages.to_leader import Gradient, Put, ToLeader
 from syncline.ports import (

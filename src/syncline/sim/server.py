@@ -14,9 +14,9 @@ from torch import Tensor
 
 from syncline.cluster.record import Cost
 from syncline.engines.checkpoint_files import with_content, write_part
+from syncline.messages import MakeTable
 from syncline.messages.log import Entry, Fold, Leave, PutValues, Take
 from syncline.messages.to_leader import ToLeader
-from syncline.messages.to_shards import MakeTable
 from syncline.ports import FIRST_VALUES, Computing, Portion, Reading, ServerPort, Serving, VersionMemory
 from syncline.roles.checkpoint_manifest import LEARNERS
 from syncline.sim.batched.lazy_gradients import PromisedLane, PromisedSlot
@@ -104,7 +104,7 @@ class SimServer(ServerPort):
             else:
                 learner.handled = clock.now
                 self.role.note(learner.learner, what)
-            while self._leaving and self.role.settled:  # nothing more is needed of them
+            while self._leaving and self.role.replay.settled:  # nothing more is needed of them
                 self._world.forget(self._leaving.pop())
             if self._work:
                 self._go_on()

@@ -354,7 +354,7 @@ class Simulation(Crew):
         self.supervision.add(count)
 
     def statistics(self) -> m.Statistics:
-        return self.servers[0].role.statistics()
+        return self.servers[0].role.leader.statistics(0)
 
     def _shards_dead(self) -> list[int]:
         return [server.shard for server in self.servers if server.dead]
@@ -506,7 +506,7 @@ class Simulation(Crew):
             self.clock.at(self.clock.now, self._sample)
 
     def _sample(self) -> None:
-        self.recorder.sample(self.servers[0].role.statistics())
+        self.recorder.sample(self.servers[0].role.leader.statistics(0))
 
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
         if self._evaluation is None:

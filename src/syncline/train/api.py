@@ -12,14 +12,19 @@ from torch.utils.data import Dataset
 
 from syncline.batch.commands import BatchMethod
 from syncline.dial import Course
-from syncline.engines.checkpoint_options import AUTO, Checkpoints
+from syncline.engines.checkpoint_options import AUTO
 from syncline.engines.run import Callback, Engine, Task
-from syncline.learn.gradient_ways import Backprop, Loss, Objective, way_of
-from syncline.learn.regularisers import regularised
+from syncline.learn.gradient_ways import Backprop, Loss, Objective, regularised, way_of
 from syncline.learn.server_session import check_whole
-from syncline.learn.stop_rules import read_stop, refuse_streams, with_norm
-from syncline.learn.training import Training, evaluation_of, run_training
-from syncline.protocols.lifecycle import PATIENCE, Faults
+from syncline.learn.training import (
+    Training,
+    evaluation_of,
+    read_stop,
+    refuse_streams,
+    run_training,
+    with_norm,
+)
+from syncline.protocols.lifecycle import PATIENCE
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.engine import Sim
 from syncline.train.batch import batch_spec, wants_batch
@@ -93,6 +98,7 @@ def launch(
     checkpoints see `train`. With `group` processes for each learner the function runs in every seat (`session.seat`), on
     `sl.partition(model, plan, example)`. A function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
     """
+    given = dict(locals())
     runner = engine_of(engine)
     check_group(group, plan, runner, topology)
     sync, topology = under_torchrun(runner, group, sync, topology)
@@ -114,20 +120,8 @@ def launch(
         joint_batch=batch_size * learners if batch_size else None,
         clip_norm=clip_norm,
     )
-    spec = run_spec(
-        runner,
-        Task(function, arguments, keywords),
-        description,
-        group=group,
-        cut=plan,
-        device=device,
-        table_device=table_device,
-        threads=threads,
-        faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
-        checkpoints=Checkpoints(
-            run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
-        ),
-    )
+    task = Task(function, arguments, keywords)
+    spec = run_spec(runner, task, description, given, group=group, cut=plan)
     run = Run(runner, spec, None)
     return run.wait() if wait else run
 
@@ -229,14 +223,12 @@ def train(
     check_schedule(schedule, made)
     if steps is None and epochs is None:
         epochs = 1
-    aim = trained.objective if isinstance(trained, Backprop) else None
     batches = GroupBatches(data, collate, each, learners)
-    plain = aim if regulariser is None else None
+    plain = way.objective if isinstance(way, Backprop) and regulariser is None else None
     training = Training(
         model=sent,
         data=data,
-        objective=aim,
-        gradient=None if aim is not None else trained,
+        way=trained,
         optimizer=optimizer,  # type: ignore[arg-type]
         schedule=schedule,
         batch_size=each,
@@ -285,15 +277,9 @@ def train(
         runner,
         Task(run_training, (training,)),
         description,
+        given,
         group=group,
         cut=cut,
-        device=device,
-        table_device=table_device,
-        threads=threads,
-        faults=Faults(on_error=on_error, replace=replace, patience=patience, kill_hung=kill_hung),
-        checkpoints=Checkpoints(
-            run_dir, resume, checkpoint_every, keep_checkpoints, clocks=clocks, virtual=runner.virtual
-        ),
         model=whole,
         evaluate=evaluation,
         callbacks=(*check_callbacks(callbacks), *([rule] if rule is not None else [])),

@@ -17,17 +17,14 @@ from syncline.batch.commands import is_method
 from syncline.batch.samples import Samples
 from syncline.dial import SANDBLASTER, Course
 from syncline.engines.batch_record import check_memory, check_restored, read_batch
-from syncline.engines.checkpoint_options import Checkpoints
 from syncline.engines.run import Engine, RunSpec, Task
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.errors import LayoutError, SynclineWarning, UsageError
-from syncline.learn.gradient_ways import Backprop, way_of
+from syncline.learn.gradient_ways import Backprop, regularised, way_of
 from syncline.learn.model_factories import Model
 from syncline.learn.portion_worker import BatchPlan, batch_layout, trained
-from syncline.learn.regularisers import regularised
 from syncline.learn.server_session import check_whole
 from syncline.learn.training import evaluation_of
-from syncline.protocols.lifecycle import Faults
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan
 from syncline.table.checkpoints import Checkpoint
@@ -181,19 +178,10 @@ def batch_spec(runner: Engine, **given: Any) -> tuple[RunSpec, nn.Module]:
         runner,
         Task(evaluates_portions, (batch.sent(),)),
         plan,
-        device=given["device"],
-        threads=given["threads"],
-        faults=Faults(**{name: given[name] for name in ("on_error", "replace", "patience", "kill_hung")}),
-        checkpoints=Checkpoints(
-            given["run_dir"],
-            given["resume"],
-            given["checkpoint_every"],
-            given["keep_checkpoints"],
-            virtual=runner.virtual,
-            read=read,
-        ),
+        given,
         evaluate=evaluation_of(*tested),
         callbacks=check_callbacks(given["callbacks"]),
+        read=read,
     )
     return dataclasses.replace(spec, batch=batch), whole
 

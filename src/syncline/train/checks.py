@@ -16,18 +16,17 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from syncline.dial import Course
 from syncline.engines.run import Callback
 from syncline.errors import LayoutError, UsageError
-from syncline.learn.input_checks import as_data, check_function
 from syncline.learn.model_factories import Model, ModelFactory, refuse_unready
 from syncline.learn.server_session import (
     batch_of_each,
     check_batches,
     check_joint,
-    check_policy,
     check_whole,
     make_optimizer,
     refuse_sparse,
     refuse_weighted,
 )
+from syncline.learn.session import as_data, check_function, check_policy
 from syncline.topologies import AllReduce, parse_topology
 from syncline.train.spec import Dial
 

@@ -1,11 +1,20 @@
-"""A run in progress, and what it leaves (M10)."""
+"""A run in progress, and what it leaves (M10); Ctrl-C and SIGTERM while it is waited for.
+
+The first signal asks the run to end, a second Ctrl-C ends it at once. Handlers are there only for that time, and only in the main thread,
+where Python has signals. Who has handlers of their own keeps them: they are called, too, and what they raise is raised when the run has
+ended. Signals that are ignored stay ignored.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import signal
+import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,15 +24,75 @@ from torch.utils.data import IterableDataset
 from syncline.dial import Sync, as_sync
 from syncline.engines.run import Engine, EpochRecord, Event, Handle, Outcome, RunSpec
 from syncline.engines.simulated_times import SimulatedTimes
-from syncline.errors import DialError, RunError, UsageError
+from syncline.errors import DialError, RunError, Terminated, UsageError, interrupted
 from syncline.learn.model_factories import copied
 from syncline.learn.server_session import check_whole, refuse_weighted
 from syncline.learn.training import Training
 from syncline.messages import Statistics
 from syncline.protocols.staleness import Staleness
 from syncline.report.folder_writer import record_run
-from syncline.train.interrupts import Interrupts
 from syncline.train.spec import check_turn
+
+HEEDED = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Of one run; `stop` gets the first signal's number. Use it in a `with`, also inside itself."""
+
+    def __init__(self, stop: Callable[[int], None]) -> None:
+        self._stop = stop
+        self.number = 0  # of the first signal
+        self._raised: BaseException | None = None  # by the user's own handler
+        self._before: dict[int, Any] = {}
+        self._depth = 0
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._depth += 1
+            if self._depth == 1:
+                self._install()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._depth -= 1
+            if self._depth == 0:
+                self._restore()
+
+    def _install(self) -> None:
+        for number in HEEDED:
+            before = signal.getsignal(number)
+            if before is not None and before is not signal.SIG_IGN:
+                self._before[number] = before
+                signal.signal(number, self._heed)
+
+    def _restore(self) -> None:
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def _heed(self, number: int, frame: FrameType | None) -> None:
+        if not self.number:
+            self.number = number
+            self._stop(number)
+        elif number == signal.SIGINT:  # schedulers may send SIGTERM more than once
+            raise KeyboardInterrupt
+        own = self._before.get(number)
+        if callable(own) and own is not signal.default_int_handler:
+            try:
+                own(number, frame)
+            except BaseException as raised:
+                self._raised = self._raised or raised
+
+    def told(self, result: Any, number: int) -> BaseException | None:
+        """What is raised at the end of a run that this signal has ended; 0: the one that was heard here, if any."""
+        number = self.number or number
+        if self._raised is not None:
+            return self._raised
+        if not number:
+            return None
+        return interrupted(result) if number == signal.SIGINT else Terminated(result)
+
 
 MOST_DIALS = 64  # in one run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,8 +22,10 @@ from syncline.engines.torchrun.rank_and_store import TorchrunPlace
 from syncline.errors import NotYetError, UsageError
 from syncline.learn.server_session import check_whole
 from syncline.protocols.lifecycle import Faults
+from syncline.roles.checkpoint_manifest import Restored, restored
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.engine import Sim
+from syncline.table.checkpoints import Checkpoint
 from syncline.topologies import SHARD_BYTES, Servers, Topology, Trees, parse_topology
 from syncline.train.groups import check_card
 
@@ -36,24 +38,28 @@ def run_spec(
     engine: Engine,
     task: Task,
     plan: RunPlan,
+    given: Mapping[str, Any],
     *,
-    device: str | Sequence[str] | None,
-    table_device: str | None = None,
-    threads: int | None,
-    faults: Faults,
-    checkpoints: Checkpoints,
     group: int = 1,
     cut: Any = None,
     model: nn.Module | None = None,
     evaluate: Evaluate | None = None,
     callbacks: tuple[Callback, ...] = (),
+    read: Callable[[Checkpoint], Restored] = restored,
 ) -> RunSpec:
-    """The whole, checked; with checkpoints their folder is locked."""
-    if threads is not None:
-        check_whole("threads", threads)
-    for name, path in (("run_dir", checkpoints.run_dir), ("resume", checkpoints.resume)):
-        check_path(name, path)
-    check_plan(plan, faults, clocks=checkpoints.clocks)
+    """The whole, checked: of what `train` or `launch` was `given`, devices, faults and checkpoints; with these their folder is locked."""
+    device, table_device = given["device"], given["table_device"]
+    if given["threads"] is not None:
+        check_whole("threads", given["threads"])
+    for name in ("run_dir", "resume"):
+        check_path(name, given[name])
+    faults = Faults(**{name: given[name] for name in ("on_error", "replace", "patience", "kill_hung")})
+    run_dir, resume, every, keep = (
+        given[name] for name in ("run_dir", "resume", "checkpoint_every", "keep_checkpoints")
+    )
+    clocks, virtual = given["clocks"], engine.virtual
+    checkpoints = Checkpoints(run_dir, resume, every, keep, clocks=clocks, virtual=virtual, read=read)
+    check_plan(plan, faults, clocks=clocks)
     check_built(plan, engine, group)
     place = place_of(engine)
     if engine.deals_devices and table_device not in (None, "cpu"):
@@ -86,7 +92,7 @@ def run_spec(
         card=card,
         group=group,
         cut=cut,
-        threads=threads,
+        threads=given["threads"],
         faults=faults,
         storage=storage,
         evaluate=evaluate,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import TensorDataset
 
-from syncline.learn.batches import count_of, to_device
+from syncline.learn.batches import to_device
 from syncline.learn.gradient_ways import Backprop
 from syncline.learn.training import evaluation_of
 
@@ -147,21 +147,11 @@ def test_what_is_no_tensor_comes_along() -> None:
 )
 def test_what_holds_no_tensor_is_left_alone(batch: Any) -> None:
     assert to_device(batch, META) is batch
-    assert count_of(batch) == 1
 
 
 def test_nothing_moves_to_where_it_is() -> None:
     for batch in of_three().values():
         assert to_device(batch, torch.device("cpu")) is batch
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_examples_are_counted_by_the_first_tensor_that_has_a_length(kind: str) -> None:
-    assert count_of(of_three()[kind]) == 3
-
-
-def test_a_single_number_is_one_example() -> None:
-    assert count_of(torch.tensor(4.0)) == 1 and count_of([torch.tensor(4.0), "abc"]) == 1
 
 
 def squares(model: nn.Module, batch: Frozen) -> Tensor:
@@ -187,4 +177,3 @@ def test_hugging_faces_batches_move() -> None:
     before = transformers.BatchEncoding({"input_ids": torch.ones(3, 2), "labels": torch.ones(3)})
     batch = to_device([before, "ab"], META)
     assert type(batch[0]) is transformers.BatchEncoding and batch[0].input_ids.device == META
-    assert count_of(batch) == 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from syncline.learn.zero_gradients import ZeroGradients
+from syncline.learn.allreduce_feed import ZeroGradients
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from syncline.roles.learner_states import LearnerStates
+from syncline.roles.counters import LearnerStates
 
 
 def test_a_lost_learners_statistics_stay_where_its_table_has_no_others() -> None:

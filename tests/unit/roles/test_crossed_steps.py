@@ -23,7 +23,7 @@ from syncline.messages.to_leader import NO_LOADER, Gradient, Meet, Rest, ToLeade
 from syncline.ports import ServerPort
 from syncline.protocols.meetings import STEP, MeetingPlace
 from syncline.roles.leader import Leader
-from syncline.roles.log_applier import LogApplier
+from syncline.roles.server import LogApplier
 from syncline.roles.waiting_learners import differing
 
 many = settings(max_examples=200, deadline=None)
@@ -146,7 +146,7 @@ class Crew:
         """It returned, raised or died; what it said before comes before."""
         self.over.add(learner)
         self._waits.pop(learner, None)
-        leave = partial(self._leader.leave, learner, learner, lost=False)
+        leave = partial(self._leader.leave, m.Leave(learner, learner))
         self._queues[f"notes {learner}"].append(leave)
 
     # -- what they hear ----------------------------------------------------------------------------------

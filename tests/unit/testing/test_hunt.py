@@ -23,7 +23,7 @@ from syncline.protocols.membership import Members
 from syncline.protocols.sequence import Sequence
 from syncline.protocols.waiting import Gate, Release
 from syncline.roles.counters import Counters
-from syncline.roles.log_applier import LogApplier
+from syncline.roles.server import LogApplier
 from syncline.sim.owned_memory import Drafts
 from syncline.table.accumulator import Mean
 from syncline.table.shard import Shard
@@ -171,13 +171,13 @@ def done_when_taken(patch: Patch) -> None:
 
 def a_shard_that_skips(patch: Patch) -> None:
     """The second shard does not learn of changes of the dial."""
-    do = LogApplier._do
+    do = LogApplier.replay
 
     def skips(self: LogApplier, entry: Entry) -> None:
         if not (isinstance(entry, Change) and self._port.shard == 1):
             do(self, entry)
 
-    patch.setattr(LogApplier, "_do", skips)
+    patch.setattr(LogApplier, "replay", skips)
 
 
 def drafts_are_never_waited_for(patch: Patch) -> None:

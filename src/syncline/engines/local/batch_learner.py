@@ -22,8 +22,8 @@ from syncline.engines.local.control_channel import NOTHING, Channel, Closed
 from syncline.engines.local.learner import say
 from syncline.engines.local.shared_memory import Region
 from syncline.engines.run import Task
+from syncline.learn.model_factories import seed_random
 from syncline.learn.portion_worker import BatchPlan, PortionWorker
-from syncline.learn.randomness import seed_random
 
 
 @dataclass(frozen=True, slots=True)

@@ -439,7 +439,7 @@ class _Loop:
             keeps_up = self._port.keeps_up()
             worked = keeps_up and (self._read_notes() if self._leads else self._read_log())
             worked |= self._read_norms()
-            if self._port.leaving and self._role.settled:
+            if self._port.leaving and self._role.replay.settled:
                 self._port.forget()
             self._port.flush()
             if worked:

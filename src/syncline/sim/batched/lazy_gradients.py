@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from syncline.learn.replica import refuse_sparse_gradients
+from syncline.learn.session import sparse_gradient
 from syncline.sim.owned_memory import Traffic
 from syncline.sim.random_states import Random
 from syncline.table.accumulator import Mean
@@ -266,7 +266,8 @@ class EachAlone(Computer):
         made = Gradient.empty(self._shop.layout)
         grads = [parameter.grad for parameter in self._shop.parameters]
         made.present = [grad is not None for grad in grads]
-        refuse_sparse_gradients(grad for grad in grads if grad is not None)
+        if any(grad is not None and grad.is_sparse for grad in grads):
+            raise sparse_gradient()
         pairs = [(view, grad) for view, grad in zip(made.views, grads, strict=True) if grad is not None]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [grad.detach() for _, grad in pairs])

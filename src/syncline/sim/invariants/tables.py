@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from syncline.dial import Sync
-from syncline.messages.to_shards import MakeTable
+from syncline.messages import MakeTable
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Drop, Fold
 from syncline.protocols.waiting import Release

@@ -144,10 +144,11 @@ class Watch:
                     table.finishing = True
 
     def _make_loader(self, make: m.MakeLoader) -> None:
-        if make.policy == m.STREAM:
-            self._feeds[make.loader] = StreamAccount(make.epochs, make.standing)
+        opened = make.opened
+        if opened.policy == m.STREAM:
+            self._feeds[opened.loader] = StreamAccount(opened.epochs, make.standing)
         else:
-            self._feeds[make.loader] = FeedAccount(make.size, make.epochs, make.standing)
+            self._feeds[opened.loader] = FeedAccount(opened.size, opened.epochs, make.standing)
 
     def _make_table(self, make: m.MakeTable) -> None:
         self._tables[make.table] = TableAccount(make, self._world.dials[make.dial])
@@ -212,7 +213,9 @@ class Watch:
         gradients = table.fold(fold)
         first = max((t for t in fold.tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
         role = self._world.roles[0]
-        self._values[number].folded(fold, lambda: role.options(number, first.learner, first.number))
+        self._values[number].folded(
+            fold, lambda: role.replay.options(number, *role.leader.named(number, first))
+        )
         for ticket, gradient in zip(fold.tickets, gradients, strict=True):
             self._each(gradient.usage, lambda feed, span: feed.settled([span], f"in version {fold.version}"))
             counted = [
@@ -250,7 +253,7 @@ class Watch:
         if not isinstance(entry, Leave):
             with self._checking():
                 role = self._world.roles[shard]
-                self._values[entry.table].carried_out(shard, entry, role.shard(entry.table))
+                self._values[entry.table].carried_out(shard, entry, role.replay.shards[entry.table])
 
     # -- the run -----------------------------------------------------------------------------------------
 
@@ -273,7 +276,7 @@ class Watch:
     def _compare(self) -> None:
         """The ledgers know of all that is not settled."""
         with self._checking():
-            for loader, standing in self._world.roles[0].standings().items():
+            for loader, standing in self._world.roles[0].leader.standings().items():
                 self._feeds[loader].compare(standing)
 
     def went_back(self) -> None:
@@ -323,14 +326,17 @@ class WatchedRole(ServerRole):
 
     def __init__(self, port: ServerPort, watch: Watch) -> None:
         super().__init__(port)
-        self._look, self._index = watch, port.shard
-        self.watch(watch.decided, lambda entry: watch.carried_out(port.shard, entry))
+        self._look = watch
+        self.replay.watch = lambda entry: watch.carried_out(port.shard, entry)
+        if port.shard == 0:
+            self.leader.watch = watch.decided
+            self.note = self._noted
 
-    def note(self, learner: int, message: say.ToLeader) -> None:
+    def _noted(self, learner: int, message: say.ToLeader) -> None:
         self._look.noted(learner, message)
-        super().note(learner, message)
+        self.leader.note(learner, message)
 
     def handle(self, event: Any) -> None:
-        if self._index == 0:
+        if self._port.shard == 0:
             self._look.told(event)
         super().handle(event)

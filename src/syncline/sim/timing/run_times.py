@@ -14,7 +14,8 @@ from syncline.dial import Course
 from syncline.engines.run import EpochRecord, Event, RunSpec, Task
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.errors import UsageError
-from syncline.learn.server_session import check_batches, check_policy, check_whole
+from syncline.learn.server_session import check_batches, check_whole
+from syncline.learn.session import check_policy
 from syncline.protocols.staleness import Staleness
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.fault_player import Script, check_script
@@ -154,7 +155,7 @@ def time_servers(run: TimedRun, shards: int, script: Script) -> Timing:
         world.on_update = run.on_update
         if length.seconds is not None:
             world.clock.at(length.seconds, world.ask_stop)
-        run.begins(lambda: (world.version, world.clock.now, world.servers[0].role.examples(0)))
+        run.begins(lambda: (world.version, world.clock.now, world.servers[0].role.leader.examples(0)))
         outcome = world.run()
     table, simulated = outcome.statistics.tables[0], world.simulated()
     return Timing(

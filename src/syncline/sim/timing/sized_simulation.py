@@ -16,8 +16,7 @@ from syncline import messages as m
 from syncline.errors import UsageError
 from syncline.messages import log
 from syncline.ports import Draft, Portion, Reading, ServerPort, Serving
-from syncline.roles.log_applier import LogApplier
-from syncline.roles.server import ServerRole
+from syncline.roles.server import LogApplier, ServerRole
 from syncline.sim.batched.lazy_gradients import Own, Promise, Version
 from syncline.sim.builtin_learner import Builtin
 from syncline.sim.builtin_replica import PromisedReplica
@@ -177,7 +176,7 @@ class SizedLogApplier(LogApplier):
             self._rounds[entry.iteration] += 1
         elif not (entry.alone and entry.weight == 1.0):
             self._port.spend(Serving(log.Take, entry.table))
-        self._free(entry)
+        self._port.release(entry.table, entry.learner, entry.number, None)
 
     def _fold_sized(self, entry: log.Fold) -> None:
         added = self._rounds.pop(entry.iteration, 0) if self._lockstep else 0
@@ -219,7 +218,7 @@ class SizedSimulation(Simulation):
         """The first table has another version; nobody looks at samples on the way."""
         self.version += 1
         if self.on_update is not None:
-            self.on_update(self.version, self.clock.now, self.servers[0].role.last_staleness(0))
+            self.on_update(self.version, self.clock.now, self.servers[0].role.leader.last_staleness(0))
         if self.script.faults:
             version = self.version
             self.clock.at(self.clock.now, lambda: self.script.reached(version, self.play))

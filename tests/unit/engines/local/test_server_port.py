@@ -56,6 +56,6 @@ def test_a_follower_reads_the_dial_that_the_log_turns_to_before_it_turns() -> No
     leader.append(Change(0, 1))
     supervisor.send(m.Dial(1, Sync.parse("async"), None))  # said to the leader first
     follower._read_log()
-    assert set(follower._role._replay.dials) == {1}
+    assert set(follower._role.replay.dials) == {1}
     channel.close()
     supervisor.close()
