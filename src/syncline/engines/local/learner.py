@@ -23,7 +23,7 @@ from syncline.engines.local.cuda_memory import StreamOrder
 from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Replies
 from syncline.engines.local.packing import Parcel, pack, unpack
 from syncline.engines.local.record_codec import Record, encode
-from syncline.engines.local.shared_memory import Region, Waiter, WakeUp, crash_at
+from syncline.engines.local.shared_memory import Region, Waiter, WakeUp
 from syncline.engines.local.table_memory import EVENT, Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.version_flow import VersionFlow, swappable
 from syncline.engines.local.version_ring import Reader
@@ -73,7 +73,6 @@ class LearnerSpec:
     yields: int
     generation: int
     seat: Seat
-    crash: int | None = None  # for tests
     leaves: Sequence[WakeUp] = ()  # over a tree
 
 
@@ -439,8 +438,6 @@ def _pin(blocks: Sequence[Tensor]) -> None:
 def run_learner(channel: Channel, spec: LearnerSpec) -> int:
     """Call the user's function; say how it ended."""
     try:
-        if spec.crash is not None:
-            crash_at(spec.crash)
         task = channel.receive()
         if not isinstance(task, Task):  # it stands in for a learner elsewhere
             return int(task(channel, spec))

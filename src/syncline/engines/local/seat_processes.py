@@ -29,7 +29,6 @@ from syncline.engines.collectives import LONG, gloo_devices
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.forkserver import describe
 from syncline.engines.local.learner import LearnerSpec, LocalLearnerPort, returned, say
-from syncline.engines.local.shared_memory import crash_at
 from syncline.engines.run import Task
 from syncline.learn.seats import Line, SeatPort, SeatSession
 from syncline.parallel.move import Group, Joined, join
@@ -278,8 +277,6 @@ def _call(task: Task, session: SeatSession) -> Any:
 def run_group(channel: Channel, spec: LearnerSpec) -> int:
     """The first seat's life: as any learner's, with the others beside it."""
     try:
-        if spec.crash is not None:
-            crash_at(spec.crash)
         task: Task = channel.receive()
     except Closed:
         return 1

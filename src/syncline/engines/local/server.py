@@ -36,7 +36,7 @@ from syncline.engines.local.record_codec import (
     speaks_of,
 )
 from syncline.engines.local.record_codec import Part as SumPart
-from syncline.engines.local.shared_memory import Region, SharedWords, Waiter, WakeUp, crash_at
+from syncline.engines.local.shared_memory import Region, SharedWords, Waiter, WakeUp
 from syncline.engines.local.table_memory import DESK_PORTIONS, EVENT, Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.tree_root_end import AddNode, Branches, NodeGone, NodeTable, name_of
 from syncline.engines.local.version_ring import RingPart
@@ -72,7 +72,6 @@ class ServerSpec:
     yields: int
     beats: Region  # a line for each shard: it counts there that it lives
     folder: str | None = None  # of checkpoints
-    crash: int | None = None  # for tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -562,8 +561,6 @@ class _Loop:
 def run_server(channel: Channel, spec: ServerSpec) -> None:
     """Serve until the supervisor closes the channel."""
     gc.disable()  # the loop makes no cycles; a collection in a fold would keep everybody waiting
-    if spec.crash is not None:
-        crash_at(spec.crash)
     loop = _Loop(channel, spec)
     try:
         loop.run()

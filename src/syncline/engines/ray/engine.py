@@ -106,7 +106,7 @@ class RayHandle(LocalHandle):
         super().__init__(dataclasses.replace(opened.spec, card=None), machines=opened.machines)
 
     def _closed(self) -> None:
-        outcome = self._run.thread.outcome
+        outcome = self._run.outcome
         outcome.statistics = self._with_refused(outcome.statistics)
         self.opened.close()
 
