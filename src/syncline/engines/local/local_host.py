@@ -32,7 +32,7 @@ from syncline.engines.local.host import (
     TableHere,
     Vitals,
 )
-from syncline.engines.local.learner import ControlBlock, LearnerSpec
+from syncline.engines.local.learner import LearnerSpec
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.server import LOG_ENTRIES, AddLearner, ServerSpec
@@ -98,8 +98,8 @@ class LocalHost(Host):
         self._begun: set[int] = set()  # tables whose first values are here
         self._opening: list[tuple[int, m.Opened]] = []  # answers that wait for them
         self._regions: dict[int, list[Region]] = defaultdict(list)  # by learner; SHARED, and SERVERS' own
-        self._hub = self.region(ControlBlock.nbytes())
-        self._words = ControlBlock(self._hub).words
+        self._hub = self.region(8 * LINE)
+        self._words = self._hub.words
         self._shard_bells = {shard: WakeUp() for shard in self.sites.of(site)}
         self._relay_bell = WakeUp()
         shards = spec.plan.topology.shards
