@@ -39,15 +39,7 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
         assert spec.batch is not None
         super().__init__(spec, crashes)
         self._plan = spec.batch
-        self.recorder = Recorder(
-            now=self.now,
-            evaluate=self._evaluate,
-            stop=self._stop,
-            layouts=lambda: {},
-            callbacks=spec.callbacks,
-            listeners=spec.listeners,
-            restored=spec.storage.restored,
-        )
+        self.recorder = Recorder(spec, now=self.now, evaluate=self._evaluate, stop=self._stop)
         self._coordinator = coordinator_of(spec)
         self._record = BatchRecord(spec, self.recorder, self._coordinator, self.now)
         self._life = BatchSupervision(spec, self, self._coordinator, self.recorder, self._record)

@@ -49,13 +49,11 @@ class Supervisor(RunSupervisor):
         super().__init__(spec, crashes)
         self._machines = machines
         self.recorder = Recorder(
+            spec,
             now=self.now,
             evaluate=self._evaluate,
             stop=self._stop,
             layouts=lambda: {table: self.coordinator.layout(table) for table in self.coordinator.tables},
-            callbacks=spec.callbacks,
-            listeners=spec.listeners,
-            restored=spec.storage.restored,
         )
         self.folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
         self._writer: Writer | None = None  # of what other machines' shards save
