@@ -26,8 +26,8 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from benchmarks import link
+from syncline.engines.authentication import Secret
 from syncline.engines.ray.agent import Agent
-from syncline.engines.ray.authentication import Secret
 from syncline.engines.ray.cluster import Agents, RayCluster
 from syncline.engines.ray.link_measurement import Address, Echo, Echoes
 from syncline.engines.ray.placement import Node

@@ -19,8 +19,8 @@ from torch import nn
 
 import syncline as sl
 from syncline.engines import live_runs as live
-from syncline.engines.local import allreduce_supervisor as peers
 from syncline.engines.local import supervisor
+from syncline.engines.local.supervisor_base import RunSupervisor
 from syncline.sim.simulation import Simulation
 from tests.integration.small_runs import PATIENCE, kinds, points, start
 
@@ -122,14 +122,13 @@ def test_what_statistics_are_made_of_is_read_by_the_run_itself(
 ) -> None:
     """Not by the caller, who would see dictionaries change while it goes through them."""
     seen: list[str] = []
-    for module in (supervisor, peers):
-        inner = module.with_processes
+    inner = RunSupervisor._with_processes
 
-        def spy(*arguments: Any, inner: Any = inner) -> Any:
-            seen.append(threading.current_thread().name)
-            return inner(*arguments)
+    def spy(*arguments: Any) -> Any:
+        seen.append(threading.current_thread().name)
+        return inner(*arguments)
 
-        monkeypatch.setattr(module, "with_processes", spy)
+    monkeypatch.setattr(RunSupervisor, "_with_processes", spy)
     with start(points(64), epochs=LONG, **options) as run:
         until(lambda: version(run) > 2)
     assert set(seen) == {"syncline-supervisor"}

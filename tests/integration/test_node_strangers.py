@@ -20,9 +20,9 @@ from torch import nn
 from torch.optim import SGD
 
 import syncline as sl
+from syncline.engines.authentication import HELLO, NONCE, Secret, Stranger, connect
 from syncline.engines.ray import engine as engines
 from syncline.engines.ray.agent import Agent, Begin
-from syncline.engines.ray.authentication import HELLO, NONCE, Secret, Stranger, connect
 from syncline.engines.ray.bulk_connection import _HEAD, Connection
 from syncline.engines.ray.frame_kinds import AGENT, Kind
 from syncline.testing import Nodes

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
-from syncline.engines.ray.authentication import HELLO, MAC, NONCE
+from syncline.engines.authentication import HELLO, MAC, NONCE
 from syncline.engines.ray.bulk_connection import _HEAD
 
 KEPT = 1 << 16  # bytes

@@ -16,10 +16,11 @@ from syncline.batch.coordinator import AHEAD, Coordinator
 from syncline.engines.batch_record import BatchRecord, read_batch
 from syncline.engines.recorder import Recorder
 from syncline.engines.run import RunSpec
+from syncline.engines.supervision import last_good
 from syncline.errors import LostError
 from syncline.protocols import lifecycle as life
 from syncline.roles.checkpoint_manifest import Restored
-from syncline.table.checkpoints import CheckpointError, Folder, find
+from syncline.table.checkpoints import Folder
 
 
 class BatchCrew(ABC):
@@ -110,7 +111,7 @@ class BatchSupervision:
 
     def _go_back(self, lost: str) -> None:
         try:
-            last = self._last_good(lost)
+            last = last_good(lost, self._folder, self._last, self._start, read_batch)
         except LostError as error:
             self._carry_out(self.lifecycle.fail(error))
             return
@@ -120,12 +121,3 @@ class BatchSupervision:
         what = f"recovered: all shards are back at version {version}"
         self._recorder.event(what, kind="recovered", version=version)
         self._crew.renew_shards(last)
-
-    def _last_good(self, lost: str) -> Restored | None:
-        assert self._folder is not None
-        try:
-            last = read_batch(find(self._last)) if self._last else self._start
-        except CheckpointError as error:
-            raise LostError(f"{lost}, and the last checkpoint cannot be read: {error}") from error
-        self._folder.prepare()  # removes what was being written
-        return last

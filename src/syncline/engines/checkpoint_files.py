@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,3 +60,36 @@ def commit(
     except CheckpointError as error:
         folder.abandon(number)
         return Checkpointed(number, "", str(error))
+
+
+class Writer:
+    """A thread that puts files on the disk while its shard folds on, in their order; each is reported when it is there."""
+
+    def __init__(self, folder: Path, report: Callable[[Saved], None]) -> None:
+        self._folder, self._report = Folder(folder), report
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._number: int | None = None
+        self._thread = threading.Thread(target=self._run, name="syncline-writer", daemon=True)
+        self._thread.start()
+
+    def write(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        self._jobs.put((number, name, tensors, notes))
+
+    def write_after(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        """The same, when the checkpoint before is on the disk: whoever cuts faster than it writes waits."""
+        if number != self._number:
+            self._jobs.join()
+        self._number = number
+        self.write(number, name, tensors, notes)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # behind the folds, where the system allows it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        while (job := self._jobs.get()) is not None:
+            self._report(write_part(self._folder, job))
+            self._jobs.task_done()
+
+    def close(self) -> None:
+        """When all of it is on the disk."""
+        self._jobs.put(None)
+        self._thread.join()

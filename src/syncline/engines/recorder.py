@@ -19,11 +19,9 @@ from syncline import messages as m
 from syncline.engines.checkpoint_files import commit, write_part
 from syncline.engines.run import (
     Began,
-    Callback,
     EpochRecord,
     Evaluate,
     Event,
-    Listener,
     Logged,
     Outcome,
     RunSpec,
@@ -46,21 +44,19 @@ class Recorder:
 
     def __init__(
         self,
+        spec: RunSpec,
         *,
         now: Callable[[], float],
         evaluate: Callable[[int, dict[str, Tensor]], None],
         stop: Callable[[], None],
-        layouts: Callable[[], dict[int, Layout]],
-        callbacks: tuple[Callback, ...],
-        listeners: tuple[Listener, ...] = (),
-        restored: Restored | None = None,
+        layouts: Callable[[], dict[int, Layout]] = dict,
     ) -> None:
         self.outcome = Outcome()
-        past = restored.history if restored else []
+        past = spec.storage.restored.history if spec.storage.restored else []
         self.outcome.history = [EpochRecord(**_by_rank(record)) for record in past]
         self.error: BaseException | None = None
         self._now, self._evaluate, self._stop, self._layouts = now, evaluate, stop, layouts
-        self._callbacks, self._listeners = callbacks, listeners
+        self._callbacks, self._listeners = spec.callbacks, spec.listeners
         self._assembly = Assembly()
         self._open: dict[int, EpochRecord] = {}  # epochs whose evaluation is not there yet
         self._sent: set[int] = set()
@@ -346,15 +342,7 @@ def peer_record(
     virtual: bool = False,
 ) -> tuple[Recorder, AllReduceCoordinator]:
     """The recorder of an all-reduce run, and the keeper to whom its learners report; it writes checkpoints."""
-    recorder = Recorder(
-        now=now,
-        evaluate=evaluate,
-        stop=stop,
-        layouts=lambda: keeper.layouts,
-        callbacks=spec.callbacks,
-        listeners=spec.listeners,
-        restored=spec.storage.restored,
-    )
+    recorder = Recorder(spec, now=now, evaluate=evaluate, stop=stop, layouts=lambda: keeper.layouts)
 
     def failed(error: BaseException) -> None:
         recorder.keep_weights(error)

@@ -15,7 +15,7 @@ from syncline.errors import LostError
 from syncline.protocols import lifecycle as life
 from syncline.roles.checkpoint_manifest import Restored, restored
 from syncline.roles.coordinator import Coordinator
-from syncline.table.checkpoints import CheckpointError, Folder, find
+from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, find
 
 
 class Crew(ABC):
@@ -145,7 +145,7 @@ class Supervision:
             self._crew.forget_learner(learner)
         self._crew.renew_shards()
         try:
-            last = self._last_good(decision.lost)
+            last = last_good(decision.lost, self._folder, self.last, self._start)
         except LostError as error:
             self._carry_out(self.lifecycle.fail(error))
             return
@@ -161,12 +161,19 @@ class Supervision:
             seconds_taken=self._now() - began,
         )
 
-    def _last_good(self, lost: str) -> Restored | None:
-        """The state that new shards begin with; None: that of the start."""
-        assert self._folder is not None
-        try:
-            last = restored(find(self.last)) if self.last else self._start
-        except CheckpointError as error:
-            raise LostError(f"{lost}, and the last checkpoint cannot be read: {error}") from error
-        self._folder.prepare()  # removes what was being written
-        return last
+
+def last_good(
+    lost: str,
+    folder: Folder | None,
+    last: Path | None,
+    start: Restored | None,
+    read: Callable[[Checkpoint], Restored] = restored,
+) -> Restored | None:
+    """The state that new shards begin with; None: that of the start."""
+    assert folder is not None
+    try:
+        found = read(find(last)) if last else start
+    except CheckpointError as error:
+        raise LostError(f"{lost}, and the last checkpoint cannot be read: {error}") from error
+    folder.prepare()  # removes what was being written
+    return found

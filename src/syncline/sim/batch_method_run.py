@@ -116,13 +116,7 @@ class BatchSimulation(BatchCrew):
             self.clock.now = spec.storage.restored.virtual
             self._script = script.after(spec.storage.restored.version, spec.storage.restored.virtual)
         self.recorder = Recorder(
-            now=lambda: self.clock.now,
-            evaluate=self._evaluate,
-            stop=self.ask_stop,
-            layouts=lambda: {},
-            callbacks=spec.callbacks,
-            listeners=spec.listeners,
-            restored=spec.storage.restored,
+            spec, now=lambda: self.clock.now, evaluate=self._evaluate, stop=self.ask_stop
         )
         self.recorder.outcome.began = self.clock.now
         self._coordinator = coordinator_of(spec)

@@ -116,13 +116,11 @@ class Simulation(Crew):
         self.coordinator = Coordinator(SimCoordinator(self), spec.plan, ids, spec.storage.restored)
         self.servers = [SimServer(self, shard) for shard in range(spec.plan.topology.shards)]
         self.recorder = Recorder(
+            spec,
             now=lambda: self.clock.now,
             evaluate=self._evaluate,
             stop=self.ask_stop,
             layouts=lambda: {table: self.coordinator.layout(table) for table in self.coordinator.tables},
-            callbacks=spec.callbacks,
-            listeners=spec.listeners,
-            restored=spec.storage.restored,
         )
         if alone is not None:
             self.recorder.event(f"gradients are computed one at a time: {alone}", kind="alone")

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from syncline.engines.authentication import Secret
 from syncline.engines.local import forkserver
 from syncline.engines.ray.agent import About, Agent
-from syncline.engines.ray.authentication import Secret
 from syncline.engines.ray.cluster import Agents, RayCluster
 from syncline.engines.ray.engine import Ray
 from syncline.engines.ray.link_measurement import Address, Echo, Echoes

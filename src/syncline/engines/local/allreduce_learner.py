@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline.engines.checkpoint_writer import Writer
+from syncline.engines.checkpoint_files import Writer
 from syncline.engines.collectives import CollectiveGroup
 from syncline.engines.local.control_channel import Channel, Closed
-from syncline.engines.local.learner import returned, say
+from syncline.engines.local.learner import call, returned, say
 from syncline.engines.local.shared_memory import Region
 from syncline.engines.run import Task
 from syncline.learn.allreduce_session import AllReduceSession
-from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, RunStopped, Serving
+from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, Serving
 from syncline.roles.allreduce_coordinator import Meet
 from syncline.roles.checkpoint_manifest import restored
 from syncline.roles.run_plan import Seat
@@ -164,11 +164,7 @@ def run_peer(channel: Channel, spec: AllReduceLearnerSpec) -> int:
         session = AllReduceSession(
             port, spec.seat, restored(read(Path(spec.resume))) if spec.resume else None
         )
-        session.seed()
-        try:
-            value = task.function(session, *task.arguments, **task.keywords)
-        except RunStopped:
-            value = None
+        value = call(task, session)
         session.close()
         sys.stdout.flush()
         channel.send(returned(value))

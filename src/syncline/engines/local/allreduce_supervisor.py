@@ -1,6 +1,6 @@
 """The supervisor of an all-reduce run: starts its learners, keeps their record, and ends them all when one is gone.
 
-A thread of the caller's, as the servers' supervisor is. Nothing of a step passes here: learners reduce among themselves.
+Nothing of a step passes here: learners reduce among themselves.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.collectives import wants_nccl
 from syncline.engines.local.allreduce_learner import AllReduceLearnerSpec, Broken, ProgressBoard
-from syncline.engines.local.evaluator import Evaluator
-from syncline.engines.local.hang_detection import HangDetection
+from syncline.engines.local.packing import Parcel
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_memory import Region
-from syncline.engines.local.statistics_requests import Questions, with_processes
-from syncline.engines.local.supervisor_base import RunThread
-from syncline.engines.local.task_packing import pack_task
+from syncline.engines.local.supervisor_base import HangDetection, RunSupervisor
 from syncline.engines.recorder import learner_error, peer_record
 from syncline.engines.run import RunSpec
 from syncline.errors import RunError, UsageError
@@ -28,45 +25,31 @@ from syncline.protocols.staleness import StalenessClock
 from syncline.roles.allreduce_coordinator import apart, early
 
 GRACE = 10.0  # seconds that learners get to finish their step after a stop
-LOOK = 0.25  # seconds between looks at timers
 BLAME = 2.0  # seconds that a broken collective waits for whoever broke it
 
 
-class AllReduceSupervisor:
-    """One run, from its first process to its last; `thread.main` runs on a thread of the caller's."""
+class AllReduceSupervisor(RunSupervisor):
+    """An all-reduce run."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self.spec = spec
-        self._started = time.monotonic()
+        super().__init__(spec)
         self.recorder, self._keeper = peer_record(
             spec,
-            now=lambda: time.monotonic() - self._started,
-            evaluate=lambda epoch, state: self._evaluator.give(epoch, state),  # type: ignore[union-attr]
+            now=self.now,
+            evaluate=self._evaluate,
             stop=self._stop,
             reply=self._reply,
-            fail=lambda error: self.thread.fail(error),
+            fail=self.fail,
         )
-        self.thread = RunThread(
-            self.recorder, self._started, begin=self._begin, loop=self._loop, end=self._end
-        )
-        self._questions = Questions(self.thread)
         self.learners: dict[int, Process] = {}  # by rank
         self._meeting = os.memfd_create("syncline-meeting", os.MFD_CLOEXEC)
         self._stop_word = Region(8)
         self._boards = [Region(ProgressBoard.nbytes()) for _ in range(spec.plan.learners)]
-        self._evaluator: Evaluator | None = None
         self._deadline: float | None = None
         self._broken: tuple[float, int, str] | None = None  # (when, rank, what it said)
-        self._hanging = HangDetection(
-            spec.faults,
-            self.recorder,
-            others="the others wait for it",
-            end="ends such a learner, and the run",
-        )
-        self._looked = self._started
+        self._hanging = HangDetection(self, "the others wait for it", "ends such a learner, and the run")
 
     def command(self, command: Any) -> None:
-        """What the caller asks for."""
         if isinstance(command, int):
             raise UsageError(
                 "all-reduce has fixed membership: no learners can be added; use topology='servers'"
@@ -75,14 +58,12 @@ class AllReduceSupervisor:
             raise UsageError(
                 "all-reduce cannot change its dial in the middle; give a course, such as 'hardsync until 1 then delayed:1'"
             )
-        self.thread.command(command)
+        super().command(command)
 
     # -- the run -----------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _start(self, task: Parcel) -> None:
         spec = self.spec
-        task, evaluate = pack_task(spec)
-        self._processes = self.thread.open(self._heard, self._ended, self._asked)
         meeting = f"/proc/{os.getpid()}/fd/{self._meeting}"
         nccl = wants_nccl(spec.devices)
         resume = spec.storage.restored.name if spec.storage.restored is not None else None
@@ -98,36 +79,10 @@ class AllReduceSupervisor:
             )
             self.learners[rank] = self._processes.fork("learner", rank, rank, peer, None, self._threads())
             self.learners[rank].channel.post(task)
-        task.close()
-        if evaluate is not None:
-            self._evaluator = Evaluator(self._processes, evaluate, self.recorder)
-
-    def _threads(self) -> int:
-        """Of a learner."""
-        if self.spec.threads is not None:
-            return self.spec.threads
-        return max(1, len(os.sched_getaffinity(0)) // self.spec.plan.learners)
-
-    def _loop(self) -> None:
-        while self.thread.error is None and not self._over():
-            self._processes.work(LOOK)
-            now = time.monotonic()
-            if now - self._looked > LOOK or self._broken is not None:
-                self._looked = now
-                self._check(now)
 
     def _over(self) -> bool:
         returned = all(process.state == "returned" for process in self.learners.values())
         return returned and self.recorder.complete() and not self._keeper.cutting
-
-    def _asked(self, command: Any) -> None:
-        if isinstance(command, m.AskStatistics):
-            self._questions.answer(self._statistics(command.number))
-        elif command == "kill":
-            self.thread.fail(KeyboardInterrupt())
-        else:
-            self.thread.outcome.interrupted |= command == "interrupt"
-            self._stop()
 
     def _stop(self) -> None:
         """Learners agree on the step after which they leave."""
@@ -141,42 +96,39 @@ class AllReduceSupervisor:
         self.learners[rank].channel.post(message)
 
     def _heard(self, process: Process, message: Any) -> None:
-        if process.role == "evaluator":
-            assert self._evaluator is not None
-            self._evaluator.hear(message)
-        elif isinstance(message, m.Returned):
+        if isinstance(message, m.Returned):
             process.state = "returned"
             self.recorder.returned(process.rank, message)
         elif isinstance(message, m.Raised):
             process.state = "raised"
             self.recorder.event("raised", process.rank, kind="raised")
-            self.thread.fail(learner_error(process.rank, message.error, message.traceback))
+            self.fail(learner_error(process.rank, message.error, message.traceback))
         elif isinstance(message, Broken):
             process.state = "broken"
             self._broken = self._broken or (time.monotonic(), process.rank, message.text)
+            self._urgent = True
         else:
             self._keeper.hear(process.rank, message)
 
     def _ended(self, process: Process, how: str) -> None:
-        """A process ended without a word."""
         process.state = "lost"
         if process.role == "learner":
             what = f"lost: its process (pid {process.pid}) ended with {how}"
             self.recorder.event(what, process.rank, kind="lost", pid=process.pid)
-        self.thread.fail(alone(f"{process.role} {process.rank} (pid {process.pid}) ended with {how}"))
+        self.fail(alone(f"{process.role} {process.rank} (pid {process.pid}) ended with {how}"))
 
-    def _check(self, now: float) -> None:
+    def _look(self, now: float) -> None:
         self._check_early()
         if self._broken is not None and now - self._broken[0] > BLAME:
             _, rank, text = self._broken
-            self.thread.fail(RunError(f"a collective failed in learner {rank}: {text}"))
+            self.fail(RunError(f"a collective failed in learner {rank}: {text}"))
         running = [rank for rank, process in self.learners.items() if process.state == "running"]
         if self._deadline is not None and now > self._deadline and running:
             ranks = ", ".join(map(str, running))
-            self.thread.fail(
+            self.fail(
                 RunError(f"learners {ranks} did not finish their step within {GRACE:.0f} s of the stop")
             )
-        self._look(now, running)
+        self._look_for_hanging(now, running)
 
     def _check_early(self) -> None:
         """Somebody returned, or waits in a meeting, and another needs it for a collective."""
@@ -184,30 +136,23 @@ class AllReduceSupervisor:
         for rank, process in self.learners.items():
             other = max(calls, key=lambda each: calls[each])
             if process.state == "returned" and calls[other] > calls[rank]:
-                self.thread.fail(early(rank, self._keeper.closed[rank].steps, other, "a further step"))
+                self.fail(early(rank, self._keeper.closed[rank].steps, other, "a further step"))
         meeting = self._keeper.waiting()
         for rank, meet in meeting.items():
             for other, count in calls.items():
                 if other not in meeting and count > calls[rank]:
-                    self.thread.fail(apart(rank, meet.what, other))
+                    self.fail(apart(rank, meet.what, other))
 
-    def _look(self, now: float, running: list[int]) -> None:
+    def _look_for_hanging(self, now: float, running: list[int]) -> None:
         """Who should compute and has not been heard of?"""
         progress = {rank: self._boards[rank].words[ProgressBoard.CALLS] for rank in running}
         waiting = {rank for rank in running if self._boards[rank].words[ProgressBoard.WAITS]}
-        self._hanging.look(now, progress, waiting | self._keeper.waiting().keys(), self.learners, self._kill)
-
-    def _kill(self, process: Process, why: str) -> None:
-        self.recorder.event(f"killed: {why}", process.rank, kind="killed", pid=process.pid)
-        self._processes.kill(process)
+        self._hanging.look(now, progress, waiting | self._keeper.waiting().keys(), self.learners)
 
     # -- statistics --------------------------------------------------------------------------------------
 
-    def ask_statistics(self) -> m.Statistics:
+    def _questioned(self, number: int) -> None:
         """As the learners' boards show it; at the end exact."""
-        return self._questions.ask()
-
-    def _statistics(self, number: int) -> m.Statistics:
         shown = [ProgressBoard(region).read() for region in self._boards]
         first = shown[0]
         clock = StalenessClock()
@@ -224,25 +169,22 @@ class AllReduceSupervisor:
             rank: each.loss for rank, each in enumerate(shown) if each.loss == each.loss and each.started
         }
         tables = {0: table} if self._keeper.layouts else {}
-        return self._with_processes(m.Statistics(number, tables, steps, losses), waiting)
+        self._answer(self._complete(m.Statistics(number, tables, steps, losses), waiting))
 
-    def _with_processes(self, statistics: m.Statistics, waiting: dict[int, int]) -> m.Statistics:
-        return with_processes(
+    def _complete(self, statistics: m.Statistics, waiting: dict[int, int]) -> m.Statistics:
+        return self._with_processes(
             statistics,
-            self.thread.processes,
             lambda process: "waits for the others" if process.rank in waiting else "computing",
         )
 
     # -- end ---------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Nothing stays behind, however it ended."""
-        outcome = self.thread.outcome
-        outcome.statistics = self._with_processes(outcome.statistics, {})
-        if self.thread.error is None:
+        self.outcome.statistics = self._complete(self.outcome.statistics, {})
+        if self.error is None:
             for process in self.learners.values():
                 process.channel.post(None)  # they may leave
-        self.thread.close()
+        self._close()
         os.close(self._meeting)
         for region in (self._stop_word, *self._boards):
             region.release()

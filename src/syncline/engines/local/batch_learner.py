@@ -16,11 +16,10 @@ import torch
 from syncline.batch import messages as b
 from syncline.batch.portions import Cancel
 from syncline.batch.samples import Batch
-from syncline.engines.local.batch_memory import BatchMemory, Crash
-from syncline.engines.local.batch_shard import Pool
+from syncline.engines.local.batch_shard import BatchMemory, Pool
 from syncline.engines.local.control_channel import NOTHING, Channel, Closed
 from syncline.engines.local.learner import say
-from syncline.engines.local.shared_memory import Region
+from syncline.engines.local.shared_memory import Region, crash_point
 from syncline.engines.run import Task
 from syncline.learn.model_factories import seed_random
 from syncline.learn.portion_worker import BatchPlan, PortionWorker
@@ -34,7 +33,6 @@ class BatchLearnerSpec:
     point: Region
     pools: list[Region]
     beat: Region  # its first word counts portions
-    crash: int | None = None
 
 
 class _Learner:
@@ -47,7 +45,6 @@ class _Learner:
         self._next = 0  # portion of it
         self._loss, self._examples = 0.0, 0
         self._at = -1  # the evaluation whose point was read
-        self._crash = Crash(spec.crash)
 
     def run(self) -> None:
         """Until the supervisor closes the channel."""
@@ -80,7 +77,7 @@ class _Learner:
                 return
 
     def _portion(self, task: b.Give) -> None:
-        self._crash.tick()
+        crash_point()
         if self._next == task.start:
             self._begin(task)
         loss, examples = self._worker.add(task.batch, self._next, self._following(task))
@@ -105,9 +102,9 @@ class _Learner:
 
     def _answer(self, task: b.Give) -> None:
         self._worker.end(self._slots[task.slot])
-        self._crash.tick()
+        crash_point()
         self._channel.send(b.Answered(task.evaluation, task.task, self._loss, self._examples))
-        self._crash.tick()
+        crash_point()
         self._tasks.popleft()
         self._next = self._tasks[0].start if self._tasks else 0
 

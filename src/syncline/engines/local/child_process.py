@@ -25,6 +25,7 @@ from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.learner import run_evaluator, run_learner
 from syncline.engines.local.seat_processes import run_group
 from syncline.engines.local.server import run_server
+from syncline.engines.local.shared_memory import crash_at
 from syncline.engines.local.tree_node import run_node
 
 TERM_GRACE = 20.0  # seconds that a process goes on after SIGTERM
@@ -39,6 +40,7 @@ class Setup:
     path: list[str]
     folder: str
     environment: dict[str, str]
+    crash: int | None  # for tests: the operation it dies in
     spec: Any  # the role's own, unpacked only after path and folder are set
 
 
@@ -116,3 +118,5 @@ def _settle(setup: Setup) -> None:
     if os.path.isdir(setup.folder):
         os.chdir(setup.folder)
     torch.set_num_threads(setup.threads)
+    if setup.crash is not None:
+        crash_at(setup.crash)

@@ -12,6 +12,7 @@ from syncline.engines.local.allreduce_supervisor import AllReduceSupervisor
 from syncline.engines.local.batch_supervisor import BatchSupervisor
 from syncline.engines.local.host import Machines
 from syncline.engines.local.supervisor import Supervisor
+from syncline.engines.local.supervisor_base import RunSupervisor
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.errors import UsageError
 from syncline.messages import Statistics
@@ -23,7 +24,7 @@ class LocalHandle(Handle):
     def __init__(
         self, spec: RunSpec, crashes: Mapping[str, int] | None = None, machines: Machines | None = None
     ) -> None:
-        self._run: Supervisor | AllReduceSupervisor | BatchSupervisor
+        self._run: RunSupervisor
         if spec.batch is not None:
             self._run = BatchSupervisor(spec, crashes)
         elif spec.plan.topology.fixed_members:
@@ -36,7 +37,7 @@ class LocalHandle(Handle):
 
     def _main(self) -> None:
         try:
-            self._run.thread.main()
+            self._run.main()
         finally:
             live.ended(self)
             self._closed()
@@ -45,16 +46,16 @@ class LocalHandle(Handle):
         """Nothing of the run is left here; what else belongs to it may go."""
 
     def wait(self, timeout: float | None = None) -> Outcome:
-        if not self._run.thread.done.wait(timeout):
+        if not self._run.done.wait(timeout):
             raise TimeoutError(f"the run goes on after {timeout} s")
         self._thread.join()
-        if self._run.thread.error is not None:
-            raise self._run.thread.error
-        return self._run.thread.outcome
+        if self._run.error is not None:
+            raise self._run.error
+        return self._run.outcome
 
     @property
     def done(self) -> bool:
-        return self._run.thread.done.is_set()
+        return self._run.done.is_set()
 
     def stop(self) -> None:
         self._run.command("stop")
@@ -63,9 +64,9 @@ class LocalHandle(Handle):
         self._run.command("interrupt")
 
     def end(self, seconds: float) -> None:
-        if not self._run.thread.done.wait(seconds):
+        if not self._run.done.wait(seconds):
             self._run.command("kill")
-            self._run.thread.done.wait(10)
+            self._run.done.wait(10)
         self._thread.join(1)
 
     def add_learners(self, count: int) -> None:
@@ -81,7 +82,7 @@ class LocalHandle(Handle):
         """Process ids by "learner r", "shard s" and so on."""
         return {
             f"{process.role} {process.rank}": process.pid
-            for process in self._run.thread.processes
+            for process in self._run.processes
             if process.state == "running"
         }
 

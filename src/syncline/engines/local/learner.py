@@ -20,14 +20,15 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.cuda_memory import StreamOrder
-from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Replies
+from syncline.engines.local.exchange import DELIVERED, KEEP, Replies
 from syncline.engines.local.packing import Parcel, pack, unpack
 from syncline.engines.local.record_codec import Record, encode
-from syncline.engines.local.shared_memory import Region, Waiter, WakeUp, crash_at
+from syncline.engines.local.shared_memory import Region, Waiter, WakeUp
 from syncline.engines.local.table_memory import EVENT, Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.version_flow import VersionFlow, swappable
 from syncline.engines.local.version_ring import Reader
 from syncline.engines.run import Task
+from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.server_session import ServerSession
 from syncline.learn.session import UNSAID
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
@@ -49,23 +50,12 @@ STOP, GENERATION, CALLS = 0, 1, 2
 TRIES = 4  # to read a version before it is asked for
 
 
-class ControlBlock:
-    """What the supervisor tells all learners, in words."""
-
-    def __init__(self, region: Region) -> None:
-        self.words = region.words
-
-    @staticmethod
-    def nbytes() -> int:
-        return 8 * LINE
-
-
 @dataclass(frozen=True, slots=True)
 class LearnerSpec:
     """A learner's own part of its setup."""
 
     learner: int
-    hub: Region
+    hub: Region  # what the supervisor tells all learners, in words
     desk: Region
     bell: WakeUp
     shard_bell: WakeUp  # of the leading shard
@@ -73,7 +63,6 @@ class LearnerSpec:
     yields: int
     generation: int
     seat: Seat
-    crash: int | None = None  # for tests
     leaves: Sequence[WakeUp] = ()  # over a tree
 
 
@@ -321,9 +310,9 @@ class LocalLearnerPort(LearnerPort):
         self.learner, self.rank = spec.learner, spec.seat.rank
         self._channel, self._spec = channel, spec
         self.desk = Mailbox(spec.desk)
-        self._hub = ControlBlock(spec.hub)
+        self._hub = spec.hub.words
         self.sleeper = Waiter(spec.bell, yields=spec.yields)
-        self._generation, self._calls = spec.generation, self._hub.words[CALLS]
+        self._generation, self._calls = spec.generation, self._hub[CALLS]
         self._portions: dict[int, dict[int, Portion]] = {}
         self._tables: dict[int, LocalTable] = {}
 
@@ -339,13 +328,13 @@ class LocalLearnerPort(LearnerPort):
 
     def check(self) -> None:
         """Nobody waits for servers that are gone."""
-        if self._hub.words[GENERATION] != self._generation:
+        if self._hub[GENERATION] != self._generation:
             raise Reset
 
     def answer_call(self) -> None:
         """Ask, where it was called while it waits in a step; raises what it is refused with."""
-        if self._hub.words[CALLS] != self._calls:
-            self._calls = self._hub.words[CALLS]
+        if self._hub[CALLS] != self._calls:
+            self._calls = self._hub[CALLS]
             self.ask(m.Called())
 
     def spend(self, work: Computing | Serving) -> None:
@@ -424,7 +413,7 @@ class LocalLearnerPort(LearnerPort):
         return table
 
     def stopping(self) -> bool:
-        return self._hub.words[STOP] != 0
+        return self._hub[STOP] != 0
 
 
 def _pin(blocks: Sequence[Tensor]) -> None:
@@ -439,12 +428,15 @@ def _pin(blocks: Sequence[Tensor]) -> None:
 def run_learner(channel: Channel, spec: LearnerSpec) -> int:
     """Call the user's function; say how it ended."""
     try:
-        if spec.crash is not None:
-            crash_at(spec.crash)
         task = channel.receive()
         if not isinstance(task, Task):  # it stands in for a learner elsewhere
             return int(task(channel, spec))
-        channel.send(perform(task, LocalLearnerPort(channel, spec), spec.seat))
+        session = ServerSession(LocalLearnerPort(channel, spec), spec.seat)
+        try:
+            value = call(task, session)
+        finally:
+            session.close()
+        channel.send(returned(value))
     except Closed:
         return 1
     except BaseException as error:
@@ -453,17 +445,13 @@ def run_learner(channel: Channel, spec: LearnerSpec) -> int:
     return 0
 
 
-def perform(task: Task, port: LearnerPort, seat: Seat) -> Parcel:
-    """Call the user's function with a session; what it gave back, packed."""
-    session = ServerSession(port, seat)
+def call(task: Task, session: ServerSession | AllReduceSession) -> Any:
+    """What the user's function gives back."""
     session.seed()
     try:
-        value = task.function(session, *task.arguments, **task.keywords)
+        return task.function(session, *task.arguments, **task.keywords)
     except RunStopped:
-        value = None
-    finally:
-        session.close()
-    return returned(value)
+        return None
 
 
 def returned(value: Any) -> Parcel:

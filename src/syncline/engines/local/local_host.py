@@ -32,7 +32,7 @@ from syncline.engines.local.host import (
     TableHere,
     Vitals,
 )
-from syncline.engines.local.learner import ControlBlock, LearnerSpec
+from syncline.engines.local.learner import LearnerSpec
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.server import LOG_ENTRIES, AddLearner, ServerSpec
@@ -73,7 +73,6 @@ class LocalHost(Host):
         heard: Heard,
         ended: Ended,
         *,
-        crashes: Mapping[str, int] | None = None,
         sites: Sites | None = None,
         site: int = 0,
         relay: Callable[[RelayParts], Any] | None = None,
@@ -81,7 +80,6 @@ class LocalHost(Host):
     ) -> None:
         self._spec, self._forks, self._task = spec, processes, task
         self._heard, self._ended, self._relay_of, self._seats = heard, ended, relay, seat or Seats()
-        self._crashes = dict(crashes or {})  # for tests: process name -> the operation it dies in, once
         self.site = site
         self.sites = sites or Sites((0,) * spec.plan.topology.shards)
         self.geometry = geometry_of(spec, self.sites)  # whatever becomes of them
@@ -100,8 +98,8 @@ class LocalHost(Host):
         self._begun: set[int] = set()  # tables whose first values are here
         self._opening: list[tuple[int, m.Opened]] = []  # answers that wait for them
         self._regions: dict[int, list[Region]] = defaultdict(list)  # by learner; SHARED, and SERVERS' own
-        self._hub = self.region(ControlBlock.nbytes())
-        self._words = ControlBlock(self._hub).words
+        self._hub = self.region(8 * LINE)
+        self._words = self._hub.words
         self._shard_bells = {shard: WakeUp() for shard in self.sites.of(site)}
         self._relay_bell = WakeUp()
         shards = spec.plan.topology.shards
@@ -111,7 +109,7 @@ class LocalHost(Host):
         if isinstance(spec.plan.topology, Trees):
             own, bell = partial(self.region, owner=SERVERS), self._relay_bell if relay is not None else None
             around = Around(site, own, self._post_all, self._tell_relay, bell)
-            self.nodes = NodeCrew(spec, processes, self.geometry, around, self._crashes)
+            self.nodes = NodeCrew(spec, processes, self.geometry, around)
 
     @property
     def processes(self) -> list[Process]:  # type: ignore[override]
@@ -196,7 +194,6 @@ class LocalHost(Host):
             YIELDS["shard"] * (ROOMY if self._roomy() else 1),
             self._beats,
             self._spec.storage.folder,
-            self._crashes.pop(f"shard {shard}", None),
         )
         self.shards[shard] = self._forks.fork("shard", shard, shard, spec, None, 1)
 
@@ -318,7 +315,6 @@ class LocalHost(Host):
             YIELDS["learner"],
             self.generation,
             self._seats(self._spec, learner, rank),
-            self._crashes.pop(f"learner {rank}", None),
             self.nodes.bells if self.nodes is not None else (),
         )
         process = self._forks.fork("learner", learner, rank, spec, self._bells[learner], self._threads())

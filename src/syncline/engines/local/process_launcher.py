@@ -1,31 +1,43 @@
 """The learners and shards of a run over servers, on all its machines: who is where, and what all are told.
 
-Not responsible for when: the supervisor says so; nor for how: each machine's `Host` does it.
+Not responsible for when: the supervision and the coordinator say so; nor for how: each machine's `Host` does it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from syncline import messages as m
+from syncline.engines.checkpoint_files import commit
 from syncline.engines.local.host import Host, Sites
 from syncline.engines.local.learner import CALLS, GENERATION, STOP
 from syncline.engines.local.processes import Process
+from syncline.engines.supervision import Crew
+from syncline.ports import CoordinatorPort
+from syncline.roles.checkpoint_manifest import upto
+from syncline.table.checkpoints import Written
+
+if TYPE_CHECKING:
+    from syncline.engines.local.supervisor import Supervisor
 
 Where = Callable[[int], int]  # rank -> the machine of its next learner
 
 
-class ProcessLauncher:
+class ProcessLauncher(Crew, CoordinatorPort):
     """Those that run. `hosts[0]` is the caller's machine; one that is lost is None."""
 
-    def __init__(self, hosts: Sequence[Host], sites: Sites, where: Where = lambda rank: 0) -> None:
+    def __init__(
+        self, run: Supervisor, hosts: Sequence[Host], sites: Sites, where: Where = lambda rank: 0
+    ) -> None:
+        self._run, self.shards = run, run.spec.plan.topology.shards
         self.hosts: list[Host | None] = list(hosts)
         self._where, self._places = where, sites
         self._said: list[m.MakeTable | m.Dial] = []  # since the servers were started
         self.learners: dict[int, Process] = {}  # by learner id, while running
-        self.shards: dict[int, Process] = {}
+        self.servers: dict[int, Process] = {}  # by shard
         self.sites: dict[int, int] = {}  # learner -> its machine
         self.generation = 0  # how often the servers were started anew
         self._calls = 0
@@ -33,9 +45,6 @@ class ProcessLauncher:
     @property
     def _live(self) -> list[Host]:
         return [host for host in self.hosts if host is not None]
-
-    def host(self, learner: int) -> Host | None:
-        return self.hosts[self.sites[learner]] if learner in self.sites else None
 
     # -- starting ----------------------------------------------------------------------------------------
 
@@ -49,13 +58,13 @@ class ProcessLauncher:
         for host in self._live:
             for process in host.start_servers(self.generation + again, self._places, below, again=again):
                 if process.role == "shard":
-                    self.shards[process.rank] = process
+                    self.servers[process.rank] = process
 
-    def renew_servers(self) -> None:
-        """The old ones end, and new ones know nothing."""
+    def renew_shards(self) -> None:
         for host in self._live:
             host.end_servers()
         self.start_servers()
+        self._run.ask_again()
 
     def start_learner(self, learner: int, rank: int) -> None:
         site = self.sites[learner] = self._where(rank)
@@ -65,7 +74,7 @@ class ProcessLauncher:
         assert home is not None
         self.learners[learner] = home.start_learner(learner, rank)
 
-    def forget(self, learner: int) -> None:
+    def forget_learner(self, learner: int) -> None:
         self.learners.pop(learner)
         for host in self._live:
             host.forget(learner)
@@ -86,26 +95,43 @@ class ProcessLauncher:
         if isinstance(message, m.Initialise):
             for host in self._live:
                 host.initialise(learner, message)
-        elif (home := self.host(learner)) is not None:
+        elif learner in self.sites and (home := self.hosts[self.sites[learner]]) is not None:
             home.reply(learner, message)
 
-    def stop_learners(self) -> None:
-        """They leave after their step."""
-        self._announce(STOP, 1)
+    def announce(self, what: m.Stop | m.Renewed | m.Call) -> None:
+        if isinstance(what, m.Stop):
+            self._run.supervision.stop()
+        elif isinstance(what, m.Renewed):  # learners notice that the servers are new ones
+            self.generation += 1
+            self._show(GENERATION, self.generation)
+        else:  # who waits in a step asks why
+            self._calls += 1
+            self._show(CALLS, self._calls)
 
-    def next_generation(self) -> None:
-        """Learners notice that the servers are new ones."""
-        self.generation += 1
-        self._announce(GENERATION, self.generation)
+    def tell_stop(self) -> None:
+        self._show(STOP, 1)
 
-    def call_learners(self) -> None:
-        """Who waits in a step asks why."""
-        self._calls += 1
-        self._announce(CALLS, self._calls)
-
-    def _announce(self, word: int, value: int) -> None:
+    def _show(self, word: int, value: int) -> None:
         for host in self._live:
             host.announce(word, value)
+
+    def tell(self, message: Any) -> None:
+        self._run.recorder.emit(message)
+
+    def commit(
+        self, number: int, manifest: dict[str, Any] | None, files: Sequence[Written], *, prune: bool = True
+    ) -> bool:
+        run = self._run
+        assert run.folder is not None
+        if manifest is None:
+            run.folder.abandon(number)
+            return False
+        manifest["history"] = upto(number, run.recorder.history())
+        done = commit(run.folder, number, manifest, files, run.spec.storage.keep if prune else None)
+        self.tell(done)
+        if not done.problem:
+            run.supervision.checkpointed(Path(done.path))
+        return not done.problem
 
     # -- ending ------------------------------------------------------------------------------------------
 
@@ -113,13 +139,23 @@ class ProcessLauncher:
         """Its end will be noticed."""
         self._of(process).kill(process)
 
+    def kill_learner(self, learner: int, why: str) -> None:
+        self._run.kill(self.learners[learner], why)
+
     def end_learner(self, learner: int) -> None:
-        """At once, and nobody is to notice."""
         process = self.learners[learner]
         self._of(process).end(process)
 
     def _of(self, process: Process) -> Host:
         return next(host for host in self._live if process in host.processes)
+
+    def finish(self) -> None:
+        self._run.coordinator.finish()
+
+    def fail(self, error: BaseException) -> None:
+        self._run.fail(error)
+
+    # -- machines ----------------------------------------------------------------------------------------
 
     def lose(self, site: int) -> list[Process]:
         """A machine is gone; what ran there."""
@@ -165,10 +201,6 @@ class ProcessLauncher:
         seen = {learner: each for learner, each in seen.items() if learner in self.learners}
         progress = {learner: count for learner, (count, _) in seen.items()}
         return progress, {learner for learner, (_, waits) in seen.items() if waits}
-
-    def stepped(self, learner: int) -> bool:
-        """It has sent a note."""
-        return self.heard()[0].get(learner, 0) > 0
 
     def beats(self) -> dict[int, int]:
         """How often each shard has looked for something to do."""

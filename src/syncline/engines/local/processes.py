@@ -12,7 +12,7 @@ import os
 import selectors
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TextIO
@@ -45,8 +45,14 @@ class Process:
 class Processes:
     """All children of a run, those that ended included."""
 
-    def __init__(self, heard: Callable[[Process, Any], None], ended: Callable[[Process, str], None]) -> None:
+    def __init__(
+        self,
+        heard: Callable[[Process, Any], None],
+        ended: Callable[[Process, str], None],
+        crashes: Mapping[str, int] | None = None,
+    ) -> None:
         self._heard, self._ended = heard, ended
+        self._crashes = dict(crashes or {})  # for tests: process name -> the operation it dies in, once
         self.by_pid: dict[int, Process] = {}
         self._deferred: list[forkserver.Ended] = []  # that came while somebody waited for something else
         self._selector = selectors.DefaultSelector()
@@ -90,7 +96,8 @@ class Processes:
         pid = self._await_start()
         theirs.close()
         process = self.by_pid[pid] = Process(role, number, rank, pid, channel, bell)
-        channel.post(Setup(role, threads, list(sys.path), os.getcwd(), dict(os.environ), spec))
+        crash = self._crashes.pop(f"{role} {rank}", None)
+        channel.post(Setup(role, threads, list(sys.path), os.getcwd(), dict(os.environ), crash, spec))
         self.watch(channel.fileno(), partial(self._hear, process))
         return process
 

@@ -28,12 +28,10 @@ from syncline import messages as m
 from syncline.engines.collectives import LONG, gloo_devices
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.forkserver import describe
-from syncline.engines.local.learner import LearnerSpec, LocalLearnerPort, returned, say
-from syncline.engines.local.shared_memory import crash_at
+from syncline.engines.local.learner import LearnerSpec, LocalLearnerPort, call, returned, say
 from syncline.engines.run import Task
 from syncline.learn.seats import Line, SeatPort, SeatSession
 from syncline.parallel.move import Group, Joined, join
-from syncline.ports import RunStopped
 
 _PDEATHSIG = 1  # of prctl
 _HEAD = struct.Struct("q")  # bytes that follow; -1: on the channel, with descriptors
@@ -265,12 +263,8 @@ def _joined(store: Any, rank: int, size: int) -> Group:
 
 
 def _call(task: Task, session: SeatSession) -> Any:
-    """What the user's function gives back. Who raises says nothing more: the others may be elsewhere."""
-    session.seed()
-    try:
-        value = task.function(session, *task.arguments, **task.keywords)
-    except RunStopped:
-        value = None
+    """Who raises says nothing more: the others may be elsewhere."""
+    value = call(task, session)
     session.close()
     return value
 
@@ -278,8 +272,6 @@ def _call(task: Task, session: SeatSession) -> Any:
 def run_group(channel: Channel, spec: LearnerSpec) -> int:
     """The first seat's life: as any learner's, with the others beside it."""
     try:
-        if spec.crash is not None:
-            crash_at(spec.crash)
         task: Task = channel.receive()
     except Closed:
         return 1

@@ -13,15 +13,15 @@ import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.checkpoint_files import with_content, write_part
-from syncline.engines.checkpoint_writer import Writer
+from syncline.engines.checkpoint_files import Writer, with_content, write_part
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.cuda_memory import StreamOrder
 from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Ring
@@ -36,7 +36,7 @@ from syncline.engines.local.record_codec import (
     speaks_of,
 )
 from syncline.engines.local.record_codec import Part as SumPart
-from syncline.engines.local.shared_memory import Region, SharedWords, Waiter, WakeUp, crash_at
+from syncline.engines.local.shared_memory import Region, SharedWords, Waiter, WakeUp
 from syncline.engines.local.table_memory import DESK_PORTIONS, EVENT, Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.tree_root_end import AddNode, Branches, NodeGone, NodeTable, name_of
 from syncline.engines.local.version_ring import RingPart
@@ -74,7 +74,6 @@ class ServerSpec:
     yields: int
     beats: Region  # a line for each shard: it counts there that it lives
     folder: str | None = None  # of checkpoints
-    crash: int | None = None  # for tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +83,6 @@ class AddLearner:
     learner: int
     desk: Region
     bell: WakeUp
-
-
-class _CardOrder(NamedTuple):
-    """Of a shard's part of a ring on a card."""
-
-    port: LocalServerPort
-    table: int
-
-    def written(self) -> None:
-        """A version is whole."""
-        self.port.signal(self.table)
-
-    def write(self) -> None:
-        """A place is about to be written."""
-        self.port.after_readers(self.table)
-        self.port.work_on(self.table)
 
 
 def _states(lane: Lane | None) -> Callable[[int, int], bytes]:
@@ -211,7 +194,7 @@ class LocalServerPort(ServerPort):
             record, lambda table, slot: self._lanes[table, learner].slots[slot].read_states()
         )
         if isinstance(message, Gradient | Put):
-            self._lies(message.table, learner, message.number, slot)
+            self.lies(message.table, learner, message.number, slot)
         if isinstance(message, Gradient) and message.table in self._orders:
             losses = self._lanes[message.table, learner].losses
             message = message._replace(loss=losses.of(message.number, float(message.loss)))
@@ -221,7 +204,7 @@ class LocalServerPort(ServerPort):
         """What a node says; states and buffers are where their learners left them."""
         whole = Whole.of(parts[-1])
         table = whole.table
-        self._lies(table, name, whole.number, whole.slot)
+        self.lies(table, name, whole.number, whole.slot)
         gradients, buffers = [], []
         for part in parts[:-1]:
             lane = self._lanes.get((table, part.learner))  # None: it has left, and nothing of it counts
@@ -239,17 +222,14 @@ class LocalServerPort(ServerPort):
             tuple(buffers),
         )
 
-    def _lies(self, table: int, learner: int, number: int, slot: int) -> None:
+    def lies(self, table: int, learner: int, number: int, slot: int) -> None:
+        """Where the draft is that a message or an entry speaks of."""
         lane = self._lanes[table, learner]
         lane.numbers[slot] = number
         if table in self._orders:
             self._orders[table].after(lane.handles, [EVENT])
             lane.reads = False  # what it has read, it had read before it published this
-            self.work_on(table)
-
-    def lies_in(self, entry: log.Take | log.PutValues | log.Free, slot: int) -> None:
-        """Where the draft is that an entry speaks of, as the leading shard says."""
-        self._lies(entry.table, entry.learner, entry.number, slot)
+            self._work_on(table)
 
     # -- effects -----------------------------------------------------------------------------------------
 
@@ -294,27 +274,30 @@ class LocalServerPort(ServerPort):
             shelf.ring,
             shelf.versions,
             shelf.marks,
-            lambda: self._being_read(table),
-            _CardOrder(self, table) if table in self._orders else None,
+            partial(self._being_read, table),
+            partial(self._signal, table),
+            partial(self._before_writing, table),
         )
         return memory
 
-    def signal(self, table: int) -> None:
+    def _signal(self, table: int) -> None:
         """On a card: what was done there comes before whatever follows from what is said next."""
         if table in self._unsignalled:
             self._unsignalled.discard(table)
             self._orders[table].signal()
 
-    def work_on(self, table: int) -> None:
+    def _work_on(self, table: int) -> None:
         """On a card: something follows there."""
         if table in self._orders:
             self._unsignalled.add(table)
 
-    def after_readers(self, table: int) -> None:
+    def _before_writing(self, table: int) -> None:
         """On a card: whoever reads has read before what is written next."""
-        for (each, _), lane in self._lanes.items():
-            if each == table and lane.reads:
-                self._orders[table].after(lane.handles, [EVENT])
+        if table in self._orders:
+            for (each, _), lane in self._lanes.items():
+                if each == table and lane.reads:
+                    self._orders[table].after(lane.handles, [EVENT])
+            self._unsignalled.add(table)
 
     def _being_read(self, table: int) -> bool:
         reading = self._reading[table]
@@ -332,7 +315,7 @@ class LocalServerPort(ServerPort):
     def release(self, table: int, learner: int, number: int, reading: Reading | None) -> None:
         lane = self._lanes.get((table, learner))
         if lane is not None:
-            self.signal(table)
+            self._signal(table)
             if reading is None:
                 lane.drafts.free(self.shard, lane.numbers.index(number), number)
             else:
@@ -340,8 +323,8 @@ class LocalServerPort(ServerPort):
                 lane.reads = True
                 if reading.delivered:
                     self._memories[table].deliver(lane.inbox)
-                    self.work_on(table)
-                    self.signal(table)
+                    self._work_on(table)
+                    self._signal(table)
                 flags = KEEP * reading.keep | DELIVERED * reading.delivered
                 lane.replies.release(self.shard, number, reading.version, reading.dial, flags)
             self.to_wake.add(learner)
@@ -420,7 +403,7 @@ class _Loop:
 
     def __init__(self, channel: Channel, spec: ServerSpec) -> None:
         self._channel = channel
-        self._port = LocalServerPort(channel, spec)
+        self.port = self._port = LocalServerPort(channel, spec)
         self._role = ServerRole(self._port)
         self._sleeper = Waiter(spec.bell, yields=spec.yields)
         self._sleeper.watch(channel.fileno())
@@ -429,9 +412,6 @@ class _Loop:
         self._relay = spec.relay
         self._heard = 0.0  # when the supervisor was last listened to
         self._beats = spec.beats.words[LINE * spec.shard : LINE * spec.shard + 1]
-
-    def report(self, message: Any) -> None:
-        self._port.tell(message)
 
     def run(self) -> None:
         while True:
@@ -505,7 +485,7 @@ class _Loop:
             while not self._port.knows(entry):
                 self._control()  # it was sent before the leader knew: it is on its way
             if isinstance(entry, DRAFTED):
-                self._port.lies_in(entry, slot)
+                self._port.lies(entry.table, entry.learner, entry.number, slot)
             self._role.entry(entry)
             if isinstance(entry, log.Leave):
                 self._port.leaving.append(entry.learner)
@@ -564,13 +544,11 @@ class _Loop:
 def run_server(channel: Channel, spec: ServerSpec) -> None:
     """Serve until the supervisor closes the channel."""
     gc.disable()  # the loop makes no cycles; a collection in a fold would keep everybody waiting
-    if spec.crash is not None:
-        crash_at(spec.crash)
     loop = _Loop(channel, spec)
     try:
         loop.run()
     except Closed:
         return
     except Exception:
-        loop.report(m.ShardRaised(spec.shard, None, traceback.format_exc()))
+        loop.port.tell(m.ShardRaised(spec.shard, None, traceback.format_exc()))
         raise

@@ -167,26 +167,32 @@ class SharedWords:
         return bytes(self._bytes[start : start + nbytes])
 
 
+_left = 0  # operations before this process dies
+
+
 def crash_at(operation: int) -> None:
     """For tests: this process dies in its n-th write to shared words or records, a record half written."""
-    left = operation
+    global _left
+    _left = operation
     store, write = SharedWords.store, SharedWords.write
 
-    def count() -> bool:
-        nonlocal left
-        left -= 1
-        return left == 0
-
     def crashing_store(cells: SharedWords, cell: int, value: int) -> None:
-        if count():
-            os.kill(os.getpid(), signal.SIGKILL)
+        crash_point()
         store(cells, cell, value)
 
     def crashing_write(cells: SharedWords, cell: int, packed: bytes) -> None:
-        if count():
+        if _left == 1:
             write(cells, cell, packed[: len(packed) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
+        crash_point()
         write(cells, cell, packed)
 
     SharedWords.store = crashing_store  # type: ignore[method-assign,assignment]
     SharedWords.write = crashing_write  # type: ignore[method-assign,assignment]
+
+
+def crash_point() -> None:
+    """For tests: where the process may die."""
+    global _left
+    _left -= 1
+    if _left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)

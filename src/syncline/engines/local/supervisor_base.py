@@ -1,108 +1,301 @@
-"""What every supervisor has: the parts of a run in turn on one thread, its processes, the caller's commands, the first failure.
+"""What every supervisor has: its thread, its processes, the caller's commands and questions, a look at who hangs, the first failure.
 
-Not responsible for what a run consists of: that is the supervisor's, which gives its parts.
+Not responsible for what a run consists of.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
+
+from syncline import messages as m
+from syncline.engines.local.packing import Parcel
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
-from syncline.engines.recorder import Recorder
-from syncline.engines.run import Outcome
+from syncline.engines.local.task_packing import pack_task
+from syncline.engines.recorder import Recorder, said
+from syncline.engines.run import Outcome, RunSpec
+from syncline.errors import RunError, raised_in
+from syncline.protocols.lifecycle import Faults, Hangs, Kill
+from syncline.protocols.watchdog import Watchdog
 
-Part = Callable[[], None]
+LOOK = 0.25  # seconds between looks at timers
+PATIENCE = 10.0  # seconds that a caller waits for statistics
 
 
-class RunThread:
-    """One run's thread; `main` is its function. `end` is run in any case, the others until something fails."""
+class RunSupervisor(ABC):
+    """One run, from its first process to its last; `main` runs on a thread of the caller's."""
 
-    def __init__(self, recorder: Recorder, began: float, *, begin: Part, loop: Part, end: Part) -> None:
-        self._recorder, self._began = recorder, began
-        self._parts, self._end = (begin, loop), end
-        self.begun = False  # its processes are started
+    recorder: Recorder
+    _processes: Processes
+
+    def __init__(self, spec: RunSpec, crashes: Mapping[str, int] | None = None) -> None:
+        self.spec, self._crashes = spec, crashes or {}
+        self._started = self._looked = time.monotonic()
+        self._begun = False  # its processes are started
         self.done = threading.Event()
-        self.children: Processes | None = None
-        self.elsewhere: list[list[Process]] = []
+        self.elsewhere: list[list[Process]] = []  # what was started on other machines
         self._commands: list[Any] = []
-        self.changed = threading.Condition()  # commands and their answers; notified at the end
+        self._asked_for = 0  # statistics, so far
+        self._answers: dict[int, m.Statistics | None] = {}  # of whom a caller waits for
+        self._changed = threading.Condition()  # commands and their answers; notified at the end
         self._wake = WakeUp()
+        self._task: Parcel | None = None
+        self._evaluator: Evaluator | None = None
+        self._urgent = False  # timers are looked at whenever something has happened
+
+    def now(self) -> float:
+        """Of this run."""
+        return time.monotonic() - self._started
 
     @property
     def outcome(self) -> Outcome:
-        return self._recorder.outcome
+        return self.recorder.outcome
 
     @property
     def error(self) -> BaseException | None:
-        return self._recorder.error
+        return self.recorder.error
 
     @property
     def processes(self) -> list[Process]:
         """All that were started, on whatever machine, in that order."""
-        here = list(self.children.by_pid.values()) if self.children is not None else []
+        here = list(self._processes.by_pid.values()) if "_processes" in self.__dict__ else []
         return sorted([*here, *chain.from_iterable(self.elsewhere)], key=lambda process: process.order)
 
     def fail(self, error: BaseException) -> None:
         """The first failure is the one that is told."""
-        self._recorder.error = self._recorder.error or error
+        self.recorder.error = self.recorder.error or error
+
+    # -- the thread --------------------------------------------------------------------------------------
 
     def main(self) -> None:
-        begin, loop = self._parts
-        self._guard(begin)
-        with self.changed:
-            self.begun = True
-            self.changed.notify_all()
+        """The end comes in any case, the rest until something fails."""
+        self._guard(self._begin)
+        with self._changed:
+            self._begun = True
+            self._changed.notify_all()
         if self.error is None:
-            self._guard(loop)
+            self._guard(self._loop)
         self._guard(self._end)
-        self.outcome.seconds = time.monotonic() - self._began
+        self.outcome.seconds = self.now()
         self.done.set()
-        with self.changed:
-            self.changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
-    def _guard(self, part: Part) -> None:
+    def _guard(self, part: Callable[[], None]) -> None:
         try:
             part()
         except BaseException as error:
             self.fail(error)
 
-    # -- processes ---------------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        self._task, evaluate = pack_task(self.spec)
+        self._processes = Processes(self._hear, self._ended, self._crashes)
+        self._processes.watch(self._wake.fd, self._take_commands)
+        self._start(self._task)
+        if evaluate is not None:
+            self._evaluator = Evaluator(self._processes, evaluate, self.recorder)
 
-    def open(
-        self,
-        heard: Callable[[Process, Any], None],
-        ended: Callable[[Process, str], None],
-        asked: Callable[[Any], None],
-    ) -> Processes:
-        """Processes can be started from now on; `asked` gets what the caller wants, on this thread."""
-        self.children = Processes(heard, ended)
-        self.children.watch(self._wake.fd, lambda: self._pass_on(asked))
-        return self.children
+    def _loop(self) -> None:
+        while self.error is None and not self._over():
+            self._processes.work(LOOK)
+            now = time.monotonic()
+            if now - self._looked > LOOK or self._urgent:
+                self._looked = now
+                self._look(now)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Nothing stays behind: those that still run are ended if the run has failed."""
-        with self.changed:
+        with self._changed:
             self._wake.close()
-        if self.children is not None:
-            self.children.close(kill=self.error is not None)
+        if "_processes" in self.__dict__:
+            self._processes.close(kill=self.error is not None)
+        if self._task is not None:
+            self._task.close()
+
+    def _hear(self, process: Process, message: Any) -> None:
+        if process.role == "evaluator":
+            assert self._evaluator is not None
+            self._evaluator.hear(message)
+        else:
+            self._heard(process, message)
+
+    def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
+        assert self._evaluator is not None
+        self._evaluator.give(epoch, state)
+
+    def kill(self, process: Process, why: str) -> None:
+        """Its end will be noticed."""
+        rank = process.rank if process.role == "learner" else None
+        details = {process.role: process.number, "pid": process.pid}
+        self.recorder.event(f"killed: {why}", rank, kind="killed", **details)
+        self._kill(process)
+
+    def _kill(self, process: Process) -> None:
+        self._processes.kill(process)
+
+    def _threads(self) -> int:
+        """Of a learner that has no server beside it."""
+        if self.spec.threads is not None:
+            return self.spec.threads
+        return max(1, len(os.sched_getaffinity(0)) // self.spec.plan.learners)
+
+    # -- what a run consists of --------------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self, task: Parcel) -> None:
+        """Its processes."""
+
+    @abstractmethod
+    def _over(self) -> bool: ...
+
+    @abstractmethod
+    def _look(self, now: float) -> None:
+        """At timers, and at who should work and has not been heard of."""
+
+    @abstractmethod
+    def _heard(self, process: Process, message: Any) -> None: ...
+
+    @abstractmethod
+    def _ended(self, process: Process, how: str) -> None:
+        """A process ended without a word."""
+
+    @abstractmethod
+    def _stop(self) -> None: ...
+
+    @abstractmethod
+    def _questioned(self, number: int) -> None:
+        """A caller waits for an answer of that number."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Nothing stays behind, however it ended."""
 
     # -- the caller's ------------------------------------------------------------------------------------
 
     def command(self, command: Any) -> None:
         """From any thread; in vain when the run has ended."""
-        with self.changed:
+        with self._changed:
             self._commands.append(command)
             if self._wake.fd >= 0:
                 self._wake.ring()
 
-    def _pass_on(self, asked: Callable[[Any], None]) -> None:
+    def _take_commands(self) -> None:
         self._wake.quiet()
-        with self.changed:
+        with self._changed:
             commands, self._commands = self._commands, []
         for command in commands:
-            asked(command)
+            self._asked(command)
+
+    def _asked(self, command: Any) -> None:
+        if isinstance(command, m.AskStatistics):
+            self._questioned(command.number)
+        elif command == "kill":
+            self.fail(KeyboardInterrupt())
+        else:
+            self.outcome.interrupted |= command == "interrupt"
+            self._stop()
+
+    def ask_statistics(self) -> m.Statistics:
+        """From any thread; at the end of a run, those of its end."""
+        with self._changed:
+            self._asked_for += 1
+            number = self._asked_for
+            self._answers[number] = None
+            self.command(m.AskStatistics(number))
+            self._changed.wait_for(lambda: self._begun)  # a busy machine starts processes slowly
+            self._changed.wait_for(lambda: self._answers[number] is not None or self.done.is_set(), PATIENCE)
+            return self._answers.pop(number) or self.outcome.statistics
+
+    def _answer(self, statistics: m.Statistics) -> None:
+        with self._changed:
+            if statistics.number in self._answers:
+                self._answers[statistics.number] = statistics
+                self._changed.notify_all()
+
+    def _with_processes(self, statistics: m.Statistics, state: Callable[[Process], str]) -> m.Statistics:
+        """The same with all processes in it; `state` says what a running learner does."""
+        found = []
+        for process in self.processes:
+            learner = process.role == "learner"
+            now = state(process) if learner and process.state == "running" else process.state
+            steps = statistics.steps.get(process.rank, 0) if learner else 0
+            loss = statistics.losses.get(process.rank) if learner else None
+            found.append(
+                m.ProcessStatistics(
+                    process.role, process.rank, process.pid, now, steps, loss, process.machine
+                )
+            )
+        return dataclasses.replace(statistics, processes=tuple(found))
+
+
+class HangDetection:
+    """Processes of one kind that are not heard of. When it is too long is `Watchdog`'s, what then the lifecycle's.
+
+    `others` and `end` say in its warning what it means, and what kill_hung does.
+    """
+
+    def __init__(
+        self, run: RunSupervisor, others: str, end: str, *, least: float = 0.0, faults: Faults | None = None
+    ) -> None:
+        faults = faults or run.spec.faults
+        seconds = max(faults.patience, least) if faults.patience else 0.0
+        self._patience = Watchdog(seconds) if seconds else None
+        self._hangs = Hangs(seconds, faults.kill_hung, others, end)
+        self._run = run
+
+    def look(
+        self, now: float, progress: Mapping[int, int], idle: set[int], processes: Mapping[int, Process]
+    ) -> None:
+        """Who should compute and has not been heard of? Those that wait for others are `idle`."""
+        if self._patience is None:
+            return
+        for number in self._patience.look(now, progress, idle):
+            process = processes[number]
+            rank = process.rank if process.role == "learner" else None
+            silence = self._patience.silence(number, now)
+            name = f"{process.role} {process.rank}"
+            for decision in self._hangs.decide(number, name, rank, silence, process.pid):
+                if isinstance(decision, Kill):
+                    self._run.kill(process, decision.why)
+                else:
+                    self._run.recorder.say(decision)
+
+
+class Evaluator:
+    """The process that tests snapshots beside the learners (R6). They wait here: a slow test must not fill its channel."""
+
+    def __init__(self, processes: Processes, evaluate: Parcel, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._waiting: deque[tuple[int, dict[str, Tensor]]] = deque()  # the first is being tested
+        self._process = processes.fork("evaluator", 0, 0, None, None, 1)
+        self._process.channel.post(evaluate)
+        evaluate.close()
+
+    def give(self, epoch: int, state: dict[str, Tensor]) -> None:
+        self._waiting.append((epoch, state))
+        if len(self._waiting) == 1:
+            self._next()
+
+    def _next(self) -> None:
+        if self._waiting:
+            self._process.channel.post(self._waiting[0])
+
+    def hear(self, message: Any) -> None:
+        if isinstance(message, m.Raised):
+            what = said(message.error) if message.error is not None else raised_in(message.traceback)
+            error = RunError(f"evaluation failed: {what}\n\n{message.traceback}")
+            self._recorder.error = self._recorder.error or error
+            return
+        self._waiting.popleft()
+        self._next()
+        self._recorder.evaluated(*message)

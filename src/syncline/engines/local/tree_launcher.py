@@ -60,12 +60,10 @@ class _Learner:
 class NodeCrew:
     """Those that live."""
 
-    def __init__(
-        self, spec: RunSpec, processes: Processes, geometry: Geometry, around: Around, crashes: dict[str, int]
-    ) -> None:
+    def __init__(self, spec: RunSpec, processes: Processes, geometry: Geometry, around: Around) -> None:
         assert isinstance(spec.plan.topology, Trees)
         self._spec, self._fan_in = spec, spec.plan.topology.fan_in
-        self._forks, self._geometry, self._around, self._crashes = processes, geometry, around, crashes
+        self._forks, self._geometry, self._around = processes, geometry, around
         self.tree = Tree(range(spec.plan.learners), self._fan_in)
         kept = [around.site] if around.bell is not None else self.tree.nodes
         self._kept = {node: WakeUp() for node in kept}  # bells that learners ring, whatever leaf is there
@@ -163,7 +161,6 @@ class NodeCrew:
             self._geometry,
             YIELDS,
             self.beats[node],
-            self._crashes.pop(f"node {node}", None),
         )
         self.processes[node] = self._forks.fork("node", node, node, spec, None, 1)
 

@@ -20,7 +20,7 @@ from syncline import messages as m
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.exchange import Ring
 from syncline.engines.local.record_codec import WHOLE, Answers, Part, Record, Whole, decode, encode_answer
-from syncline.engines.local.shared_memory import Region, Waiter, WakeUp, crash_at
+from syncline.engines.local.shared_memory import Region, Waiter, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox
 from syncline.engines.local.tree_root_end import NodeDesk, NodeTable
 from syncline.messages.to_leader import Gradient
@@ -50,7 +50,6 @@ class NodeSpec:
     geometry: Geometry
     yields: int
     beats: Region  # its first word counts that it lives
-    crash: int | None = None  # for tests
 
 
 # -- from the supervisor -------------------------------------------------------------------------------------
@@ -458,8 +457,6 @@ class LocalNode:
 def run_node(channel: Channel, spec: NodeSpec) -> None:
     """Serve until the supervisor closes the channel."""
     gc.disable()  # the loop makes no cycles
-    if spec.crash is not None:
-        crash_at(spec.crash)
     try:
         LocalNode(channel, spec).run()
     except Closed:

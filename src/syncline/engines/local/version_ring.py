@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -56,12 +55,8 @@ class Words:
         first, load = self._first[shard], self._cells.load
         return {load(first + place) - 1: place for place in self._places}
 
-    def hold(self, version: int, places: Sequence[int]) -> bool:
-        """It still lies there, in all shards that were read: what was copied is whole."""
-        return self.lies(version, ((shard, place) for shard, place in enumerate(places) if place != UNREAD))
-
     def lies(self, version: int, where: Iterable[tuple[int, int]]) -> bool:
-        """The same of these shards, each with its place."""
+        """It still lies there, in these shards, each with its place: what was copied is whole."""
         cells = [self._first[shard] + place for shard, place in where]
         for cell in cells:
             self._cells.load(cell)  # all that was copied was read before the words are
@@ -102,18 +97,11 @@ class Marks:
         return bool(self._cells.load(self._kept[shard] + place))
 
 
-class CardOrder(Protocol):
-    """On a card copies go on after the words are said."""
-
-    def written(self) -> None:
-        """A version is whole."""
-
-    def write(self) -> None:
-        """A place is about to be written."""
-
-
 class RingPart(VersionMemory):
-    """A shard's part of the ring; `being_read` is for the port to say."""
+    """A shard's part of the ring; `being_read` is for the port to say.
+
+    On a card copies go on after the words are said: `whole` and `begin` put them in order, for a version and for a place to write.
+    """
 
     def __init__(
         self,
@@ -123,24 +111,25 @@ class RingPart(VersionMemory):
         words: Words,
         marks: Marks,
         being_read: Callable[[], bool],
-        order: CardOrder | None = None,
+        whole: Callable[[], None],
+        begin: Callable[[], None],
     ) -> None:
         part = layout.parts[shard]
         self.places = [part.segments(segments) for segments in ring]
         self._layout, self._shard, self._words, self._being_read = layout, shard, words, being_read
         self._marks = marks
         self.newest = 0  # the place that was offered last
-        self._order = order
+        self._whole, self._begin = whole, begin
 
     def offer(self, place: int, version: int) -> None:
-        if self._order is not None and version != WRITTEN:
-            self._order.written()
+        if version != WRITTEN:
+            self._whole()
         self._words.offer(self._shard, place, version)
         if version != WRITTEN:
             self.newest = place
             self._marks.reach(self._shard, version)
-        elif self._order is not None:
-            self._order.write()
+        else:
+            self._begin()
 
     def being_read(self) -> bool:
         return self._being_read()
@@ -233,4 +222,5 @@ class Reader:
                 mine[piece.segment][cut].copy_(theirs[piece.segment][cut])
 
     def hold(self, version: int, places: Sequence[int]) -> bool:
-        return self._words.hold(version, places)
+        """It still lies there, in all shards that were read."""
+        return self._words.lies(version, [each for each in enumerate(places) if each[1] != UNREAD])

@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from syncline.engines.authentication import Listener, Secret, Stranger, connect
 from syncline.engines.local.host import RelayParts, Sites, Vitals
 from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
-from syncline.engines.ray.authentication import Listener, Secret, Stranger, connect
 from syncline.engines.ray.bulk_connection import Connection, Lost
 from syncline.engines.ray.frame_kinds import AGENT, WORD, Kind, Objects
 from syncline.engines.ray.heartbeat import notice_silence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
-from syncline.engines.ray.authentication import Secret, Stranger, connect
+from syncline.engines.authentication import Secret, Stranger, connect
 from syncline.errors import RunError
 
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from syncline.engines.authentication import Secret
 from syncline.engines.ray.agent import About, Agent
-from syncline.engines.ray.authentication import Secret
 from syncline.engines.ray.placement import Node
 from syncline.errors import RunError, UsageError
 

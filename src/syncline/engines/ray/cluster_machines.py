@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from syncline.engines.authentication import Secret
 from syncline.engines.local.host import Host, Linked, Machines, RelayParts, Seats, Sites, Told
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
-from syncline.engines.ray.authentication import Secret
 from syncline.engines.ray.heartbeat import Heartbeat
 from syncline.engines.ray.placement import GpuDealer, Node, next_node
 from syncline.engines.ray.relay import LinkLost, RefusedFrames, Relay

@@ -16,13 +16,13 @@ from typing import Any
 
 from syncline.cluster.calibration_file import keep as keep_cluster
 from syncline.cluster.record import Cluster
+from syncline.engines.authentication import Secret
 from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.host import Sites
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.task_packing import pack_task
 from syncline.engines.ray.agent import About, Begin, describe, versions
 from syncline.engines.ray.agent_client import Way
-from syncline.engines.ray.authentication import Secret
 from syncline.engines.ray.cluster import READY, Agents, RayCluster, load_ray
 from syncline.engines.ray.cluster_machines import ClusterMachines
 from syncline.engines.ray.growth import Growth
@@ -106,7 +106,7 @@ class RayHandle(LocalHandle):
         super().__init__(dataclasses.replace(opened.spec, card=None), machines=opened.machines)
 
     def _closed(self) -> None:
-        outcome = self._run.thread.outcome
+        outcome = self._run.outcome
         outcome.statistics = self._with_refused(outcome.statistics)
         self.opened.close()
 

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from syncline.cluster.record import Cluster, Link
-from syncline.engines.ray.authentication import Listener, Secret, Stranger, connect
+from syncline.engines.authentication import Listener, Secret, Stranger, connect
 from syncline.engines.ray.bulk_connection import Connection, Head, Lost
 from syncline.engines.ray.cluster import READY, load_ray
 from syncline.engines.ray.placement import Node, deal

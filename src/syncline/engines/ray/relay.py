@@ -17,6 +17,7 @@ from typing import Any
 
 from syncline import messages as m
 from syncline.dial import Sync
+from syncline.engines.authentication import Secret, Stranger, connect
 from syncline.engines.local.control_channel import NOTHING, Channel, Closed
 from syncline.engines.local.host import (
     Forget,
@@ -32,7 +33,6 @@ from syncline.engines.local.host import (
     TableHere,
 )
 from syncline.engines.local.shared_memory import WakeUp
-from syncline.engines.ray.authentication import Secret, Stranger, connect
 from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost
 from syncline.engines.ray.frame_kinds import AGENT, LANE, TABLE, Kind, unplaced
 from syncline.engines.ray.relay_down import Down

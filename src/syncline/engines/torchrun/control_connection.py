@@ -1,6 +1,6 @@
 """Whole objects over TCP between the learners and rank 0's clerk; never gradients.
 
-Not responsible for who is at the other end (`guests.py`). A machine that vanishes is noticed by keep-alives.
+A machine that vanishes is noticed by keep-alives.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from typing import Any
 
 import cloudpickle
 
+from syncline.engines.authentication import Secret, Stranger, introduce
+from syncline.errors import LostError
+
+HELLO = 60.0  # seconds that a learner waits for rank 0's proof
 _HEAD = struct.Struct("!Q")
 
 
@@ -27,6 +31,18 @@ class ControlConnection:
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)
         self._lock = threading.Lock()
+
+    def introduce(self, rank: int, secret: Secret) -> None:
+        """A learner's first words."""
+        there = self.socket.getpeername()
+        try:
+            introduce(self.socket, secret, HELLO)
+        except Stranger as error:
+            raise LostError(
+                f"what listens at {there} is not rank 0 of this run: {error}; start the run again"
+            ) from error
+        self.socket.settimeout(None)
+        self.send(rank)
 
     def send(self, message: Any) -> None:
         """Raises OSError when the other end is gone."""

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.allocator import keep_freed_memory
-from syncline.engines.checkpoint_writer import Writer
+from syncline.engines.authentication import KEY, RUN, Secret
+from syncline.engines.checkpoint_files import Writer
 from syncline.engines.collectives import CollectiveGroup, MovesOf, wants_nccl
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
-from syncline.engines.torchrun.authentication import WORD, introduce
 from syncline.engines.torchrun.control_connection import ControlConnection
 from syncline.engines.torchrun.rank_and_store import Arrival, Refusal, TorchrunPlace, difference, next_store
 from syncline.engines.torchrun.run_server import Answer, Failed, Gone, Left, RunDone, RunServer, Stop, Waiting
@@ -47,9 +47,9 @@ GRACE = 25.0  # seconds that a step gets after a signal; torchrun waits for 30
 class Line:
     """This learner's connection to the clerk, and the thread that hears it."""
 
-    def __init__(self, wire: ControlConnection, rank: int, token: bytes) -> None:
+    def __init__(self, wire: ControlConnection, rank: int, secret: Secret) -> None:
         self._wire = wire
-        introduce(wire.socket, rank, token)
+        wire.introduce(rank, secret)
         self._changed = threading.Condition()
         self._answers: list[Any] = []
         self.failure: BaseException | None = None
@@ -265,9 +265,6 @@ class TorchrunHandle(Handle):
             sys.stderr.flush()
             os._exit(128 + self._signal)
 
-    def kill(self) -> None:
-        """What ends this process ends the run."""
-
     def end(self, seconds: float) -> None:
         """It runs on the caller's thread: whoever can call this is not in it."""
 
@@ -296,7 +293,7 @@ class TorchrunHandle(Handle):
             if self._place.rank == 0:
                 clerk = RunServer(self._spec, self._place.master)
                 clerk.start()
-                store.set("clerk", clerk.token + f"{clerk.port}".encode())
+                store.set("clerk", clerk.secret.run + clerk.secret.key + f"{clerk.port}".encode())
             line = _connect(store, self._place)
             self._outcome = self._learn(store, line)
         except BaseException as error:
@@ -400,10 +397,9 @@ def _try_send(line: Line, message: Any) -> None:
 
 def _connect(store: Any, place: TorchrunPlace) -> Line:
     said = store.get("clerk")
-    token, port = said[:WORD], int(said[WORD:])
-    return Line(
-        ControlConnection(socket.create_connection((place.master, port), timeout=None)), place.rank, token
-    )
+    secret, port = Secret(said[:RUN], said[RUN : RUN + KEY]), int(said[RUN + KEY :])
+    end = socket.create_connection((place.master, port), timeout=None)
+    return Line(ControlConnection(end), place.rank, secret)
 
 
 def _own(argument: Any) -> Any:

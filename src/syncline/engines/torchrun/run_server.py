@@ -6,22 +6,23 @@ the learner.
 
 from __future__ import annotations
 
+import contextlib
 import queue
-import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from syncline import messages as m
+from syncline.engines.authentication import Listener, Secret
 from syncline.engines.recorder import learner_error, peer_record, said
 from syncline.engines.run import Outcome, RunSpec
-from syncline.engines.torchrun.authentication import MOST, WORD, Greeted, TorchrunStranger
 from syncline.engines.torchrun.control_connection import ControlConnection
 from syncline.errors import RunError
 from syncline.protocols.lifecycle import alone
@@ -90,9 +91,7 @@ class RunServer:
     def __init__(self, spec: RunSpec, host: str) -> None:
         self.spec = spec
         self._began = time.monotonic()
-        self._listener = _listen(host)
-        self._listener.setblocking(False)
-        self.token = secrets.token_bytes(WORD)
+        self.secret = Secret.new()
         self.recorder, self.keeper = peer_record(
             spec,
             now=lambda: time.monotonic() - self._began,
@@ -102,20 +101,21 @@ class RunServer:
             fail=self._fail,
         )
         self._wires: dict[int, ControlConnection] = {}
-        self._guests: list[Greeted] = []  # the oldest first
         self._left: dict[int, Left] = {}
         self._waiting: queue.SimpleQueue[tuple[int, dict[str, Tensor]] | None] = queue.SimpleQueue()
-        self._tested: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # of other threads
         self._bell, self._ring = socket.socketpair()
         self._selector = selectors.DefaultSelector()
+        self._door = threading.Lock()
         self._over = False
+        self._listener = self._listen(host)
         self._threads = [threading.Thread(target=self._main, name="syncline-clerk", daemon=True)]
         if spec.evaluate is not None:
             self._threads.append(threading.Thread(target=self._test, name="syncline-test", daemon=True))
 
     @property
     def port(self) -> int:
-        return int(self._listener.getsockname()[1])
+        return self._listener.address[1]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -132,21 +132,28 @@ class RunServer:
     # -- the thread --------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._bell, selectors.EVENT_READ, self._take_tested)
+        self._selector.register(self._bell, selectors.EVENT_READ, self._work)
         while not self._over:
             for key, _ in self._selector.select(timeout=1.0):
                 key.data()
-            for guest in [each for each in self._guests if time.monotonic() > each.deadline]:
-                self._turn_away(guest)
             if self._finished():
                 self._end()
-        for guest in list(self._guests):
-            self._turn_away(guest)
+        self._listener.close()
+        while not self._todo.empty():  # whoever came last hears it, too
+            self._todo.get()()
         self._selector.close()
         self._linger()
-        for end in (self._listener, self._bell, *(wire.socket for wire in self._wires.values())):
+        for end in (self._bell, *(wire.socket for wire in self._wires.values())):
             end.close()
+
+    def _later(self, action: Callable[[], None]) -> None:
+        """On the clerk's thread."""
+        self._todo.put(action)
+        self._ring.send(b"t")
+
+    def _work(self) -> None:
+        self._bell.recv(1)
+        self._todo.get()()
 
     def _linger(self) -> None:
         """A connection that is closed while something lies unread may lose its last words: hear to the end."""
@@ -161,33 +168,23 @@ class RunServer:
             except OSError:
                 continue
 
-    def _accept(self) -> None:
+    def _listen(self, host: str) -> Listener:
+        """Where all machines can reach rank 0: the address they all know."""
         try:
-            end = self._listener.accept()[0]
-        except OSError:  # it has gone again
-            return
-        guest = Greeted(end, self.token, time.monotonic())
-        self._guests.append(guest)
-        self._selector.register(end, selectors.EVENT_READ, lambda: self._greet(guest))
-        for oldest in self._guests[:-MOST]:
-            self._turn_away(oldest)
+            return Listener(host, self.secret, self._admit)
+        except OSError:  # a name that is not this machine's own, behind a translation
+            return Listener("", self.secret, self._admit)
 
-    def _greet(self, guest: Greeted) -> None:
-        try:
-            rank = guest.hear()
-        except TorchrunStranger:
-            self._turn_away(guest)
-            return
-        if rank is not None:
-            self._guests.remove(guest)
-            self._selector.unregister(guest.end)
-            self._welcome(rank, ControlConnection(guest.end))
-
-    def _turn_away(self, guest: Greeted) -> None:
-        if guest in self._guests:
-            self._guests.remove(guest)
-            self._selector.unregister(guest.end)
-            guest.end.close()
+    def _admit(self, end: socket.socket) -> None:
+        """One of the run's own says which, on a thread of its own."""
+        wire = ControlConnection(end)
+        with contextlib.suppress(OSError, EOFError):
+            rank = wire.receive()
+            with self._door:
+                if not self._over:
+                    self._later(partial(self._welcome, rank, wire))
+                    return
+        wire.close()
 
     def _welcome(self, rank: int, wire: ControlConnection) -> None:
         self._wires[rank] = wire
@@ -252,15 +249,10 @@ class RunServer:
             epoch, state = item
             try:
                 metrics = self.spec.evaluate(state)
-                self._tested.put(lambda epoch=epoch, metrics=metrics: self.recorder.evaluated(epoch, metrics))  # type: ignore[misc]
+                tested = partial(self.recorder.evaluated, epoch, metrics)
             except Exception as error:
-                failure = RunError(f"evaluation failed: {said(error)}")
-                self._tested.put(lambda failure=failure: self._fail(failure))  # type: ignore[misc]
-            self._ring.send(b"t")
-
-    def _take_tested(self) -> None:
-        self._bell.recv(1)
-        self._tested.get()()
+                tested = partial(self._fail, RunError(f"evaluation failed: {said(error)}"))
+            self._later(tested)
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -280,16 +272,9 @@ class RunServer:
                 for number, (version, state) in outcome.tables.items()
             }
             self._tell(RunDone(replace(outcome, tables=light)))
-        self._over = True
+        with self._door:
+            self._over = True
 
 
 def _buffers(layout: Any) -> list[str]:
     return [entry.name for entry in layout.buffers.entries]
-
-
-def _listen(host: str) -> socket.socket:
-    """Where all machines can reach rank 0: the address they all know."""
-    try:
-        return socket.create_server((host, 0))
-    except OSError:  # a name that is not this machine's own, behind a translation
-        return socket.create_server(("", 0))

@@ -18,7 +18,7 @@ PLACES = 2
 class Unlooked(Words):
     """Broken: the words are not looked at again."""
 
-    def hold(self, version: int, places: object) -> bool:
+    def lies(self, version: int, where: object) -> bool:
         return True
 
 
@@ -51,7 +51,7 @@ def words_case(kind: type[Words], *, versions: int) -> tuple[Case, int]:
                 place = words.find(0, version) if version >= 0 else None
                 if place is not None:
                     got = [memory.load(data + 2 * place), memory.load(data + 2 * place + 1)]
-                    assert not words.hold(version, [place]) or got == [version + 10] * 2
+                    assert not words.lies(version, [(0, place)]) or got == [version + 10] * 2
 
         return [write, read], lambda: None
 

@@ -9,8 +9,8 @@ import pytest
 
 import syncline as sl
 from syncline.cluster.record import Cluster, Compute, Link
+from syncline.engines.authentication import Secret
 from syncline.engines.ray import link_measurement as measuring
-from syncline.engines.ray.authentication import Secret
 from syncline.engines.ray.link_measurement import Echo, Way, measure_way, measured
 from syncline.engines.ray.placement import Node
 from syncline.errors import RunError, UsageError

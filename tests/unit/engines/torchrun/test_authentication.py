@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from syncline.dial import Course
+from syncline.engines.authentication import HELLO, WAITING, Secret, introduce
 from syncline.engines.run import RunSpec, Task
-from syncline.engines.torchrun.authentication import MOST, introduce
 from syncline.engines.torchrun.control_connection import ControlConnection
 from syncline.engines.torchrun.engine import Line
 from syncline.engines.torchrun.run_server import Failed, RunServer
@@ -21,7 +21,7 @@ from syncline.roles.run_plan import RunPlan
 from syncline.topologies import AllReduce
 
 PATIENCE = 20.0  # seconds until something counts as hung
-ANSWER = 32 + 4 + 32
+ANSWER = 32 + 32
 
 
 @pytest.fixture
@@ -31,8 +31,9 @@ def clerk() -> Iterator[RunServer]:
     clerk.start()
     yield clerk
     with contextlib.suppress(OSError, LostError), call(clerk) as end:  # it may have ended
-        introduce(end, 0, clerk.token)
-        ControlConnection(end).send(Failed(LostError("enough")))
+        wire = ControlConnection(end)
+        wire.introduce(0, clerk.secret)
+        wire.send(Failed(LostError("enough")))
     clerk.join()
     assert not any(thread.name == "syncline-clerk" for thread in threading.enumerate())
 
@@ -44,7 +45,7 @@ def call(clerk: RunServer) -> socket.socket:
 def meets(clerk: RunServer) -> None:
     """A learner comes in, and is answered."""
     found: list[object] = []
-    line = Line(ControlConnection(call(clerk)), 0, clerk.token)
+    line = Line(ControlConnection(call(clerk)), 0, clerk.secret)
     asking = threading.Thread(target=lambda: found.append(line.ask(Meet("a test", 7))), daemon=True)
     asking.start()
     asking.join(PATIENCE)
@@ -75,7 +76,7 @@ def test_strangers_that_stay_silent_keep_nobody_waiting(clerk: RunServer) -> Non
 
 
 def test_more_strangers_than_there_is_room_for_drive_each_other_out(clerk: RunServer) -> None:
-    crowd = [call(clerk) for _ in range(MOST + 3)]
+    crowd = [call(clerk) for _ in range(WAITING + 3)]
     assert all(closed(end) for end in crowd[:3])
     meets(clerk)
     for end in crowd:
@@ -96,9 +97,9 @@ def test_what_was_heard_once_cannot_be_said_again(clerk: RunServer) -> None:
     """Somebody between a learner and rank 0 passes everything on, and says it again to rank 0 later."""
     ours, between = socket.socketpair()
     with ours, between, call(clerk) as there:
-        learner = threading.Thread(target=introduce, args=(ours, 0, clerk.token))
+        learner = threading.Thread(target=introduce, args=(ours, clerk.secret))
         learner.start()
-        between.sendall(exactly(there, 32))
+        between.sendall(exactly(there, len(HELLO) + 32))
         answer = exactly(between, ANSWER)
         there.sendall(answer)
         between.sendall(exactly(there, 32))
@@ -111,8 +112,9 @@ def test_what_was_heard_once_cannot_be_said_again(clerk: RunServer) -> None:
 
 
 def test_rank_0_has_to_prove_itself_too() -> None:
-    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        ours, (theirs, _) = socket.create_connection(door.getsockname()), door.accept()
     with ours, theirs:
-        theirs.sendall(bytes(64))
+        theirs.sendall(HELLO + bytes(64))
         with pytest.raises(LostError, match="is not rank 0 of this run"):
-            introduce(ours, 1, b"word" * 8)
+            ControlConnection(ours).introduce(1, Secret.new())

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 HELLO = b"syncline cluster 1\n"
 NONCE = MAC = 32
-RUN = 8  # bytes of a run's name
+RUN, KEY = 8, 32  # bytes of a run's name, and of its key
 SECONDS = 5.0  # that a handshake may take
 WAITING = 64  # connections that are being heard at once
 
@@ -35,7 +35,7 @@ class Secret:
 
     @classmethod
     def new(cls) -> Secret:
-        return cls(os.urandom(RUN), os.urandom(32))
+        return cls(os.urandom(RUN), os.urandom(KEY))
 
     def __repr__(self) -> str:
         return f"Secret(run={self.run.hex()})"
@@ -55,9 +55,9 @@ def accept(end: socket.socket, secret: Secret) -> None:
     _say(end, secret.sign(b"listener", theirs, nonce), deadline)
 
 
-def introduce(end: socket.socket, secret: Secret) -> None:
+def introduce(end: socket.socket, secret: Secret, seconds: float | None = None) -> None:
     """The connecting side's part; raises Stranger."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + (seconds or SECONDS)
     if _hear(end, len(HELLO), deadline) != HELLO:
         raise Stranger("what listens there is no agent of Syncline")
     theirs, nonce = _hear(end, NONCE, deadline), os.urandom(NONCE)
@@ -98,12 +98,12 @@ def _hear(end: socket.socket, length: int, deadline: float) -> bytes:
 def _patience(end: socket.socket, deadline: float) -> Iterator[None]:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise Stranger(f"it did not finish the handshake within {SECONDS:g} s")
+        raise Stranger("it did not finish the handshake in time")
     end.settimeout(left)
     try:
         yield
     except TimeoutError as error:
-        raise Stranger(f"it did not finish the handshake within {SECONDS:g} s") from error
+        raise Stranger("it did not finish the handshake in time") from error
     except OSError as error:
         raise Stranger(f"the connection broke: {error.strerror or error}") from error
 
@@ -150,6 +150,9 @@ class Listener:
 
     def close(self) -> None:
         """Nobody else is heard."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            heard = list(self._heard)
+        for end in (self._socket, *heard):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from syncline.engines.ray import authentication as handshake
-from syncline.engines.ray.authentication import HELLO, MAC, NONCE, Listener, Secret, Stranger, connect
+from syncline.engines import authentication as handshake
+from syncline.engines.authentication import HELLO, MAC, NONCE, Listener, Secret, Stranger, connect
 
 
 class Door:
