@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline.batch.commands import is_method
 from syncline.dial import SANDBLASTER, Sync
 from syncline.engines.run import Engine
-from syncline.jobs.keys import KEYS, Named
+from syncline.jobs.keys import Named
 from syncline.jobs.names import NAMES, one_line, resolve, takes_model
 from syncline.jobs.nets import located, make_net
 from syncline.learn.gradient_ways import OwnLosses, parse_way
@@ -54,7 +55,8 @@ def build(job: Job) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _build(job: Job) -> dict[str, Any]:
-    plain = [key.name for key in KEYS if key.name not in NAMES and key.name != "layers"]
+    others = (*NAMES, "layers", "source")
+    plain = [each.name for each in fields(job) if each.name not in others]
     made: dict[str, Any] = {name: getattr(job, name) for name in (*plain, "gradient")}
     made["sync"] = Sync(**job.sync) if isinstance(job.sync, dict) else job.sync
     made["engine"] = job.engine.name if _plainly_named(job.engine) else _make(job, "engine", Engine)
