@@ -8,7 +8,7 @@ when to fold, nor for what becomes of the mean.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,41 +40,23 @@ class Mean:
         self.present: Present = (False,) * len(views)
         self.total = 0
 
-    def start(self, gradient: Values, present: Present, count: int, damping: float = 1.0) -> None:
-        if self.segments is not gradient.segments:
-            for mean, value in zip(self.segments, gradient.segments, strict=True):
-                mean.copy_(value)
-        if damping != 1.0:
-            torch._foreach_mul_(self.segments, damping)
-        self.present, self.total = present, count
-
     def add(self, gradient: Values, present: Present, count: int, damping: float = 1.0) -> None:
         """`damping` multiplies this gradient; the mean is still by the count of examples."""
+        if self.total == 0:
+            self._start(gradient, present, count, damping)
+            return
         if count == 0:
             return
-        if self.total == 0:
-            raise AssertionError("a mean starts with its first weighted gradient")
         self.total += count
         weight = count / self.total
-        if damping != 1.0:
-            self._add_damped(gradient, present, weight, damping)
-            return
-        if all(present) and all(self.present):
+        if damping == 1.0 and all(present) and all(self.present):
             for mean, value in zip(self.segments, gradient.segments, strict=True):
                 mean.lerp_(value, weight)
             return
         for mean, value, had, has in zip(self.views, gradient.views, self.present, present, strict=True):
-            if had and has:
+            if had and has and damping == 1.0:
                 mean.lerp_(value, weight)
-            elif had:
-                mean.mul_(1.0 - weight)
-            elif has:
-                torch.mul(value, weight, out=mean)
-        self.present = tuple(a or b for a, b in zip(self.present, present, strict=True))
-
-    def _add_damped(self, gradient: Values, present: Present, weight: float, damping: float) -> None:
-        for mean, value, had, has in zip(self.views, gradient.views, self.present, present, strict=True):
-            if had and has:
+            elif had and has:
                 mean.mul_(1.0 - weight).add_(value, alpha=weight * damping)
             elif had:
                 mean.mul_(1.0 - weight)
@@ -82,12 +64,18 @@ class Mean:
                 torch.mul(value, weight * damping, out=mean)
         self.present = tuple(a or b for a, b in zip(self.present, present, strict=True))
 
+    def _start(self, gradient: Values, present: Present, count: int, damping: float) -> None:
+        if self.segments is not gradient.segments:
+            for mean, value in zip(self.segments, gradient.segments, strict=True):
+                mean.copy_(value)
+        if damping != 1.0:
+            torch._foreach_mul_(self.segments, damping)
+        self.present, self.total = present, count
+
 
 def add_up(mean: Mean, parts: Sequence[tuple[Values, Present, int]]) -> None:
     """The mean of these, by their examples, in this order."""
-    weighted = [part for part in parts if part[2]] or parts[:1]
-    mean.start(*weighted[0])
-    for part in weighted[1:]:
+    for part in [part for part in parts if part[2]] or parts[:1]:
         mean.add(*part)
 
 
@@ -113,6 +101,9 @@ class _Kept(NamedTuple):
     examples: int
     rank: int
     iteration: int
+
+
+_Waits = TypeVar("_Waits", _Kept, Taken)
 
 
 class Accumulator:
@@ -153,11 +144,7 @@ class Accumulator:
         if kept:
             self._kept.append(_Kept(gradient, present, count, rank, iteration))
             return False
-        mean = self._running_mean()
-        if mean.total == 0:
-            mean.start(gradient, present, count, damping)
-        else:
-            mean.add(gradient, present, count, damping)
+        self._running_mean().add(gradient, present, count, damping)
         return True
 
     def _running_mean(self) -> Mean:
@@ -169,9 +156,14 @@ class Accumulator:
     def gather(self, iteration: int) -> Gathered:
         """The mean of what the fold takes: in lockstep of this iteration, else of all."""
         if self._promised:
-            return self._gather_promised(iteration)
+            taken, self._promised, added = self._choose(self._promised, iteration)
+            return self.made(taken, added)
         if self._kept:
-            return self._gather_kept(iteration)
+            kept, self._kept, added = self._choose(self._kept, iteration)
+            first = kept[0].gradient
+            mean = Mean(first.segments, first.views)  # in place: it is the shard's until it is free
+            add_up(mean, [each[:3] for each in kept])
+            return Gathered(mean.views, mean.present, mean.segments, added=added)
         mean = self._running_mean()
         mean.total = 0
         return Gathered(mean.views, mean.present, mean.segments)
@@ -188,34 +180,13 @@ class Accumulator:
         found: Made = self.maker.fold(self._part, taken)
         return Gathered(found.views, found.present, found.segments, True, added)
 
-    def _gather_kept(self, iteration: int) -> Gathered:
-        chosen = self._kept
+    def _choose(self, waiting: list[_Waits], iteration: int) -> tuple[list[_Waits], list[_Waits], int]:
+        """What the fold takes and what stays; how many are added up only now."""
+        chosen, rest = waiting, []
         if self._lockstep:
             chosen = sorted(
-                (each for each in chosen if each.iteration == iteration), key=lambda kept: kept.rank
+                (each for each in waiting if each.iteration == iteration), key=lambda each: each.rank
             )
-            self._kept = [each for each in self._kept if each.iteration != iteration]
-        else:
-            self._kept = []
-        weighted = [each for each in chosen if each.examples > 0] or chosen[:1]
+            rest = [each for each in waiting if each.iteration != iteration]
         added = len(chosen) if self._lockstep and len(chosen) > 1 else 0
-        first = weighted[0]
-        if len(weighted) == 1:
-            return Gathered(first.gradient.views, first.present, first.gradient.segments, added=added)
-        mean = Mean(
-            first.gradient.segments, first.gradient.views
-        )  # in place: it is the shard's until it is free
-        mean.start(first.gradient, first.present, first.examples)
-        for each in weighted[1:]:
-            mean.add(each.gradient, each.present, each.examples)
-        return Gathered(mean.views, mean.present, mean.segments, added=added)
-
-    def _gather_promised(self, iteration: int) -> Gathered:
-        chosen = self._promised
-        if self._lockstep:
-            chosen = sorted(
-                (each for each in chosen if each.iteration == iteration), key=lambda taken: taken.rank
-            )
-        self._promised = [each for each in self._promised if self._lockstep and each.iteration != iteration]
-        added = len(chosen) if self._lockstep and len(chosen) > 1 else 0
-        return self.made([each for each in chosen if each.examples > 0] or chosen[:1], added)
+        return [each for each in chosen if each.examples > 0] or chosen[:1], rest, added

@@ -278,10 +278,9 @@ class EachAlone(Computer):
 
     def fold(self, part: Part, taken: Sequence[Taken]) -> Made:
         """In place of the first: its memory is nobody's else by now, and shards' parts do not overlap."""
-        first, *others = [(_Cut(self.make(each.promise), part, self._shop.layout), each) for each in taken]
-        mean = Mean(first[0].segments, first[0].views)
-        mean.start(first[0], first[0].present(), first[1].examples, first[1].damping)
-        for gradient, each in others:
+        cuts = [_Cut(self.make(each.promise), part, self._shop.layout) for each in taken]
+        mean = Mean(cuts[0].segments, cuts[0].views)
+        for gradient, each in zip(cuts, taken, strict=True):
             mean.add(gradient, gradient.present(), each.examples, each.damping)
         return Made(mean.views, mean.present)
 
