@@ -14,9 +14,8 @@ from typing import NamedTuple
 from syncline.errors import UsageError
 from syncline.protocols.spans import Standing
 
-Spans = tuple[
-    tuple[int, int], ...
-]  # what is left of an epoch: one for all, or (`partition`) one for each rank
+# what is left of an epoch: one for all, or (`partition`) one for each rank
+Spans = tuple[tuple[int, int], ...]
 
 
 class Share(NamedTuple):

@@ -7,12 +7,11 @@ positions there are (`stock`), for the order behind them, for reading data, nor 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
 from syncline.errors import RunError, UsageError
-from syncline.protocols.epoch_positions import EpochPositions
+from syncline.protocols.epoch_positions import EpochPositions, length
 from syncline.protocols.spans import Decision, End, Grant, Span, Standing
 
 
@@ -237,7 +236,7 @@ class Ledger:
         if member is None:
             return 0, 0
         open_ = [span for _, span in member.open] + list(member.reserved)
-        return _length(open_), _length(span for _, span in member.taken)
+        return length(open_), length(span for _, span in member.taken)
 
     @property
     def done(self) -> int:
@@ -514,10 +513,6 @@ class Ledger:
             everybody = self._learners.values()
             if self._stock.left(epoch) and everybody and all(member.past(epoch) for member in everybody):
                 self._stock.skip(epoch)
-
-
-def _length(spans: Iterable[Span]) -> int:
-    return sum(span.stop - span.start for span in spans)
 
 
 def _before(spans: list[tuple[int, Span]], upto: int) -> int:
