@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import LayoutError
-from syncline.protocols.buckets import plan_buckets
+from syncline.protocols.allreduce import plan_buckets
 
 GRAIN = 64  # elements: vectorised loops give the same bits as over tensors of their own
 
@@ -29,7 +29,7 @@ class Header(NamedTuple):
     waited: float = 0.0  # seconds of the step before
     spent: float = 0.0
     early: float = 0.0  # the next reduction was complete when this one was applied
-    turn_0: float = 0.0  # learners by the number of steps that they have taken (protocols/pipeline.py)
+    turn_0: float = 0.0  # learners by the number of steps that they have taken (protocols/allreduce.py)
     turn_1: float = 0.0
     turn_2: float = 0.0
 

@@ -31,7 +31,7 @@ from syncline.learn.allreduce_user_hooks import Callbacks
 from syncline.learn.group_changes import GroupChanges
 from syncline.learn.session import UNSAID
 from syncline.ports import RunStopped
-from syncline.protocols.pipeline import Pipeline, Vote
+from syncline.protocols.allreduce import Pipeline, Vote
 from syncline.protocols.sequence import Account as Counted
 from syncline.protocols.staleness import StalenessClock
 from syncline.roles.allreduce_coordinator import Account, Copy, Deeper

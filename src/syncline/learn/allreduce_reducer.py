@@ -18,8 +18,7 @@ from syncline.errors import UsageError
 from syncline.learn.allreduce_flat_buffers import Bucket, Header, make_buckets
 from syncline.learn.allreduce_user_hooks import Callbacks
 from syncline.ports import Computing, Reduction
-from syncline.protocols.buckets import Filling
-from syncline.protocols.pipeline import Pipeline, ahead, behind, turn
+from syncline.protocols.allreduce import Filling, Pipeline, ahead, behind, turn
 from syncline.roles.allreduce_coordinator import left_out
 from syncline.roles.pipeline_states import MeanInFlight
 

@@ -37,7 +37,7 @@ from syncline.learn.session import Factory, Session
 from syncline.learn.usage_warnings import Watch
 from syncline.learn.zero_gradients import ZeroGradients
 from syncline.ports import CollectivePort, Progress
-from syncline.protocols.allreduce_rounds import equal_shares
+from syncline.protocols.allreduce import equal_shares
 from syncline.protocols.checkpoint_schedule import JointCheckpointSchedule
 from syncline.roles.allreduce_checkpoints import Joint, PeerCut, own_losses
 from syncline.roles.allreduce_coordinator import PeerClosed, PeerEpoch, PeerTable

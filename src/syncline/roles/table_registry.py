@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from syncline import messages as m
 from syncline.errors import LayoutError, UsageError
 from syncline.ports import CoordinatorPort
-from syncline.protocols.contributions import Contributions
+from syncline.protocols.meetings import Contributions
 from syncline.protocols.sequence import Account
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 
 from syncline.engines.local.processes import Process
 from syncline.engines.recorder import Recorder
-from syncline.protocols.lifecycle import Faults, Hangs, Kill
-from syncline.protocols.watchdog import Watchdog
+from syncline.protocols.lifecycle import Faults, Hangs, Kill, Watchdog
 
 
 class HangDetection:
