@@ -12,7 +12,7 @@ from syncline.messages.statistics import Counts
 from syncline.protocols.meetings import MeetingPlace
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
-from syncline.table.checkpoint_contents import Content, Source
+from syncline.table.checkpoints import Content, Source
 from syncline.table.layout import Layout
 from syncline.table.optimizer_template import OptimizerTemplate
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,7 +126,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
     They take half of a small step's time. `no_grad` is entered here instead; the arithmetic is the same.
     """
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not is_torchs(optimizer):
         return optimizer.step
     inner = inspect.unwrap(type(optimizer).step)
 
@@ -165,9 +165,13 @@ def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
 
 def group_options(optimizer: torch.optim.Optimizer) -> Options:
     """Options of every group without its parameters, tensors as numbers."""
+    return _options(optimizer.param_groups)
+
+
+def _options(groups: Iterable[dict[str, Any]]) -> Options:
     return [
         {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
+        for group in groups
     ]
 
 
@@ -250,13 +254,9 @@ def split(layout: Layout, state_dict: dict[str, Any]) -> tuple[Options, dict[int
     mine = [len(group) for group in layout.groups]
     if sizes != mine:
         raise LayoutError(f"the state_dict has parameter groups of sizes {sizes}, this optimizer has {mine}")
-    options = [
-        {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in groups
-    ]
     state = {}
     for indices, group in zip(layout.groups, groups, strict=True):
         for index, number in zip(indices, group["params"], strict=True):
             if entry := state_dict["state"].get(number):
                 state[index] = {key: to_host(value) for key, value in entry.items()}
-    return options, state
+    return _options(groups), state

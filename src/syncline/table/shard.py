@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync
-from syncline.table.accumulator import Accumulator
+from syncline.table.accumulator import Accumulator, Taken
 from syncline.table.checkpoints import piece_tensors
 from syncline.table.layout import Layout
-from syncline.table.lazy_gradients import Taken
 from syncline.table.optimizer_template import OptimizerTemplate, Options, PieceState
 from syncline.table.store import Store, copy_segments
 from syncline.table.updater import Updater

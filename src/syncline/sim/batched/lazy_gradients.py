@@ -22,10 +22,9 @@ from torch import Tensor
 from syncline.learn.replica import refuse_sparse_gradients
 from syncline.sim.owned_memory import Traffic
 from syncline.sim.random_states import Random
-from syncline.table.accumulator import Mean
+from syncline.table.accumulator import Made, Maker, Mean, PromisedPart, Taken
 from syncline.table.gradient_slot import Slot
 from syncline.table.layout import Layout, Part
-from syncline.table.lazy_gradients import Made, Maker, PromisedPart, Taken
 
 if TYPE_CHECKING:
     from syncline.sim.batched.shared_model import SharedModel
