@@ -58,9 +58,11 @@ class Source:
         below = [text for origin, text in self.overrides.items() if origin[: len(path)] == path]
         return f"--set {below[0]}: {key}{words}" if below else f"{self.name}: {key}{words}"
 
+    def told(self, problems: Iterable[Problem]) -> list[str]:
+        return [" ".join(self.located(problem).split()) for problem in problems]
+
     def refuse(self, problems: Iterable[Problem]) -> None:
-        found = [" ".join(self.located(problem).split()) for problem in problems]
-        if found:
+        if found := self.told(problems):
             raise JobError(found)
 
 
@@ -210,9 +212,10 @@ class Job:
 
     def build(self) -> dict[str, Any]:
         """The keyword arguments of `train`; everything that can be refused before it starts is refused here."""
-        made, problems = build.build(self)
-        self.source.refuse(problems)
-        return made
+        try:
+            return build.build(self)
+        except build.Failed as failed:
+            raise JobError(self.source.told([failed.problem])) from failed
 
 
 KEYS = keys.keys_of(Job)

@@ -195,9 +195,7 @@ class Ledger:
                 member.reserved.clear()
             for member in self._by_rank():
                 if member.queued:
-                    epoch, asks = member.wanted, member.queued
-                    self._unqueue(member)
-                    self._enter(member, epoch, asks)
+                    self._let_in(member)
         return self._advance()
 
     def part_ways(self) -> list[Decision]:
@@ -374,9 +372,13 @@ class Ledger:
         """What they wait for has begun."""
         for member in [self._learners[each] for each in self._barrier]:
             if member.wanted <= self._stock.newest:
-                epoch, asks = member.wanted, member.queued
-                self._unqueue(member)
-                self._enter(member, epoch, asks)
+                self._let_in(member)
+
+    def _let_in(self, member: _Learner) -> None:
+        """From the barrier."""
+        asks = member.queued
+        self._unqueue(member)
+        self._enter(member, member.wanted, asks)
 
     def _enter(self, member: _Learner, epoch: int, asks: int) -> None:
         self._stock.broken.update(range(member.epoch + 1, epoch))

@@ -204,11 +204,9 @@ class Folder:
 
     def begin(self, number: int) -> Path:
         """An empty temporary folder for the files of this checkpoint."""
-        path = self._at(number, "tmp")
         with _named(f"cannot begin checkpoint {number} in {self.root}"):
-            self._discard(path)
-            path.mkdir()
-        return path
+            self._discard(self._at(number, "tmp"))
+        return self.join(number)
 
     def join(self, number: int) -> Path:
         """The same, made by whoever of several writers comes first."""

@@ -43,11 +43,8 @@ class Shard:
         self._one: Taken | None = None  # the only gradient of the next step, which may wait
         self._put: dict[int, list[Tensor]] = {}
         self.clip_norm = clip_norm
-        self.norms, self.clip, self.clip_alone = (
-            self._updater.norms,
-            self._updater.clip,
-            self._updater.clip_alone,
-        )
+        self.norms, self.clip = self._updater.norms, self._updater.clip
+        self.clip_alone = self._updater.clip_alone
         self.take = self._accumulator.take
         self.change(sync)
 
