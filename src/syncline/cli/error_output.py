@@ -12,7 +12,7 @@ import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
 import typer
 
@@ -77,14 +77,7 @@ def say(text: str) -> None:
 def warn_shortly() -> None:
     """Warnings are one line each: whoever is on the command line has no use for the place in our code."""
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> Any:
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
         say(f"warning: {message}")
 
     warnings.showwarning = show
