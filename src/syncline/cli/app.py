@@ -10,22 +10,27 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from syncline.cli.ascii_output import write_all_letters
 from syncline.cli.compare import comparison, write_plot
 from syncline.cli.display import panel
-from syncline.cli.error_output import told, warn_shortly
+from syncline.cli.error_output import told, warn_shortly, write_all_letters
 from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where
 from syncline.cli.plain_output import duration, event_line, how, print_line, print_rows, summary
 from syncline.cli.plan import plan
-from syncline.cli.show_net import KINDS, show_net
 from syncline.cli.simulate import simulate
 from syncline.cli.tradeoff import tradeoff
 from syncline.cli.train import Wish, run_job
 from syncline.dial import LATER, PRESETS
 from syncline.errors import UsageError
+from syncline.jobs import Job
+from syncline.nn.net import Net
+from syncline.nn.net_file import load_net
 from syncline.report.clock_file import clock_lines
+from syncline.report.net_graph import net_graph
 from syncline.report.run_record import EVENTS, read_run
 from syncline.version import VERSION
+
+SAVED = ".safetensors"
+NETS = (".toml", SAVED)
 
 app = typer.Typer(
     name="syncline",
@@ -178,8 +183,8 @@ def show(
 ) -> None:
     """Print a run, finished or running: how far, how good, how stale, who did what. Of a job or a saved net, its layers."""
     with told(debug):
-        if run is not None and run.suffix in KINDS and not run.is_dir():
-            show_net(run, graph=graph)
+        if run is not None and run.suffix in NETS and not run.is_dir():
+            _show_net(run, graph=graph)
             return
         if graph:
             raise UsageError("--graph draws the net of a job file or of a .safetensors file; name one")
@@ -195,6 +200,20 @@ def show(
         print_rows(console, [*summary(record), *took])
         for event in record.faults:
             print_line(console, f"  fault at {event_line(event)}")
+
+
+def _show_net(file: Path, *, graph: bool) -> None:
+    """Print the model; the graph goes beside where one is, under the file's name."""
+    model = load_net(file) if file.suffix == SAVED else Job.load(file).build()["model"]
+    net = isinstance(model, Net)
+    if graph and not net:
+        raise UsageError(f"{file} names its model; --graph draws nets that are written as layers")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(model if net else f"{model}\n{count:,} parameters")
+    if graph:
+        picture = Path(f"{file.stem}.svg")
+        picture.write_text(net_graph(model.table()), encoding="utf-8")
+        print(f"graph: {picture}")
 
 
 def _newest() -> Path:

@@ -66,14 +66,10 @@ def _best(records: Sequence[RunRecord], name: str) -> int | None:
 
 
 def _seconds(records: Sequence[RunRecord]) -> str:
-    virtual = [record.virtual for record in records]
-    return (
-        "virtual seconds"
-        if all(virtual)
-        else "seconds, of simulated runs virtual"
-        if any(virtual)
-        else "seconds"
-    )
+    kinds = {record.virtual for record in records}
+    if len(kinds) > 1:
+        return "seconds, of simulated runs virtual"
+    return "virtual seconds" if True in kinds else "seconds"
 
 
 def write_plot(records: Sequence[RunRecord], path: Path) -> None:

@@ -125,14 +125,9 @@ def _learners(record: RunRecord) -> RenderableType:
     rows = learners_of(record.last)
     rates = record.learner_rates(window=5.0 if record.state == "running" else float("inf"))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="grey50")
-    for name, justify in (
-        ("learner", "right"),
-        ("rate", "right"),
-        ("lag", "right"),
-        ("loss", "right"),
-        ("", "left"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for name in ("learner", "rate", "lag", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     furthest = max((each.get("steps") or 0 for each in rows), default=0)
     for each in rows[:MOST_LEARNERS]:
         words, style = _doing(each, record.last.get("missing"))

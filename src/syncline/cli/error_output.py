@@ -1,12 +1,18 @@
-"""What goes wrong, on stderr: one message, no traceback unless --debug; exit code 2 for bad input, 1 for failures."""
+"""What goes wrong, on stderr: one message, no traceback unless --debug; exit code 2 for bad input, 1 for failures.
+
+And output where not every letter can be written (PYTHONIOENCODING=ascii): others stand for those that cannot.
+"""
 
 from __future__ import annotations
 
+import codecs
+import io
 import sys
+import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
 import typer
 
@@ -14,6 +20,23 @@ from syncline.errors import LearnerError, SynclineError, UsageError
 from syncline.jobs import JobError
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+PLAIN = {
+    "λ": "lambda",
+    "μ": "mu",
+    "σ": "sigma",
+    "×": "x",
+    "−": "-",
+    "–": "-",
+    "…": "...",
+    "·": "-",
+    "→": "->",
+    "≤": "<=",
+    "√": "sqrt",
+    "⌊": "[",
+    "⌋": "]",
+    "━": "-",
+    **dict.fromkeys("█▉▊▋▌▍▎▏", "#"),
+}
 
 
 @contextmanager
@@ -54,14 +77,24 @@ def say(text: str) -> None:
 def warn_shortly() -> None:
     """Warnings are one line each: whoever is on the command line has no use for the place in our code."""
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> Any:
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
         say(f"warning: {message}")
 
     warnings.showwarning = show
+
+
+def write_all_letters() -> None:
+    """From here on no output fails for a letter."""
+    codecs.register_error("syncline", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="syncline")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    found = ""
+    for letter in error.object[error.start : error.end]:
+        without_marks = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
+        found += PLAIN.get(letter) or without_marks or "?"
+    return found, error.end

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-Job = Annotated[
+JobFile = Annotated[
     Path | None, typer.Argument(metavar="JOB.toml", help="A job file; without one, the built-in job.")
 ]
 Dial = Annotated[str | None, typer.Option(metavar="DIAL", help="The dial; see [bold]syncline presets[/].")]

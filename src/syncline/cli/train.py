@@ -34,8 +34,8 @@ from syncline.engines.local import forkserver
 from syncline.errors import SynclineError, Terminated, UsageError
 from syncline.jobs import Job, JobError
 from syncline.jobs.toml import dumps, override, parse_override
+from syncline.report.folder_writer import MODEL
 from syncline.report.run_record import RunRecord
-from syncline.report.weights import MODEL
 from syncline.train import Result, Run, train
 
 JOB = "job.toml"

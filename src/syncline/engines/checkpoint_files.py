@@ -15,8 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from syncline.messages import Checkpointed, MakeTable, Saved
-from syncline.table.checkpoint_contents import read_content
-from syncline.table.checkpoints import FIRST, NOTES, CheckpointError, Folder, Written, write_tensors
+from syncline.table.checkpoints import (
+    FIRST,
+    NOTES,
+    CheckpointError,
+    Folder,
+    Written,
+    read_content,
+    write_tensors,
+)
 
 Job = tuple[int, str, dict[str, Tensor], dict[str, Any]]
 

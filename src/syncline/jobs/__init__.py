@@ -5,13 +5,13 @@
     sl.train(**job.build())                 names become objects; what cannot work together is refused here
     job.dumps()                             the job as it ran
 
-Reading order: keys (what a job may say), names (names to callables), job (the record), build, toml.
+Reading order: job (the record: what a job may say), keys (what each key may be), names (names to callables), build, toml.
 """
 
 from __future__ import annotations
 
-from syncline.jobs.job import Job
-from syncline.jobs.keys import KEYS, JobError, Key, Named
+from syncline.jobs.job import KEYS, Job
+from syncline.jobs.keys import JobError, Key, Named
 from syncline.jobs.names import NAMES
 from syncline.jobs.toml import dumps
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline.batch.commands import is_method
 from syncline.dial import SANDBLASTER, Sync
 from syncline.engines.run import Engine
-from syncline.jobs.keys import KEYS, Named
+from syncline.jobs.keys import Named
 from syncline.jobs.names import NAMES, one_line, resolve, takes_model
 from syncline.jobs.nets import located, make_net
 from syncline.learn.gradient_ways import OwnLosses, parse_way
@@ -37,7 +38,7 @@ READY: Mapping[str, tuple[type, ...]] = {  # what a name may stand for instead o
 Problem = tuple[tuple[str, ...], str]
 
 
-class _Failed(Exception):
+class Failed(Exception):
     """Making one of the job's objects failed: its key and what to say."""
 
     def __init__(self, key: str | tuple[str, ...], words: str) -> None:
@@ -45,16 +46,10 @@ class _Failed(Exception):
         self.problem: Problem = (key,) if isinstance(key, str) else key, words
 
 
-def build(job: Job) -> tuple[dict[str, Any], list[Problem]]:
-    """The arguments, and the first thing that went wrong in making them."""
-    try:
-        return _build(job), []
-    except _Failed as failed:
-        return {}, [failed.problem]
-
-
-def _build(job: Job) -> dict[str, Any]:
-    plain = [key.name for key in KEYS if key.name not in NAMES and key.name != "layers"]
+def build(job: Job) -> dict[str, Any]:
+    """The arguments; raises Failed."""
+    others = (*NAMES, "layers", "source")
+    plain = [each.name for each in fields(job) if each.name not in others]
     made: dict[str, Any] = {name: getattr(job, name) for name in (*plain, "gradient")}
     made["sync"] = Sync(**job.sync) if isinstance(job.sync, dict) else job.sync
     made["engine"] = job.engine.name if _plainly_named(job.engine) else _make(job, "engine", Engine)
@@ -101,10 +96,10 @@ def _make(job: Job, key: str, *kinds: type) -> Any:
             torch.manual_seed(job.seed)
             made = found(**copy.deepcopy(named.arguments))
     except Exception as error:  # the user's code runs here
-        raise _Failed(key, f"{named} failed: {one_line(error)}") from error
+        raise Failed(key, f"{named} failed: {one_line(error)}") from error
     if not isinstance(made, kinds):
         names = " or ".join(f"{kind.__module__.split('.')[0]} {kind.__name__}" for kind in kinds)
-        raise _Failed(key, f"{named} gave {type(made).__name__}, expected a {names}")
+        raise Failed(key, f"{named} gave {type(made).__name__}, expected a {names}")
     return made
 
 
@@ -118,7 +113,7 @@ def _net(job: Job, made: dict[str, Any]) -> Net:
         return make_net(job.layers, job.seed, example)
     except NetError as error:
         (problem,) = located(error)
-        raise _Failed(*problem) from error
+        raise Failed(*problem) from error
 
 
 def _by_layer(job: Job, made: dict[str, Any]) -> Any:
@@ -126,7 +121,7 @@ def _by_layer(job: Job, made: dict[str, Any]) -> Any:
     if all((rate, decay) == (1.0, 1.0) for rate, decay, _ in made["model"].groups()):
         return made["optimizer"]
     if takes_model(resolve(job.optimizer.name, NAMES["optimizer"], job.source.folder)):
-        raise _Failed(
+        raise Failed(
             "optimizer",
             f"{job.optimizer.name} makes groups of its own; layers' rate and decay do not reach it",
         )
@@ -173,17 +168,17 @@ def _try(job: Job, made: dict[str, Any]) -> None:
 def _attempt(key: str, before: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
-    except _Failed:
+    except Failed:
         raise
     except Exception as error:  # the user's code runs here
-        raise _Failed(key, before + one_line(error)) from error
+        raise Failed(key, before + one_line(error)) from error
 
 
 def _examples(job: Job, made: dict[str, Any], key: str) -> Any:
     """A batch of the first ones."""
     count = min(TRIED, _attempt(key, f"{getattr(job, key)} has no length: ", len, made[key]), job.batch_size)
     if count == 0:
-        raise _Failed(key, "the data set is empty")
+        raise Failed(key, "the data set is empty")
     return reader(made[key], made["collate"])(torch.arange(count))
 
 
@@ -193,7 +188,7 @@ def _one_batch(job: Job, key: str, model: nn.Module, made: dict[str, Any]) -> No
         what, value = _loss_of(job, key, model, batch, made)
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise _Failed(what, f"expected a scalar tensor, got {got}; reduce it, for example with .mean()")
+        raise Failed(what, f"expected a scalar tensor, got {got}; reduce it, for example with .mean()")
     if key == "data" and what != "gradient":
         _attempt(what, f"{getattr(job, what)} has no gradient: ", value.backward)
 
@@ -215,6 +210,6 @@ def _loss_of(job: Job, key: str, model: nn.Module, batch: Any, made: dict[str, A
         return "objective", _attempt("objective", f"{job.objective} {where}", made["objective"], model, batch)
     if not isinstance(batch, list | tuple) or len(batch) != 2:
         kind = type(batch).__name__
-        raise _Failed("loss", f"takes batches of (input, target), {key} gives a {kind}; use an objective")
+        raise Failed("loss", f"takes batches of (input, target), {key} gives a {kind}; use an objective")
     output = _attempt("model", f"{job.model} {where}", model, batch[0])
     return "loss", _attempt("loss", f"{job.loss} {where}", made["loss"], output, batch[1])

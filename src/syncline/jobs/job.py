@@ -3,6 +3,8 @@
 All problems are found in one go, each with its file, line and key. Not responsible for making objects (build.py).
 """
 
+# ruff: noqa: RUF009 - kinds make fields
+
 from __future__ import annotations
 
 import copy
@@ -19,8 +21,8 @@ import torch
 from syncline.dial import SANDBLASTER, Course, Sync, nearest
 from syncline.engines.checkpoint_options import AUTO, END
 from syncline.errors import UsageError
-from syncline.jobs import build, nets
-from syncline.jobs.keys import BY_NAME, KEYS, JobError, Named, Wrong, shown
+from syncline.jobs import build, keys, nets
+from syncline.jobs.keys import REQUIRED, JobError, Key, Named, Wrong, shown
 from syncline.jobs.names import METHODS, NAMES, one_line, resolve, takes_model
 from syncline.jobs.toml import dumps, lines_of, override, parse_override
 from syncline.learn.gradient_ways import parse_way
@@ -56,9 +58,11 @@ class Source:
         below = [text for origin, text in self.overrides.items() if origin[: len(path)] == path]
         return f"--set {below[0]}: {key}{words}" if below else f"{self.name}: {key}{words}"
 
+    def told(self, problems: Iterable[Problem]) -> list[str]:
+        return [" ".join(self.located(problem).split()) for problem in problems]
+
     def refuse(self, problems: Iterable[Problem]) -> None:
-        found = [" ".join(self.located(problem).split()) for problem in problems]
-        if found:
+        if found := self.told(problems):
             raise JobError(found)
 
 
@@ -66,52 +70,85 @@ class Source:
 class Job:
     """A whole run: what `train` takes, by name. Checked when made; docs/howto/job_file.md explains every key."""
 
-    data: Named
-    optimizer: Named
-    sync: str | dict[str, Any] = "softsync:1"
-    topology: str = "servers"
-    learners: int = 2
-    batch_size: int = 32
-    global_batch_size: int | None = None
-    epochs: int | None = None
-    steps: int | None = None
-    seed: int = 0
-    policy: str = "ledger"
-    clip_norm: float | None = None
-    warmstart: int = 0
-    device: str | tuple[str, ...] | None = None
-    table_device: str | None = None
-    data_device: str | None = None
-    threads: int | None = None
-    group: int = 1
-    plan: str | dict[str, str] | None = None
-    local_update: bool = True
-    check: bool = False
-    run_dir: str | None = None
-    resume: str | None = None
-    checkpoint_every: int | str = AUTO
-    keep_checkpoints: int = 2
-    clocks: bool = False
-    on_error: str = "raise"
-    replace: bool = False
-    patience: float | None = 60.0
-    kill_hung: bool = False
-    model: Named | None = None
-    layers: tuple[dict[str, Any], ...] = ()
-    evaluate: Named | None = None
-    loss: Named | None = None
-    objective: Named | None = None
-    gradient: str | Named = "backprop"
-    regulariser: Named | None = None
-    stop: dict[str, Any] | None = None
-    schedule: Named | None = None
-    collate: Named | None = None
-    engine: Named = Named(name="local")  # noqa: RUF009 - frozen
-    callbacks: tuple[Named, ...] = ()
+    sync: str | dict[str, Any] = keys.DIAL("softsync:1", "when gradients become an update, and who waits")
+    topology: str = keys.TOPOLOGY("servers", "where gradients are folded")
+    learners: int = keys.COUNT(2, "λ, how many compute gradients")
+    batch_size: int = keys.COUNT(32, "μ, examples in a learner's batch")
+    global_batch_size: int | None = keys.COUNT(
+        None, "examples in the batches of all learners together; in place of batch_size"
+    )
+    epochs: int | None = keys.COUNT(
+        None, "the run ends after so many passes over the data (1 where steps is not given either)"
+    )
+    steps: int | None = keys.COUNT(None, "the run ends after so many updates; instead of epochs")
+    seed: int = keys.NUMBER(0, "of the model's start, the data's order and the learners' random numbers")
+    policy: str = keys.POLICY(
+        "ledger", "who gets which examples: whoever asks, fixed parts, or drawn with replacement"
+    )
+    clip_norm: float | None = keys.POSITIVE(None, "clips the folded gradient to this norm")
+    warmstart: int = keys.NUMBER(0, "updates that the first learner makes alone before the others join")
+    device: str | tuple[str, ...] | None = keys.DEVICES(
+        None, "where learners compute: dealt out in turn; CPUs where it is left out"
+    )
+    table_device: str | None = keys.TABLE_DEVICE(
+        None, "where their table lies; with them where it is left out"
+    )
+    data_device: str | None = keys.DATA_DEVICE(
+        None, "all data lie on each learner's GPU, where they are tensors"
+    )
+    threads: int | None = keys.COUNT(None, "torch's threads in each learner")
+    group: int = keys.COUNT(1, "processes of each learner, which hold one model together")
+    plan: str | dict[str, str] | None = keys.CUT(
+        None, "how the model is cut over a group; auto is the cheapest way"
+    )
+    local_update: bool = keys.FLAG(True, "one group updates what is cut over its processes by itself")
+    check: bool = keys.FLAG(False, "the first batch of a model that is cut is compared with the whole model")
+    run_dir: str | None = keys.PATH(None, "the folder that the run writes its record to")
+    resume: str | None = keys.PATH(None, "the folder of a run to go on with")
+    checkpoint_every: int | str = keys.CADENCE(
+        AUTO,
+        "between two checkpoints in run_dir; auto is a minute (end in a simulated run), end only the last one, which is always written",
+    )
+    keep_checkpoints: int = keys.COUNT(2, "how many checkpoints stay")
+    clocks: bool = keys.FLAG(False, "the vector clock of every update is kept in run_dir (clocks.bin)")
+    on_error: str = keys.ON_ERROR("raise", "a learner's exception ends the run, or only that learner")
+    replace: bool = keys.FLAG(False, "another learner takes the place of a lost one")
+    patience: float | None = keys.POSITIVE(
+        60.0, "seconds after which a learner that is not heard of is named"
+    )
+    kill_hung: bool = keys.FLAG(False, "and then ended")
+    model: Named | None = keys.NAMED(None, "what is trained; either this or layers")
+    layers: tuple[dict[str, Any], ...] = keys.LAYERS(
+        (), "what is trained, as a net written here (docs/howto/layers.md)"
+    )
+    data: Named = keys.NAMED(REQUIRED, "what it is trained on")
+    evaluate: Named | None = keys.EVALUATE(
+        None, "a data set (or a function of the model) to test on after each epoch"
+    )
+    loss: Named | None = keys.NAMED(None, "(output, target) to a scalar; either this or objective")
+    objective: Named | None = keys.NAMED(None, "(model, batch) to a scalar, for any other kind of batch")
+    gradient: str | Named = keys.GRADIENT(
+        "backprop",
+        "the way to one: contrastive divergence needs no loss, nor does a function (model, batch) -> loss that fills .grad",
+    )
+    regulariser: Named | None = keys.NAMED(None, "a penalty of the model's weights, added to every gradient")
+    stop: dict[str, Any] | None = keys.STOP(
+        None,
+        "the run ends before its end: at a loss, after a plateau of epochs (of metric, where given), at a norm of the data's gradient",
+    )
+    optimizer: Named = keys.NAMED(REQUIRED, "what applies a fold")
+    schedule: Named | None = keys.NAMED(None, "of the learning rate, stepped each epoch")
+    collate: Named | None = keys.NAMED(
+        None, "a list of examples to a batch, where torch's own way does not fit"
+    )
+    engine: Named = keys.NAMED(Named(name="local"), "on what it runs")
+    callbacks: tuple[Named, ...] = keys.NAMED_LIST(
+        (), "called with each epoch's record; one that returns True ends the run"
+    )
     source: Source = field(default=Source(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        values, problems = _read(_as_table(self))
+        values, problems = _read(self.table())
         self.source.refuse(problems or _problems(values, self.source.folder))
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -160,8 +197,9 @@ class Job:
         return cls(**values, source=source)
 
     def table(self) -> dict[str, Any]:
-        """The job as plain values, defaults included."""
-        return _as_table(self)
+        """The job as plain values, defaults included: keys in the order of the reference, without those that are not set."""
+        found = {key.name: _plain(getattr(self, key.name)) for key in KEYS}
+        return {name: value for name, value in found.items() if value is not None and value != []}
 
     @property
     def model_name(self) -> str:
@@ -174,9 +212,14 @@ class Job:
 
     def build(self) -> dict[str, Any]:
         """The keyword arguments of `train`; everything that can be refused before it starts is refused here."""
-        made, problems = build.build(self)
-        self.source.refuse(problems)
-        return made
+        try:
+            return build.build(self)
+        except build.Failed as failed:
+            raise JobError(self.source.told([failed.problem])) from failed
+
+
+KEYS = keys.keys_of(Job)
+BY_NAME: Mapping[str, Key] = {each.name: each for each in KEYS}
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -232,13 +275,6 @@ def _read(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     missing = [key for key in KEYS if key.required and key.name not in meant]
     problems += [((key.name,), f"missing; expected {key.kind}") for key in missing]
     return values, problems
-
-
-def _as_table(job: Job) -> dict[str, Any]:
-    """Keys in the order of the reference, without those that are not set."""
-    values = {entry.name: getattr(job, entry.name) for entry in fields(job)}
-    found = {key.name: _plain(values[key.name]) for key in KEYS}
-    return {name: value for name, value in found.items() if value is not None and value != []}
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What a job may say: every key with its kind, its default and its meaning, and the checks of single values.
+"""The kinds of a job's keys: what each may say, in words, and the checks of single values.
 
-`KEYS` is the reference that docs/howto/job_file.md prints. Not responsible for names (names.py) or for what contradicts what.
+Not responsible for which keys there are (job.py), for names (names.py) or for what contradicts what.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from syncline.engines.checkpoint_options import AUTO, END
@@ -19,7 +19,7 @@ from syncline.learn.training import read_stop
 from syncline.parallel.rules import WAYS as CUTS
 
 MOST = 2**63 - 1
-REQUIRED = object()  # as a default: there is none
+REQUIRED = MISSING  # as a default: there is none
 
 
 class JobError(UsageError):
@@ -58,14 +58,26 @@ class Named:
         return {"name": self.name, **copy.deepcopy(self.arguments)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a key's value may be: in words, for messages and the reference; and how it is read, which may raise Wrong."""
+
+    words: str
+    read: Callable[[Any], Any]
+
+    def __call__(self, default: Any, meaning: str) -> Any:
+        """A field of the record that is a key of the file."""
+        return field(default=default, metadata={"kind": self, "meaning": meaning})
+
+
+@dataclass(frozen=True, slots=True)
 class Key:
     """One key of a job."""
 
     name: str
-    kind: str  # in words, for messages and the reference
+    kind: str  # in words
     read: Callable[[Any], Any]  # the value from the file to the record's; raises Wrong
-    default: Any = REQUIRED
+    default: Any
     meaning: str
 
     @property
@@ -79,6 +91,14 @@ class Key:
         except Wrong as wrong:
             reason = f" ({wrong})" if str(wrong) else ""
             raise Wrong(f"expected {self.kind}, got {shown(value)}{reason}") from None
+
+
+def keys_of(record: type) -> tuple[Key, ...]:
+    """The keys among a record's fields."""
+    kinds = [(each, each.metadata["kind"]) for each in fields(record) if each.metadata]
+    return tuple(
+        Key(each.name, kind.words, kind.read, each.default, each.metadata["meaning"]) for each, kind in kinds
+    )
 
 
 def shown(value: Any) -> str:
@@ -198,290 +218,24 @@ def _stop(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-NAME = "a name, or a table with a name and its arguments"
-
-KEYS: tuple[Key, ...] = (
-    Key(
-        name="sync",
-        kind='a dial such as "softsync:2", or a table of the fields of Sync',
-        read=_dial,
-        default="softsync:1",
-        meaning="when gradients become an update, and who waits",
-    ),
-    Key(
-        name="topology",
-        kind='a topology such as "servers:2"',
-        read=_text,
-        default="servers",
-        meaning="where gradients are folded",
-    ),
-    Key(
-        name="learners",
-        kind="a whole number of at least 1",
-        read=_whole(1),
-        default=2,
-        meaning="λ, how many compute gradients",
-    ),
-    Key(
-        name="batch_size",
-        kind="a whole number of at least 1",
-        read=_whole(1),
-        default=32,
-        meaning="μ, examples in a learner's batch",
-    ),
-    Key(
-        name="global_batch_size",
-        kind="a whole number of at least 1",
-        read=_whole(1),
-        default=None,
-        meaning="examples in the batches of all learners together; in place of batch_size",
-    ),
-    Key(
-        name="epochs",
-        kind="a whole number of at least 1",
-        read=_whole(1),
-        default=None,
-        meaning="the run ends after so many passes over the data (1 where steps is not given either)",
-    ),
-    Key(
-        name="steps",
-        kind="a whole number of at least 1",
-        read=_whole(1),
-        default=None,
-        meaning="the run ends after so many updates; instead of epochs",
-    ),
-    Key(
-        name="seed",
-        kind="a whole number of at least 0",
-        read=_whole(0),
-        default=0,
-        meaning="of the model's start, the data's order and the learners' random numbers",
-    ),
-    Key(
-        name="policy",
-        kind="ledger, partition or sample",
-        read=_text,
-        default="ledger",
-        meaning="who gets which examples: whoever asks, fixed parts, or drawn with replacement",
-    ),
-    Key(
-        name="clip_norm",
-        kind="a finite number > 0",
-        read=_positive,
-        default=None,
-        meaning="clips the folded gradient to this norm",
-    ),
-    Key(
-        name="warmstart",
-        kind="a whole number of at least 0",
-        read=_whole(0),
-        default=0,
-        meaning="updates that the first learner makes alone before the others join",
-    ),
-    Key(
-        name="device",
-        kind='a device such as "cuda:0", or a list of them',
-        read=_devices,
-        default=None,
-        meaning="where learners compute: dealt out in turn; CPUs where it is left out",
-    ),
-    Key(
-        name="table_device",
-        kind='"cpu" or a GPU of the learners',
-        read=_text,
-        default=None,
-        meaning="where their table lies; with them where it is left out",
-    ),
-    Key(
-        name="data_device",
-        kind='"cuda"',
-        read=_text,
-        default=None,
-        meaning="all data lie on each learner's GPU, where they are tensors",
-    ),
-    Key(
-        name="threads",
-        kind="a whole number of at least 1",
-        read=_whole(1),
-        default=None,
-        meaning="torch's threads in each learner",
-    ),
-    Key(
-        name="group",
-        kind="a whole number of at least 1",
-        read=_whole(1),
-        default=1,
-        meaning="processes of each learner, which hold one model together",
-    ),
-    Key(
-        name="plan",
-        kind="auto, data, the file of a plan, or a table of layers and ways",
-        read=_cut,
-        default=None,
-        meaning="how the model is cut over a group; auto is the cheapest way",
-    ),
-    Key(
-        name="local_update",
-        kind="true or false",
-        read=_flag,
-        default=True,
-        meaning="one group updates what is cut over its processes by itself",
-    ),
-    Key(
-        name="check",
-        kind="true or false",
-        read=_flag,
-        default=False,
-        meaning="the first batch of a model that is cut is compared with the whole model",
-    ),
-    Key(
-        name="run_dir",
-        kind="a path",
-        read=_text,
-        default=None,
-        meaning="the folder that the run writes its record to",
-    ),
-    Key(
-        name="resume",
-        kind="a path",
-        read=_text,
-        default=None,
-        meaning="the folder of a run to go on with",
-    ),
-    Key(
-        name="checkpoint_every",
-        kind='a number of updates, seconds such as "30s", auto, or end',
-        read=_cadence,
-        default=AUTO,
-        meaning="between two checkpoints in run_dir; auto is a minute (end in a simulated run), end only the last one, which is always written",
-    ),
-    Key(
-        name="keep_checkpoints",
-        kind="a whole number of at least 1",
-        read=_whole(1),
-        default=2,
-        meaning="how many checkpoints stay",
-    ),
-    Key(
-        name="clocks",
-        kind="true or false",
-        read=_flag,
-        default=False,
-        meaning="the vector clock of every update is kept in run_dir (clocks.bin)",
-    ),
-    Key(
-        name="on_error",
-        kind="raise or continue",
-        read=_on_error,
-        default="raise",
-        meaning="a learner's exception ends the run, or only that learner",
-    ),
-    Key(
-        name="replace",
-        kind="true or false",
-        read=_flag,
-        default=False,
-        meaning="another learner takes the place of a lost one",
-    ),
-    Key(
-        name="patience",
-        kind="a finite number > 0",
-        read=_positive,
-        default=60.0,
-        meaning="seconds after which a learner that is not heard of is named",
-    ),
-    Key(
-        name="kill_hung",
-        kind="true or false",
-        read=_flag,
-        default=False,
-        meaning="and then ended",
-    ),
-    Key(
-        name="model",
-        kind=NAME,
-        read=_named,
-        default=None,
-        meaning="what is trained; either this or layers",
-    ),
-    Key(
-        name="layers",
-        kind="a list of layers, each a table with name and type",
-        read=_layers,
-        default=(),
-        meaning="what is trained, as a net written here (docs/howto/layers.md)",
-    ),
-    Key(name="data", kind=NAME, read=_named, meaning="what it is trained on"),
-    Key(
-        name="evaluate",
-        kind="a table of what differs from data, or " + NAME,
-        read=_named,
-        default=None,
-        meaning="a data set (or a function of the model) to test on after each epoch",
-    ),
-    Key(
-        name="loss",
-        kind=NAME,
-        read=_named,
-        default=None,
-        meaning="(output, target) to a scalar; either this or objective",
-    ),
-    Key(
-        name="objective",
-        kind=NAME,
-        read=_named,
-        default=None,
-        meaning="(model, batch) to a scalar, for any other kind of batch",
-    ),
-    Key(
-        name="gradient",
-        kind="backprop, cd:k, pcd:k, or " + NAME,
-        read=_gradient,
-        default="backprop",
-        meaning="the way to one: contrastive divergence needs no loss, nor does a function (model, batch) -> loss that fills .grad",
-    ),
-    Key(
-        name="regulariser",
-        kind=NAME,
-        read=_named,
-        default=None,
-        meaning="a penalty of the model's weights, added to every gradient",
-    ),
-    Key(
-        name="stop",
-        kind="a table with loss, plateau or gradient_norm",
-        read=_stop,
-        default=None,
-        meaning="the run ends before its end: at a loss, after a plateau of epochs (of metric, where given), at a norm of the data's gradient",
-    ),
-    Key(name="optimizer", kind=NAME, read=_named, meaning="what applies a fold"),
-    Key(
-        name="schedule",
-        kind=NAME,
-        read=_named,
-        default=None,
-        meaning="of the learning rate, stepped each epoch",
-    ),
-    Key(
-        name="collate",
-        kind=NAME,
-        read=_named,
-        default=None,
-        meaning="a list of examples to a batch, where torch's own way does not fit",
-    ),
-    Key(
-        name="engine",
-        kind=NAME,
-        read=_named,
-        default=Named(name="local"),
-        meaning="on what it runs",
-    ),
-    Key(
-        name="callbacks",
-        kind="a list of names or tables",
-        read=_several,
-        default=(),
-        meaning="called with each epoch's record; one that returns True ends the run",
-    ),
-)
-BY_NAME: Mapping[str, Key] = {key.name: key for key in KEYS}
+_NAME = "a name, or a table with a name and its arguments"
+DIAL = Kind('a dial such as "softsync:2", or a table of the fields of Sync', _dial)
+TOPOLOGY = Kind('a topology such as "servers:2"', _text)
+COUNT = Kind("a whole number of at least 1", _whole(1))
+NUMBER = Kind("a whole number of at least 0", _whole(0))
+POLICY = Kind("ledger, partition or sample", _text)
+POSITIVE = Kind("a finite number > 0", _positive)
+DEVICES = Kind('a device such as "cuda:0", or a list of them', _devices)
+TABLE_DEVICE = Kind('"cpu" or a GPU of the learners', _text)
+DATA_DEVICE = Kind('"cuda"', _text)
+CUT = Kind("auto, data, the file of a plan, or a table of layers and ways", _cut)
+FLAG = Kind("true or false", _flag)
+PATH = Kind("a path", _text)
+CADENCE = Kind('a number of updates, seconds such as "30s", auto, or end', _cadence)
+ON_ERROR = Kind("raise or continue", _on_error)
+NAMED = Kind(_NAME, _named)
+LAYERS = Kind("a list of layers, each a table with name and type", _layers)
+EVALUATE = Kind("a table of what differs from data, or " + _NAME, _named)
+GRADIENT = Kind("backprop, cd:k, pcd:k, or " + _NAME, _gradient)
+STOP = Kind("a table with loss, plateau or gradient_norm", _stop)
+NAMED_LIST = Kind("a list of names or tables", _several)

@@ -1,7 +1,7 @@
 """The feed of learners among equals: every learner computes by itself which examples are its own (M7, A5, A6).
 
 While it computes on a repeated batch, backward makes zeros, so that what such a batch would add to an accumulated gradient is
-nothing. Not responsible for the rule (protocols/allreduce_rounds.py) nor for the order of an epoch (learn/loader.py).
+nothing. Not responsible for the rule (protocols/allreduce.py) nor for the order of an epoch (learn/loader.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from syncline.errors import UsageError
 from syncline.learn.batches import CopyStream, to_device
 from syncline.learn.loader import epoch_order, reader
-from syncline.protocols.allreduce_rounds import Rounds, Share, Spans, at_start, left_of, standing
+from syncline.protocols.allreduce import Rounds, Share, Spans, at_start, left_of, standing
 from syncline.protocols.spans import Standing
 from syncline.roles.checkpoint_manifest import LoaderState
 

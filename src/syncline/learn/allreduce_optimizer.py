@@ -29,7 +29,7 @@ from syncline.learn.allreduce_state import (
 from syncline.learn.allreduce_user_hooks import Application, Applications, Callbacks
 from syncline.learn.session import UNSAID
 from syncline.ports import RunStopped
-from syncline.protocols.pipeline import Pipeline, Vote
+from syncline.protocols.allreduce import Pipeline, Vote
 from syncline.protocols.sequence import Account
 from syncline.protocols.staleness import StalenessClock
 from syncline.roles.allreduce_coordinator import Copy, Deeper, PeerAccount

@@ -19,8 +19,7 @@ from syncline.errors import UsageError
 from syncline.learn.allreduce_user_hooks import Callbacks
 from syncline.learn.session import sparse_gradient
 from syncline.ports import Computing, Reduction
-from syncline.protocols.buckets import Filling, plan_buckets
-from syncline.protocols.pipeline import Pipeline, ahead, behind, turn
+from syncline.protocols.allreduce import Filling, Pipeline, ahead, behind, plan_buckets, turn
 from syncline.roles.allreduce_coordinator import left_out
 from syncline.roles.checkpoint_manifest import MeanInFlight
 
@@ -42,7 +41,7 @@ class Header(NamedTuple):
     waited: float = 0.0  # seconds of the step before
     spent: float = 0.0
     early: float = 0.0  # the next reduction was complete when this one was applied
-    turn_0: float = 0.0  # learners by the number of steps that they have taken (protocols/pipeline.py)
+    turn_0: float = 0.0  # learners by the number of steps that they have taken (protocols/allreduce.py)
     turn_1: float = 0.0
     turn_2: float = 0.0
 

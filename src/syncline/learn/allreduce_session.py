@@ -30,7 +30,7 @@ from syncline.learn.server_session import (
 )
 from syncline.learn.session import Collate, Factory, Session
 from syncline.ports import CollectivePort, Progress
-from syncline.protocols.allreduce_rounds import equal_shares
+from syncline.protocols.allreduce import equal_shares
 from syncline.protocols.checkpoint_schedule import JointCheckpointSchedule
 from syncline.roles.allreduce_coordinator import Joint, PeerClosed, PeerCut, PeerEpoch, PeerTable, own_losses
 from syncline.roles.checkpoint_manifest import FLIGHTS, PipelineState, Restored, flight_tensors, table_file

@@ -16,8 +16,7 @@ from syncline.protocols.meetings import MeetingPlace
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
 from syncline.protocols.staleness import Staleness
-from syncline.table.checkpoint_contents import Content, Source
-from syncline.table.checkpoints import Written
+from syncline.table.checkpoints import Content, Source, Written
 from syncline.table.layout import Layout
 from syncline.table.optimizer_template import OptimizerTemplate, Options, PieceState
 

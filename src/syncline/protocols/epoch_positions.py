@@ -81,7 +81,7 @@ class EpochPositions:
         """Nobody wants what is left of it."""
         state = self._unfinished[epoch]
         back = [span for span in self.returned if span.epoch == epoch]
-        skipped = _length(state.fresh.values()) + _length(back)
+        skipped = length(state.fresh.values()) + length(back)
         state.fresh.clear()
         state.left -= skipped
         self.over |= state.left == 0
@@ -188,7 +188,7 @@ class EpochPositions:
         for epoch, owners in standing.fresh.items():
             fresh = {owner: Span(epoch, *ends) for owner, ends in owners.items()}
             back = (span for span in self.returned if span.epoch == epoch)
-            left = _length(fresh.values()) + _length(back)
+            left = length(fresh.values()) + length(back)
             if self.partition:
                 self._reown(epoch, fresh)
             self._unfinished[epoch] = _Epoch(fresh=fresh, left=left, skipped=standing.skipped[epoch])
@@ -205,5 +205,5 @@ class EpochPositions:
                 fresh[owner] = part._replace(start=start)
 
 
-def _length(spans: Iterable[Span]) -> int:
+def length(spans: Iterable[Span]) -> int:
     return sum(span.stop - span.start for span in spans)

@@ -7,12 +7,11 @@ positions there are (`stock`), for the order behind them, for reading data, nor 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
 from syncline.errors import RunError, UsageError
-from syncline.protocols.epoch_positions import EpochPositions
+from syncline.protocols.epoch_positions import EpochPositions, length
 from syncline.protocols.spans import Decision, End, Grant, Span, Standing
 
 
@@ -196,9 +195,7 @@ class Ledger:
                 member.reserved.clear()
             for member in self._by_rank():
                 if member.queued:
-                    epoch, asks = member.wanted, member.queued
-                    self._unqueue(member)
-                    self._enter(member, epoch, asks)
+                    self._let_in(member)
         return self._advance()
 
     def part_ways(self) -> list[Decision]:
@@ -237,7 +234,7 @@ class Ledger:
         if member is None:
             return 0, 0
         open_ = [span for _, span in member.open] + list(member.reserved)
-        return _length(open_), _length(span for _, span in member.taken)
+        return length(open_), length(span for _, span in member.taken)
 
     @property
     def done(self) -> int:
@@ -375,9 +372,13 @@ class Ledger:
         """What they wait for has begun."""
         for member in [self._learners[each] for each in self._barrier]:
             if member.wanted <= self._stock.newest:
-                epoch, asks = member.wanted, member.queued
-                self._unqueue(member)
-                self._enter(member, epoch, asks)
+                self._let_in(member)
+
+    def _let_in(self, member: _Learner) -> None:
+        """From the barrier."""
+        asks = member.queued
+        self._unqueue(member)
+        self._enter(member, member.wanted, asks)
 
     def _enter(self, member: _Learner, epoch: int, asks: int) -> None:
         self._stock.broken.update(range(member.epoch + 1, epoch))
@@ -514,10 +515,6 @@ class Ledger:
             everybody = self._learners.values()
             if self._stock.left(epoch) and everybody and all(member.past(epoch) for member in everybody):
                 self._stock.skip(epoch)
-
-
-def _length(spans: Iterable[Span]) -> int:
-    return sum(span.stop - span.start for span in spans)
 
 
 def _before(spans: list[tuple[int, Span]], upto: int) -> int:

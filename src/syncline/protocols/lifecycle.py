@@ -7,7 +7,7 @@ go (M8) and shards come back (S7); among equals nobody can be missed. Not respon
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -400,6 +400,34 @@ class Hangs:
             return [said, Kill(number, f"patience of {self.seconds:g} s is over")]
         instead = f"It is left alone: kill_hung=True {self.end}, patience= sets the time"
         return [said, Warn(f"{name} {what}; {self.others}. {instead}")]
+
+
+class Watchdog:
+    """Looks at everybody's progress from time to time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._seen: dict[int, tuple[int, float]] = {}  # learner -> (progress, since when)
+        self._named: set[int] = set()
+
+    def look(self, now: float, progress: Mapping[int, int], waiting: Collection[int]) -> list[int]:
+        """Learners that hang and were not named before; who waits for others is not to blame."""
+        self._seen = {learner: seen for learner, seen in self._seen.items() if learner in progress}
+        self._named &= set(progress)
+        hanging = []
+        for learner, count in progress.items():
+            before, since = self._seen.get(learner, (None, now))
+            if count != before or learner in waiting:
+                self._seen[learner] = (count, now)
+                self._named.discard(learner)
+            elif now - since > self.seconds and learner not in self._named:
+                self._named.add(learner)
+                hanging.append(learner)
+        return hanging
+
+    def silence(self, learner: int, now: float) -> float:
+        """Seconds since it was last heard of."""
+        return now - self._seen[learner][1] if learner in self._seen else 0.0
 
 
 def _last_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from syncline.dial import Sync
 from syncline.protocols.folding import Folding, Ticket, leader
-from syncline.protocols.membership import Members
+from syncline.protocols.membership import Member, Members
 from syncline.protocols.staleness import StalenessClock
 from syncline.protocols.waiting import Gate, Release
 
@@ -103,9 +103,8 @@ class Sequence:
         self._batch_size = batch_size
         self._limit = limit
         self._warm = warm
-        self._cold: dict[
-            int, tuple[int, int]
-        ] = {}  # learner -> (rank, ticket): waits for the warm start's end
+        # learner -> (rank, ticket): waits for the warm start's end
+        self._cold: dict[int, tuple[int, int]] = {}
         self._fetching: set[int] = set()  # learners that compute while they wait for what they fetch
         self._awaited: dict[int, int] = {}  # learner -> the ticket without which it does nothing more
         self._early: list[Ticket] = []  # published before all initial learners had started
@@ -190,21 +189,14 @@ class Sequence:
         self._fetching.discard(learner)
         member = self.members.live[learner]
         if member.resting:  # since the end of other data
-            self.members.rouse(member)
-            member.next_iteration = max(member.next_iteration, self.version)
+            self._rouse(member)
         self._gate.hold(learner, number)
         self._gate.resume(learner, member.next_iteration)
         return list(self._gate.open(self.version))
 
     def resume(self, learner: int) -> list[Decision]:
         """It has data again and reads what the others have."""
-        if learner not in self.members or not self.members.live[learner].resting:
-            return []
-        member = self.members.live[learner]
-        self.members.rouse(member)
-        member.next_iteration = max(member.next_iteration, self.version)
-        self._gate.resume(learner, member.next_iteration)
-        return list(self._gate.open(self.version))
+        return self.met([learner])
 
     def met(self, learners: Iterable[int]) -> list[Decision]:
         """These met and go on together: all count again before one of them can publish.
@@ -214,10 +206,13 @@ class Sequence:
         live = self.members.live
         back = [live[learner] for learner in learners if learner in live and live[learner].resting]
         for member in sorted(back, key=lambda member: (member.clock, member.rank)):
-            self.members.rouse(member)
-            member.next_iteration = max(member.next_iteration, self.version)
+            self._rouse(member)
             self._gate.resume(member.learner, member.next_iteration)
-        return list(self._gate.open(self.version))
+        return list(self._gate.open(self.version)) if back else []
+
+    def _rouse(self, member: Member) -> None:
+        self.members.rouse(member)
+        member.next_iteration = max(member.next_iteration, self.version)
 
     def leave(self, learner: int) -> list[Decision]:
         """It returned, raised or died; quorums follow."""
@@ -240,8 +235,7 @@ class Sequence:
             self.members.rest(member)
         decisions = self._advance()
         for member in absent:
-            self.members.rouse(member)
-            member.next_iteration = max(member.next_iteration, self.version)
+            self._rouse(member)
         return decisions
 
     def change(self, sync: Sync, dial: int) -> list[Decision]:

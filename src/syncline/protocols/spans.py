@@ -46,9 +46,7 @@ class Standing:
 
     done: int  # epochs, in order: later ones may be done before them
     newest: int
-    fresh: dict[
-        int, dict[int, tuple[int, int]]
-    ]  # epoch that is not done -> owner -> positions not handed out
+    fresh: dict[int, dict[int, tuple[int, int]]]  # epoch that is not done -> owner -> not handed out
     returned: list[tuple[int, int, int]]  # (epoch, start, stop) of all that was handed out and is not settled
     skipped: dict[int, int]
     broken: list[int]

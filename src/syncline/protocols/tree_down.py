@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ class Relay:
         self._waiting = left
         if left and self._asked is None:
             exact = [needed for _, _, needed in left if needed.exact]
-            self._asked = min(exact, key=_version) if exact else max((n for *_, n in left), key=_version)
+            by_version = attrgetter("version")
+            self._asked = min(exact, key=by_version) if exact else max((n for *_, n in left), key=by_version)
             out.append(self._asked)
         return out
 
@@ -82,10 +84,6 @@ class Relay:
             return needed.version if needed.version in here else None
         newest = max(here, default=-1)
         return newest if newest >= needed.version else None
-
-
-def _version(fetch: Fetch) -> int:
-    return fetch.version
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ cluster a leaf is a machine (`Tree.over`). Not responsible for what travels (`tr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from syncline.errors import UsageError
@@ -98,7 +99,8 @@ class Tree:
 
     def join(self, learner: int) -> int:
         """The leaf with the fewest learners."""
-        leaf = self.leaf[learner] = self._emptiest(self._leaves, self.leaf)
+        counts = Counter(self.leaf.values())
+        leaf = self.leaf[learner] = min(self.leaves, key=lambda leaf: counts[leaf])
         return leaf
 
     def place(self, learner: int, leaf: int) -> None:
@@ -114,7 +116,7 @@ class Tree:
         Learners go to the emptiest of the other leaves, nodes to the one above the lost one.
         """
         above = self.parent.pop(node)
-        orphans = self._orphans(node)
+        orphans = self.children(node)
         if node not in self._leaves:
             self.parent |= dict.fromkeys(orphans, above)
             return dict.fromkeys(orphans, above)
@@ -130,16 +132,6 @@ class Tree:
         self._leaves = self._leaves - {leaf} | {new}
         self.leaf = {learner: new if at == leaf else at for learner, at in self.leaf.items()}
         return new
-
-    def _orphans(self, node: int) -> list[int]:
-        below = self.leaf if node in self._leaves else self.parent
-        return [child for child, above in below.items() if above == node]
-
-    def _emptiest(self, nodes: Iterable[int], below: dict[int, int]) -> int:
-        counts = dict.fromkeys(sorted(nodes), 0)
-        for above in below.values():
-            counts[above] += 1
-        return min(counts, key=lambda node: (counts[node], node))
 
 
 def _groups(items: Sequence[int], size: int) -> list[Sequence[int]]:

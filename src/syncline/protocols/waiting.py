@@ -99,9 +99,7 @@ class Gate:
             self._waiting[learner] = (number, wanted, silent)
             self._fresh.add(learner)
             if not self._waits and learner in self._last:
-                self._rested.add(
-                    learner
-                )  # nobody waited: it goes on with what it has, as if it had not rested
+                self._rested.add(learner)  # it goes on with what it has, as if it had not rested
 
     def fetched(self, learner: int, version: int) -> None:
         """It reads this version without waiting."""

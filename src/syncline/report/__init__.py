@@ -3,8 +3,7 @@
     clock_file.py     clocks.bin: the vector clock of every update
     event_lines.py    events.jsonl, written line by line, read while it grows
     run_record.py     a run as its lines tell it: what displays, reports and comparisons render
-    folder_writer.py  follows a run and writes its folder
-    weights.py        model.safetensors and best.safetensors
+    folder_writer.py  follows a run and writes its folder, with model.safetensors and best.safetensors
     svg_plots.py      plots; html_page.py: report.html; tensorboard.py: the same curves for TensorBoard
 
 docs/exact/run_folder.md describes the files. Not responsible for checkpoints (table/checkpoints.py).

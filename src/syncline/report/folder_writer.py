@@ -1,6 +1,9 @@
 """Follows a run and writes its folder, on a thread of its own: the run never waits for a disk.
 
 What cannot be written is said once, and the run goes on. Not responsible for refusing folders (engines/checkpoint_options.py).
+Models are safetensors; each loads into the plain module with one line:
+
+    model.load_state_dict(safetensors.torch.load_file("runs/…/model.safetensors"))
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
 from syncline.engines.run import (
     Began,
@@ -37,19 +42,19 @@ from syncline.errors import LearnerError, RunError, SynclineWarning
 from syncline.learn.training import Training
 from syncline.messages import Clocks, Statistics
 from syncline.nn.net_file import layer_notes
-from syncline.report import weights
 from syncline.report.clock_file import CLOCKS, append_clocks, cut_clocks
 from syncline.report.event_lines import EVENTS, LineWriter, plain, read_lines, write_whole
 from syncline.report.html_page import page
 from syncline.report.run_record import Line, RunRecord, better, judged
 from syncline.report.tensorboard import TensorBoardWriter, installed
-from syncline.table.checkpoints import CheckpointError, Folder
+from syncline.table.checkpoints import CheckpointError, Folder, write_tensors
 from syncline.version import VERSION
 
 OFTEN, SELDOM = 0.25, 1.0  # seconds between two statistics
 SOON = 20.0  # seconds of a run with OFTEN
 LONGEST = 30.0  # seconds that the end of a run waits for its folder
 REPORT = "report.html"
+MODEL, BEST = "model.safetensors", "best.safetensors"
 
 
 class Recording:
@@ -65,7 +70,7 @@ class Recording:
         self._thread: threading.Thread | None = None
         self._virtual = engine.virtual
         self._lock = spec.storage.lock
-        self._best = weights.best_so_far(folder) if spec.storage.restored else None
+        self._best = best_so_far(folder) if spec.storage.restored else None
         self._board: TensorBoardWriter | None = None
         self._gone: dict[int, str] = {}  # rank -> how, in a simulated run
         restored = spec.storage.restored
@@ -213,7 +218,7 @@ class Recording:
             "epoch": snapshot.record.epoch,
             "version": snapshot.record.version,
         }
-        if self._save(weights.BEST, snapshot.state, notes):
+        if self._save(BEST, snapshot.state, notes):
             self._best = found
             self._add("best", seconds=snapshot.record.seconds, **notes)
 
@@ -227,7 +232,7 @@ class Recording:
                 self._add("end", seconds=self._now(), how="failed", error=_short(error))
             kept = error.outcome if isinstance(error, RunError) else outcome
             for table, (version, state) in kept.tables.items() if kept is not None else ():
-                name = weights.MODEL if table == 0 else f"model.{table}.safetensors"
+                name = MODEL if table == 0 else f"model.{table}.safetensors"
                 self._save(name, state, {"version": version}, table)
             if self._virtual:
                 self._kept["took"] = self._took + time.monotonic() - self._began
@@ -291,9 +296,7 @@ class Recording:
     def _save(self, name: str, state: dict[str, torch.Tensor], notes: Line, table: int = 0) -> bool:
         try:
             model = self._model if table == 0 else None
-            weights.save(
-                self.folder / name, weights.whole_state(model, state), {**notes, **layer_notes(model)}
-            )
+            save(self.folder / name, whole_state(model, state), {**notes, **layer_notes(model)})
         except CheckpointError as error:
             self._failed(str(error))
             return False
@@ -406,3 +409,36 @@ def _short(error: BaseException | None) -> str:
     if len(lines) == 1 or isinstance(error, LearnerError):
         return lines[0] if isinstance(error, RunError) else f"{type(error).__name__}: {lines[0]}"
     return f"{lines[0]} {lines[-1]}"
+
+
+# -- models -------------------------------------------------------------------------------------------------
+
+
+def whole_state(model: nn.Module | None, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `model.load_state_dict` expects: with what is not trained, without what is not kept."""
+    if model is None:
+        return dict(state)
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return {name: state.get(name, value) for name, value in own.items()}
+
+
+def save(path: Path, state: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
+    """Write beside, then rename; raises CheckpointError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_tensors(temporary, state, {key: str(value) for key, value in notes.items()})
+    try:
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+
+
+def best_so_far(folder: Path) -> tuple[str, float] | None:
+    """The metric and value that best.safetensors was kept for."""
+    try:
+        with safe_open(folder / BEST, "pt") as file:
+            notes = file.metadata() or {}
+        return notes["metric"], float(notes["value"])
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None

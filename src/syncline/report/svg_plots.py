@@ -205,11 +205,8 @@ class _Area:
     def __init__(self, size: Size, across: Scale, up: Scale, rows: int = 0) -> None:
         self.size = size[0], size[1] + ROW * max(0, rows - 1)
         self._across, self._up = across, up
-        self.right, self.high, self.low = (
-            size[0] - RIGHT,
-            TOP + (ROW * rows + 8) * (rows > 0),
-            self.size[1] - BOTTOM,
-        )
+        self.right, self.low = size[0] - RIGHT, self.size[1] - BOTTOM
+        self.high = TOP + (ROW * rows + 8) * (rows > 0)
         self._taken: list[Box] = []  # by words
 
     def at(self, spot: Spot) -> Point:
@@ -292,12 +289,8 @@ class _Area:
         steps = ((0, -1), (0, 1), (1, 0), (-1, 0), (0.7, -1), (-0.7, -1), (0.7, 1), (-0.7, 1))
         for across, up in steps:
             box = _box(x + across * beside, y + up * above, wide, LINE)
-            if (
-                box[0] >= LEFT
-                and box[2] <= self.size[0] - 2
-                and box[1] >= self.high - 8
-                and box[3] <= self.low
-            ):
+            inside = box[0] >= LEFT and box[2] <= self.size[0] - 2
+            if inside and box[1] >= self.high - 8 and box[3] <= self.low:
                 yield box
 
 

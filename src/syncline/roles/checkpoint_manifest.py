@@ -21,14 +21,16 @@ from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.protocols.sequence import Account
 from syncline.protocols.spans import Standing
-from syncline.table.checkpoint_contents import Content, Source, read_content
-from syncline.table.checkpoint_contents import table_file as table_file
 from syncline.table.checkpoints import (
     Checkpoint,
     CheckpointError,
+    Content,
+    Source,
     layout_json,
     layout_of,
+    read_content,
 )
+from syncline.table.checkpoints import table_file as table_file
 from syncline.table.layout import Layout
 
 FLIGHTS = "flights.safetensors"

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from syncline import messages as m
 from syncline.errors import LayoutError, UsageError
 from syncline.ports import CoordinatorPort
-from syncline.protocols.contributions import Contributions
+from syncline.protocols.meetings import Contributions
 from syncline.protocols.sequence import Account
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.waiting_learners import WaitingLearners
-from syncline.table.checkpoint_contents import Source, table_file
+from syncline.table.checkpoints import Source, table_file
 from syncline.table.layout import Layout
 from syncline.table.optimizer_template import OptimizerTemplate
 from syncline.topologies import Trees

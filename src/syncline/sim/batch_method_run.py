@@ -34,8 +34,7 @@ from syncline.sim.batch_method_parties import Numbers, Play
 from syncline.sim.clock import Clock
 from syncline.sim.fault_player import Script
 from syncline.table.checkpoints import Folder
-from syncline.table.vector_files import read_vectors, vector_tensors
-from syncline.table.vectors import Vectors
+from syncline.table.vectors import Vectors, read_vectors, vector_tensors
 
 
 class Arithmetic(Numbers):

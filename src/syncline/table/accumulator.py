@@ -1,20 +1,21 @@
 """What adds up: the gradients that a shard has taken, until the fold that they belong to (M3).
 
 In lockstep they are kept where they lie and added in rank order; otherwise each is added to a running mean when it is taken. A
-fold of one gradient is that gradient as it lies. Promised gradients are kept as promises. Not responsible for deciding
-when to fold, nor for what becomes of the mean.
+fold of one gradient is that gradient as it lies. Promised gradients are kept as promises: a `Maker` makes them when the fold
+wants their mean (the simulator has several). Not responsible for deciding when to fold, nor for what becomes of the mean.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from syncline.table.flat_sgd import FlatSGD, StepPlan
 from syncline.table.layout import Layout, Part
-from syncline.table.lazy_gradients import Made, Maker, PromisedPart, Taken
 
 Present = tuple[bool, ...]
 
@@ -40,41 +41,23 @@ class Mean:
         self.present: Present = (False,) * len(views)
         self.total = 0
 
-    def start(self, gradient: Values, present: Present, count: int, damping: float = 1.0) -> None:
-        if self.segments is not gradient.segments:
-            for mean, value in zip(self.segments, gradient.segments, strict=True):
-                mean.copy_(value)
-        if damping != 1.0:
-            torch._foreach_mul_(self.segments, damping)
-        self.present, self.total = present, count
-
     def add(self, gradient: Values, present: Present, count: int, damping: float = 1.0) -> None:
         """`damping` multiplies this gradient; the mean is still by the count of examples."""
+        if self.total == 0:
+            self._start(gradient, present, count, damping)
+            return
         if count == 0:
             return
-        if self.total == 0:
-            raise AssertionError("a mean starts with its first weighted gradient")
         self.total += count
         weight = count / self.total
-        if damping != 1.0:
-            self._add_damped(gradient, present, weight, damping)
-            return
-        if all(present) and all(self.present):
+        if damping == 1.0 and all(present) and all(self.present):
             for mean, value in zip(self.segments, gradient.segments, strict=True):
                 mean.lerp_(value, weight)
             return
         for mean, value, had, has in zip(self.views, gradient.views, self.present, present, strict=True):
-            if had and has:
+            if had and has and damping == 1.0:
                 mean.lerp_(value, weight)
-            elif had:
-                mean.mul_(1.0 - weight)
-            elif has:
-                torch.mul(value, weight, out=mean)
-        self.present = tuple(a or b for a, b in zip(self.present, present, strict=True))
-
-    def _add_damped(self, gradient: Values, present: Present, weight: float, damping: float) -> None:
-        for mean, value, had, has in zip(self.views, gradient.views, self.present, present, strict=True):
-            if had and has:
+            elif had and has:
                 mean.mul_(1.0 - weight).add_(value, alpha=weight * damping)
             elif had:
                 mean.mul_(1.0 - weight)
@@ -82,13 +65,75 @@ class Mean:
                 torch.mul(value, weight * damping, out=mean)
         self.present = tuple(a or b for a, b in zip(self.present, present, strict=True))
 
+    def _start(self, gradient: Values, present: Present, count: int, damping: float) -> None:
+        if self.segments is not gradient.segments:
+            for mean, value in zip(self.segments, gradient.segments, strict=True):
+                mean.copy_(value)
+        if damping != 1.0:
+            torch._foreach_mul_(self.segments, damping)
+        self.present, self.total = present, count
+
 
 def add_up(mean: Mean, parts: Sequence[tuple[Values, Present, int]]) -> None:
     """The mean of these, by their examples, in this order."""
-    weighted = [part for part in parts if part[2]] or parts[:1]
-    mean.start(*weighted[0])
-    for part in weighted[1:]:
+    for part in [part for part in parts if part[2]] or parts[:1]:
         mean.add(*part)
+
+
+# -- gradients that are taken before they are made ----------------------------------------------------------
+
+
+class Made(NamedTuple):
+    """A fold's mean."""
+
+    views: list[Tensor]  # one per piece of the part
+    present: tuple[bool, ...]  # which of them have a gradient
+    segments: list[Tensor] | None = None  # the same as the part's segments, for a step over all at once
+
+
+class Taken(NamedTuple):
+    """One promised gradient of the sequence, and how it counts in the mean of its fold."""
+
+    promise: Any
+    examples: int  # the mean is weighted by them
+    damping: float  # multiplies the gradient, not its weight
+    rank: int
+    iteration: int
+
+
+class Maker(ABC):
+    """Makes promised gradients."""
+
+    waits = False  # it can make the optimizer's steps later
+
+    @abstractmethod
+    def fold(self, part: Part, taken: Sequence[Taken]) -> Made:
+        """The mean of these, cut to a shard's part; every shard of the table asks once, in its own time.
+
+        The tensors are the shard's until it asks again.
+        """
+
+    def step_later(self, promise: Any, flat: FlatSGD, plan: StepPlan, version: int) -> bool:
+        """Make the optimizer's step to this version with one promise, at the latest in `settle`; False: do it now."""
+        return False
+
+    def settle(self) -> None:
+        """Steps that wait are made: somebody looks at the weights, or at the optimizer's state."""
+        return None
+
+
+class PromisedPart:
+    """What one shard sees of a slot with a promise in it; stands where a `SlotPart` would."""
+
+    def __init__(self, slot: Any, part: Part, maker: Maker) -> None:
+        self.slot, self.part, self.maker = slot, part, maker
+
+    def take(self, examples: int, damping: float, rank: int, iteration: int) -> Taken:
+        """The promise as it lies in the slot now: after this the slot is free."""
+        return Taken(self.slot.promise, examples, damping, rank, iteration)
+
+
+# -- until the fold -----------------------------------------------------------------------------------------
 
 
 class Gathered(NamedTuple):
@@ -113,6 +158,9 @@ class _Kept(NamedTuple):
     examples: int
     rank: int
     iteration: int
+
+
+_Waits = TypeVar("_Waits", _Kept, Taken)
 
 
 class Accumulator:
@@ -153,11 +201,7 @@ class Accumulator:
         if kept:
             self._kept.append(_Kept(gradient, present, count, rank, iteration))
             return False
-        mean = self._running_mean()
-        if mean.total == 0:
-            mean.start(gradient, present, count, damping)
-        else:
-            mean.add(gradient, present, count, damping)
+        self._running_mean().add(gradient, present, count, damping)
         return True
 
     def _running_mean(self) -> Mean:
@@ -169,9 +213,14 @@ class Accumulator:
     def gather(self, iteration: int) -> Gathered:
         """The mean of what the fold takes: in lockstep of this iteration, else of all."""
         if self._promised:
-            return self._gather_promised(iteration)
+            taken, self._promised, added = self._choose(self._promised, iteration)
+            return self.made(taken, added)
         if self._kept:
-            return self._gather_kept(iteration)
+            kept, self._kept, added = self._choose(self._kept, iteration)
+            first = kept[0].gradient
+            mean = Mean(first.segments, first.views)  # in place: it is the shard's until it is free
+            add_up(mean, [each[:3] for each in kept])
+            return Gathered(mean.views, mean.present, mean.segments, added=added)
         mean = self._running_mean()
         mean.total = 0
         return Gathered(mean.views, mean.present, mean.segments)
@@ -188,34 +237,13 @@ class Accumulator:
         found: Made = self.maker.fold(self._part, taken)
         return Gathered(found.views, found.present, found.segments, True, added)
 
-    def _gather_kept(self, iteration: int) -> Gathered:
-        chosen = self._kept
+    def _choose(self, waiting: list[_Waits], iteration: int) -> tuple[list[_Waits], list[_Waits], int]:
+        """What the fold takes and what stays; how many are added up only now."""
+        chosen, rest = waiting, []
         if self._lockstep:
             chosen = sorted(
-                (each for each in chosen if each.iteration == iteration), key=lambda kept: kept.rank
+                (each for each in waiting if each.iteration == iteration), key=lambda each: each.rank
             )
-            self._kept = [each for each in self._kept if each.iteration != iteration]
-        else:
-            self._kept = []
-        weighted = [each for each in chosen if each.examples > 0] or chosen[:1]
+            rest = [each for each in waiting if each.iteration != iteration]
         added = len(chosen) if self._lockstep and len(chosen) > 1 else 0
-        first = weighted[0]
-        if len(weighted) == 1:
-            return Gathered(first.gradient.views, first.present, first.gradient.segments, added=added)
-        mean = Mean(
-            first.gradient.segments, first.gradient.views
-        )  # in place: it is the shard's until it is free
-        mean.start(first.gradient, first.present, first.examples)
-        for each in weighted[1:]:
-            mean.add(each.gradient, each.present, each.examples)
-        return Gathered(mean.views, mean.present, mean.segments, added=added)
-
-    def _gather_promised(self, iteration: int) -> Gathered:
-        chosen = self._promised
-        if self._lockstep:
-            chosen = sorted(
-                (each for each in chosen if each.iteration == iteration), key=lambda taken: taken.rank
-            )
-        self._promised = [each for each in self._promised if self._lockstep and each.iteration != iteration]
-        added = len(chosen) if self._lockstep and len(chosen) > 1 else 0
-        return self.made([each for each in chosen if each.examples > 0] or chosen[:1], added)
+        return [each for each in chosen if each.examples > 0] or chosen[:1], rest, added

@@ -34,7 +34,7 @@ from torch import Tensor
 from syncline.errors import RunError
 from syncline.table.layout import DTYPES, Entry, Flat, Layout, Part
 from syncline.table.nested_optimizers import PREFIX, Kept, keep
-from syncline.table.optimizer_template import PieceState
+from syncline.table.optimizer_template import OptimizerTemplate, PieceState
 
 FORMAT, MANIFEST = 1, "checkpoint.json"
 FIRST = -1  # in place of a checkpoint's number: the first values of a table
@@ -204,11 +204,9 @@ class Folder:
 
     def begin(self, number: int) -> Path:
         """An empty temporary folder for the files of this checkpoint."""
-        path = self._at(number, "tmp")
         with _named(f"cannot begin checkpoint {number} in {self.root}"):
-            self._discard(path)
-            path.mkdir()
-        return path
+            self._discard(self._at(number, "tmp"))
+        return self.join(number)
 
     def join(self, number: int) -> Path:
         """The same, made by whoever of several writers comes first."""
@@ -517,3 +515,48 @@ def layout_of(data: Mapping[str, Any]) -> Layout:
     groups, aliases = (tuple(tuple(each) for each in data[key]) for key in ("groups", "aliases"))
     cuttable, shards = data["cuttable"], data["shards"]
     return Layout(**flats, groups=groups, aliases=aliases, cuttable=cuttable, shards=shards, cuts=())
+
+
+# -- for whoever goes on with a table: a shard reads its part, a learner among equals all of it --------------
+
+
+def table_file(table: int, shard: int) -> str:
+    return f"table{table}-shard{shard}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a table's files are: in a checkpoint, or (None) among the first values that shards have written."""
+
+    folder: str | None
+    table: int
+    shards: int  # that wrote them
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Values and optimizer state by entry; first values have no state but the template's."""
+
+    values: dict[int, Tensor]
+    state: dict[int, dict[str, Any]] | None
+    own: list[dict[str, Any]]  # options that the optimizer itself has changed
+    kept: Kept | None  # all of an optimizer that holds others
+
+    def of(self, template: OptimizerTemplate) -> OptimizerTemplate:
+        """The optimizer with this state."""
+        if self.state is None:
+            return template
+        return replace(template, state=self.state, own=self.own, kept=self.kept)
+
+
+def read_content(
+    source: Source, folder: Path, layout: Layout, entries: Sequence[int] | None = None
+) -> Content:
+    """Of these entries, or all; files are mapped, and what is not asked for is not read."""
+    checkpoint = Checkpoint(folder, 0, {})
+    names = [table_file(source.table, shard) for shard in range(source.shards)]
+    parts = [(checkpoint.tensors(name), checkpoint.notes(name)) for name in names]
+    own = [own_options(notes) for _, notes in parts]
+    kept = [kept_whole(tensors, notes) for tensors, notes in parts]
+    values, state = whole(layout, parts, entries)
+    return Content(values, state if source.folder else None, own[0], kept[0])

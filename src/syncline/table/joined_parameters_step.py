@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from syncline.table.layout import Part, Piece
 from syncline.table.optimizer_template import ELEMENTWISE, bare_step
 
-MOST = (
-    1 << 16
-)  # elements of a run: it stays in a core's cache between the operations of a step; a GPU takes all at once
+# elements of a run: it stays in a core's cache between the operations of a step; a GPU takes all at once
+MOST = 1 << 16
 WORTH = 0.75  # runs to parameters, at most
 DTYPES = (torch.float32, torch.float64)
 COUNTS = ("step", "mu_product")  # one number for a parameter; all else in a state is shaped like it

@@ -10,6 +10,7 @@ Not responsible for the memory itself.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,10 +49,7 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
@@ -173,9 +171,8 @@ class Layout:
     aliases: tuple[tuple[str, str], ...]  # further names of tied parameters
     cuttable: bool
     shards: int
-    cuts: tuple[
-        Spans, ...
-    ] = ()  # of the line of all bytes, each shard's spans, if they are not one of equal size for each
+    # of the line of all bytes, each shard's spans, if they are not one of equal size for each
+    cuts: tuple[Spans, ...] = ()
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -203,9 +200,7 @@ class Layout:
 
 def _bounds(flat: Flat, shards: int, cuttable: bool) -> list[int]:
     """Where to cut the line of all bytes: shards + 1 positions, balanced."""
-    starts = [
-        flat.offsets[segment] + start * flat.item_sizes[segment] for segment, start in flat.places
-    ]  # of entries, rising per segment
+    starts = [flat.offsets[segment] + start * flat.item_sizes[segment] for segment, start in flat.places]
     edges = sorted({0, flat.nbytes, *starts})
     bounds = [0]
     for index in range(1, shards):

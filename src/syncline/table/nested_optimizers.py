@@ -49,7 +49,7 @@ def look(optimizer: Optimizer) -> Held:
     """At everything that can be reached from it."""
     found = Held()
     inside = {
-        **_attributes(optimizer),
+        **attributes(optimizer),
         "state": list(optimizer.state.values()),
         "param_groups": [{**group, "params": ()} for group in optimizer.param_groups],
     }
@@ -69,7 +69,7 @@ def parameters_of(optimizer: Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+def attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Its own, without hooks, groups and state."""
     return {
         key: value

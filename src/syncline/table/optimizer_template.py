@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from syncline.errors import LayoutError
 from syncline.table.layout import Layout, Part, Piece
-from syncline.table.nested_optimizers import Kept, look, packed, take_up, unpacked
+from syncline.table.nested_optimizers import Kept, attributes, look, packed, take_up, unpacked
 
 ELEMENTWISE: tuple[type, ...] = (
     torch.optim.SGD,
@@ -34,7 +34,6 @@ ELEMENTWISE: tuple[type, ...] = (
     torch.optim.Rprop,
 )
 SCALE_INVARIANT = tuple(kind for kind in ELEMENTWISE if kind is not torch.optim.SGD)
-_TENSOR_FREE = ("state", "param_groups")
 
 Options = list[dict[str, Any]]
 PieceState = dict[tuple[int, int, int], dict[str, Any]]  # (entry, start, stop) -> state
@@ -60,11 +59,6 @@ class OptimizerTemplate:
             refuse_unsupported(each)
         if held.wraps:
             return cls(type(optimizer), {}, group_options(optimizer), {}, whole=packed(optimizer))
-        attributes = {
-            key: value
-            for key, value in optimizer.__dict__.items()
-            if key not in _TENSOR_FREE and not key.endswith("_hooks")
-        }
         index = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
         if other := homeless(optimizer):
             raise LayoutError(
@@ -76,7 +70,7 @@ class OptimizerTemplate:
             for p, entry in optimizer.state.items()
             if entry
         }
-        return cls(type(optimizer), attributes, group_options(optimizer), state)
+        return cls(type(optimizer), attributes(optimizer), group_options(optimizer), state)
 
     @property
     def cuttable(self) -> bool:
@@ -105,8 +99,8 @@ class OptimizerTemplate:
         for group, own in zip(groups, self.own, strict=False):
             group.update(own)
         optimizer = self.kind.__new__(self.kind)
-        attributes = copy.deepcopy(self.attributes)  # shards of one process share nothing
-        optimizer.__setstate__({**attributes, "state": state, "param_groups": groups})
+        own = copy.deepcopy(self.attributes)  # shards of one process share nothing
+        optimizer.__setstate__({**own, "state": state, "param_groups": groups})
         return optimizer, parameters
 
     def _build_whole(self, blob: bytes, part: Part, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -126,7 +120,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
     They take half of a small step's time. `no_grad` is entered here instead; the arithmetic is the same.
     """
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not is_torchs(optimizer):
         return optimizer.step
     inner = inspect.unwrap(type(optimizer).step)
 
@@ -165,9 +159,13 @@ def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
 
 def group_options(optimizer: torch.optim.Optimizer) -> Options:
     """Options of every group without its parameters, tensors as numbers."""
+    return _options(optimizer.param_groups)
+
+
+def _options(groups: Iterable[dict[str, Any]]) -> Options:
     return [
         {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
+        for group in groups
     ]
 
 
@@ -250,13 +248,9 @@ def split(layout: Layout, state_dict: dict[str, Any]) -> tuple[Options, dict[int
     mine = [len(group) for group in layout.groups]
     if sizes != mine:
         raise LayoutError(f"the state_dict has parameter groups of sizes {sizes}, this optimizer has {mine}")
-    options = [
-        {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in groups
-    ]
     state = {}
     for indices, group in zip(layout.groups, groups, strict=True):
         for index, number in zip(indices, group["params"], strict=True):
             if entry := state_dict["state"].get(number):
                 state[index] = {key: to_host(value) for key, value in entry.items()}
-    return options, state
+    return _options(groups), state

@@ -21,15 +21,12 @@ class Groups:
     def __init__(
         self, optimizer: torch.optim.Optimizer, options: Options, inner: Sequence[torch.optim.Optimizer] = ()
     ) -> None:
-        self._optimizer, self._inner = (
-            optimizer,
-            inner,
-        )  # those that it holds: the factor is for their rates too
+        self._optimizer = optimizer
+        self._inner = inner  # those that it holds: the factor is for their rates too
         self._told = [{key: _as_sent(value) for key, value in option.items()} for option in options]
         self._factor = 1.0
-        self._rates: list[
-            tuple[dict[str, Any], Any, Any]
-        ] = []  # of each group: as it is, and times the factor
+        # of each group: as it is, and times the factor
+        self._rates: list[tuple[dict[str, Any], Any, Any]] = []
 
     def follow(self, options: Options, factor: float) -> None:
         """Take over what learners changed, and have the rate times the factor in force."""

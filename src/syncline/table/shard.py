@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from syncline.dial import Sync
-from syncline.table.accumulator import Accumulator
+from syncline.table.accumulator import Accumulator, Taken
 from syncline.table.checkpoints import piece_tensors
 from syncline.table.layout import Layout
-from syncline.table.lazy_gradients import Taken
 from syncline.table.optimizer_template import OptimizerTemplate, Options, PieceState
 from syncline.table.store import Store, copy_segments
 from syncline.table.updater import Updater
@@ -44,11 +43,8 @@ class Shard:
         self._one: Taken | None = None  # the only gradient of the next step, which may wait
         self._put: dict[int, list[Tensor]] = {}
         self.clip_norm = clip_norm
-        self.norms, self.clip, self.clip_alone = (
-            self._updater.norms,
-            self._updater.clip,
-            self._updater.clip_alone,
-        )
+        self.norms, self.clip = self._updater.norms, self._updater.clip
+        self.clip_alone = self._updater.clip_alone
         self.take = self._accumulator.take
         self.change(sync)
 

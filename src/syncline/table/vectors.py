@@ -1,18 +1,23 @@
 """A shard's part of the named vectors of a batch method, and the commands on them (D6).
 
 Vectors are lists of flat tensors, one per dtype. x lies where learners read it and is never moved. Work goes through memory
-in pieces that fit a cache: a program's dots read each vector once. Not responsible for who says what, nor for files.
+in pieces that fit a cache: a program's dots read each vector once. In a checkpoint's files they are as a table's weights and
+optimizer state: by piece, for any number of shards. Not responsible for who says what, nor for the manifest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from syncline.batch import commands as c
+from syncline.table.checkpoints import Checkpoint, CheckpointError, piece_tensors, whole
+from syncline.table.layout import Layout
+from syncline.table.store import fill
 
 CHUNK = 16384  # elements
 Vector = list[Tensor]
@@ -137,3 +142,37 @@ class Vectors:
 def _fit(number: float, tensor: Tensor) -> float:
     """What the dtype can hold; torch refuses more."""
     return number if abs(number) <= torch.finfo(tensor.dtype).max else math.copysign(math.inf, number)
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def vector_tensors(layout: Layout, shard: int, vectors: Vectors) -> dict[str, Tensor]:
+    """One shard's, by the names they have in the file; nothing is copied."""
+    part = layout.parts[shard]
+    views = {name: part.views(vectors[name], layout.parameters.entries) for name in vectors.names}
+    states = {
+        (piece.entry, piece.start, piece.stop): {
+            name: views[name][index] for name in vectors.names if name != "x"
+        }
+        for index, piece in enumerate(part.pieces)
+    }
+    return piece_tensors(part, views["x"], states)[0]
+
+
+def read_vectors(folder: Path, files: Iterable[str], layout: Layout, shard: int, vectors: Vectors) -> None:
+    """Fill one shard's from the files of all that wrote them.
+
+    Vectors that nobody wrote stay zero: those of a longer history are not in use yet.
+    """
+    checkpoint = Checkpoint(folder, 0, {})
+    entries = [piece.entry for piece in layout.parts[shard].pieces]
+    try:
+        x, others = whole(layout, [(checkpoint.tensors(file), {}) for file in files], entries)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{folder} lacks parts of the vectors, or was made by another model: {error}"
+        ) from error
+    fill(vectors["x"], layout, shard, x)
+    for name in {name for named in others.values() for name in named}.intersection(vectors.names):
+        fill(vectors[name], layout, shard, {entry: named[name] for entry, named in others.items()})

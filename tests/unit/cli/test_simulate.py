@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from syncline.cli.app import app
-from syncline.cli.simulate_job import SimulationProgress
+from syncline.cli.simulate import SimulationProgress
 from syncline.report import read_run
 from syncline.sim.timing.run_times import SoFar
 from syncline.testing.hunt import Case, Failure, Found, random_case

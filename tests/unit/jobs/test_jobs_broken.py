@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.jobs import KEYS, Job, JobError, dumps
-from syncline.jobs.keys import BY_NAME
+from syncline.jobs.job import BY_NAME
 
 WHOLE: dict[str, Any] = {
     "sync": "softsync:2",

@@ -9,18 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.protocols.allreduce_rounds import (
+from syncline.protocols.allreduce import (
+    Filling,
+    Pipeline,
     Rounds,
     Spans,
+    Vote,
+    ahead,
     at_start,
+    behind,
     equal_shares,
     left_of,
+    plan_buckets,
     standing,
+    turn,
     whole,
 )
-from syncline.protocols.buckets import Filling, plan_buckets
 from syncline.protocols.ledger import Ledger
-from syncline.protocols.pipeline import Pipeline, Vote, ahead, behind, turn
 from syncline.protocols.spans import Grant, Standing
 
 PARAMETERS = st.lists(

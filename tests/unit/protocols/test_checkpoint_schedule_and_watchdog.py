@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.protocols.checkpoint_schedule import CheckpointSchedule, JointCheckpointSchedule
-from syncline.protocols.watchdog import Watchdog
+from syncline.protocols.lifecycle import Watchdog
 
 
 def cuts(cadence: CheckpointSchedule, versions: range, *, written_after: int = 0) -> list[int]:

@@ -15,8 +15,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from syncline.dial import Sync
-from syncline.protocols.contributions import Contributions
 from syncline.protocols.folding import Folding, Ticket, leader
+from syncline.protocols.meetings import Contributions
 from syncline.protocols.membership import Members
 from syncline.protocols.sequence import Decision, Drop, Fold, Full, Sequence, Take
 from syncline.protocols.staleness import StalenessClock

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from syncline.dial import as_sync
+from syncline.table.accumulator import Made, Maker, PromisedPart
 from syncline.table.flat_sgd import FlatSGD
 from syncline.table.layout import Layout, lay_out
-from syncline.table.lazy_gradients import Made, Maker, PromisedPart
 from syncline.table.optimizer_template import OptimizerTemplate
 from syncline.table.shard import Shard
 from syncline.table.store import OwnMemory

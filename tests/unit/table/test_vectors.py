@@ -12,8 +12,7 @@ from syncline.batch import commands as c
 from syncline.errors import RunError
 from syncline.learn.portion_worker import batch_layout
 from syncline.table.checkpoints import write_tensors
-from syncline.table.vector_files import read_vectors, vector_tensors
-from syncline.table.vectors import CHUNK, Vectors
+from syncline.table.vectors import CHUNK, Vectors, read_vectors, vector_tensors
 from tests.unit.batch.plain import Plain
 
 NAMES = ("x", "g", "d")

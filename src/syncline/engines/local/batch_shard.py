@@ -20,8 +20,7 @@ from syncline.engines.local.shared_memory import Region, crash_point
 from syncline.roles.checkpoint_manifest import table_file
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
-from syncline.table.vector_files import read_vectors, vector_tensors
-from syncline.table.vectors import Vectors
+from syncline.table.vectors import Vectors, read_vectors, vector_tensors
 
 
 @dataclass(frozen=True, slots=True)

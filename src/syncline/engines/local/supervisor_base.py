@@ -25,8 +25,7 @@ from syncline.engines.local.task_packing import pack_task
 from syncline.engines.recorder import Recorder, said
 from syncline.engines.run import Outcome, RunSpec
 from syncline.errors import RunError, raised_in
-from syncline.protocols.lifecycle import Faults, Hangs, Kill
-from syncline.protocols.watchdog import Watchdog
+from syncline.protocols.lifecycle import Faults, Hangs, Kill, Watchdog
 
 LOOK = 0.25  # seconds between looks at timers
 PATIENCE = 10.0  # seconds that a caller waits for statistics

@@ -18,7 +18,7 @@ from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.ray.agent_client import Way
 from syncline.engines.ray.bulk_connection import Connection, Lost
 from syncline.engines.ray.frame_kinds import AGENT, WORD, Kind
-from syncline.protocols.watchdog import Watchdog
+from syncline.protocols.lifecycle import Watchdog
 
 EVERY = 1.0  # seconds between two words
 SILENT = 4.0  # seconds without an answer after which a node is dead

@@ -21,9 +21,9 @@ from syncline.sim.batched.objective import SimTask
 from syncline.sim.batched.tensor_rows import Rows
 from syncline.sim.batched.vmap_gradients import Joined, Stacked
 from syncline.sim.random_states import Random
+from syncline.table.accumulator import Made, Taken
 from syncline.table.flat_sgd import FlatSGD, StepPlan
 from syncline.table.layout import Part
-from syncline.table.lazy_gradients import Made, Taken
 
 ROWS = 64  # gradients kept at first
 MOST_EXAMPLES = 4096  # in one computation

@@ -22,10 +22,9 @@ from torch import Tensor
 from syncline.learn.session import sparse_gradient
 from syncline.sim.owned_memory import Traffic
 from syncline.sim.random_states import Random
-from syncline.table.accumulator import Mean
+from syncline.table.accumulator import Made, Maker, Mean, PromisedPart, Taken
 from syncline.table.gradient_slot import Slot
 from syncline.table.layout import Layout, Part
-from syncline.table.lazy_gradients import Made, Maker, PromisedPart, Taken
 
 if TYPE_CHECKING:
     from syncline.sim.batched.shared_model import SharedModel
@@ -279,10 +278,9 @@ class EachAlone(Computer):
 
     def fold(self, part: Part, taken: Sequence[Taken]) -> Made:
         """In place of the first: its memory is nobody's else by now, and shards' parts do not overlap."""
-        first, *others = [(_Cut(self.make(each.promise), part, self._shop.layout), each) for each in taken]
-        mean = Mean(first[0].segments, first[0].views)
-        mean.start(first[0], first[0].present(), first[1].examples, first[1].damping)
-        for gradient, each in others:
+        cuts = [_Cut(self.make(each.promise), part, self._shop.layout) for each in taken]
+        mean = Mean(cuts[0].segments, cuts[0].views)
+        for gradient, each in zip(cuts, taken, strict=True):
             mean.add(gradient, gradient.present(), each.examples, each.damping)
         return Made(mean.views, mean.present)
 

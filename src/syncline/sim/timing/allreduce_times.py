@@ -16,7 +16,7 @@ from syncline.engines.run import EpochRecord
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.errors import UsageError
 from syncline.learn.allreduce_reducer import FORWARD
-from syncline.protocols.buckets import plan_buckets
+from syncline.protocols.allreduce import plan_buckets
 from syncline.protocols.staleness import StalenessClock
 from syncline.sim.clock import Clock
 from syncline.sim.collectives import Rings
