@@ -6,8 +6,7 @@ from pathlib import Path
 
 from syncline.errors import UsageError
 from syncline.jobs import Job
-from syncline.nn.net import Net
-from syncline.nn.net_file import load_net
+from syncline.nn.net import Net, load_net
 from syncline.report.net_graph import net_graph
 
 SAVED = ".safetensors"

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.nn.block_local import BlockLocal2d, BlockLocalDecoder2d
-from syncline.nn.local_contrast_norm import LocalContrastNorm2d
-from syncline.nn.pooling import L2Pool2d
+from syncline.nn.stack import L2Pool2d, LocalContrastNorm2d
 from syncline.parallel.aligned import Aligned, Reshape, broadcast, keeping
 from syncline.parallel.functions import drop
 from syncline.parallel.rules import (
