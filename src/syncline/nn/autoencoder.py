@@ -106,12 +106,16 @@ class FusedStack:
     def up(self, images: Tensor, *, normalised: bool = True) -> _Pass:
         """W x, pooled; `normalised` too for a stack above, with autograd's graph from the pooled maps on."""
         images = images.to(self.weight.dtype).contiguous()
-        responses = forward(images, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)
+        responses = self._see(images)
         made = _Pass(images=images, responses=responses, pooled=self._pool(responses))
         if normalised:
             with torch.enable_grad():
                 made.output = self.stack.norm(batch_first(made.pooled.requires_grad_()))
         return made
+
+    def _see(self, images: Tensor) -> Tensor:
+        """W x."""
+        return forward(images, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)
 
     def _pool(self, responses: Tensor) -> Tensor:
         pool = self.stack.pool
@@ -124,14 +128,12 @@ class FusedStack:
     @torch.no_grad()
     def output(self, images: Tensor) -> Tensor:
         """What the stack above sees, with the norms at hand; (C, H, W, N) in and out."""
-        responses = forward(images, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)
-        return batch_last(self.stack.norm(batch_first(self._pool(responses))))
+        return batch_last(self.stack.norm(batch_first(self._pool(self._see(images)))))
 
     @torch.no_grad()
     def fit_gain(self, images: Tensor) -> None:
         """Set the gain to the best one for these images."""
-        responses = forward(images, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)
-        decoded = input_gradient(responses, self.weight, self.geometry, scale=self.scale)
+        decoded = input_gradient(self._see(images), self.weight, self.geometry, scale=self.scale)
         self.gain = (decoded * images).sum() / decoded.square().sum()
 
     def update(self, images: Tensor, *, rate: float, decay: float) -> Objective:
@@ -164,7 +166,7 @@ class FusedStack:
         new_gain = self.gain - self.gain_rate * _dot(rest, decoded) / _dot(decoded, decoded)
         del decoded
         narrow_rest = rest.to(self.weight.dtype)
-        seen = forward(narrow_rest, self.weight, self.geometry, scale=self.scale, dtype=torch.float32)  # W r
+        seen = self._see(narrow_rest)  # W r
         factor = 2 * self.gain / count
         delta = by_responses.addcmul_(seen, factor)
         # Σ (δ·y + 2a/N y·(W r)), the two pairs' parts along the filters

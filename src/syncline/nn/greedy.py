@@ -2,7 +2,7 @@
 
 A saved run is a folder: `greedy.safetensors` with weights, momentum, norms and gains, `greedy.json` with the position and
 the settings. A resumed run goes on with the batches, rates and rounding bits that the interrupted one would have had; on
-a CPU with the same bits. Not responsible for what images go in: contrast and whitening are in `images`.
+a CPU with the same bits. Not responsible for what images go in: those of the paper are made in reproductions/cots.
 """
 
 from __future__ import annotations

@@ -24,14 +24,7 @@ OWN = ("name", "type", "sources", "output", "freeze", "rate", "decay", "init", "
 NAME = re.compile(r"[A-Za-z][\w-]*")
 TAKEN = {
     *dir(nn.Module()),
-    "objective",
-    "parts",
-    "reaching",
-    "table",
-    "groups",
-    "records",
-    "losses",
-    "outputs",
+    *["objective", "parts", "reaching", "table", "groups", "records", "losses", "outputs"],
 }
 Problem = tuple[int, str | None, str]
 
