@@ -8,10 +8,10 @@ paper's kernels had about 1), InfiniBand of 56 Gbit/s between machines of 4 GPUs
 
 import torch
 
+from reproductions.cots.networks import IMAGE, cots_network
 from reproductions.splits import Split, draw, options_of, show, split, write
 from syncline import Cluster
 from syncline.cluster.record import Compute, Link
-from syncline.nn.cots_networks import IMAGE, cots_network
 
 IMAGES = 96
 PAPER = "paper: an update of the 11 B net on 64 GPUs takes less than 0.6 s (third stack)"

@@ -23,18 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import machine
+from reproductions.cots.image_preprocessing import Whitening, contrast_normalise
+from reproductions.cots.optimal_stimulus import best_stimulus
 from reproductions.cots.pictures import stimuli_picture
-from syncline.nn import (
-    Greedy,
-    Selectivity,
-    Stack,
-    StackShape,
-    Whitening,
-    best_stimulus,
-    build_stacks,
-    contrast_normalise,
-    selectivity,
-)
+from reproductions.cots.selectivity import Selectivity, selectivity
+from syncline.nn import Greedy, Stack, StackShape, build_stacks
 
 SHAPES = (
     StackShape(field=8, step=2, block=(2, 2, 8)),

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from syncline.batch import commands as c
 from syncline.batch import messages as b
 from syncline.batch.coordinator import Coordinator, slots_of, window_of
-from syncline.batch.portions import Portions, Statistics
-from syncline.batch.samples import Samples
+from syncline.batch.portions import Portions, Samples, Statistics
 from syncline.cluster.record import Cluster
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.errors import RunError

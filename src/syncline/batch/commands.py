@@ -90,9 +90,8 @@ class Evaluate:
 
 
 Command = Dot | Largest | Copy | Swap | Fill | Scale | Axpy | Multiply | Combine | Evaluate
-Program = tuple[
-    Command, ...
-]  # one message: one round trip, or one evaluation with what goes before and after it
+# One message: one round trip, or one evaluation with what goes before and after it.
+Program = tuple[Command, ...]
 Scalars = Mapping[str, float]
 State = dict[str, Any]  # plain data: what json.dumps takes
 
@@ -128,9 +127,8 @@ class End:
     loss: float
 
 
-Steps = Generator[
-    Program | Iteration, Scalars, End
-]  # a program is answered with its scalars, an iteration with {}
+# A program is answered with its scalars, an iteration with {}.
+Steps = Generator[Program | Iteration, Scalars, End]
 
 
 class BatchMethod(Protocol):

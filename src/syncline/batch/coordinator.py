@@ -28,7 +28,6 @@ from syncline.batch.commands import (
     Swap,
     check,
 )
-from syncline.batch.samples import Samples
 from syncline.errors import UsageError
 
 AHEAD = 1  # tasks that a learner holds beyond the one it computes
@@ -59,7 +58,7 @@ class Coordinator:
     def __init__(
         self,
         method: BatchMethod,
-        samples: Samples,
+        samples: p.Samples,
         *,
         shards: int,
         slots: int,

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from syncline.batch.commands import End, Iteration, Program
-from syncline.batch.portions import Cancel
-from syncline.batch.samples import Batch
+from syncline.batch.portions import Batch, Cancel
 
 # -- to all shards -------------------------------------------------------------------------------------------
 

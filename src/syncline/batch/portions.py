@@ -4,16 +4,48 @@ A batch is cut into portions much smaller than a learner's share. Whoever is fre
 portions, whose sum it sends in one answer, so that a death loses one task. When nothing is left, portions that are
 out are handed out again, one at a time; the first answer counts. A sum counts only as a whole: as soon as one of its
 portions is answered by another, the task is cancelled and its other portions go back. Not responsible for reading
-data, for adding sums, nor for parameters, which a learner reads once for each evaluation number.
+data or drawing indices, for adding sums, nor for parameters, which a learner reads once for each evaluation number.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from syncline.batch.free_numbers import Gaps
 from syncline.errors import RunError, UsageError
+
+Schedule = Callable[[int], int]  # iteration, from 0 -> examples
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The examples of one iteration; `drawn` is None where it is the whole data set, else a sample (D7)."""
+
+    examples: int
+    portions: int
+    drawn: int | None  # the iteration that it was drawn for
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """`size` examples in portions of `portion`; `schedule` says how many an iteration takes."""
+
+    size: int
+    portion: int
+    schedule: Schedule | int | None = None
+
+    def at(self, iteration: int) -> Batch:
+        examples = self.schedule(iteration) if callable(self.schedule) else self.schedule
+        examples = self.size if examples is None else examples
+        if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
+            raise UsageError(
+                f"the sample of iteration {iteration} must be a whole number of examples >= 1, got {examples!r}"
+            )
+        examples = min(examples, self.size)
+        drawn = iteration if examples < self.size else None
+        return Batch(examples, -(-examples // self.portion), drawn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +98,8 @@ class Statistics:
 
 @dataclass(slots=True)
 class _Learner:
-    pending: dict[int, int] = field(
-        default_factory=dict
-    )  # tasks not answered, cancelled ones too -> evaluation
+    # tasks not answered, cancelled ones too -> evaluation
+    pending: dict[int, int] = field(default_factory=dict)
     next: int = -1  # the unit after those it had: it has read up to there
     home: int = -1  # where it began in this evaluation, or the last
 
@@ -181,9 +212,8 @@ class Portions:
         self._free = Gaps(units)
         self._holders: dict[int, set[int]] = {}  # unit that is out -> live tasks
         self._left = units  # not taken
-        self._copyable: list[
-            tuple[int, int, int]
-        ] = []  # heap of (tasks, age, unit); what is stale is skipped
+        # heap of (tasks, age, unit); what is stale is skipped
+        self._copyable: list[tuple[int, int, int]] = []
         self._first = 0  # the first unit not taken, where they are in order
         self._waiting: dict[int, Take] = {}  # sums whose turn has not come
 
@@ -323,3 +353,48 @@ class Portions:
             if len(self._holders.get(unit, ())) == tasks:
                 return unit
         return None
+
+
+class Gaps:
+    """Which whole numbers are free, as gaps: sorted, never touching; `starts[i]…stops[i]−1` is free."""
+
+    def __init__(self, size: int) -> None:
+        self._starts, self._stops = ([0], [size]) if size else ([], [])
+        self._free = size
+
+    def __len__(self) -> int:
+        return self._free
+
+    def at(self, number: int) -> tuple[int, int] | None:
+        """The rest of its gap from this number on, if it is free."""
+        i = bisect_right(self._starts, number) - 1
+        return (number, self._stops[i]) if i >= 0 and number < self._stops[i] else None
+
+    def lowest(self) -> tuple[int, int]:
+        return self._starts[0], self._stops[0]
+
+    def largest(self) -> tuple[int, int]:
+        i = max(range(len(self._starts)), key=lambda i: self._stops[i] - self._starts[i])
+        return self._starts[i], self._stops[i]
+
+    def take(self, start: int, stop: int) -> None:
+        """These are free, and now are not."""
+        i = bisect_right(self._starts, start) - 1
+        parts = [(self._starts[i], start), (stop, self._stops[i])]
+        self._replace(i, i + 1, [(a, b) for a, b in parts if a < b])
+        self._free -= stop - start
+
+    def give(self, number: int) -> None:
+        """This is free again."""
+        i = bisect_right(self._starts, number)
+        low, high, start, stop = i, i, number, number + 1
+        if i > 0 and self._stops[i - 1] == number:
+            low, start = i - 1, self._starts[i - 1]
+        if i < len(self._starts) and self._starts[i] == number + 1:
+            high, stop = i + 1, self._stops[i]
+        self._replace(low, high, [(start, stop)])
+        self._free += 1
+
+    def _replace(self, low: int, high: int, gaps: list[tuple[int, int]]) -> None:
+        self._starts[low:high] = [start for start, _ in gaps]
+        self._stops[low:high] = [stop for _, stop in gaps]

@@ -22,8 +22,7 @@ from syncline.cli.train import Wish, run_job
 from syncline.dial import LATER, PRESETS
 from syncline.errors import UsageError
 from syncline.jobs import Job
-from syncline.nn.net import Net
-from syncline.nn.net_file import load_net
+from syncline.nn.net import Net, load_net
 from syncline.report.clock_file import clock_lines
 from syncline.report.net_graph import net_graph
 from syncline.report.run_record import EVENTS, read_run

@@ -332,8 +332,8 @@ def weight_gradient(
     precision: str = "tf32",
 ) -> Tensor:
     out = torch.empty(geometry.weight_shape, dtype=dtype, device=images.device)
-    pairs = [(delta, images)]
-    _launch_gradient(out, out, pairs, geometry, None, None, 0.0, 0.0, 0, tiles, precision, update=False)
+    none: dict[str, Any] = {"rate": 0.0, "decay": 0.0, "scale": None, "radial": None, "seed": 0}
+    update_(out, out, [(delta, images)], geometry, **none, tiles=tiles, precision=precision, update=False)
     return out
 
 
@@ -350,26 +350,7 @@ def update_(
     seed: int,
     tiles: Tiles | None = None,
     precision: str = "tf32",
-) -> Tensor:
-    return _launch_gradient(
-        weight, momentum, pairs, geometry, scale, radial, rate, decay, seed, tiles, precision, update=True
-    )
-
-
-def _launch_gradient(
-    weight: Tensor,
-    momentum: Tensor,
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    geometry: Geometry,
-    scale: Tensor | None,
-    radial: Tensor | None,
-    rate: float,
-    decay: float,
-    seed: int,
-    tiles: Tiles | None,
-    precision: str,
-    *,
-    update: bool,
+    update: bool = True,  # else the gradient itself is written to `weight`
 ) -> Tensor:
     pairs = [(_whole(delta), _whole(images)) for delta, images in pairs]
     count = pairs[0][0].shape[-1]

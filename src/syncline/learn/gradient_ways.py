@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from syncline.dial import nearest
 from syncline.errors import UsageError
 from syncline.nn.energy import CHAINS, Contrastive
-from syncline.nn.net import Net
-from syncline.nn.net_energy_models import parts_of
+from syncline.nn.net import Net, parts_of
 
 Loss = Callable[[Any, Any], Tensor]
 Objective = Callable[[nn.Module, Any], Tensor]

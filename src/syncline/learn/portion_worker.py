@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from syncline.batch.commands import BatchMethod
-from syncline.batch.samples import Batch, Samples
+from syncline.batch.portions import Batch, Samples
 from syncline.learn.batches import to_device
 from syncline.learn.gradient_ways import Objective, check_loss
 from syncline.learn.loader import epoch_order, reader

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from syncline.errors import UsageError
 from syncline.models import sizes
+from syncline.nn.file_arguments import COUNT, FLAG, SHARE, at_least, check
 
 CAFFE = (96, 256, 384, 384, 256)  # channels of the five convolutions
 SMALL = 64  # images below this side get a first layer of 5×5 at step 1 instead of 11×11 at step 4
@@ -42,13 +43,12 @@ class AlexNet(nn.Module):
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
-        for name, value in (("classes", classes), ("channels", channels), ("hidden", hidden)):
-            sizes.check_whole(name, value)
-        sizes.check_whole("image", image, LEAST)
-        sizes.check_whole("groups", groups)
-        sizes.check_width(width)
-        sizes.check_flag("norm", norm)
-        sizes.check_share("dropout", dropout)
+        check(COUNT, classes=classes, channels=channels, hidden=hidden)
+        check(at_least(LEAST), image=image)
+        check(COUNT, groups=groups)
+        check(sizes.WIDTH, width=width)
+        check(FLAG, norm=norm)
+        check(SHARE, dropout=dropout)
         one, two, three, four, five = (sizes.scaled(count, width, groups) for count in _five(convolutions))
         self.image, self.channels = image, channels
         if image < SMALL:
@@ -84,7 +84,7 @@ def _five(convolutions: Sequence[int]) -> Sequence[int]:
             f"convolutions must be the channels of five layers, as {list(CAFFE)}, got {convolutions!r}"
         )
     for count in convolutions:
-        sizes.check_whole("each of convolutions", count)
+        check(COUNT, **{"each of convolutions": count})
     return convolutions
 
 

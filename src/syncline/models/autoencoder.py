@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.models import sizes as checks
 from syncline.models.mlp import ACTIVATIONS, mlp
+from syncline.nn.file_arguments import FLAG, SHARE, check
 from syncline.nn.layers import Noise
 from syncline.nn.losses import LOSSES, Sparsity
 
@@ -35,8 +35,8 @@ class Autoencoder(nn.Module):
         tied: bool = False,
     ) -> None:
         super().__init__()
-        checks.check_share("noise", noise)
-        checks.check_flag("tied", tied)
+        check(SHARE, noise=noise)
+        check(FLAG, tied=tied)
         self.encoder = mlp(sizes, activation)
         self.encoder.append(ACTIVATIONS[activation]())
         self.decoder = mlp(list(reversed(sizes)), activation)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.models.sizes import check_whole
+from syncline.nn.file_arguments import COUNT, check
 
 STARTS = {"conv1": 1e-4, "conv2": 0.01, "conv3": 0.01, "ip1": 0.01}  # standard deviations of the weights
 LAST_DECAY = 250.0  # times the weight decay, on the last weights
@@ -48,7 +48,7 @@ class Cifar10Full(nn.Module):
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
-        check_whole("classes", classes)
+        check(COUNT, classes=classes)
         self.conv1 = nn.Conv2d(3, 32, 5, padding=2)
         self.conv2 = nn.Conv2d(32, 32, 5, padding=2)
         self.conv3 = nn.Conv2d(32, 64, 5, padding=2)

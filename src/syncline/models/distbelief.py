@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from syncline.models import sizes
 from syncline.models.mlp import mlp
 from syncline.nn.block_local import BlockLocal2d
-from syncline.nn.local_contrast_norm import LocalContrastNorm2d
-from syncline.nn.pooling import L2Pool2d
+from syncline.nn.file_arguments import COUNT, at_least, check
+from syncline.nn.stack import L2Pool2d, LocalContrastNorm2d
 
 STAGES, WINDOW, POOL_STEP = 3, 5, 2
 
@@ -21,8 +20,7 @@ def speech(
     *, frames: int = 11, features: int = 40, hidden: int = 2560, depth: int = 4, states: int = 8192
 ) -> nn.Sequential:
     """Acoustic states of the middle one of some frames: (N, frames, features) → (N, states)."""
-    for name, value in (("frames", frames), ("features", features), ("depth", depth)):
-        sizes.check_whole(name, value)
+    check(COUNT, frames=frames, features=features, depth=depth)
     return mlp([frames * features, *[hidden] * depth, states], "sigmoid")
 
 
@@ -30,9 +28,8 @@ def locally_connected(
     classes: int = 21_000, *, image: int = 100, channels: int = 3, field: int = 10, depth: int = 15
 ) -> nn.Sequential:
     """Three stages of filters that are not shared between places, L2 pooling and contrast normalisation; one logit per class."""
-    for name, value in (("classes", classes), ("channels", channels), ("field", field), ("depth", depth)):
-        sizes.check_whole(name, value)
-    sizes.check_whole("image", image, field)
+    check(COUNT, classes=classes, channels=channels, field=field, depth=depth)
+    check(at_least(field), image=image)
     layers: list[nn.Module] = []
     side = image
     for _ in range(STAGES):

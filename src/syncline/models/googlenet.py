@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.models import sizes
+from syncline.nn.file_arguments import COUNT, FLAG, SHARE, at_least, check
 
 SMALL = 96  # images below this side get a first layer of 5×5 at step 1 instead of 7×7 at step 2
 LEAST = 16  # the smallest image of which four poolings leave something to average
@@ -115,16 +116,11 @@ class GoogLeNet(nn.Module):
         dropout: float = 0.4,
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("classes", classes, 1),
-            ("channels", channels, 1),
-            ("image", image, LEAST),
-        ):
-            sizes.check_whole(name, value, least)
-        sizes.check_width(width)
-        sizes.check_flag("auxiliary", auxiliary)
-        sizes.check_flag("norm", norm)
-        sizes.check_share("dropout", dropout)
+        check(COUNT, classes=classes, channels=channels)
+        check(at_least(LEAST), image=image)
+        check(sizes.WIDTH, width=width)
+        check(FLAG, auxiliary=auxiliary, norm=norm)
+        check(SHARE, dropout=dropout)
         self.image, self.channels = image, channels
         first, second = sizes.scaled(64, width), sizes.scaled(192, width)
         if image < SMALL:

@@ -9,7 +9,7 @@ from torch import nn
 
 from syncline.dial import nearest
 from syncline.errors import UsageError
-from syncline.models.sizes import check_flag
+from syncline.nn.file_arguments import FLAG, check
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -32,7 +32,7 @@ def mlp(sizes: Sequence[int], activation: str = "relu", *, bias: bool = True) ->
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         hint = nearest(activation, ACTIVATIONS)
         raise UsageError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}{hint}")
-    check_flag("bias", bias)
+    check(FLAG, bias=bias)
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs, bias=bias), ACTIVATIONS[activation]()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.models import sizes
+from syncline.nn.file_arguments import COUNT, FLAG, SHARE, check
 
 CELLS = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
 
@@ -29,14 +29,13 @@ class Recurrent(nn.Module):
         sequences: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in (("inputs", inputs), ("units", units), ("outputs", outputs), ("depth", depth)):
-            sizes.check_whole(name, value)
-        sizes.check_share("dropout", dropout)
-        sizes.check_flag("sequences", sequences)
+        check(COUNT, inputs=inputs, units=units, outputs=outputs, depth=depth)
+        check(SHARE, dropout=dropout)
+        check(FLAG, sequences=sequences)
         if cell not in CELLS:
             raise UsageError(f"cell must be one of {', '.join(CELLS)}, got {cell!r}")
         if tokens is not None:
-            sizes.check_whole("tokens", tokens)
+            check(COUNT, tokens=tokens)
         self.words = nn.Embedding(tokens, inputs) if tokens is not None else nn.Identity()
         between = dropout if depth > 1 else 0.0
         self.cell = CELLS[cell](inputs, units, num_layers=depth, dropout=between, batch_first=True)

@@ -1,38 +1,17 @@
-"""What the networks of convolutions share: sizes by a width and after a pooling, checks, and a start.
+"""What the networks of convolutions share: sizes by a width and after a pooling, a check of images, and a start.
 
 Not responsible for any one network.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
+from syncline.nn.file_arguments import Kind
 
 OUTPUT_DEVIATION = 0.01
-
-
-def check_whole(name: str, value: Any, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
-
-
-def check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise UsageError(f"{name} must be true or false, got {value!r}")
-
-
-def check_share(name: str, value: Any) -> None:
-    """A dropout: the part of the activations that is left out."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise UsageError(f"{name} must be a number from 0 to below 1, got {value!r}")
-
-
-def check_width(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 16:
-        raise UsageError(f"width must be a number above 0 and at most 16, got {value!r}")
+WIDTH = Kind("a number above 0 and at most 16", lambda value: type(value) in (int, float) and 0 < value <= 16)
 
 
 def scaled(count: int, width: float, multiple: int = 1) -> int:

@@ -1,28 +1,20 @@
 """Layers, nets and energy models: plain `nn.Module`s and functions.
 
-Nets as data (layers, records, net, net_file); RBM, DBN and what else contrastive divergence trains (energy, rbm, dbn, …); large
+Nets as data (layers, layer_records, net); RBM, DBN and what else contrastive divergence trains (energy, rbm, dbn, …); large
 locally connected networks and their unsupervised training (COTS: block_local, stack, greedy, …).
 Not responsible for running on many workers; modules made here go through `syncline.train` like any other.
 """
 
-from syncline.nn.autoencoder import Objective, TiedAutoencoder
+from syncline.nn.autoencoder import FusedStack, Objective, TiedAutoencoder, joint_update
 from syncline.nn.block_local import BlockLocal2d, BlockLocalDecoder2d
 from syncline.nn.conditional_rbm import CRBM, windows
-from syncline.nn.cots_networks import cots_network
 from syncline.nn.dbm import DBM
 from syncline.nn.dbn import DBN
-from syncline.nn.fused_update import FusedStack, Step, joint_update
 from syncline.nn.greedy import Greedy, GreedyRecord
-from syncline.nn.image_preprocessing import Whitening, contrast_normalise
 from syncline.nn.layer_records import NetError
-from syncline.nn.local_contrast_norm import LocalContrastNorm2d
-from syncline.nn.net import Net, by_layer
-from syncline.nn.net_file import load_net, save_net
-from syncline.nn.optimal_stimulus import best_stimulus
-from syncline.nn.pooling import L2Pool2d
+from syncline.nn.net import Net, by_layer, load_net, save_net
 from syncline.nn.rbm import RBM
-from syncline.nn.selectivity import Selectivity, selectivity
-from syncline.nn.stack import Stack, StackShape, build_stacks
+from syncline.nn.stack import L2Pool2d, LocalContrastNorm2d, Stack, StackShape, build_stacks
 
 __all__ = [
     "CRBM",
@@ -39,20 +31,13 @@ __all__ = [
     "Net",
     "NetError",
     "Objective",
-    "Selectivity",
     "Stack",
     "StackShape",
-    "Step",
     "TiedAutoencoder",
-    "Whitening",
-    "best_stimulus",
     "build_stacks",
     "by_layer",
-    "contrast_normalise",
-    "cots_network",
     "joint_update",
     "load_net",
     "save_net",
-    "selectivity",
     "windows",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from syncline.kernels.block_local import wide
 from syncline.kernels.block_local_ops import batch_first, block_local, block_local_transposed
 from syncline.kernels.geometry import Geometry
 
@@ -47,7 +48,7 @@ class BlockLocal2d(nn.Module):
 
     def scale(self) -> Tensor:
         """(B, R), 1/‖W̃‖ of every filter; differentiable."""
-        norms = torch.linalg.vector_norm(self.weight, dim=2, dtype=_norm_dtype(self.weight.dtype))
+        norms = torch.linalg.vector_norm(self.weight, dim=2, dtype=wide(self.weight.dtype))
         return norms.reciprocal()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -76,7 +77,3 @@ class BlockLocalDecoder2d(nn.Module):
 
     def forward(self, responses: Tensor) -> Tensor:
         return self.filter.decode(responses)
-
-
-def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from syncline.errors import UsageError
 from syncline.nn.energy import Contrastive, Units, fill
-from syncline.nn.rbm import check_sizes
+from syncline.nn.file_arguments import COUNT, check
 
 
 class CRBM(nn.Module, Contrastive):
@@ -32,7 +32,7 @@ class CRBM(nn.Module, Contrastive):
         std: float = 0.01,
     ) -> None:
         super().__init__()
-        check_sizes(visible=visible, hidden=hidden, order=order)
+        check(COUNT, visible=visible, hidden=hidden, order=order)
         if units == "softmax":
             raise UsageError("a CRBM has 'gaussian' or 'bernoulli' units, got 'softmax'")
         self.order, self.decay = order, decay

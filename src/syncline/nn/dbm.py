@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from syncline.errors import UsageError
 from syncline.nn.energy import CHAINS, Contrastive, fill, keep_chains
-from syncline.nn.rbm import check_sizes
+from syncline.nn.file_arguments import COUNT, check
 
 
 class DBM(nn.Module, Contrastive):
@@ -30,7 +30,7 @@ class DBM(nn.Module, Contrastive):
         super().__init__()
         if not isinstance(sizes, list | tuple) or len(sizes) < 2:
             raise UsageError(f"a DBM takes at least two sizes, visible units first, got {sizes!r}")
-        check_sizes(sweeps=sweeps, **{f"sizes[{number}]": size for number, size in enumerate(sizes)})
+        check(COUNT, sweeps=sweeps, **{f"sizes[{number}]": size for number, size in enumerate(sizes)})
         self.sizes, self.sweeps, self.decay = tuple(sizes), sweeps, decay
         self.weights = nn.ParameterList(torch.randn(above, below) * std for below, above in pairwise(sizes))
         self.biases = nn.ParameterList(torch.zeros(size) for size in sizes)

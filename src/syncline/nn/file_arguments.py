@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Annotated, Any, get_args, get_type_hints
 
 from syncline.dial import nearest
+from syncline.errors import UsageError
 
 MOST = 1 << 40  # of anything: beyond, torch's own arithmetic overflows
 
@@ -59,9 +60,14 @@ def choice(*names: str) -> Kind:
     return Kind(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
 
 
-COUNT = Kind("a whole number of at least 1", _whole(1))
+def at_least(least: int) -> Kind:
+    return Kind(f"a whole number of at least {least}", _whole(least))
+
+
+COUNT = at_least(1)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str) and bool(value.strip()))
+SHARE = Kind("a number from 0 to below 1", _number(0.0, 1.0))
 NOT_NEGATIVE = Kind("a finite number of at least 0", _number(0.0))
 
 Count = Annotated[int, COUNT]
@@ -69,7 +75,7 @@ Place = Annotated[int, Kind("a whole number", _whole(-MOST))]
 Number = Annotated[float, Kind("a finite number", _number(-math.inf, closed=False))]
 NotNegative = Annotated[float, NOT_NEGATIVE]
 Positive = Annotated[float, Kind("a finite number above 0", _number(0.0, closed=False))]
-Share = Annotated[float, Kind("a number from 0 to below 1", _number(0.0, 1.0))]
+Share = Annotated[float, SHARE]
 Flag = Annotated[bool, FLAG]
 Text = Annotated[str, TEXT]
 Counts = Annotated[
@@ -79,6 +85,13 @@ Wholes = Annotated[
     Any, Kind("a whole number of at least 0, or a list of them", _several(_whole(0), alone=True))
 ]
 Shape = Annotated[Any, Kind("a list of whole numbers of at least 1", _several(_whole(1), alone=False))]
+
+
+def check(kind: Kind, **values: Any) -> None:
+    """Values by name that have to be of a kind."""
+    for name, value in values.items():
+        if not kind.fits(value):
+            raise UsageError(f"{name} must be {kind.words}, got {value!r}")
 
 
 def wrong_arguments(

@@ -2,7 +2,7 @@
 
 A saved run is a folder: `greedy.safetensors` with weights, momentum, norms and gains, `greedy.json` with the position and
 the settings. A resumed run goes on with the batches, rates and rounding bits that the interrupted one would have had; on
-a CPU with the same bits. Not responsible for what images go in: contrast and whitening are in `images`.
+a CPU with the same bits. Not responsible for what images go in: those of the paper are made in reproductions/cots.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
 from syncline.kernels.block_local_ops import batch_last
-from syncline.nn.fused_update import FusedStack, Step
+from syncline.nn.autoencoder import FusedStack
 from syncline.nn.stack import Stack
 
 TENSORS, POSITION = "greedy.safetensors", "greedy.json"
@@ -133,7 +134,7 @@ class Greedy:
     def _epoch(self, current: FusedStack, index: int, epoch: int, images: Tensor) -> GreedyRecord:
         totals, count = torch.zeros(3, device=current.weight.device), 0
         for batch in self._batches(index, epoch, images):
-            step: Step = current.update(self._seen(batch), rate=self.settings.rate, decay=self.settings.decay)
+            step = current.update(self._seen(batch), rate=self.settings.rate, decay=self.settings.decay)
             totals += torch.stack([value.float() for value in step])
             count += 1
         loss, reconstruction, penalty = (totals / count).tolist()
@@ -169,7 +170,8 @@ class Greedy:
         folder = Path(folder)
         if not (folder / TENSORS).exists():
             raise UsageError(f"no {TENSORS} in {folder}: nothing was saved there")
-        position = json.loads(_metadata(folder / TENSORS)["position"])
+        with safe_open(folder / TENSORS, "pt") as file:  # beside the tensors: the two can never disagree
+            position = json.loads(file.metadata()["position"])
         mine = {"settings": asdict(self.settings), "shapes": self._shapes()}
         for name, value in mine.items():
             if position[name] != value:
@@ -200,11 +202,3 @@ def _frozen(stack: FusedStack) -> FusedStack:
     stack.momentum = torch.empty(0)
     stack.refresh()
     return stack
-
-
-def _metadata(file: Path) -> dict[str, str]:
-    """The words that safetensors keeps beside the tensors: position and tensors can never disagree."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header: dict[str, dict[str, str]] = json.loads(stream.read(length))
-    return header["__metadata__"]

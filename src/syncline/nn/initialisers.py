@@ -26,38 +26,29 @@ def gaussian(tensor: Tensor, *, mean: Number = 0.0, std: Positive = 0.01) -> Non
     nn.init.normal_(tensor, mean, std)
 
 
-def orthogonal(tensor: Tensor, *, gain: Positive = 1.0) -> None:
-    nn.init.orthogonal_(tensor, gain)
+def _with_gain(fill: Initialise) -> Initialise:
+    def make(tensor: Tensor, *, gain: Positive = 1.0) -> None:
+        fill(tensor, gain)
+
+    return make
 
 
-def xavier_uniform(tensor: Tensor, *, gain: Positive = 1.0) -> None:
-    nn.init.xavier_uniform_(tensor, gain)
+def _for_relu(fill: Initialise) -> Initialise:
+    def make(tensor: Tensor) -> None:
+        fill(tensor, nonlinearity="relu")
 
-
-def xavier_normal(tensor: Tensor, *, gain: Positive = 1.0) -> None:
-    nn.init.xavier_normal_(tensor, gain)
-
-
-def kaiming_uniform(tensor: Tensor) -> None:
-    nn.init.kaiming_uniform_(tensor, nonlinearity="relu")
-
-
-def kaiming_normal(tensor: Tensor) -> None:
-    nn.init.kaiming_normal_(tensor, nonlinearity="relu")
+    return make
 
 
 INITIALISERS: dict[str, Initialise] = {
-    each.__name__: each
-    for each in (
-        constant,
-        uniform,
-        gaussian,
-        orthogonal,
-        xavier_uniform,
-        xavier_normal,
-        kaiming_uniform,
-        kaiming_normal,
-    )
+    "constant": constant,
+    "uniform": uniform,
+    "gaussian": gaussian,
+    "orthogonal": _with_gain(nn.init.orthogonal_),
+    "xavier_uniform": _with_gain(nn.init.xavier_uniform_),
+    "xavier_normal": _with_gain(nn.init.xavier_normal_),
+    "kaiming_uniform": _for_relu(nn.init.kaiming_uniform_),
+    "kaiming_normal": _for_relu(nn.init.kaiming_normal_),
 }
 
 

@@ -24,14 +24,7 @@ OWN = ("name", "type", "sources", "output", "freeze", "rate", "decay", "init", "
 NAME = re.compile(r"[A-Za-z][\w-]*")
 TAKEN = {
     *dir(nn.Module()),
-    "objective",
-    "parts",
-    "reaching",
-    "table",
-    "groups",
-    "records",
-    "losses",
-    "outputs",
+    *["objective", "parts", "reaching", "table", "groups", "records", "losses", "outputs"],
 }
 Problem = tuple[int, str | None, str]
 
@@ -278,15 +271,8 @@ def _unused(layers: Sequence[Layer]) -> Iterator[Problem]:
     for layer in layers:
         if layer.output and layer.type.role != "layer":
             yield layer.place, "output", f"output: {layer.type.name} cannot be an output of the net"
-    by_name = {layer.name: layer for layer in layers}
-    used: set[str] = set()
-    waiting = [layer.name for layer in layers if layer.type.role == "loss"] or [layers[-1].name]
-    waiting += [layer.name for layer in layers if layer.output]
-    while waiting:
-        name = waiting.pop()
-        if name not in used:
-            used.add(name)
-            waiting += by_name[name].sources
+    ends = [layer.name for layer in layers if layer.type.role == "loss"] or [layers[-1].name]
+    used = leading_to([*ends, *(layer.name for layer in layers if layer.output)], layers)
     for layer in layers:
         if layer.name not in used:
             yield (
@@ -294,6 +280,16 @@ def _unused(layers: Sequence[Layer]) -> Iterator[Problem]:
                 "name",
                 "name: unused: it leads to no loss or output; take it away, connect it, or write output = true",
             )
+
+
+def leading_to(ends: Iterable[str], layers: Sequence[Layer]) -> set[str]:
+    """These layers and all that they take, in turn."""
+    by_name = {layer.name: layer for layer in layers}
+    found, waiting = set[str](), list(ends)
+    while waiting:
+        found.add(name := waiting.pop())
+        waiting += [source for source in by_name[name].sources if source not in found]
+    return found
 
 
 def _ordered(layers: Sequence[Layer]) -> list[Layer]:

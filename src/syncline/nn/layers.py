@@ -32,10 +32,9 @@ from syncline.nn.file_arguments import (
     Wholes,
     choice,
 )
-from syncline.nn.local_contrast_norm import LocalContrastNorm2d
-from syncline.nn.pooling import L2Pool2d
 from syncline.nn.rbm import RBM
 from syncline.nn.registry import built_in
+from syncline.nn.stack import L2Pool2d, LocalContrastNorm2d
 
 Dims = tuple[int, ...]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}

@@ -1,6 +1,6 @@
 """The losses of nets that are written as data: of an output and its target, and the sparsity of units.
 
-Not responsible for which layers they are of (records.py).
+Not responsible for which layers they are of (layer_records.py).
 """
 
 from __future__ import annotations

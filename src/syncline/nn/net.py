@@ -9,26 +9,34 @@
     net(images)                        # what the loss is of: the output
     sl.train(net, data, optimizer=…)   # trains the sum of its losses
 
-Sizes come from a dry run on zeros, layer by layer. Not responsible for files (net_file.py) or lines (jobs).
+Sizes come from a dry run on zeros, layer by layer. A safetensors file has a net's layers beside the tensors: it loads without
+the job that trained it, and no pickle. Not responsible for lines of job files (jobs).
 """
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from syncline.dial import nearest
 from syncline.errors import UsageError
 from syncline.nn import losses  # noqa: F401 - registers them
+from syncline.nn.energy import Contrastive, Parts, is_trained
 from syncline.nn.initialisers import initialise
-from syncline.nn.layer_records import Layer, NetError, by_parameter, read_layers
+from syncline.nn.layer_records import Layer, NetError, by_parameter, leading_to, read_layers
 from syncline.nn.layers import Input
+from syncline.table.checkpoints import write_tensors
 
 TRIED = 2  # examples of a dry run
+LAYERS = "layers"  # in a file's metadata
 Shape = tuple[int, ...]
 
 
@@ -47,8 +55,8 @@ class Net(nn.Module):
 
     def __init__(self, layers: Sequence[Mapping[str, Any]], *, example: Any = None) -> None:
         super().__init__()
-        self.records: list[dict[str, Any]] = copy.deepcopy([dict(each) for each in _tables(layers)])
-        self._layers = read_layers(self.records)
+        self._layers = read_layers(layers)
+        self.records: list[dict[str, Any]] = copy.deepcopy([dict(each) for each in layers])
         self._shapes: dict[str, Shape] = {}
         for layer in sorted(self._layers, key=lambda each: each.place):  # in the order of the list
             self.add_module(layer.name, None)
@@ -138,10 +146,7 @@ class Net(nn.Module):
         self.outputs = list(
             dict.fromkeys([*of_losses, *(each.name for each in listed if each.output), *last])
         )
-        needed, waiting = set(), list(self.outputs)
-        while waiting:
-            needed.add(name := waiting.pop())
-            waiting += [source for source in by_name[name].sources if source not in needed]
+        needed = leading_to(self.outputs, self._layers)
         self._ways = [layer for layer in self._layers if layer.name in needed]
 
     def table(self) -> list[NetRow]:
@@ -314,15 +319,6 @@ class Net(nn.Module):
         return changed
 
 
-def _tables(layers: Any) -> Sequence[Any]:
-    if not isinstance(layers, list | tuple):
-        raise UsageError(f"layers must be a list of tables, got {type(layers).__name__}")
-    for place, each in enumerate(layers):
-        if not isinstance(each, Mapping):
-            raise NetError([(place, None, f"expected a table with name and type, got {each!r}")], [])
-    return layers
-
-
 def _words(error: BaseException) -> str:
     words = " ".join(str(error).split())
     return words if isinstance(error, UsageError) else f"{type(error).__name__}: {words}"
@@ -348,3 +344,69 @@ def by_layer(model: nn.Module, *, make: Any) -> torch.optim.Optimizer:
         group["lr"] *= rate
         group["weight_decay"] = group.get("weight_decay", 0.0) * decay
     return made
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def layer_notes(model: nn.Module | None) -> dict[str, str]:
+    """What a file says about a model beside its tensors: a net's layers."""
+    return {LAYERS: json.dumps(model.records)} if isinstance(model, Net) else {}
+
+
+def save_net(net: Net, path: str | Path) -> None:
+    """All tensors by name, tied ones by all their names."""
+    if not isinstance(net, Net):
+        raise UsageError(f"save_net is for a Net, got {type(net).__name__}; use safetensors.torch.save_model")
+    write_tensors(Path(path), net.state_dict(), layer_notes(net))
+
+
+def load_net(path: str | Path) -> Net:
+    """The net of a file, made anew and filled. Its layers name types that are built in or registered here: nothing is imported for it."""
+    try:
+        with safe_open(path, "pt") as file:
+            notes = file.metadata() or {}
+        if LAYERS not in notes:
+            raise UsageError(f"{path} holds no layers: it was not saved by save_net or a run of a net")
+        records: Any = json.loads(notes[LAYERS])
+        tensors = load_file(path)
+    except (OSError, SafetensorError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path} cannot be read as a net: {' '.join(str(error).split())}") from error
+    try:
+        net = Net(records)
+        net.load_state_dict(tensors)
+    except (UsageError, RuntimeError) as error:
+        raise UsageError(f"{path}: {' '.join(str(error).split())}") from error
+    return net
+
+
+# -- contrastive divergence ----------------------------------------------------------------------------------
+
+
+class NetParts(Parts):
+    """The energy models among a net's layers."""
+
+    def __init__(self, net: Net) -> None:
+        self._net = net
+
+    def members(self) -> list[Contrastive]:
+        return [each for each in self._net.children() if isinstance(each, Contrastive) and is_trained(each)]
+
+    def reached(self, data: Tensor) -> Iterator[tuple[Contrastive, Tensor]]:
+        for module, inputs in self._net.reaching(data):
+            if isinstance(module, Contrastive) and is_trained(module):
+                yield module, inputs[0]
+
+    def check_way(self, persistent: bool) -> None:
+        if not self.members():
+            raise UsageError(
+                "the net has no rbm layer that is trained: contrastive divergence has nothing to do"
+            )
+        super().check_way(persistent)
+
+
+def parts_of(model: nn.Module) -> Contrastive:
+    """A model as what contrastive divergence trains."""
+    return NetParts(model) if isinstance(model, Net) else model  # type: ignore[return-value]

@@ -5,14 +5,13 @@ E(v, h) = −hᵀ W v − cᵀ h − bᵀ v          (+ ‖v‖²/2 for Gaussian
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
 from syncline.nn.energy import CHAINS, Contrastive, Units, fill, keep_chains
+from syncline.nn.file_arguments import COUNT, check
 
 MOST_STATES = 22  # units whose states are all gone through
 
@@ -41,7 +40,7 @@ class RBM(nn.Module, Contrastive):
         std: float = 0.01,
     ) -> None:
         super().__init__()
-        check_sizes(visible=visible, hidden=hidden)
+        check(COUNT, visible=visible, hidden=hidden)
         self.units, self.code = Units(units, classes, visible), Units(code)
         self.decay, self.sparsity, self.sparsity_cost = decay, sparsity, sparsity_cost
         self.weight = nn.Parameter(torch.randn(hidden, visible) * std)
@@ -152,9 +151,3 @@ def all_states(units: int, like: Tensor) -> Tensor:
     """(2^units, units), in 0 and 1."""
     numbers = torch.arange(1 << units, device=like.device)
     return (numbers[:, None] >> torch.arange(units, device=like.device) & 1).to(like.dtype)
-
-
-def check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size < math.inf:
-            raise UsageError(f"{name} must be a whole number of at least 1, got {size!r}")

@@ -202,17 +202,12 @@ def drop(
     return x * (noise >= p).to(x.dtype).div_(1 - p)
 
 
-def _reduction(**more: Any) -> Aligned:
-    return Aligned(keeping(_dims(1)), **more)
-
-
 _OTHERS: dict[str, Rule] = {
     **dict.fromkeys(
-        ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logsumexp"), Aligned(keeping(_dims(1)))
-    ),
-    **dict.fromkeys(
-        ("amax", "amin", "prod", "std", "var", "any", "all", "argmax", "argmin", "max", "min", "median"),
-        _reduction(),
+        _words(
+            "softmax log_softmax softmin cumsum cumprod logsumexp amax amin prod std var any all argmax argmin max min median"
+        ),
+        Aligned(keeping(_dims(1))),
     ),
     **dict.fromkeys(("sort", "argsort"), Aligned(keeping(_dims(1, default=-1)))),
     **dict.fromkeys(("chunk", "split", "tensor_split"), Aligned(keeping(_dims(2, default=0)))),
@@ -220,8 +215,8 @@ _OTHERS: dict[str, Rule] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), Cat(keeping(_dims(1, default=0)))),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t"), Aligned(_transposed)),
     **dict.fromkeys(("matmul", "bmm", "mm", "mv"), Aligned(_multiplied)),
-    "sum": _reduction(sums=True),
-    "mean": _reduction(sums=True, compute=share_of_mean),
+    "sum": Aligned(keeping(_dims(1)), sums=True),
+    "mean": Aligned(keeping(_dims(1)), share_of_mean, sums=True),
     "norm": Aligned(keeping(_dims(2))),
     "topk": Aligned(keeping(_dims(2, default=-1))),
     "normalize": Aligned(keeping(_dims(2, default=1))),

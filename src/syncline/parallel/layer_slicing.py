@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.nn.block_local import BlockLocal2d, BlockLocalDecoder2d
-from syncline.nn.local_contrast_norm import LocalContrastNorm2d
-from syncline.nn.pooling import L2Pool2d
+from syncline.nn.stack import L2Pool2d, LocalContrastNorm2d
 from syncline.parallel.aligned import Aligned, Reshape, broadcast, keeping
 from syncline.parallel.functions import drop
 from syncline.parallel.rules import (
@@ -110,30 +109,26 @@ class _Dense(Windowed):
         return F.linear(args[0], local.module.weight, local.module.bias if local.group.rank == 0 else None)
 
 
-def _linear_wants(module: Any, window: Box, shapes: list[Shape]) -> Box:
+def _inputs_whole(module: Any, window: Box, shapes: list[Shape]) -> Box:
     return window.replaced(-1, (0, module.in_features))
 
 
-def _rows_of(*names: str) -> Callable[[Any, Box], Slices]:
-    """The last dimension of the window are the first of these parameters."""
+def _sliced(*names: str, at: int, dim: int = 0) -> Callable[[Any, Box], Slices]:
+    """The window's dimension `at` is dimension `dim` of these parameters."""
 
     def slices(module: Any, window: Box) -> Slices:
-        return _first_dimension(module, names, window.spans[-1])
+        there = {name: getattr(module, name) for name in names}
+        return {
+            name: (Box.whole(t.shape).replaced(dim, window.spans[at]),)
+            for name, t in there.items()
+            if t is not None
+        }
 
     return slices
 
 
-def _first_dimension(module: Any, names: Sequence[str], span: Span) -> Slices:
-    found = {name: getattr(module, name) for name in names}
-    return {
-        name: (Box.whole(t.shape).replaced(0, span),)
-        for name, t in found.items()
-        if t is not None and t.dim()
-    }
-
-
 register(
-    _Dense(_linear_wants, _rows_of("weight", "bias"), ("data", "model", "rows"), dim=-1, last=1),
+    _Dense(_inputs_whole, _sliced("weight", "bias", at=-1), ("data", "model", "rows"), dim=-1, last=1),
     nn.Linear,
 )
 
@@ -144,16 +139,15 @@ def _embedding_check(module: Any, way: str) -> str | None:
     return "scale_grad_by_freq counts all examples" if module.scale_grad_by_freq and way == "data" else None
 
 
-def _embedding_slices(module: Any, window: Box) -> Slices:
-    return {"weight": (Box(((0, module.num_embeddings), window.spans[-1])),)}
-
-
-def _embedding_wants(module: Any, window: Box, shapes: list[Shape]) -> Box:
-    return Box(window.spans[:-1])
-
-
 register(
-    Windowed(_embedding_wants, _embedding_slices, ("data", "model"), dim=-1, check=_embedding_check, last=0),
+    Windowed(
+        lambda module, window, shapes: Box(window.spans[:-1]),
+        _sliced("weight", at=-1, dim=1),
+        ("data", "model"),
+        dim=-1,
+        check=_embedding_check,
+        last=0,
+    ),
     nn.Embedding,
 )
 
@@ -191,8 +185,7 @@ def _conv_wants(module: Any, window: Box, shapes: list[Shape]) -> Box:
 
 def _convolve(module: Any, local: Local, x: Tensor) -> Tensor:
     """What was read has the padding; group by group where a group is cut."""
-    layer = copy.copy(module)
-    layer.padding = (0,) * len(module.kernel_size)
+    layer = _altered(module, padding=(0,) * len(module.kernel_size))
     per_group, inputs = module.out_channels // module.groups, module.in_channels // module.groups
     low, high = local.window.spans[1]
     ends = {low, -(-low // per_group) * per_group, high // per_group * per_group, high}
@@ -211,16 +204,12 @@ def _convolve(module: Any, local: Local, x: Tensor) -> Tensor:
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
-def _conv_slices(module: Any, window: Box) -> Slices:
-    return _first_dimension(module, ("weight", "bias"), window.spans[1])
-
-
 def _conv_check(module: Any, way: str) -> str | None:
     return None if module.padding_mode == "zeros" or way == "data" else f"it pads by {module.padding_mode!r}"
 
 
 register(
-    Windowed(_conv_wants, _conv_slices, compute=_convolve, dim=1, check=_conv_check),
+    Windowed(_conv_wants, _sliced("weight", "bias", at=1), compute=_convolve, dim=1, check=_conv_check),
     nn.Conv1d,
     nn.Conv2d,
     nn.Conv3d,
@@ -240,10 +229,16 @@ def _pool_wants(module: Any, window: Box, shapes: list[Shape]) -> Want:
     return Want(Box((*window.spans[:2], *spans)), -math.inf if "Max" in type(module).__name__ else 0.0)
 
 
-def _max_pooled(module: Any, local: Local, x: Tensor) -> Tensor:
+def _altered(module: Any, **changes: Any) -> Any:
+    """The layer with the same parameters and other options."""
     layer = copy.copy(module)
-    layer.padding, layer.ceil_mode = 0, False
-    return nn.Module.__call__(layer, x) if x.numel() else _nothing(local, x)
+    vars(layer).update(changes)
+    return layer
+
+
+def _max_pooled(module: Any, local: Local, x: Tensor) -> Tensor:
+    found: Tensor = _altered(module, padding=0, ceil_mode=False)(x) if x.numel() else _nothing(local, x)
+    return found
 
 
 def _nothing(local: Local, x: Tensor) -> Tensor:
@@ -256,11 +251,10 @@ def _mean_pooled(module: Any, local: Local, x: Tensor) -> Tensor:
         return _nothing(local, x)
     shape = local.call.inputs[0].shape[2:]
     numbers = _pool_numbers(module, len(shape))
-    layer = copy.copy(module)
-    layer.padding, layer.ceil_mode = 0, False
+    means: Tensor = _altered(module, padding=0, ceil_mode=False)(x)
     if getattr(module, "divisor_override", None):
-        return nn.Module.__call__(layer, x)
-    sums = nn.Module.__call__(layer, x) * math.prod(number[0] for number in numbers)
+        return means
+    sums = means * math.prod(number[0] for number in numbers)
     for dim, (size, span, each) in enumerate(zip(shape, local.window.spans[2:], numbers, strict=True)):
         margin = each[2] if module.count_include_pad else 0
         counts = [_counted(place, size, margin, *each) for place in range(*span)]
@@ -289,12 +283,12 @@ register(
 register(Windowed(_pool_wants, compute=_mean_pooled, dim=1), nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 
 
-def _adaptive_wants(module: Any, window: Box, shapes: list[Shape]) -> Box:
+def _whole_maps(module: Any, window: Box, shapes: list[Shape]) -> Box:
     return Box((*window.spans[:2], *((0, size) for size in shapes[0][2:])))
 
 
 register(
-    Windowed(_adaptive_wants, ways=("data", "model"), dim=1),  # each map by itself
+    Windowed(_whole_maps, ways=("data", "model"), dim=1),  # each map by itself
     nn.AdaptiveAvgPool1d,
     nn.AdaptiveAvgPool2d,
     nn.AdaptiveAvgPool3d,
@@ -335,8 +329,8 @@ class _BatchNorm(Aligned):
         return super().place(call) if call.way or not holds(call.module) else self.data(call)
 
     def slices(self, call: Call, outs: Sequence[Spread], rank: int) -> Slices:
-        names = ("weight", "bias", "running_mean", "running_var")
-        return _first_dimension(call.module, names, outs[0].boxes[rank].spans[1])
+        sliced = _sliced("weight", "bias", "running_mean", "running_var", at=1)
+        return sliced(call.module, outs[0].boxes[rank])
 
     def run(self, local: Local, *args: Any, **kwargs: Any) -> Any:
         module, x = local.module, args[0]
@@ -385,17 +379,14 @@ class _LayerNorm(Windowed):
         return out if module.bias is None else out + module.bias
 
 
-def _last_dimension(module: Any, window: Box) -> Slices:
-    found = {name: getattr(module, name) for name in ("weight", "bias")}
-    return {
-        name: (Box.whole(t.shape).replaced(-1, window.spans[-1]),)
-        for name, t in found.items()
-        if t is not None
-    }
-
-
 register(
-    _LayerNorm(lambda module, window, shapes: window, _last_dimension, ("data", "model"), dim=-1, last=1),
+    _LayerNorm(
+        lambda module, window, shapes: window,
+        _sliced("weight", "bias", at=-1, dim=-1),
+        ("data", "model"),
+        dim=-1,
+        last=1,
+    ),
     nn.LayerNorm,
 )
 
@@ -434,32 +425,24 @@ def _block_slices(module: Any, window: Box) -> Slices:
 
 def _local_filters(module: Any, window: Box) -> Any:
     """The layer with the geometry of its window."""
-    layer, seen = copy.copy(module), _seen_by(module, window)
-    sizes = {
-        "height": seen.shape[2],
-        "width": seen.shape[3],
-        "block": (*module.geometry.block[:2], window.shape[1]),
-    }
-    layer.geometry = copy.copy(module.geometry)
+    _, _, height, width = _seen_by(module, window).shape
+    geometry = copy.copy(module.geometry)  # unchecked: a window may be empty
+    sizes = {"height": height, "width": width, "block": (*geometry.block[:2], window.shape[1])}
     for name, value in sizes.items():
-        object.__setattr__(layer.geometry, name, value)
-    return layer
+        object.__setattr__(geometry, name, value)
+    return _altered(module, geometry=geometry)
 
 
-def _block_wants(module: Any, window: Box, shapes: list[Shape]) -> Box:
-    return _seen_by(module, window)
-
-
-def _filtered(module: Any, local: Local, x: Tensor) -> Tensor:
-    found: Tensor = _local_filters(module, local.window)(x)
-    return found
-
-
-def _block_units(module: Any, way: str) -> tuple[int, int]:
-    return module.geometry.block[:2] if way == "spatial" else (1, 1)
-
-
-register(Windowed(_block_wants, _block_slices, compute=_filtered, dim=1, units=_block_units), BlockLocal2d)
+register(
+    Windowed(
+        lambda module, window, shapes: _seen_by(module, window),
+        _block_slices,
+        compute=lambda module, local, x: _local_filters(module, local.window)(x),
+        dim=1,
+        units=lambda module, way: module.geometry.block[:2] if way == "spatial" else (1, 1),
+    ),
+    BlockLocal2d,
+)
 
 
 class _Decoder(Rule):
@@ -503,35 +486,30 @@ def _l2_wants(module: Any, window: Box, shapes: list[Shape]) -> Box:
     return Box((*window.spans[:2], *spans))
 
 
-def _l2_pooled(module: Any, local: Local, x: Tensor) -> Tensor:
-    layer = copy.copy(module)
-    layer.padding = "valid"
-    return nn.Module.__call__(layer, x)
+register(
+    Windowed(_l2_wants, compute=lambda module, local, x: _altered(module, padding="valid")(x), dim=1),
+    L2Pool2d,
+)
 
 
-register(Windowed(_l2_wants, compute=_l2_pooled, dim=1), L2Pool2d)
+def _contrast_places(module: Any, window: Box) -> Box:
+    """Where in its input a window of the result lies."""
+    shift = module.window // 2 if module.padding == "valid" else 0
+    return Box((*window.spans[:2], *((low + shift, high + shift) for low, high in window.spans[2:])))
 
 
 def _contrast_wants(module: Any, window: Box, shapes: list[Shape]) -> Box:
     """All maps, twice half a window further: the mean is taken of means."""
-    reach, shift = 2 * (module.window // 2), _contrast_shift(module)
-    spans = [(low + shift, high + shift) for low, high in window.spans[2:]]
-    box = Box((window.spans[0], (0, shapes[0][1]), *spans))
+    reach = 2 * (module.window // 2)
+    box = _contrast_places(module, window).replaced(1, (0, shapes[0][1]))
     for dim in (2, 3):
         box = _grown(box, dim, reach, reach, shapes[0][dim])
     return box
 
 
-def _contrast_shift(module: Any) -> int:
-    return module.window // 2 if module.padding == "valid" else 0
-
-
 def _contrast(module: Any, local: Local, x: Tensor) -> Tensor:
-    layer, shift = copy.copy(module), _contrast_shift(module)
-    layer.padding = "same"
-    spans = tuple((low + shift, high + shift) for low, high in local.window.spans[2:])
-    inner = Box((local.window.spans[0], local.window.spans[1], *spans))
-    return nn.Module.__call__(layer, x)[inner.inside(local.wanted[0])]
+    found: Tensor = _altered(module, padding="same")(x)
+    return found[_contrast_places(module, local.window).inside(local.wanted[0])]
 
 
 register(Windowed(_contrast_wants, compute=_contrast, dim=1), LocalContrastNorm2d)

@@ -132,8 +132,9 @@ class Program:
             self._values[node] = self._step(node, name)
 
     def _everywhere(self, arrays: Any, values: Any) -> Any:
-        found = iter(array for array in pytree.tree_leaves(arrays) if isinstance(array, Array))
-        return pytree.tree_map_only(Tensor, lambda _: _everywhere(next(found), self.group.size), values)
+        found = (array for array in pytree.tree_leaves(arrays) if isinstance(array, Array))
+        slots = (Slot(array, whole(array, self.group.size)) for array in found)
+        return pytree.tree_map_only(Tensor, lambda _: next(slots), values)
 
     def _structure(self, node: fx.Node) -> tuple[Any] | None:
         """The value of a node that computes nothing: a number, a part of a tuple, a tuple that is made."""
@@ -252,7 +253,7 @@ class Program:
             held |= {id(slot): _Held(slot, value) for slot, value in pairs if isinstance(slot, Slot)}
         for each in self.steps:
             values = [held[id(slot)].read(port) for slot, port in each.reads]
-            args, kwargs = _filled((each.call.args, each.call.kwargs), values)
+            args, kwargs = _filled(each.call, values)
             found = each.rule.run(self._local(each, layers, seed, step), *args, **kwargs)
             tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
             held |= {id(slot): _Held(slot, value) for slot, value in zip(each.outs, tensors, strict=True)}
@@ -295,12 +296,8 @@ class _Held:
         return self._windows[port]
 
 
-def _everywhere(array: Array, parts: int) -> Slot:
-    return Slot(array, whole(array, parts))
-
-
-def _filled(arguments: Any, values: Sequence[Tensor]) -> Any:
-    return pytree.tree_map_only(Ref, lambda ref: values[ref.index], arguments)
+def _filled(call: Call, values: Sequence[Tensor]) -> Any:
+    return pytree.tree_map_only(Ref, lambda ref: values[ref.index], (call.args, call.kwargs))
 
 
 def _callable(target: Any) -> Any:

@@ -19,13 +19,8 @@ from syncline.parallel.windows import Box, Span, cut
 
 
 def _gates(module: nn.Module) -> int:
-    return (
-        4
-        if isinstance(module, nn.LSTM | nn.LSTMCell)
-        else 3
-        if isinstance(module, nn.GRU | nn.GRUCell)
-        else 1
-    )
+    lstm, gru = isinstance(module, nn.LSTM | nn.LSTMCell), isinstance(module, nn.GRU | nn.GRUCell)
+    return 4 if lstm else 3 if gru else 1
 
 
 def _unit_slices(module: Any, span: Span) -> Slices:

@@ -35,9 +35,8 @@ class Unit:
     features: int = 0  # numbers of its results, for one example
     work: float = 0.0  # multiplications for the whole batch, or numbers made, whichever is more
     beside: int = 0  # bytes of what follows it, for the whole batch
-    ways: dict[str, list[list[Spread]]] = field(
-        default_factory=dict
-    )  # how its results lie, by call and result
+    # how its results lie, by call and result
+    ways: dict[str, list[list[Spread]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,6 @@ class LayerGraph:
         self._calls: dict[int, tuple[int, int]] = {}  # by id of a step: unit, call
         self.links: list[Link] = []
         self._wanted: dict[tuple[str, str], list[list[list[Want]]]] = {}
-        self._held: dict[tuple[str, str], tuple[int, int, bool]] = {}
         self._routes: dict[Any, Route] = {}
         for step in program.steps:
             if _follows(step):
@@ -180,12 +178,6 @@ class LayerGraph:
 
     def held(self, unit: Unit, way: str) -> tuple[int, int, bool]:
         """Bytes of parameters and of activations in the fullest process; whether all of them hold all parameters."""
-        key = unit.name, way
-        if key not in self._held:
-            self._held[key] = self._weighed(unit, way)
-        return self._held[key]
-
-    def _weighed(self, unit: Unit, way: str) -> tuple[int, int, bool]:
         module, ranks = unit.steps[0].call.module, range(self.group)
         named = list(module.named_parameters()) if module is not None else []
         sizes = {name: (p.numel(), p.element_size()) for name, p in named}

@@ -51,9 +51,8 @@ class Plan:
     workers: int
     batch: int  # of a group
     costs: str
-    inputs: tuple[
-        tuple[str, tuple[int, ...], str], ...
-    ] = ()  # of the model: name ("" by place), shape, dtype
+    # of the model: name ("" by place), shape, dtype
+    inputs: tuple[tuple[str, tuple[int, ...], str], ...] = ()
 
     @property
     def example(self) -> Any:

@@ -41,7 +41,7 @@ from syncline.engines.run import (
 from syncline.errors import LearnerError, RunError, SynclineWarning
 from syncline.learn.training import Training
 from syncline.messages import Clocks, Statistics
-from syncline.nn.net_file import layer_notes
+from syncline.nn.net import layer_notes
 from syncline.report.clock_file import CLOCKS, append_clocks, cut_clocks
 from syncline.report.event_lines import EVENTS, LineWriter, plain, read_lines, write_whole
 from syncline.report.html_page import page

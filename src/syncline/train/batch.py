@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import Dataset, IterableDataset
 
 from syncline.batch.commands import is_method
-from syncline.batch.samples import Samples
+from syncline.batch.portions import Samples
 from syncline.dial import SANDBLASTER, Course
 from syncline.engines.batch_record import check_memory, check_restored, read_batch
 from syncline.engines.run import Engine, RunSpec, Task

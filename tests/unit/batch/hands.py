@@ -10,8 +10,7 @@ import numpy as np
 from syncline.batch import commands as c
 from syncline.batch import messages as m
 from syncline.batch.coordinator import Coordinator, slots_of, window_of
-from syncline.batch.portions import Cancel, Portions
-from syncline.batch.samples import Samples
+from syncline.batch.portions import Cancel, Portions, Samples
 from tests.unit.batch.plain import change
 
 SIZE = 6  # of vectors

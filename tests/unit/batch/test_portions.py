@@ -11,8 +11,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from syncline.batch.free_numbers import Gaps
-from syncline.batch.portions import Assign, Cancel, Decision, Discard, Done, Portions, Statistics, Take
+from syncline.batch.portions import Assign, Cancel, Decision, Discard, Done, Gaps, Portions, Statistics, Take
 from syncline.errors import RunError, UsageError
 
 

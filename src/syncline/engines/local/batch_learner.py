@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from syncline.batch import messages as b
-from syncline.batch.portions import Cancel
-from syncline.batch.samples import Batch
+from syncline.batch.portions import Batch, Cancel
 from syncline.engines.local.batch_shard import BatchMemory, Pool
 from syncline.engines.local.control_channel import NOTHING, Channel, Closed
 from syncline.engines.local.learner import say

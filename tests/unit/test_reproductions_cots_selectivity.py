@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reproductions.cots.selectivity import selectivity
 from syncline.errors import UsageError
-from syncline.nn import selectivity
 
 responses = st.lists(st.integers(0, 6), min_size=1, max_size=12)
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from reproductions.cots.optimal_stimulus import best_stimulus
 from syncline.errors import UsageError
-from syncline.nn import BlockLocal2d, Stack, StackShape, best_stimulus
+from syncline.nn import BlockLocal2d, Stack, StackShape
 
 
 def test_a_linear_neuron_likes_its_own_filter() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from reproductions.cots.networks import cots_network
 from syncline.errors import UsageError
-from syncline.nn import cots_network
 
 
 @pytest.mark.parametrize(

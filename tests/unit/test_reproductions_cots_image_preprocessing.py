@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from reproductions.cots.image_preprocessing import Whitening, contrast_normalise
 from syncline.errors import UsageError
-from syncline.nn import Whitening, contrast_normalise
 
 
 def natural(count: int, channels: int, height: int, width: int) -> Tensor:
