@@ -1,7 +1,6 @@
 """A simulated all-reduce run: learners among equals in virtual time, and the keeper of their record.
 
-Each learner is a thread that takes turns with the others (not a greenlet: it gives way inside backward, whose state is the
-thread's). Sessions, optimizers and protocols are the local engine's.
+Each learner is a thread that takes turns with the others. Sessions, optimizers and protocols are the local engine's.
 """
 
 from __future__ import annotations
