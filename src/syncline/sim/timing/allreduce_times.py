@@ -151,16 +151,7 @@ def _run_rings(rings: TimedRings, run: TimedRun) -> list[EpochRecord]:
                 else [examples - number * joint - rank * size for rank in range(learners)]
             )
             rings.step([max(0, min(size, each)) for each in left])
-        history.append(
-            EpochRecord(
-                epoch=len(history),
-                version=rings.iterations,
-                seconds=rings.seconds,
-                examples=rings.examples,
-                loss=float("nan"),
-                losses={},
-            )
-        )
+        history.append(run.epoch(len(history), rings.iterations, rings.seconds, rings.examples))
     return history
 
 

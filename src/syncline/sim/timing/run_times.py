@@ -7,7 +7,7 @@ what the learners would learn.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from syncline.cluster.record import Cluster
 from syncline.dial import Course
@@ -21,8 +21,7 @@ from syncline.sim.fault_player import Script, check_script
 from syncline.sim.garbage_collection import YOUNG, calm_collector
 from syncline.sim.network import SimNetwork
 from syncline.sim.timing.sized_simulation import OnUpdate, SizedPlan, SizedSimulation, Sizes
-from syncline.sim.timing.tree_times import TimedTree
-from syncline.topologies import Servers, Trees
+from syncline.topologies import Servers
 
 OBJECTS = 200  # that a learner has, at most
 
@@ -118,6 +117,12 @@ class TimedRun:
         for _, dial in self.course.dials:
             dial.check(self.learners, self.batch_size)
 
+    def epoch(self, epoch: int, version: int, seconds: float, examples: int) -> EpochRecord:
+        """One that is done; nothing is known of what was learned."""
+        return EpochRecord(
+            epoch=epoch, version=version, seconds=seconds, examples=examples, loss=float("nan"), losses={}
+        )
+
     def begins(self, stands: Callable[[], tuple[int, float, int]]) -> None:
         """`stands`: updates, virtual seconds and examples so far."""
         if self.follow is not None:
@@ -165,7 +170,7 @@ def time_servers(run: TimedRun, shards: int, script: Script) -> Timing:
         examples=table.examples,
         staleness=table.staleness,
         times=simulated.total,
-        cards=_shares(world.network, outcome.seconds),
+        cards=shares(world.network, outcome.seconds),
         moved=simulated.moved,
         events=simulated.events,
         history=outcome.history,
@@ -185,45 +190,7 @@ def _check_script(script: Script, spec: RunSpec, cluster: Cluster) -> None:
             )
 
 
-def _shares(network: SimNetwork, seconds: float) -> dict[int, tuple[float, float]]:
+def shares(network: SimNetwork, seconds: float) -> dict[int, tuple[float, float]]:
     """Of the time that each machine's card sends and receives."""
     whole = seconds or 1.0
     return {machine: (out / whole, into / whole) for machine, (out, into) in network.cards().items()}
-
-
-def time_tree(run: TimedRun, topology: Trees) -> Timing:
-    """The same over a tree of servers."""
-    if len(run.course.dials) > 1 or run.policy == "partition":
-        what = f"the course '{run.course}'" if len(run.course.dials) > 1 else "policy='partition'"
-        raise UsageError(f"timing over a tree takes one dial and data for whoever asks, got {what}")
-    run.check_dials()
-    tree = TimedTree(
-        run.cluster,
-        run.sizes,
-        run.course.first,
-        topology if topology.root.fixed else replace(topology, root=Servers(1, True)),
-        learners=run.learners,
-        batch_size=run.batch_size,
-        epochs=run.length.epochs,
-        limit=run.length.steps,
-        warm=run.warm,
-        seed=run.seed,
-    )
-    tree.on_update = run.on_update
-    sequence = tree.sequence
-    run.begins(lambda: (sequence.version, tree.clock.now, tree.examples))
-    with calm_collector(max(YOUNG, OBJECTS * run.learners)):
-        tree.run(run.length.seconds)
-    return Timing(
-        seconds=tree.clock.now,
-        updates=sequence.version,
-        gradients=sequence.gradients,
-        dropped=sequence.dropped,
-        examples=tree.examples,
-        staleness=sequence.clock.account(),
-        times=tree.times(),
-        cards=_shares(tree.network, tree.clock.now),
-        moved=tree.network.moved,
-        events=tree.clock.events,
-        history=tree.history,
-    )
