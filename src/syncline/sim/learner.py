@@ -35,9 +35,9 @@ from syncline.ports import (
     TablePort,
 )
 from syncline.sim.clock import Action, ClockPause
-from syncline.sim.delayed_delivery import Line
 from syncline.sim.fibers import Fiber, Killed, Thread
 from syncline.sim.machine_cores import InTurn
+from syncline.sim.network import Line
 from syncline.sim.owned_memory import DRAFT, Drafts, Releases, SimLane, SimTable, poison
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Timing only, over all-reduce: iteration by iteration, when learners have computed and when their rings are over.
 
-The costs are those of the simulated collectives (`collectives`); tests compare the two. No events: an iteration of lockstep
+The costs are those of the simulated collectives (`sim.allreduce`); tests compare the two. No events: an iteration of lockstep
 learners follows from the one before. Not responsible for servers (`run_times`).
 """
 
@@ -18,8 +18,8 @@ from syncline.errors import UsageError
 from syncline.learn.allreduce_reducer import FORWARD
 from syncline.protocols.buckets import plan_buckets
 from syncline.protocols.staleness import StalenessClock
+from syncline.sim.allreduce import Rings
 from syncline.sim.clock import Clock
-from syncline.sim.collectives import Rings
 from syncline.sim.timing.run_times import TimedRun, Timing
 from syncline.topologies import AllReduce
 
