@@ -69,7 +69,6 @@ class SimLearner(LearnerPort):
         self._called = False  # it is to ask why it waits
         self.waits_for: str | None = None
         self._line: Line | None = None  # where bulk comes late
-        self._computation = 0  # counts computations, for those that were cut off
         self.step = 0  # computations so far, those before a checkpoint included
         self._compute = self._communication = self._waiting = 0.0
         self._steps = 0
@@ -291,13 +290,8 @@ class SimLearner(LearnerPort):
 
     def spend(self, work: Computing | Serving) -> None:
         assert isinstance(work, Computing)
-        self.until(self.start_computing(work.examples), "its own computation", COMPUTING)
-
-    def start_computing(self, examples: int) -> Callable[[], bool]:
-        """One gradient's computation begins; says whether it is done. Wakes the learner then."""
-        self._begin_computing(examples)
-        number = self._computation
-        return lambda: not self.pause.working or number != self._computation
+        self._begin_computing(work.examples)
+        self.until(lambda: not self.pause.working, "its own computation", COMPUTING)
 
     def _begin_computing(self, examples: int) -> None:
         world = self._world
@@ -306,7 +300,6 @@ class SimLearner(LearnerPort):
         )
         self.step += 1
         self._steps += 1
-        self._computation += 1
         self.pause.working = True
         world.machines.run(self.machine, seconds, self._computed, self)
 

@@ -499,12 +499,12 @@ class Simulation(Crew):
         version = self.version
         if self.script.faults:
             self.clock.at(self.clock.now, lambda: self.script.reached(version, self.play))
-        if version >= self._sampled:
-            self._sampled = version + max(1, version // SAMPLES)
-            self.clock.at(self.clock.now, self._sample)
+        self.sample()
 
-    def _sample(self) -> None:
-        self.recorder.sample(self.servers[0].role.statistics())
+    def sample(self) -> None:
+        if self.version >= self._sampled:
+            self._sampled = self.version + max(1, self.version // SAMPLES)
+            self.clock.at(self.clock.now, lambda: self.recorder.sample(self.servers[0].role.statistics()))
 
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
         if self._evaluation is None:

@@ -1,8 +1,8 @@
 """Timing only, over trees of servers (R7, R8): gradients up in sums, versions down, as flows of a cluster.
 
-Who sends when is decided by the pure nodes (`protocols.sums`, `protocols.copies`) and the sequence of any table; here are their
+Who sends when is decided by the pure nodes (`protocols.tree_up`, `protocols.tree_down`) and the sequence of any table; here are their
 messages, their work and what the links carry. A node works on one thing at a time; with `broadcast` copies go down beside it. Data goes
-to whoever asks. Not responsible for flat servers (`sized`), nor for losses.
+to whoever asks. Not responsible for flat servers (`run_times`), nor for losses.
 """
 
 from __future__ import annotations
