@@ -13,7 +13,7 @@ from torch.optim import SGD
 import syncline as sl
 from syncline.errors import InvariantError
 from syncline.sim.clock import Action, Clock
-from syncline.sim.delayed_delivery import Late, Line
+from syncline.sim.network import Late, Line
 from syncline.sim.owned_memory import SimLane
 from syncline.sim.server import SimServer
 from syncline.sim.simulation import Simulation

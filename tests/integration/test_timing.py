@@ -15,7 +15,7 @@ from syncline.cluster.record import Compute, Jitter, Link
 from syncline.dial import Course
 from syncline.engines.run import RunSpec, Task
 from syncline.roles.run_plan import RunPlan
-from syncline.sim.timing.sized_simulation import SizedPlan, SizedSimulation, Sizes
+from syncline.sim.timing.run_times import SizedPlan, SizedSimulation, Sizes
 from syncline.topologies import Servers
 
 PRESETS = [

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncline.cluster.calibration_file import keep
+from syncline.cluster.named import keep
 from syncline.cluster.record import Cluster, Compute
 from syncline.dial import Course
 from syncline.errors import UsageError

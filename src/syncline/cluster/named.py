@@ -1,4 +1,4 @@
-"""Clusters with a name: those of the papers, and this machine as it was measured.
+"""Clusters with a name: those of the papers, and this machine or the cluster at hand as they were measured (files of the user's cache).
 
 The figures are the papers' own where they give any; docs/howto/simulator.md says for each where it is from. The computation
 is that of one model; for another give `compute=`.
@@ -6,13 +6,20 @@ is that of one model; for another give `compute=`.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
-from syncline.cluster.calibration_file import read_kept
 from syncline.cluster.record import Cluster, Compute, Cost, Jitter, Link
 from syncline.dial import nearest
 from syncline.errors import UsageError
+
+HOW = {
+    "this-machine": "run python -m tools.calibration.calibrate, or pass the Cluster that calibrate() gives",
+    "this-cluster": "call sl.Ray(...).measure(keep=True), or pass the Cluster that it gives",
+}
 
 
 def p775() -> Cluster:
@@ -65,6 +72,28 @@ def dgx_1() -> Cluster:
         serve=Cost(fixed=1e-5),
         message=5e-6,
     )
+
+
+def kept_file(name: str = "this-machine") -> Path:
+    """`$XDG_CACHE_HOME/syncline/this-machine.json`, or under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "syncline" / f"{name}.json"
+
+
+def keep(cluster: Cluster) -> Path:
+    path = kept_file(cluster.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(cluster.record(), indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def read_kept(name: str) -> Cluster:
+    path = kept_file(name)
+    if not path.exists():
+        raise UsageError(f"{name!r} is not measured yet ({path} is not there): {HOW[name]}")
+    try:
+        return Cluster.from_record(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, UsageError) as error:
+        raise UsageError(f"{path} holds no cluster ({error}); measure again: {HOW[name]}") from error
 
 
 NAMED: dict[str, Callable[[], Cluster]] = {

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
+from statistics import NormalDist
 from typing import Any
 
-from syncline.cluster.keyed_random import normal, uniform
 from syncline.dial import nearest
 from syncline.errors import UsageError
 
@@ -18,6 +18,27 @@ KINDS = ("none", "uniform", "normal", "lognormal", "exponential", "pareto")
 TAIL = 2.5  # of the pareto jitter: the share of factors beyond x falls as x^-2.5
 LEAST = 0.05  # no step is faster than this share of its usual time
 _STRAGGLERS = -1  # the draw that says where stragglers begin
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+_NORMAL = NormalDist()
+
+
+def _mix(word: int) -> int:
+    """The finaliser of splitmix64: every bit of the input changes every bit of the output half of the time."""
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
+
+
+def uniform(seed: int, *place: int) -> float:
+    """In the open interval (0, 1), by its place alone: (seed, learner, step) gives the same number every time.
+
+    Counter-based, so that the order of events does not matter and a run that goes on draws what it would have drawn.
+    """
+    word = _mix((seed + _STEP) & _MASK)
+    for part in place:
+        word = _mix((word ^ part) + _STEP & _MASK)
+    return ((word >> 11) + 0.5) / (1 << 53)
 
 
 def _number(owner: str, name: str, value: Any, *, least: float = 0.0, above: bool = False) -> None:
@@ -115,9 +136,9 @@ class Jitter:
         if self.kind == "uniform":
             return 1 + spread * (2 * share - 1)
         if self.kind == "normal":
-            return max(LEAST, 1 + spread * min(3.0, max(-3.0, normal(share))))
+            return max(LEAST, 1 + spread * min(3.0, max(-3.0, _NORMAL.inv_cdf(share))))
         if self.kind == "lognormal":
-            return math.exp(spread * normal(share) - spread * spread / 2)
+            return math.exp(spread * _NORMAL.inv_cdf(share) - spread * spread / 2)
         if self.kind == "exponential":
             return 1 - spread * math.log1p(-share)
         return 1 + spread * (TAIL - 1) * ((1 - share) ** (-1 / TAIL) - 1)

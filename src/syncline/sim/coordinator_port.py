@@ -1,14 +1,21 @@
-"""The simulated coordinator's port: its effects as events of virtual time."""
+"""The simulated coordinator's port: its effects as events of virtual time; and what a checkpoint holds beside the run itself, its moment.
+
+With it a run goes on to the same bits: the run that wrote it does so from it too, as a resumed one would.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from syncline import messages as m
 from syncline.engines.checkpoint_files import commit
+from syncline.engines.run import RunSpec
 from syncline.ports import CoordinatorPort
 from syncline.roles.checkpoint_manifest import restored, upto
 from syncline.sim.random_states import OUTSIDE
@@ -16,6 +23,37 @@ from syncline.table.checkpoints import Written, find
 
 if TYPE_CHECKING:
     from syncline.sim.simulation import Simulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Where a simulated run stands."""
+
+    learners: int  # the run was started with
+    seconds: float = 0.0
+    ranks: list[int] = field(default_factory=list)  # that live
+    last_rank: int = -1  # the highest that was ever given
+    returned: list[int] = field(default_factory=list)  # ranks
+    losses: list[tuple[int, int]] = field(default_factory=list)  # (rank, in a row without a step)
+    cut_asked: float = 0.0
+    played: list[str] = field(default_factory=list)  # lines of the script
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Moment:
+        """Where this run begins: at a checkpoint's moment, unless it is to have another number of learners."""
+        kept = spec.storage.restored.simulated if spec.storage.restored is not None else None
+        if kept is not None and kept["learners"] == spec.plan.learners and kept["ranks"]:
+            return cls(**{**kept, "losses": [(rank, count) for rank, count in kept["losses"]]})
+        seconds = kept["seconds"] if kept is not None else 0.0
+        return cls(learners=spec.plan.learners, seconds=seconds, ranks=list(range(spec.plan.learners)))
+
+
+def with_states(tensors: dict[str, Tensor], states: Iterable[tuple[int, bytes]]) -> dict[str, Tensor]:
+    """A checkpoint's learners with the random states that they have now, by rank."""
+    kept = dict(tensors)  # who has left keeps its last ones
+    for rank, state in states:
+        kept[f"random/{rank}"] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    return kept
 
 
 class SimCoordinator(CoordinatorPort):

@@ -28,8 +28,8 @@ from syncline.sim.garbage_collection import debris
 from syncline.sim.random_states import Random
 from syncline.sim.simulation import Simulation
 from syncline.sim.timing.allreduce_times import time_all_reduce
-from syncline.sim.timing.run_times import Follow, Length, TimedRun, Timing, time_servers, time_tree
-from syncline.sim.timing.sized_simulation import OnUpdate, Sizes
+from syncline.sim.timing.run_times import Follow, Length, OnUpdate, Sizes, TimedRun, Timing, time_servers
+from syncline.sim.timing.tree_times import time_tree
 from syncline.topologies import AllReduce, Servers, Trees, parse_topology
 
 LOOK = 0.05  # seconds between looks whether a run that was asked something has ended

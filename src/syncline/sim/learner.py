@@ -34,9 +34,9 @@ from syncline.ports import (
     TablePort,
 )
 from syncline.sim.clock import Action, ClockPause
-from syncline.sim.delayed_delivery import Line
-from syncline.sim.fibers import Fiber, Killed, make_fiber
+from syncline.sim.fibers import Fiber, Killed, Thread
 from syncline.sim.machine_cores import InTurn
+from syncline.sim.network import Line
 from syncline.sim.owned_memory import DRAFT, Drafts, Releases, SimLane, SimTable, poison
 
 if TYPE_CHECKING:
@@ -48,35 +48,6 @@ COMPUTING, WAITING, TICKET = "computing", "waiting", "ticket"  # what a learner 
 
 class SimLearner(LearnerPort):
     """One simulated learner: the session's port, and the fiber it runs on."""
-
-    __slots__ = (  # thousands of them: objects with many attributes are large and slow without
-        "_answers",
-        "_arrival",
-        "_called",
-        "_communication",
-        "_computation",
-        "_compute",
-        "_incoming",
-        "_leader",
-        "_line",
-        "_outgoing",
-        "_pace",
-        "_steps",
-        "_waiting",
-        "_world",
-        "dead",
-        "decided",
-        "fiber",
-        "handled",
-        "learner",
-        "machine",
-        "pause",
-        "portions",
-        "rank",
-        "step",
-        "stepped",
-        "waits_for",
-    )
 
     def __init__(self, world: Simulation, learner: int, rank: int) -> None:
         self._world, self.learner, self.rank = world, learner, rank
@@ -97,14 +68,13 @@ class SimLearner(LearnerPort):
         self._called = False  # it is to ask why it waits
         self.waits_for: str | None = None
         self._line: Line | None = None  # where bulk comes late
-        self._computation = 0  # counts computations, for those that were cut off
         self.step = 0  # computations so far, those before a checkpoint included
         self._compute = self._communication = self._waiting = 0.0
         self._steps = 0
         self.handled = self.decided = 0.0  # when the leader had its last gradient, and released it
 
     def _make_fiber(self) -> Fiber:
-        return make_fiber(self._main)
+        return Thread(self._main)
 
     def _main(self) -> None:
         world, spec = self._world, self._world.spec
@@ -319,13 +289,8 @@ class SimLearner(LearnerPort):
 
     def spend(self, work: Computing | Serving) -> None:
         assert isinstance(work, Computing)
-        self.until(self.start_computing(work.examples), "its own computation", COMPUTING)
-
-    def start_computing(self, examples: int) -> Callable[[], bool]:
-        """One gradient's computation begins; says whether it is done. Wakes the learner then."""
-        self._begin_computing(examples)
-        number = self._computation
-        return lambda: not self.pause.working or number != self._computation
+        self._begin_computing(work.examples)
+        self.until(lambda: not self.pause.working, "its own computation", COMPUTING)
 
     def _begin_computing(self, examples: int) -> None:
         world = self._world
@@ -334,7 +299,6 @@ class SimLearner(LearnerPort):
         )
         self.step += 1
         self._steps += 1
-        self._computation += 1
         self.pause.working = True
         world.machines.run(self.machine, seconds, self._computed, self)
 

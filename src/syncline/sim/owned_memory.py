@@ -126,22 +126,15 @@ class Releases:
     """What the shards have released to a learner through its lane."""
 
     def __init__(self, lane: Traffic, shards: int) -> None:
-        self._lane, self._shards, self._one = lane, range(shards), shards == 1
-
-    def there(self, number: int) -> bool:
-        """All shards have released this ticket."""
-        if self._one:
-            last = self._lane.released.get(0)
-            return last is not None and last[0] >= number
-        return self.reading(number) is not None
+        self._lane, self._shards = lane, shards
 
     def reading(self, number: int) -> Reading | None:
         """What to read, once all shards have released this ticket."""
         readings = self._lane.released
-        if self._one:
+        if self._shards == 1:
             last = readings.get(0)
             return last[1] if last is not None and last[0] >= number else None
-        if len(readings) < len(self._shards) or any(done < number for done, _ in readings.values()):
+        if len(readings) < self._shards or any(done < number for done, _ in readings.values()):
             return None
         versions = {reading.version for _, reading in readings.values()}
         if len(versions) != 1:

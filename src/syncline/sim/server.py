@@ -20,8 +20,8 @@ from syncline.messages.to_leader import ToLeader
 from syncline.ports import FIRST_VALUES, Computing, Portion, Reading, ServerPort, Serving, VersionMemory
 from syncline.roles.checkpoint_manifest import LEARNERS
 from syncline.sim.batched.lazy_gradients import PromisedLane, PromisedSlot
-from syncline.sim.checkpoint_contents import with_states
 from syncline.sim.clock import Action, ClockPause
+from syncline.sim.coordinator_port import with_states
 from syncline.sim.owned_memory import DRAFT, ShardMemory, SimLane, Traffic, poison
 from syncline.table.gradient_slot import Slot
 from syncline.table.store import copy_segments, places_for

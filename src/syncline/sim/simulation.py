@@ -33,16 +33,14 @@ from syncline.roles.server import ServerRole
 from syncline.sim.batched.lazy_gradients import PromisedLane
 from syncline.sim.batched.shared_model import SharedModel, Ways, make_workshop
 from syncline.sim.builtin_learner import Builtin
-from syncline.sim.checkpoint_contents import Moment
 from syncline.sim.clock import Action, Clock
-from syncline.sim.coordinator_port import SimCoordinator
-from syncline.sim.delayed_delivery import Late
+from syncline.sim.coordinator_port import Moment, SimCoordinator
 from syncline.sim.fault_player import Script, happens_to_machines
 from syncline.sim.garbage_collection import calm_collector
 from syncline.sim.invariants.watch import Watch, WatchedRole
 from syncline.sim.learner import SimLearner
 from syncline.sim.machine_cores import Machines
-from syncline.sim.network import SimNetwork
+from syncline.sim.network import Late, SimNetwork
 from syncline.sim.owned_memory import SimLane, SimTable, poison
 from syncline.sim.random_states import OUTSIDE, RandomStreams
 from syncline.sim.server import SimServer
@@ -499,12 +497,14 @@ class Simulation(Crew):
         version = self.version
         if self.script.faults:
             self.clock.at(self.clock.now, lambda: self.script.reached(version, self.play))
-        if version >= self._sampled:
-            self._sampled = version + max(1, version // SAMPLES)
-            self.clock.at(self.clock.now, self._sample)
+        self.sample()
 
-    def _sample(self) -> None:
-        self.recorder.sample(self.servers[0].role.leader.statistics(0))
+    def sample(self) -> None:
+        if self.version >= self._sampled:
+            self._sampled = self.version + max(1, self.version // SAMPLES)
+            self.clock.at(
+                self.clock.now, lambda: self.recorder.sample(self.servers[0].role.leader.statistics(0))
+            )
 
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
         if self._evaluation is None:

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.cluster.calibration_file import keep
-from syncline.cluster.keyed_random import uniform
-from syncline.cluster.record import KINDS, Cluster, Compute, Cost, Jitter, Link
+from syncline.cluster.named import keep
+from syncline.cluster.record import KINDS, Cluster, Compute, Cost, Jitter, Link, uniform
 from syncline.engines.fault_script import parse_script
 from syncline.errors import UsageError
 from syncline.sim.engine import Sim

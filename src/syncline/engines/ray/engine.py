@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from syncline.cluster.calibration_file import keep as keep_cluster
+from syncline.cluster.named import keep as keep_cluster
 from syncline.cluster.record import Cluster
 from syncline.engines.authentication import Secret
 from syncline.engines.local.engine import LocalHandle, check_platform

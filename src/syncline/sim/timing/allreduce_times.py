@@ -1,6 +1,6 @@
 """Timing only, over all-reduce: iteration by iteration, when learners have computed and when their rings are over.
 
-The costs are those of the simulated collectives (`collectives`); tests compare the two. No events: an iteration of lockstep
+The costs are those of the simulated collectives (`sim.allreduce`); tests compare the two. No events: an iteration of lockstep
 learners follows from the one before. Not responsible for servers (`run_times`).
 """
 
@@ -18,8 +18,8 @@ from syncline.errors import UsageError
 from syncline.learn.allreduce_reducer import FORWARD
 from syncline.protocols.allreduce import plan_buckets
 from syncline.protocols.staleness import StalenessClock
+from syncline.sim.allreduce import Rings
 from syncline.sim.clock import Clock
-from syncline.sim.collectives import Rings
 from syncline.sim.timing.run_times import TimedRun, Timing
 from syncline.topologies import AllReduce
 
@@ -151,16 +151,7 @@ def _run_rings(rings: TimedRings, run: TimedRun) -> list[EpochRecord]:
                 else [examples - number * joint - rank * size for rank in range(learners)]
             )
             rings.step([max(0, min(size, each)) for each in left])
-        history.append(
-            EpochRecord(
-                epoch=len(history),
-                version=rings.iterations,
-                seconds=rings.seconds,
-                examples=rings.examples,
-                loss=float("nan"),
-                losses={},
-            )
-        )
+        history.append(run.epoch(len(history), rings.iterations, rings.seconds, rings.examples))
     return history
 
 

@@ -1,18 +1,17 @@
 """Timing only, over trees of servers (R7, R8): gradients up in sums, versions down, as flows of a cluster.
 
-Who sends when is decided by the pure nodes (`protocols.sums`, `protocols.copies`) and the sequence of any table; here are their
+Who sends when is decided by the pure nodes (`protocols.tree_up`, `protocols.tree_down`) and the sequence of any table; here are their
 messages, their work and what the links carry. A node works on one thing at a time; with `broadcast` copies go down beside it. Data goes
-to whoever asks. Not responsible for flat servers (`sized`), nor for losses.
+to whoever asks. Not responsible for flat servers (`run_times`), nor for losses.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from syncline.cluster.record import Cluster
 from syncline.dial import Sync
 from syncline.engines.run import EpochRecord
 from syncline.engines.simulated_times import LearnerTimes
@@ -24,9 +23,10 @@ from syncline.protocols.tree_shape import ROOT, Tree
 from syncline.protocols.tree_up import Again, Intake, Node, Passed, Sum, SumDone, Up, of_one
 from syncline.protocols.waiting import Release
 from syncline.sim.clock import Action, Clock, Worker
+from syncline.sim.garbage_collection import YOUNG, calm_collector
 from syncline.sim.network import SimNetwork
-from syncline.sim.timing.sized_simulation import OnUpdate, Sizes
-from syncline.topologies import Trees
+from syncline.sim.timing.run_times import OBJECTS, TimedRun, Timing, shares
+from syncline.topologies import Servers, Trees
 
 DRAFTS = 2  # of a learner with broadcast: published and not taken by the root
 
@@ -66,51 +66,40 @@ class TimedNode:
 class TimedTree:
     """All of a run over a tree, as events of one clock."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        sizes: Sizes,
-        sync: Sync,
-        topology: Trees,
-        *,
-        learners: int,
-        batch_size: int,
-        epochs: int | None,
-        limit: int | None,
-        warm: int = 0,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, run: TimedRun, topology: Trees) -> None:
+        sync, cluster, learners = run.course.first, run.cluster, run.learners
         if sync.local:
             raise UsageError(
                 f"timing over a tree takes dials without steps of learners' own, got {sync}; use shards="
             )
-        self._cluster, self._sizes, self._sync, self._batch, self._seed = (
-            cluster,
-            sizes,
-            sync,
-            batch_size,
-            seed,
-        )
+        self._run, self._cluster, self._sync = run, cluster, sync
         self.clock, self.network = Clock(), SimNetwork(cluster)
         self.tree = Tree(range(learners), topology.fan_in)
         self.casts = topology.broadcast and not sync.waits
         self.learners = [TimedLearner(rank, cluster.machine_of_learner(rank)) for rank in range(learners)]
-        self._pace = [cluster.pace(rank, seed=seed, learners=learners) for rank in range(learners)]
+        self._pace = [cluster.pace(rank, seed=run.seed, learners=learners) for rank in range(learners)]
         self.nodes = {
             node: TimedNode(node, self.tree, sync, self.clock, self._machine(node), casts=self.casts)
             for node in self.tree.nodes
         }
-        self._parts = sizes.part_bytes(topology.shards)
+        self._parts = run.sizes.part_bytes(topology.shards)
         self._shards = [Worker(self.clock) for _ in self._parts]
         self._casters = [Worker(self.clock) for _ in self._parts] if self.casts else self._shards
         self._places = [cluster.machine_of_shard(shard) for shard in range(topology.shards)]
         self._cast = Downcast(self.tree.children(ROOT))
         ids = {rank: rank for rank in range(learners)}
         self.sequence = Sequence(
-            sync, initial=ids, batch_size=batch_size, limit=limit, warm=warm, sums=True, account=None
+            sync,
+            initial=ids,
+            batch_size=run.batch_size,
+            limit=run.length.steps,
+            warm=run.warm,
+            sums=True,
+            account=None,
         )
         self._intake = Intake(self.sequence)
-        self._left = None if epochs is None else epochs * sizes.examples
+        epochs, self._epoch = run.length.epochs, run.sizes.examples
+        self._left = None if epochs is None else epochs * self._epoch
         self.going = set(ids)
         self._counted: dict[int, dict[int, int]] = {}
         self._published: dict[tuple[int, int], float] = {}
@@ -118,7 +107,6 @@ class TimedTree:
         self._taken_at: dict[int, float] = {}
         self.examples = 0  # folded
         self.history: list[EpochRecord] = []
-        self.on_update: OnUpdate | None = None
 
     def _machine(self, node: int) -> int:
         """That of its first learner."""
@@ -129,7 +117,8 @@ class TimedTree:
     def _bytes(self) -> int:
         return sum(self._parts)
 
-    def run(self, seconds: float | None = None) -> None:
+    def run(self) -> None:
+        seconds = self._run.length.seconds
         for learner in self.learners:
             self._decide(self.sequence.join(learner.rank, learner.rank, 0))
         if seconds is not None:
@@ -148,12 +137,12 @@ class TimedTree:
         if left is not None and left <= 0:
             self._leave(learner)
             return
-        within = self._sizes.examples if left is None else (left - 1) % self._sizes.examples + 1
-        learner.examples = min(self._batch, within)
+        within = self._epoch if left is None else (left - 1) % self._epoch + 1
+        learner.examples = min(self._run.batch_size, within)
         if left is not None:
             self._left = left - learner.examples
         seconds = self._pace[learner.rank] * self._cluster.one_step(
-            learner.examples, rank=learner.rank, step=learner.steps, seed=self._seed
+            learner.examples, rank=learner.rank, step=learner.steps, seed=self._run.seed
         )
         learner.times[0] += seconds
         learner.computed = self.clock.now + seconds
@@ -323,26 +312,16 @@ class TimedTree:
 
     def _made(self, version: int, staleness: float) -> None:
         """All shards have this version."""
-        if self.on_update is not None:
-            self.on_update(version, self.clock.now, staleness)
+        if self._run.on_update is not None:
+            self._run.on_update(version, self.clock.now, staleness)
         if self.casts:
             self._cast_down(None, self._cast.arrived(version))
         if self.sequence.full and version == self.sequence.version:
             self.going.clear()
 
     def _record(self, version: int) -> None:
-        size = self._sizes.examples
-        while self.examples >= size * (len(self.history) + 1):
-            self.history.append(
-                EpochRecord(
-                    epoch=len(self.history),
-                    version=version,
-                    seconds=self.clock.now,
-                    examples=self.examples,
-                    loss=float("nan"),
-                    losses={},
-                )
-            )
+        while self.examples >= self._epoch * (len(self.history) + 1):
+            self.history.append(self._run.epoch(len(self.history), version, self.clock.now, self.examples))
 
     # -- down, asked for -------------------------------------------------------------------------------------
 
@@ -477,3 +456,29 @@ class TimedTree:
 
 def _nothing() -> None:
     """Work without an effect of its own."""
+
+
+def time_tree(run: TimedRun, topology: Trees) -> Timing:
+    """The same over a tree of servers."""
+    if len(run.course.dials) > 1 or run.policy == "partition":
+        what = f"the course '{run.course}'" if len(run.course.dials) > 1 else "policy='partition'"
+        raise UsageError(f"timing over a tree takes one dial and data for whoever asks, got {what}")
+    run.check_dials()
+    tree = TimedTree(run, topology if topology.root.fixed else replace(topology, root=Servers(1, True)))
+    sequence = tree.sequence
+    run.begins(lambda: (sequence.version, tree.clock.now, tree.examples))
+    with calm_collector(max(YOUNG, OBJECTS * run.learners)):
+        tree.run()
+    return Timing(
+        seconds=tree.clock.now,
+        updates=sequence.version,
+        gradients=sequence.gradients,
+        dropped=sequence.dropped,
+        examples=tree.examples,
+        staleness=sequence.clock.account(),
+        times=tree.times(),
+        cards=shares(tree.network, tree.clock.now),
+        moved=tree.network.moved,
+        events=tree.clock.events,
+        history=tree.history,
+    )
