@@ -18,6 +18,7 @@ from torch import nn
 import syncline as sl
 from syncline.cluster.record import Compute, Cost, Jitter, Link
 from syncline.errors import DialError, LostError
+from syncline.sim import fibers
 from tests.integration.small_runs import clouds, kinds, network, same
 
 EVERY_DIAL = [
@@ -84,6 +85,19 @@ def test_the_same_run_writes_the_same_lines(sync: str, tmp_path: Path) -> None:
     assert lines[0].replace(str(tmp_path / "one"), "") == lines[1].replace(str(tmp_path / "two"), "")
     assert '"time"' not in lines[0]
     assert '"statistics"' in lines[0]
+
+
+@pytest.mark.skipif(fibers.greenlet is None, reason="greenlet is not installed")
+@pytest.mark.parametrize("sync", ["softsync:1", "delayed:1"])
+def test_greenlets_and_threads_give_the_same_bits(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "kill learner 2 at 4 s; add 1 at 5 s"
+    engine = sl.Sim(ROUGH, script=script, handlers=False)
+    green = run(engine, sync=sync)
+    monkeypatch.setattr(fibers, "greenlet", None)
+    threads = run(engine, sync=sync)
+    assert same(green.state_dict(), threads.state_dict())
+    assert green.simulated == threads.simulated
+    assert [(e.seconds, e.what) for e in green.events] == [(e.seconds, e.what) for e in threads.events]
 
 
 def test_another_seed_of_the_cluster_is_another_course_of_events() -> None:

@@ -1,8 +1,8 @@
 """A simulated all-reduce run: learners among equals in virtual time, their collectives, and the keeper of their record.
 
-Each learner is a thread that takes turns with the others. Sessions, optimizers and protocols are the local engine's. All learners'
-buffers are summed in rank order, after the time of a ring over the slowest link; one ring at a time: reductions that start while another
-is under way wait for the network.
+Each learner is a thread that takes turns with the others (not a greenlet: it gives way inside backward, whose state is the
+thread's). Sessions, optimizers and protocols are the local engine's. All learners' buffers are summed in rank order, after the time
+of a ring over the slowest link; one ring at a time: reductions that start while another is under way wait for the network.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from syncline.ports import (
     TablePort,
 )
 from syncline.sim.clock import Action, ClockPause
-from syncline.sim.fibers import Fiber, Killed, Thread
+from syncline.sim.fibers import Fiber, Killed, make_fiber
 from syncline.sim.machine_cores import InTurn
 from syncline.sim.network import Line
 from syncline.sim.owned_memory import DRAFT, Drafts, Releases, SimLane, SimTable, poison
@@ -48,6 +48,35 @@ COMPUTING, WAITING, TICKET = "computing", "waiting", "ticket"  # what a learner 
 
 class SimLearner(LearnerPort):
     """One simulated learner: the session's port, and the fiber it runs on."""
+
+    __slots__ = (  # thousands of them: objects with many attributes are large and slow without
+        "_answers",
+        "_arrival",
+        "_called",
+        "_communication",
+        "_computation",
+        "_compute",
+        "_incoming",
+        "_leader",
+        "_line",
+        "_outgoing",
+        "_pace",
+        "_steps",
+        "_waiting",
+        "_world",
+        "dead",
+        "decided",
+        "fiber",
+        "handled",
+        "learner",
+        "machine",
+        "pause",
+        "portions",
+        "rank",
+        "step",
+        "stepped",
+        "waits_for",
+    )
 
     def __init__(self, world: Simulation, learner: int, rank: int) -> None:
         self._world, self.learner, self.rank = world, learner, rank
@@ -74,7 +103,7 @@ class SimLearner(LearnerPort):
         self.handled = self.decided = 0.0  # when the leader had its last gradient, and released it
 
     def _make_fiber(self) -> Fiber:
-        return Thread(self._main)
+        return make_fiber(self._main)
 
     def _main(self) -> None:
         world, spec = self._world, self._world.spec
