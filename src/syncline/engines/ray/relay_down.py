@@ -233,7 +233,7 @@ class Down:
         if wanted and flow.has(max(wanted), exact=False):
             return
         version = max([self._readable[number, 0], *wanted])
-        flow.unanswered += 1
+        flow.unanswered += self._relay.parts.casts
         for other in table.servers():
             if other != self._relay.site:
                 self._relay.send(other, Kind.BRING, _BRING.pack(number, site, version))
