@@ -152,7 +152,6 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(6, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
 
 
-@pytest.mark.long  # seen to wait for ever once in seven runs: docs/measured/log.md
 def test_one_sum_of_a_machine_crosses_in_place_of_a_gradient_of_each_learner() -> None:
     """Three learners beyond a link: a sum up and a version down for each update."""
     options: dict[str, Any] = {

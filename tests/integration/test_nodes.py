@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import syncline as sl
 from syncline.dial import Course
 from syncline.testing import Faults, Nodes
 from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same
+from tests.integration.wires import Late
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -63,6 +66,11 @@ def train(**options: Any) -> sl.Result:
     return begin(**options).wait(PATIENCE)
 
 
+def until(ready: Callable[[], Any]) -> None:
+    while not ready():  # else the test's time is over
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("sync", ["hardsync", "delayed:2", "hardsync until 1 then delayed:1"])
 def test_lockstep_gives_the_bits_of_local(sync: str) -> None:
     options: dict[str, Any] = {"sync": sync, "clip_norm": 0.5, "evaluate": points(50)}
@@ -90,6 +98,22 @@ def test_first_values_reach_machines_that_have_no_way_to_where_they_come_from() 
     """Batch statistics among them: the shards are on a machine of their own, the first learner on another."""
     there = train(learners=2, epochs=1, topology="servers:1", engine=Nodes(3, 1, server_nodes=1))
     assert same(there.state_dict(), train(learners=2, epochs=1, topology="servers:1").state_dict())
+
+
+@pytest.mark.parametrize("topology", ["servers:1", "tree:3,servers=1"])
+def test_first_values_wait_until_relays_have_met(topology: str) -> None:
+    """The machine of the shards connects late; until then the other's relay has nobody to send to."""
+    options: dict[str, Any] = {"topology": topology, "epochs": 1}
+    with contextlib.closing(Late()) as way:
+        engine = Nodes(2, 3, server_nodes=1, through=way.through)
+        run = begin(engine=engine, **options)
+        machine = engine.cluster.running.agents[1]
+        until(lambda: machine.host and any(list(machine.host._held.values())))  # the relay is told to send
+        looked = machine.host.relay_beats
+        until(lambda: machine.host.relay_beats > looked)
+        way.let()
+        there = run.wait(PATIENCE)
+    assert same(there.state_dict(), train(**options).state_dict())
 
 
 @pytest.mark.parametrize(

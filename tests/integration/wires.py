@@ -93,6 +93,26 @@ class Stalling(ControlConnection):
             self.silence()
 
 
+class Late(ControlConnection):
+    """Of all connections after an agent's first two (its pulse, its supervisor's) nothing passes before `let`: those are relays'."""
+
+    def __init__(self) -> None:
+        self._let = threading.Event()
+        super().__init__()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, said: bytearray | None) -> None:
+        if any(said is each for each in self.said[2:]):
+            self._let.wait()
+        super()._pass_on(source, target, said)
+
+    def let(self) -> None:
+        self._let.set()
+
+    def close(self) -> None:
+        self.let()
+        super().close()
+
+
 class Repeating(ControlConnection):
     """Says every small frame of a learner twice."""
 

@@ -52,14 +52,17 @@ class Up:
 
     def scan(self) -> bool:
         """True if something waits for room."""
+        if self._relay.whole():  # else what is sent to a machine without a connection would be lost
+            self._send_all()
+        return self._deliver()
+
+    def _send_all(self) -> None:
         relay = self._relay
-        if relay.site != relay.leader and relay.whole():
-            for number, learner in list(relay.learners.items()):
-                if learner.site == relay.site:
-                    self._collect(number)
+        for number, learner in list(relay.learners.items()) if relay.site != relay.leader else ():
+            if learner.site == relay.site:
+                self._collect(number)
         for number in list(self._notes):
             self._go_on(number)
-        return self._deliver()
 
     def _collect(self, number: int) -> None:
         ring = self._relay.learners[number].desk.notes
