@@ -85,6 +85,19 @@ def test_hardsync_on_three_nodes_gives_the_bits_of_local(address: str) -> None:
     assert same(train(engine="ray", evaluate=points()).state_dict(), train().state_dict())
 
 
+@pytest.mark.slow
+def test_a_tree_on_two_nodes_gives_the_bits_of_local_and_counts_every_gradient(address: str) -> None:
+    """The leaf is the node, of two learners as on one machine."""
+    options: dict[str, Any] = {"topology": "tree:2", "engine": sl.Ray(nodes=2)}
+    there = train(**options)
+    assert sum(each.role == "node" for each in there.statistics.processes) == 2
+    assert same(there.state_dict(), train(topology="tree:2").state_dict())
+    free = train(**options, sync="softsync:1")
+    check_accounts(free)
+    assert free.gradients == 2 * 15 and free.dropped == 0
+    assert free.statistics.tables[0].examples == 2 * 120
+
+
 def where(session: sl.Session) -> int:
     """A function of this very file, and what it holds on to, travel. Gives the process that its fork server belongs to."""
     assert len(points()) == 120
