@@ -185,7 +185,10 @@ class Running:
     def send(self, site: int, kind: int, *bodies: Any, place: int = 0, offset: int = 0) -> int:
         """With the next flush; to a machine that is gone in vain."""
         peer = self.peers.get(site)
-        return peer.queue(kind, *bodies, place=place, offset=offset) if peer is not None else 0
+        if peer is None:
+            assert site in self._gone, f"machine {site} has not connected yet: what is sent there is lost"
+            return 0
+        return peer.queue(kind, *bodies, place=place, offset=offset)
 
     def sent(self, site: int, frame: int) -> bool:
         peer = self.peers.get(site)
