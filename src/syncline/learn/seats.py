@@ -12,7 +12,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,32 @@ class Line(ABC):
     @abstractmethod
     def gather(self) -> list[bytes]:
         """What all others said with `done`; waits for them."""
+
+
+class SharedTable(Protocol):
+    """What a seat asks of the engine's end of a table, which several processes have."""
+
+    layout: Layout
+    buffers: Sequence[Tensor]
+    others: Sequence[Tensor]
+
+    def narrow_to(
+        self, own: Callable[[list[Tensor]], list[Tensor]], reads: Sequence[Sequence[tuple[int, int]]]
+    ) -> None:
+        """What this seat reads of a version, and which elements of every entry that are."""
+
+    def at(self, place: int) -> Draft: ...
+    def draft(self, *, block: bool = True) -> Draft | None: ...
+    def publish(
+        self,
+        draft: Draft,
+        message: Gradient | Put | m.Initialised,
+        options: bytes = b"",
+        present: Sequence[bool] = (),
+    ) -> None: ...
+    def wait(self, number: int | None, *, block: bool = True) -> Reading | None: ...
+    def copy(self, reading: Reading, into: list[Tensor]) -> int | None: ...
+    def has_read(self) -> None: ...
 
 
 class SeatPort(LearnerPort):
@@ -202,13 +228,9 @@ def joined_masks(masks: Sequence[bytes]) -> list[bool]:
 
 
 class SeatTable(TablePort):
-    """A table, seen by one seat.
+    """A table, seen by one seat."""
 
-    `whole` is the engine's end of it, which several processes have. Beside a `TablePort`'s verbs it has `at(place)`, a draft; `narrow_to`:
-    what this seat reads of a version, and which elements of every entry that are; `copy` and `has_read`, the two halves of `read`.
-    """
-
-    def __init__(self, whole: Any, shares: Shares, port: SeatPort) -> None:
+    def __init__(self, whole: SharedTable, shares: Shares, port: SeatPort) -> None:
         self.layout = whole.layout
         self._whole, self._port, self._shares = whole, port, shares
         self._drafts: dict[int, SeatDraft] = {}

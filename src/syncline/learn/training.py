@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from syncline.dial import nearest
 from syncline.errors import UsageError
 from syncline.learn.batches import to_device
-from syncline.learn.gradient_ways import Backprop, Supervised, Way, check_scalar
+from syncline.learn.gradient_ways import Backprop, Objective, Supervised, Way, check_scalar
 from syncline.learn.model_factories import CPU, Model, copied, made
 from syncline.learn.session import Session
 from syncline.parallel.module import partition
@@ -28,7 +28,8 @@ class Training:
 
     model: Model
     data: Dataset[Any]
-    way: Way  # to a gradient
+    objective: Objective | None = None  # of back-propagation
+    gradient: Way | None = None  # any other way
     optimizer: Callable[..., torch.optim.Optimizer]
     schedule: Callable[[torch.optim.Optimizer], Any] | None
     batch_size: int
@@ -38,6 +39,11 @@ class Training:
     collate: Callable[[list[Any]], Any] | None
     on_device: bool = False  # all data lie on the learner's GPU
     check: bool = False  # a partitioned model against the whole one
+
+    @property
+    def way(self) -> Way:
+        """To a gradient."""
+        return self.gradient or Backprop(self.objective)  # type: ignore[arg-type]
 
 
 def run_training(session: Session, plan: Training) -> None:

@@ -55,31 +55,29 @@ class PeerCut:
 
 
 @dataclass(slots=True)
-class GatheredCut:
-    """What has come in of a checkpoint; the learners' own file is made of it."""
-
+class _Open:
     parts: dict[int, PeerCut] = field(default_factory=dict)  # by rank
-    saved: dict[str, m.Saved] = field(default_factory=dict)  # by name
+    saved: dict[str, m.Saved] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredCut:
+    """All of a checkpoint is there but the learners' own file."""
+
+    parts: dict[int, PeerCut]
+    saved: list[m.Saved]
 
     @property
     def number(self) -> int:
         return self.parts[0].number
 
     @property
-    def joint(self) -> Joint:
-        joint = self.parts[0].joint
-        assert joint is not None
-        return joint
-
-    @property
     def files(self) -> list[Written]:
-        found = (self.saved[name].written for name in self.joint.files)
-        return [written for written in found if written is not None]
+        return [each.written for each in self.saved if each.written is not None]
 
     @property
     def problem(self) -> str:
-        found = (self.saved[name].problem for name in self.joint.files)
-        return next((problem for problem in found if problem), "")
+        return next((each.problem for each in self.saved if each.problem), "")
 
     def learners(self) -> tuple[str, dict[str, Tensor]]:
         """The file of random states and buffers."""
@@ -94,7 +92,8 @@ class GatheredCut:
     def manifest(
         self, *, seed: int, sync: str, layouts: Mapping[int, Any], history: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        joint = self.joint
+        joint = self.parts[0].joint
+        assert joint is not None
         epoch = joint.standings[0].done if 0 in joint.standings else 0
         counts = m.Counts(
             joint.examples,
@@ -122,6 +121,34 @@ def own_losses(
     by_rank = [pair for epoch in losses.values() for pair in epoch.items()]
     mine = [each for other, each in by_rank if other == rank or (rank == 0 and other >= learners)]
     return sum(loss for loss, _ in mine), int(sum(count for _, count in mine))
+
+
+class AllReduceCheckpoints:
+    """Those that are not complete, by number."""
+
+    def __init__(self, learners: int) -> None:
+        self._learners = learners
+        self._cuts: dict[int, _Open] = {}
+
+    @property
+    def open(self) -> bool:
+        return bool(self._cuts)
+
+    def add(self, rank: int, message: PeerCut | m.Saved) -> GatheredCut | None:
+        """One more part; all of them, when it was the last."""
+        cut = self._cuts.setdefault(message.number, _Open())
+        if isinstance(message, PeerCut):
+            cut.parts[rank] = message
+        else:
+            cut.saved[message.name] = message
+        if len(cut.parts) < self._learners:
+            return None
+        joint = cut.parts[0].joint
+        assert joint is not None
+        if set(joint.files) - cut.saved.keys():
+            return None
+        del self._cuts[message.number]
+        return GatheredCut(cut.parts, [cut.saved[name] for name in joint.files])
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +237,7 @@ class AllReduceCoordinator:
     ) -> None:
         self._learners, self._processes = learners, processes  # more of them where a learner has seats
         self._emit, self._event, self._reply, self._fail, self._keep = emit, event, reply, fail, keep
-        self._cuts: dict[int, GatheredCut] = {}  # that are not complete, by number
+        self._cuts = AllReduceCheckpoints(learners)
         self.layouts: dict[int, Layout] = {}
         self._met = [0] * processes  # meetings of each
         self._meetings: dict[int, dict[int, Meet]] = {}
@@ -229,7 +256,8 @@ class AllReduceCoordinator:
         elif isinstance(message, PeerClosed):
             self._close(rank, message)
         elif isinstance(message, PeerCut | m.Saved):
-            self._cut(rank, message)
+            if (cut := self._cuts.add(rank, message)) is not None:
+                self._keep(cut)
         elif isinstance(message, Deeper):
             what = (
                 f"delay {message.before} → {message.depth}: {message.share:.0%} of the time was spent waiting"
@@ -241,18 +269,7 @@ class AllReduceCoordinator:
     @property
     def cutting(self) -> bool:
         """A checkpoint is being written."""
-        return bool(self._cuts)
-
-    def _cut(self, rank: int, message: PeerCut | m.Saved) -> None:
-        """One more part; it is kept when it was the last."""
-        cut = self._cuts.setdefault(message.number, GatheredCut())
-        if isinstance(message, PeerCut):
-            cut.parts[rank] = message
-        else:
-            cut.saved[message.name] = message
-        if len(cut.parts) == self._learners and not set(cut.joint.files) - cut.saved.keys():
-            del self._cuts[message.number]
-            self._keep(cut)
+        return self._cuts.open
 
     # -- meetings ----------------------------------------------------------------------------------------
 

@@ -223,12 +223,14 @@ def train(
     check_schedule(schedule, made)
     if steps is None and epochs is None:
         epochs = 1
+    aim = trained.objective if isinstance(trained, Backprop) else None
     batches = GroupBatches(data, collate, each, learners)
-    plain = way.objective if isinstance(way, Backprop) and regulariser is None else None
+    plain = aim if regulariser is None else None
     training = Training(
         model=sent,
         data=data,
-        way=trained,
+        objective=aim,
+        gradient=None if aim is not None else trained,
         optimizer=optimizer,  # type: ignore[arg-type]
         schedule=schedule,
         batch_size=each,

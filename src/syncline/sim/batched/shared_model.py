@@ -17,7 +17,6 @@ from torch.utils.data import IterableDataset
 
 from syncline.engines.run import RunSpec
 from syncline.errors import UsageError
-from syncline.learn.gradient_ways import Backprop
 from syncline.learn.loader import epoch_order, read_ahead, reader
 from syncline.learn.model_factories import made
 from syncline.learn.server_session import make_optimizer, shards_for
@@ -66,11 +65,11 @@ class SharedModel:
         device = torch.device(self.spec.devices[0])
         convolutions = ways.convolutions or ("unfolded" if device.type == "cuda" else "grouped")
         plan = self.plan
-        if not isinstance(plan.way, Backprop):
+        if plan.objective is None:
             return "only gradients of back-propagation are computed together"
         try:
             task = SimTask(
-                self.model, plan.way.objective, self.layout, plan.data, collate=plan.collate, device=device
+                self.model, plan.objective, self.layout, plan.data, collate=plan.collate, device=device
             )
         except UsageError as error:
             return str(error)

@@ -23,7 +23,7 @@ from syncline.dial import Course
 from syncline.engines.fault_script import parse_script
 from syncline.engines.run import Outcome, RunSpec, Storage, Task
 from syncline.errors import InvariantError, LostError
-from syncline.learn.gradient_ways import Backprop, Supervised
+from syncline.learn.gradient_ways import Supervised
 from syncline.learn.session import Session
 from syncline.learn.training import Training, run_training
 from syncline.protocols.lifecycle import Faults
@@ -228,7 +228,7 @@ def _training(case: Case) -> Training:
     return Training(
         model=model,
         data=TensorDataset(inputs, inputs.sum(1, keepdim=True).expand(-1, WIDTH)),
-        way=Backprop(Supervised(F.mse_loss)),
+        objective=Supervised(F.mse_loss),
         optimizer=partial(torch.optim.SGD, lr=0.1),
         schedule=None,
         batch_size=case.batch_size,
