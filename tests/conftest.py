@@ -24,10 +24,10 @@ Simulation.honest = True  # in simulated runs, too, nobody sees another's memory
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a sweep (`@pytest.mark.sweep(n)`) `make test` has n cases, evenly spread; `make test-long` has the others."""
+    """Of a sweep (`@pytest.mark.sweep(n)`) `make test` has n cases that are not long, evenly spread; `make test-long` the others."""
     sweeps: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sweep") is not None:
+        if item.get_closest_marker("sweep") is not None and item.get_closest_marker("long") is None:
             sweeps[str(item.path), getattr(item, "originalname", item.name)].append(item)
     for cases in sweeps.values():
         mark = cases[0].get_closest_marker("sweep")

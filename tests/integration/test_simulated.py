@@ -384,7 +384,7 @@ def rudra_loop(session: sl.Session, batch_size: int, steps: int) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for _ in range(steps):
-        session.count(batch_size)
+        session.examples += batch_size
         optimizer.step()
 
 

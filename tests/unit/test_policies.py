@@ -40,7 +40,7 @@ ROLE_ROOMS = {"learn", "roles"}
 MOST_PUBLIC_NAMES = 22  # three of them are batch methods
 MOST_LINES = 600
 MOST_PORT_METHODS = 30  # over all ports
-MOST_SOURCE_LINES = 65_000  # whoever needs more raises it, with the reason in the same commit; last: versions that flow down a tree, groups on a cluster
+MOST_SOURCE_LINES = 62_800  # whoever needs more raises it, with the reason in the same commit; last: broadcast trees on a cluster, rooms made smaller
 
 FILES = sorted(SOURCE.rglob("*.py"))
 per_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
