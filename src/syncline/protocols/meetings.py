@@ -88,11 +88,12 @@ class Meetings:
         waiting = len(self._here) + sum(map(len, elsewhere))  # quick to see, and seldom enough
         return waiting >= len(self.members) and not self.members.difference(self._here, *elsewhere)
 
-    def stand_still(self, elsewhere: Mapping[int, MeetingPlace]) -> list[Decision]:
+    def stand_still(self, elsewhere: Mapping[int, MeetingPlace], *, drifting: bool = False) -> list[Decision]:
         """The same: if nobody else is missing, nobody will ever come.
 
         Who is in a meeting holds it; where nobody is, one table's steps go on first, or an epoch begins for those that wait for one,
-        which is not decided here. But where that would leave out some whose loops began together with theirs, the loops differ.
+        which is not decided here. But where that would leave out some whose loops began together with theirs, the loops differ;
+        unless they may be steps apart, since the dial leaves slow ones behind (`drifting`).
         """
         others = self.members - self._here.keys()
         if not others or not self.still(elsewhere):
@@ -100,7 +101,9 @@ class Meetings:
         steps = {each: elsewhere[each].number for each in others if elsewhere[each].what == STEP}
         if len(set(steps.values())) > 1:
             together = {steps[each] for each in steps.keys() & self._together}
-            return [Uncross(min(together or steps.values()))] if len(together) < 2 else self._unmet(elsewhere)
+            if len(together) > 1 and not drifting:
+                return self._unmet(elsewhere)
+            return [Uncross(min(together or steps.values()))]
         going = set(self._here) or {each for each in others if elsewhere[each].what == EPOCH}
         left = self.members - going
         if going and not (going & self._together and left & self._together):

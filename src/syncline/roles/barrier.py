@@ -27,6 +27,9 @@ class Steps(Protocol):
     def crossing(self, members: int) -> bool:
         """So many may stand still, some of them in steps of different tables: quick to see, and seldom so."""
 
+    def drifting(self) -> bool:
+        """Learners whose loops began together may be steps apart."""
+
 
 class Barrier:
     """All meetings of a run; `decided` has a meeting's end carried out."""
@@ -131,7 +134,7 @@ class Barrier:
                     self._port.tell(m.Standstill(self._heard, {*meetings.here, *waiting}))
                     return
                 elsewhere = waiting
-        decisions = meetings.stand_still(elsewhere)
+        decisions = meetings.stand_still(elsewhere, drifting=self._steps.drifting())
         self._decided(OUTSIDE, decisions)
         if not decisions and (sure or not (meetings.here or opening)):
             self._feeding.untangle(elsewhere if sure else ())

@@ -321,6 +321,10 @@ class Leader:
         waiting = [sequence.at_gate for sequence in self._sequences.values()]
         return sum(waiting) >= members and sum(map(bool, waiting)) > 1
 
+    def drifting(self) -> bool:
+        """Backup drops the gradients of slow learners: they stay behind."""
+        return any(sequence.sync.late == "drop" for sequence in self._sequences.values())
+
     # -- decisions to effects ----------------------------------------------------------------------------
 
     def _decided(self, place: int, decisions: Iterable[Any]) -> None:

@@ -197,6 +197,14 @@ def test_equal_loops_always_go_on(loop: str, learners: int, sync: str, joiners: 
     assert crew.told == {} and crew.over == set(range(learners + joiners))
 
 
+def test_learners_that_backup_left_behind_are_not_told_that_loops_differ() -> None:
+    """One is two steps behind, another leaves: those that remain wait in steps of different tables."""
+    draws = iter([0, 0, 0, 3, *[0] * 23, 1, 1])
+    crew = Crew(["abaabb"] * 3, "backup:1", lambda count: min(next(draws, 0), count - 1), leavers=(1,))
+    crew.play()
+    assert crew.told == {} and crew.over == {0, 1, 2}
+
+
 @many
 @given(st.integers(1, 6), st.integers(2, 4), dials, st.data())
 def test_a_warm_start_goes_on_whoever_comes_first(warm: int, learners: int, sync: str, data: Any) -> None:
