@@ -38,6 +38,22 @@ def test_nothing_is_broken() -> None:
     assert hunt(range(3), DIALS) is None
 
 
+@pytest.mark.parametrize("loop", ["train", "own"])
+def test_pushes_of_learners_that_have_not_heard_of_lockstep_yet(loop: str) -> None:
+    """Promises leave their slots when they are taken, real gradients lie in them until their fold."""
+    case = Case(
+        sync="downpour:push=1,fetch=6,local_lr=0.1",
+        script="change to hardsync at 2 s",
+        loop=loop,
+        examples=7,
+        batch_size=1,
+        epochs=1,
+        cluster="equal:setup=1.5,beside=true,learners_per_machine=2",
+        late=True,
+    )
+    assert play(case) is None
+
+
 def test_all_loops_policies_and_faults_are_drawn() -> None:
     cases = [random_case(seed, dial) for seed in range(40) for dial in DIALS]
     assert {case.loop for case in cases} == set(LOOPS) and {case.policy for case in cases} == set(POLICIES)

@@ -333,11 +333,13 @@ class TableAccount:
                 f"{len(self.pending)} gradients wait, the quorum of version {self.version + 1} is {self.quorum()}"
             )
 
-    def bounded(self, slots: int) -> None:
-        """Nobody has more gradients under way than slots."""
+    def bounded(self, slots: int, *, promised: bool) -> None:
+        """Nobody has more gradients under way than slots; a promise leaves its slot when it is taken."""
         held: dict[int, int] = {}
         for (learner, _), gradient in self.gradients.items():
-            if gradient.fate == "published" or self.sync.lockstep:  # else it was added to a mean
+            if gradient.fate == "published" or (
+                self.sync.lockstep and not promised
+            ):  # else it was added to a mean
                 held[learner] = held.get(learner, 0) + 1
         for learner, count in held.items():
             if count > slots:

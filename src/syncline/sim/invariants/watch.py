@@ -91,7 +91,7 @@ class Watch:
         usage = [(loader, span) for loader, upto in used for span in self._feeds[loader].used(learner, upto)]
         table, lane = self._tables[made.table], self._world.lanes[made.table, learner]
         table.published(learner, made.number, Gradient(made.stamp, made.step, usage))
-        table.bounded(len(lane.slots))
+        table.bounded(len(lane.slots), promised=self._world.workshop is not None)
         slot = lane.slots[lane.numbers.index(made.number)]
         present = [True] * len(slot.gradients) if made.full else [bool(has) for has in slot.mask.tolist()]
         self._values[made.table].published(learner, made.number, slot.gradients, present)
