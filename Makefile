@@ -28,10 +28,10 @@ train: setup
 	@$(BIN)/syncline train $(ARGS)
 
 test: lint types
-	$(BIN)/pytest -n $(JOBS) --dist loadfile
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-long: setup
-	$(BIN)/pytest -n $(JOBS) --dist loadfile -m long
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long
 
 lint: setup
 	$(BIN)/ruff check .

@@ -182,6 +182,7 @@ def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
     assert not [path for path in folder.iterdir() if path.name.endswith(".tmp")]
 
 
+@pytest.mark.long
 def test_a_lost_learner_is_shown_and_the_run_goes_on(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, *TINY, "--epochs", "100000", "--run-dir", "out")
     try:

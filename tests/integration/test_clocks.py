@@ -18,7 +18,7 @@ from syncline.cli.app import app
 from syncline.errors import UsageError
 from syncline.report import read_clocks
 from syncline.report.clock_file import CLOCKS, append_clocks, cut_clocks
-from syncline.roles import vector_clocks as stamps
+from syncline.roles import counters
 from tests.integration import small_runs
 from tests.integration.small_runs import points
 
@@ -124,7 +124,7 @@ def test_a_lost_shard_of_processes_too(tmp_path: Path) -> None:
 
 def test_the_leading_shard_reports_in_pieces_of_bounded_size(tmp_path: Path, monkeypatch: Any) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(stamps, "ROWS", 16)
+    monkeypatch.setattr(counters, "ROWS", 16)
     monkeypatch.setattr(
         "syncline.report.folder_writer.append_clocks",
         lambda folder, rows: (sizes.append(len(rows) // 12), append_clocks(folder, rows)),

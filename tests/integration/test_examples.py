@@ -53,6 +53,7 @@ def test_all_reduce() -> None:
     assert number("test accuracy by learner:", output) > 0.85 and number("mean staleness", output) == 0.99
 
 
+@pytest.mark.long
 def test_the_plain_script_and_its_twin() -> None:
     for script in ("plain_pytorch.py", "with_syncline.py"):
         assert number("test accuracy", run(script, "4")) > 0.8

@@ -159,6 +159,7 @@ def events(run: sl.Run) -> list[str]:
     return [event.kind for event in run._handle._run.recorder.outcome.events]  # type: ignore[attr-defined]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_stopped_shard_is_named_and_the_run_still_answers(
     shard: int, monkeypatch: pytest.MonkeyPatch

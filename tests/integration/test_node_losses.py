@@ -91,6 +91,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("fault", "sync", "replace"),
     [
@@ -145,6 +146,7 @@ def silent_back(way: ControlConnection) -> None:
     way.silence("back")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "fault", [ControlConnection.cut, ControlConnection.silence, silent_there, silent_back]
 )

@@ -194,6 +194,7 @@ def test_a_lost_leaf_is_started_anew_on_its_machine(sync: str, site: int, tmp_pa
         assert same(result.state_dict(), train(**options).state_dict())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("sync", ["hardsync", "async"])
 def test_a_machine_with_a_node_above_others_is_lost_and_those_send_to_the_root(
     sync: str, tmp_path: Path

@@ -186,6 +186,7 @@ def counts(session: sl.Session) -> bool:
     return whole
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("sync", ["hardsync", "async"])
 def test_a_lost_machine_with_a_shard_goes_back_to_the_checkpoint_without_it(
     sync: str, tmp_path: Path

@@ -85,6 +85,7 @@ def test_hardsync_on_three_nodes_gives_the_bits_of_local(address: str) -> None:
     assert same(train(engine="ray", evaluate=points()).state_dict(), train().state_dict())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_tree_on_two_nodes_gives_the_bits_of_local_and_counts_every_gradient(address: str) -> None:
     """The leaf is the node, of two learners as on one machine."""
@@ -123,6 +124,7 @@ def test_groups_are_on_one_node_each_and_replaced_whole(address: str) -> None:
     assert kinds(run.wait(LONGEST)) == ["lost", "replaced"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_learners_are_on_the_nodes_they_are_dealt_to(address: str) -> None:
     run = sl.launch(where, learners=3, engine=sl.Ray(nodes=3, learners_per_node=1), wait=False)
@@ -142,6 +144,7 @@ def test_what_the_cluster_has_no_room_for_is_refused_in_one_line(address: str) -
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_cluster_is_measured_for_the_simulator(address: str) -> None:
     found = sl.Ray(nodes=2, learners_per_node=1).measure()
@@ -237,6 +240,7 @@ print(result.returned, result.updates, ray.is_initialized())
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_without_a_cluster_a_ray_is_started_and_ended_with_the_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

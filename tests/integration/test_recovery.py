@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 
 import syncline as sl
 from syncline.errors import LostError
+from syncline.report.event_lines import read_lines
 from syncline.table.checkpoints import Checkpoint
 from syncline.testing import Faults
 from tests.integration import small_runs
@@ -105,6 +107,9 @@ def test_only_then_learners_are_started_again_too(every: int, times: int, tmp_pa
     run = sl.launch(
         counts_itself, points(SIZE), calls, run_dir=tmp_path / "run", checkpoint_every=every, **given
     )
+    events = tmp_path / "run" / "events.jsonl"
+    while every < 12 and not any(line.get("event") == "checkpoint" for line in read_lines(events)):
+        time.sleep(0.002)  # a checkpoint is one when it is written
     Faults("kill shard 1 at version 12").play(run)
     result = run.wait(timeout=60)
     assert kinds(result) == ["shard lost", "recovered"]

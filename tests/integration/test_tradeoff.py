@@ -163,6 +163,7 @@ def ended(folder: str) -> int:
     return len(read_rows(Path(folder))) if Path(folder, "tradeoff.csv").exists() else 0
 
 
+@pytest.mark.long
 def test_after_kill_9_the_same_command_goes_on_and_gives_the_same_rows(reference: tuple[Path, str]) -> None:
     arguments = (job("slow"), *GRID, "--jobs", "2", "--out", "killed")
     process = started(*arguments)

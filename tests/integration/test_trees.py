@@ -225,6 +225,7 @@ def test_nodes_that_are_processes_give_the_simulators_bits(
     assert roles["node"] == nodes
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "sync",
     [

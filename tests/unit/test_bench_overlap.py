@@ -203,6 +203,7 @@ def test_more_than_two_namespaces_are_joined_by_a_switch() -> None:
     assert not set(places) & set(link.names())
 
 
+@pytest.mark.long
 def test_a_quick_run_without_a_link(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     command = [sys.executable, "-m", "benchmarks.bench_overlap", "--quick", "--json", str(file)]

@@ -55,6 +55,7 @@ def test_an_update_of_the_large_net_is_cut_over_the_image() -> None:
     assert 3 < one.total / four.total <= 4.1
 
 
+@pytest.mark.long
 def test_every_method_of_the_benchmark_steps(capsys: pytest.CaptureFixture[str]) -> None:
     row = bench_parallel.measured("small", 8, "loopback", ["ddp", "ours", "group"], 1, 1)
     assert set(row.seconds) == {"ddp", "ours", "group"} and min(row.seconds["ours"]) > 0

@@ -125,6 +125,7 @@ IMAGES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.sweep(60)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name, way", [(name, way) for name, (_, ways) in IMAGES.items() for way in ways])
@@ -160,6 +161,7 @@ FEATURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, .
 }  # fmt: skip
 
 
+@pytest.mark.sweep(40)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "name, way", [(name, way) for name, (_, _, ways) in FEATURES.items() for way in ways]

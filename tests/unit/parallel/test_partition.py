@@ -84,6 +84,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(50)
 @pytest.mark.parametrize("way, size", [("data", 3), ("model", 3), ("spatial", 4)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_between_layers_are_never_wrong_on_a_slice(name: str, way: str, size: int) -> None:
