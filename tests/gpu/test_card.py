@@ -136,7 +136,7 @@ def settles(before: int) -> bool:
 def test_a_killed_learner_takes_nothing_with_it(sync: str) -> None:
     torch.zeros(1, device="cuda")
     before = used()
-    run = train(sync=sync, epochs=300, wait=False)
+    run = train(sync=sync, batch_size=2, epochs=30, wait=False)
     Faults("kill learner 1 at version 20").play(run)
     result = run.wait(100)
     assert [event.kind for event in result.events].count("lost") == 1

@@ -52,7 +52,6 @@ from syncline.table.store import copy_segments
 
 DRAFTED = (log.Take, log.PutValues, log.Free)  # entries that speak of a draft
 LOG_ENTRIES = 1024
-LISTEN_EVERY = 0.002  # seconds of work between looks at the supervisor's channel
 SLOW = 0.002  # seconds between looks at a full log
 
 
@@ -410,7 +409,6 @@ class _Loop:
         self._leads = spec.shard == 0
         self._reader = spec.reader
         self._relay = spec.relay
-        self._heard = 0.0  # when the supervisor was last listened to
         self._beats = spec.beats.words[LINE * spec.shard : LINE * spec.shard + 1]
 
     def run(self) -> None:
@@ -422,14 +420,9 @@ class _Loop:
             if self._port.leaving and self._role.replay.settled:
                 self._port.forget()
             self._port.flush()
-            if worked:
-                self._sleeper.busy()
-                if self._relay is not None:
-                    self._relay.ring()
-                if time.monotonic() - self._heard < LISTEN_EVERY:
-                    continue
-            self._heard = time.monotonic()
-            ready = self._sleeper.peek() if worked else self._sleeper.wait(1.0 if keeps_up else SLOW)
+            if worked and self._relay is not None:
+                self._relay.ring()
+            ready = self._sleeper.turn(worked=worked, seconds=1.0 if keeps_up else SLOW)
             if self._channel.fileno() in ready:
                 self._control()
                 self._port.flush()

@@ -22,6 +22,7 @@ from syncline.errors import RunError
 
 PAGE = 4096
 LONG_YIELD = 0.0002  # seconds
+LOOK_EVERY = 0.002  # seconds of work between looks at watched descriptors
 
 
 class Region:
@@ -96,6 +97,7 @@ class Waiter:
         self._poll.register(bell.fd, select.POLLIN)
         self._others: set[int] = set()
         self._tries = 0
+        self._looked = 0.0
 
     def watch(self, fd: int) -> None:
         self._poll.register(fd, select.POLLIN)
@@ -104,6 +106,20 @@ class Waiter:
     def busy(self) -> None:
         """Something happened: the next wait yields first again."""
         self._tries = 0
+
+    def turn(self, *, worked: bool, seconds: float = 1.0) -> set[int]:
+        """After a round of a loop: go on after work, else wait; the watched descriptors that are ready come back.
+
+        They are looked at every few milliseconds, whatever happens: waits that end while they yield do not look.
+        """
+        if not worked:
+            return self.wait(seconds)
+        self.busy()
+        now = time.monotonic()
+        if now - self._looked < LOOK_EVERY:
+            return set()
+        self._looked = now
+        return self.peek()
 
     def wait(self, seconds: float = 1.0) -> set[int]:
         """Yield or sleep once; the watched descriptors that are ready come back."""

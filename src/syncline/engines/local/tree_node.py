@@ -7,7 +7,6 @@ takes a leaf's learners over reads the same outboxes. Versions do not pass here:
 from __future__ import annotations
 
 import gc
-import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +31,6 @@ from syncline.table.accumulator import Mean, add_up
 from syncline.table.gradient_slot import Slot
 from syncline.table.layout import Layout
 
-LISTEN_EVERY = 0.002  # seconds of work between looks at the supervisor's channel
 FREE = -1  # in place of a sum's number
 
 
@@ -266,20 +264,13 @@ class LocalNode:
         self._outgoing: deque[Record] = deque()
         self._sleeper = Waiter(spec.bell, yields=spec.yields)
         self._sleeper.watch(channel.fileno())
-        self._heard = 0.0  # when the supervisor was last listened to
 
     def run(self) -> None:
         beats = self._spec.beats.words
         while True:
             beats[0] += 1
             worked = self._read_answers() | self._read_children() | self._send()
-            if worked:
-                self._sleeper.busy()
-                if time.monotonic() - self._heard < LISTEN_EVERY:
-                    continue
-            self._heard = time.monotonic()
-            ready = self._sleeper.peek() if worked else self._sleeper.wait()
-            if self._channel.fileno() in ready:
+            if self._channel.fileno() in self._sleeper.turn(worked=worked):
                 self._control()
 
     # -- up --------------------------------------------------------------------------------------------------
