@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP  := $(VENV)/.setup-done
 # Processes that test at once; most tests start two to four more.
-JOBS   ?= 2
+JOBS   ?= 3
 # Tests start hundreds of processes: none compiles what another has.
 export PYTHONDONTWRITEBYTECODE :=
 

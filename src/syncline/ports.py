@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from syncline.messages import Call, Initialise, Initialised, Opened, Renewed, Stop
     from syncline.messages.log import Entry, Fold, Take
     from syncline.messages.to_leader import Gradient, Put, ToLeader
-    from syncline.messages.to_nodes import ToNodes
+    from syncline.messages.to_tree_nodes import ToNodes
 
 Slot = Any
 

@@ -164,7 +164,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 def test_no_room_is_said_with_the_numbers() -> None:
-    from syncline.engines.local.cuda_memory import CardMemory
+    from syncline.engines.local.shared_cuda_memory import CardMemory
     from syncline.errors import RunError
 
     with pytest.raises(RunError, match=r"no room for .* MiB of too much.*table_device"):

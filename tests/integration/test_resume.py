@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Dataset, TensorDataset
 
 import syncline as sl
-from syncline.engines import checkpoint_files as files
+from syncline.engines import checkpoint_writer as files
 from syncline.errors import LearnerError, UsageError
 from syncline.table.checkpoints import CheckpointError
 

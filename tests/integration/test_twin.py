@@ -86,7 +86,7 @@ def stuck(session: sl.Session) -> None:
 
 def test_a_run_that_stands_still_says_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would be a bug: that these loops differ is found before."""
-    monkeypatch.setattr(Meetings, "stand_still", lambda *_: [])
+    monkeypatch.setattr(Meetings, "stand_still", lambda *_, **__: [])
     with pytest.raises(sl.RunError, match=r"stands still.*ticket 1 of table 0.*ticket 1 of table 1"):
         sl.launch(stuck, learners=2, engine="sim", sync="hardsync")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from syncline.batch.commands import Combine, Dot, Program, Scalars, State
-from syncline.batch.descent import Descent, Direction, Move, first_step
+from syncline.batch.method_base import Descent, Direction, Move, first_step
 
 PARALLEL = 0.2  # gradients of two iterations are far from orthogonal: restart (Powell 1977)
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from syncline.batch.commands import Axpy, Copy, Evaluate, Fill, Iteration, Scale, State, Steps
-from syncline.batch.descent import MEASURE, Options, Standing, need, number
+from syncline.batch.method_base import MEASURE, Options, Standing, need, number
 
 
 @dataclass(frozen=True, kw_only=True)

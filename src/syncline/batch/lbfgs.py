@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from syncline.batch.commands import Combine, Dot, Program, Scalars, State
-from syncline.batch.descent import Descent, Direction, Move, first_step, whole
+from syncline.batch.method_base import Descent, Direction, Move, first_step, whole
 from syncline.errors import UsageError
 
 ROUNDING = 2.3e-16  # of the decrease that a slope promises: smaller curvature is none

@@ -17,9 +17,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from syncline.cli.engines import SETS, SimulatedEngine, refuse_other_engine
 from syncline.cli.error_output import told
-from syncline.cli.hunt import Hunt, hunt_or_replay
+from syncline.cli.fault_hunt import Hunt, hunt_or_replay
 from syncline.cli.options import (
     BatchSize,
     Cluster,
@@ -36,6 +35,7 @@ from syncline.cli.options import (
     Where,
 )
 from syncline.cli.plain_output import account, duration, event_line, print_line, print_rows
+from syncline.cli.simulated_engine import SETS, SimulatedEngine, refuse_other_engine
 from syncline.cli.train import Wish, load, run_loaded
 from syncline.errors import UsageError
 from syncline.jobs import Job

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from syncline.cli.engines import SETS, SimulatedEngine, refuse_other_engine
 from syncline.cli.error_output import FAILURE, INTERRUPTED, told
 from syncline.cli.options import Cluster, Debug, Epochs, JobFile, Sets, Steps, Timing
 from syncline.cli.plain_output import counted, near, print_line
+from syncline.cli.simulated_engine import SETS, SimulatedEngine, refuse_other_engine
 from syncline.cli.study_display import StudyBoard, last_words, row_line
 from syncline.cli.train import Wish, load
 from syncline.dial import Course

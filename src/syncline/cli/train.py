@@ -18,7 +18,6 @@ from rich.live import Live
 from rich.table import Table
 
 from syncline.cli.display import panel
-from syncline.cli.engines import SETS
 from syncline.cli.plain_output import (
     account,
     epoch_line,
@@ -30,6 +29,7 @@ from syncline.cli.plain_output import (
     print_line,
     summary,
 )
+from syncline.cli.simulated_engine import SETS
 from syncline.engines.local import forkserver
 from syncline.errors import SynclineError, Terminated, UsageError
 from syncline.jobs import Job, JobError

@@ -15,7 +15,7 @@ from syncline import messages as m
 from syncline.batch import messages as b
 from syncline.batch.coordinator import Coordinator, slots_of, window_of
 from syncline.batch.portions import Portions
-from syncline.engines.checkpoint_files import commit
+from syncline.engines.checkpoint_writer import commit
 from syncline.engines.recorder import Recorder
 from syncline.engines.run import EpochRecord, RunSpec
 from syncline.errors import RunError, UsageError

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.checkpoint_files import commit, write_part
+from syncline.engines.checkpoint_writer import commit, write_part
 from syncline.engines.run import (
     Began,
     EpochRecord,

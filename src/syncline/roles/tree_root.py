@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from syncline.messages import log
 from syncline.messages.to_leader import Sum
-from syncline.messages.to_nodes import Counted, Refused, Taken
+from syncline.messages.to_tree_nodes import Counted, Refused, Taken
 from syncline.ports import ServerPort
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Sequence

@@ -20,8 +20,8 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.cluster.record import Cluster
 from syncline.dial import Sync
-from syncline.engines.checkpoint_files import write_part
-from syncline.engines.fault_script import Fault
+from syncline.engines.checkpoint_writer import write_part
+from syncline.engines.event_script import Fault
 from syncline.engines.recorder import learner_error, peer_record
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes

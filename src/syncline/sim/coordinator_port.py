@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.checkpoint_files import commit
+from syncline.engines.checkpoint_writer import commit
 from syncline.engines.run import RunSpec
 from syncline.ports import CoordinatorPort
 from syncline.roles.checkpoint_manifest import restored, upto

@@ -1,6 +1,6 @@
 """Playing a script in a simulated run: its moments are moments of virtual time, or versions as the leading shard makes them.
 
-Not responsible for what a line may say (`engines.fault_script`), nor for what happens to single learners and shards (`Simulation.play`).
+Not responsible for what a line may say (`engines.event_script`), nor for what happens to single learners and shards (`Simulation.play`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from syncline.cluster.record import Cluster
 from syncline.dial import Course, as_sync
-from syncline.engines.fault_script import Fault, parse_script
+from syncline.engines.event_script import Fault, parse_script
 from syncline.engines.run import RunSpec
 from syncline.errors import DialError, UsageError
 from syncline.topologies import Trees

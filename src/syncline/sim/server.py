@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from syncline.cluster.record import Cost
-from syncline.engines.checkpoint_files import with_content, write_part
+from syncline.engines.checkpoint_writer import with_content, write_part
 from syncline.messages import MakeTable
 from syncline.messages.log import Entry, Fold, Leave, PutValues, Take
 from syncline.messages.to_leader import ToLeader
@@ -27,7 +27,7 @@ from syncline.table.gradient_slot import Slot
 from syncline.table.store import copy_segments, places_for
 
 if TYPE_CHECKING:
-    from syncline.messages.to_nodes import ToNodes
+    from syncline.messages.to_tree_nodes import ToNodes
     from syncline.sim.learner import SimLearner
     from syncline.sim.simulation import Simulation
     from syncline.sim.tree_nodes import SimNode

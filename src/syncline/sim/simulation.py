@@ -17,7 +17,7 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.cluster.record import Cluster
 from syncline.dial import Sync, as_sync
-from syncline.engines.fault_script import Fault
+from syncline.engines.event_script import Fault
 from syncline.engines.recorder import Recorder
 from syncline.engines.run import Evaluate, Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes

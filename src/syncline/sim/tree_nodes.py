@@ -17,7 +17,7 @@ from torch import Tensor
 
 from syncline.messages.to_leader import Gradient
 from syncline.messages.to_leader import Sum as Told
-from syncline.messages.to_nodes import Counted, Refused, Taken, ToNodes
+from syncline.messages.to_tree_nodes import Counted, Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
 from syncline.protocols.tree_shape import ROOT
 from syncline.protocols.tree_up import Node, Passed, Sum, SumDone, Up, of_one

@@ -9,6 +9,6 @@ result = run.wait()
 from syncline.engines.local.engine import Local
 from syncline.testing.faults import Fault, Faults
 from syncline.testing.leftovers import end_leftovers
-from syncline.testing.nodes import Nodes
+from syncline.testing.small_cluster import Nodes
 
 __all__ = ["Fault", "Faults", "Local", "Nodes", "end_leftovers"]

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 
-from syncline.engines.fault_script import Fault, parse_script
+from syncline.engines.event_script import Fault, parse_script
 from syncline.errors import UsageError
 from syncline.messages import ProcessStatistics, Statistics
 from syncline.train import Run

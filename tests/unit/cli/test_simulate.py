@@ -172,13 +172,13 @@ def test_what_a_hunt_would_ignore_is_refused() -> None:
 def test_a_failure_is_printed_with_what_the_hunt_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random_case(3, "ssp:1", learners=4, shards=2)
     found = Found(drawn=drawn, case=Case(seed=3, sync="ssp:1"), failure=Failure("broken", "broken here"))
-    monkeypatch.setattr("syncline.cli.hunt.hunt", lambda *_, **__: found)
+    monkeypatch.setattr("syncline.cli.fault_hunt.hunt", lambda *_, **__: found)
     hunt = ("--faults", "random", "--sync", "ssp:1", "--learners", "4", "--shards", "2")
     result = simulate(*hunt, "--seeds", "9")
     assert result.exit_code == 1 and "broken here" in result.output and drawn.script
     (again,) = [line for line in result.output.splitlines() if line.startswith("as it was drawn: ")]
     played: list[Case] = []
-    monkeypatch.setattr("syncline.cli.hunt.play", played.append)
+    monkeypatch.setattr("syncline.cli.fault_hunt.play", played.append)
     assert simulate(*shlex.split(again.partition("syncline simulate ")[2])).exit_code == 0
     assert played == [drawn]
 

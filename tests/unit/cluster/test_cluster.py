@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from syncline.cluster.named import keep
 from syncline.cluster.record import KINDS, Cluster, Compute, Cost, Jitter, Link, uniform
-from syncline.engines.fault_script import parse_script
+from syncline.engines.event_script import parse_script
 from syncline.errors import UsageError
 from syncline.sim.engine import Sim
 from syncline.sim.fault_player import Script

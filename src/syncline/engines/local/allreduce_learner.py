@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline.engines.checkpoint_files import Writer
+from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.collectives import CollectiveGroup
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.learner import call, returned, say

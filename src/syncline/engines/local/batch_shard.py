@@ -14,7 +14,7 @@ from torch import Tensor
 
 from syncline import messages as m
 from syncline.batch import messages as b
-from syncline.engines.checkpoint_files import Job, write_part
+from syncline.engines.checkpoint_writer import Job, write_part
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.shared_memory import Region, crash_point
 from syncline.roles.checkpoint_manifest import table_file

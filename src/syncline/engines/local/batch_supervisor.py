@@ -16,8 +16,8 @@ from syncline.batch import messages as b
 from syncline.batch.coordinator import slots_of
 from syncline.batch.portions import Cancel
 from syncline.dial import Sync
+from syncline.engines.batch_lifecycle import BatchCrew, BatchSupervision
 from syncline.engines.batch_record import BatchRecord, coordinator_of, state_of, write_first
-from syncline.engines.batch_supervision import BatchCrew, BatchSupervision
 from syncline.engines.local.batch_learner import BatchLearnerSpec
 from syncline.engines.local.batch_shard import BatchShardSpec, Pool, slot_bytes
 from syncline.engines.local.packing import Parcel, pack

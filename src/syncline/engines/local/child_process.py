@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from syncline.engines.allocator import keep_freed_memory
 from syncline.engines.local.allreduce_learner import AllReduceLearnerSpec, run_peer
 from syncline.engines.local.batch_learner import BatchLearnerSpec, run_batch_learner
 from syncline.engines.local.batch_shard import BatchShardSpec, run_batch_shard
@@ -27,6 +26,7 @@ from syncline.engines.local.seat_processes import run_group
 from syncline.engines.local.server import run_server
 from syncline.engines.local.shared_memory import crash_at
 from syncline.engines.local.tree_node import run_node
+from syncline.engines.malloc_tuning import keep_freed_memory
 
 TERM_GRACE = 20.0  # seconds that a process goes on after SIGTERM
 

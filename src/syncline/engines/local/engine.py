@@ -10,7 +10,7 @@ from syncline.dial import Sync
 from syncline.engines import live_runs as live
 from syncline.engines.local.allreduce_supervisor import AllReduceSupervisor
 from syncline.engines.local.batch_supervisor import BatchSupervisor
-from syncline.engines.local.host import Machines
+from syncline.engines.local.host_interface import Machines
 from syncline.engines.local.supervisor import Supervisor
 from syncline.engines.local.supervisor_base import RunSupervisor
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec

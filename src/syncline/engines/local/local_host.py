@@ -14,7 +14,7 @@ from typing import Any
 
 from syncline import messages as m
 from syncline.engines.local.exchange import LINE, Ring
-from syncline.engines.local.host import (
+from syncline.engines.local.host_interface import (
     Begun,
     Ended,
     Forget,

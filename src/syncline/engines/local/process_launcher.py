@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline import messages as m
-from syncline.engines.checkpoint_files import commit
-from syncline.engines.local.host import Host, Sites
+from syncline.engines.checkpoint_writer import commit
+from syncline.engines.local.host_interface import Host, Sites
 from syncline.engines.local.learner import CALLS, GENERATION, STOP
 from syncline.engines.local.processes import Process
 from syncline.engines.supervision import Crew

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from syncline.messages import log
 from syncline.messages import to_leader as say
-from syncline.messages.to_nodes import Counted, Refused, Taken, ToNodes
+from syncline.messages.to_tree_nodes import Counted, Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
 
 # -- learners to the leading shard ---------------------------------------------------------------------------

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.checkpoint_files import Writer, with_content, write_part
+from syncline.engines.checkpoint_writer import Writer, with_content, write_part
 from syncline.engines.local.control_channel import Channel, Closed
-from syncline.engines.local.cuda_memory import StreamOrder
 from syncline.engines.local.exchange import DELIVERED, KEEP, LINE, Ring
 from syncline.engines.local.record_codec import (
     ENTRY,
@@ -36,13 +35,14 @@ from syncline.engines.local.record_codec import (
     speaks_of,
 )
 from syncline.engines.local.record_codec import Part as SumPart
+from syncline.engines.local.shared_cuda_memory import StreamOrder
 from syncline.engines.local.shared_memory import Region, SharedWords, Waiter, WakeUp
 from syncline.engines.local.table_memory import DESK_PORTIONS, EVENT, Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.tree_root_end import AddNode, Branches, NodeGone, NodeTable, name_of
 from syncline.engines.local.version_ring import RingPart
 from syncline.messages import log
 from syncline.messages.to_leader import NO_LOADER, Gradient, Put, Sum, ToLeader
-from syncline.messages.to_nodes import ToNodes
+from syncline.messages.to_tree_nodes import ToNodes
 from syncline.ports import FIRST_VALUES, Computing, Portion, Reading, ServerPort, Serving, VersionMemory
 from syncline.roles.server import ServerRole
 from syncline.table.checkpoints import FIRST, Folder

@@ -14,8 +14,8 @@ from typing import Any
 
 from syncline import messages as m
 from syncline.dial import Sync
-from syncline.engines.checkpoint_files import Writer, write_part
-from syncline.engines.local.host import Host, Machines, Told
+from syncline.engines.checkpoint_writer import Writer, write_part
+from syncline.engines.local.host_interface import Host, Machines, Told
 from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.packing import Parcel
 from syncline.engines.local.process_launcher import ProcessLauncher

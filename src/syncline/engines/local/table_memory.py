@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from syncline.engines.local.cuda_memory import Handles, share
 from syncline.engines.local.exchange import LINE, Drafts, Outbox, Replies, Ring, Shares
 from syncline.engines.local.late_losses import NBYTES as LOSSES
 from syncline.engines.local.late_losses import LateLosses
 from syncline.engines.local.record_codec import NOTE
+from syncline.engines.local.shared_cuda_memory import Handles, share
 from syncline.engines.local.shared_memory import Region, SharedWords
 from syncline.engines.local.version_ring import Marks, Words
 from syncline.table.gradient_slot import Slot, slot_bytes

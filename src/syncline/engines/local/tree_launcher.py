@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.engines.local.exchange import LINE
-from syncline.engines.local.host import Forget, LaneHere, NodeKnown, NodeMoved, Sites
+from syncline.engines.local.host_interface import Forget, LaneHere, NodeKnown, NodeMoved, Sites
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.engines.local.table_memory import LEAF, Geometry, Lane

@@ -23,7 +23,7 @@ from syncline.engines.local.shared_memory import Region, Waiter, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox
 from syncline.engines.local.tree_root_end import NodeDesk, NodeTable
 from syncline.messages.to_leader import Gradient
-from syncline.messages.to_nodes import Counted, Refused, Taken, ToNodes
+from syncline.messages.to_tree_nodes import Counted, Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
 from syncline.protocols.tree_shape import ROOT
 from syncline.protocols.tree_up import Again, Node, Passed, Sum, SumDone, Up

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from syncline.engines.local.exchange import Ring
 from syncline.engines.local.record_codec import ANSWER, PART, WHOLE, Part, Record, encode_answer
 from syncline.engines.local.shared_memory import Region, SharedWords, WakeUp
-from syncline.messages.to_nodes import ToNodes
+from syncline.messages.to_tree_nodes import ToNodes
 from syncline.table.layout import Layout
 
 PARTS, ANSWERS = 64, 256  # records; what has no room waits with who writes

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from syncline.engines.authentication import Listener, Secret, Stranger, connect
-from syncline.engines.local.host import RelayParts, Sites, Vitals
+from syncline.engines.local.host_interface import RelayParts, Sites, Vitals
 from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process, Processes

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from syncline.engines.authentication import Secret
-from syncline.engines.local.host import Host, Linked, Machines, RelayParts, Seats, Sites, Told
+from syncline.engines.local.host_interface import Host, Linked, Machines, RelayParts, Seats, Sites, Told
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.ray.heartbeat import Heartbeat

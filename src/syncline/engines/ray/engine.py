@@ -18,7 +18,7 @@ from syncline.cluster.named import keep as keep_cluster
 from syncline.cluster.record import Cluster
 from syncline.engines.authentication import Secret
 from syncline.engines.local.engine import LocalHandle, check_platform
-from syncline.engines.local.host import Sites
+from syncline.engines.local.host_interface import Sites
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.task_packing import pack_task
 from syncline.engines.ray.agent import About, Begin, describe, versions

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from syncline.engines.local.host import Seats
+from syncline.engines.local.host_interface import Seats
 from syncline.engines.run import RunSpec
 from syncline.errors import UsageError
 from syncline.roles.run_plan import Seat

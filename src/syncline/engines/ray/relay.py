@@ -19,7 +19,7 @@ from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.authentication import Secret, Stranger, connect
 from syncline.engines.local.control_channel import NOTHING, Channel, Closed
-from syncline.engines.local.host import (
+from syncline.engines.local.host_interface import (
     Forget,
     LaneHere,
     LearnerKnown,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncline.engines.local.exchange import DELIVERED
-from syncline.engines.local.host import Begun
+from syncline.engines.local.host_interface import Begun
 from syncline.engines.local.table_memory import PORTION
 from syncline.engines.ray.bulk_connection import Frame
 from syncline.engines.ray.frame_kinds import LANE, TABLE, Kind, place_of

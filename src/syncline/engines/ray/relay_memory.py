@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from syncline.engines.local.host import LaneHere, LearnerKnown, Sites, TableHere
+from syncline.engines.local.host_interface import LaneHere, LearnerKnown, Sites, TableHere
 from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox, TableMemory
 from syncline.ports import WRITTEN

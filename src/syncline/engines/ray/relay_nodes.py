@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncline.engines.local.exchange import Ring
-from syncline.engines.local.host import NodeKnown, NodeMoved
+from syncline.engines.local.host_interface import NodeKnown, NodeMoved
 from syncline.engines.local.record_codec import ANSWER, BESIDE, PART, WHOLE, Part, Record, Whole
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.local.tree_root_end import NodeDesk

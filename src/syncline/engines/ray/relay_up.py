@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncline.engines.local.host import SendOut, SentOut
+from syncline.engines.local.host_interface import SendOut, SentOut
 from syncline.engines.local.record_codec import BESIDE, NOTE, Record, decode
 from syncline.engines.ray.bulk_connection import Frame
 from syncline.engines.ray.frame_kinds import LANE, TABLE, Kind, place_of

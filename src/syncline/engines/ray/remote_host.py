@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, cast
 
 from syncline import messages as m
-from syncline.engines.checkpoint_files import with_content
-from syncline.engines.local.host import Ended as EndedOf
-from syncline.engines.local.host import Heard, Host, Sites, Vitals
+from syncline.engines.checkpoint_writer import with_content
+from syncline.engines.local.host_interface import Ended as EndedOf
+from syncline.engines.local.host_interface import Heard, Host, Sites, Vitals
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process
 from syncline.engines.ray.agent import TASK, Begin, Do, Ended, Ready, Said, Started

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from syncline import messages as m
 from syncline.dial import Sync
-from syncline.engines.allocator import keep_freed_memory
 from syncline.engines.authentication import KEY, RUN, Secret
-from syncline.engines.checkpoint_files import Writer
+from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.collectives import CollectiveGroup, MovesOf, wants_nccl
+from syncline.engines.malloc_tuning import keep_freed_memory
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.torchrun.control_connection import ControlConnection
 from syncline.engines.torchrun.rank_and_store import Arrival, Refusal, TorchrunPlace, difference, next_store

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.checkpoint_files import with_content
+from syncline.engines.checkpoint_writer import with_content
 from syncline.errors import InvariantError
 from syncline.messages import to_leader as say
 from syncline.messages.log import Entry, Leave

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from syncline.cluster.record import Cluster
 from syncline.dial import Course
-from syncline.engines.fault_script import parse_script
+from syncline.engines.event_script import parse_script
 from syncline.engines.run import Outcome, RunSpec, Storage, Task
 from syncline.errors import InvariantError, LostError
 from syncline.learn.gradient_ways import Supervised

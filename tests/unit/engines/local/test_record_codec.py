@@ -25,7 +25,7 @@ from syncline.engines.local.record_codec import (
 )
 from syncline.messages import log
 from syncline.messages import to_leader as say
-from syncline.messages.to_nodes import Counted, Refused, Taken
+from syncline.messages.to_tree_nodes import Counted, Refused, Taken
 
 
 def made(kind: Any, first: int) -> Any:

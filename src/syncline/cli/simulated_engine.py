@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from syncline.cluster.record import Cluster
-from syncline.engines.fault_script import parse_script
+from syncline.engines.event_script import parse_script
 from syncline.errors import UsageError
 from syncline.jobs import Job, Named
 from syncline.jobs.toml import override, parse_override

@@ -88,7 +88,7 @@ class SmallAgents(Agents):
 
     def _start_apart(self, count: int, settings: Any) -> list[About]:
         if self._starter is None:
-            code = "from syncline.testing.nodes import serve; serve()"
+            code = "from syncline.testing.small_cluster import serve; serve()"
             paths = os.pathsep.join(path for path in sys.path if path)
             self._starter = subprocess.Popen(
                 [sys.executable, "-c", code],

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import resource, sys
 import torch
-from syncline.engines.allocator import keep_freed_memory
+from syncline.engines.malloc_tuning import keep_freed_memory
 
 torch.set_num_threads(1)
 if sys.argv[1] == "keep":
@@ -48,7 +48,7 @@ def test_freed_blocks_are_kept() -> None:
 
 
 def test_elsewhere_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.engines import allocator
+    from syncline.engines import malloc_tuning as allocator
 
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: object())
     assert not allocator.keep_freed_memory()
