@@ -187,6 +187,10 @@ class LocalServerPort(ServerPort):
             return False
         return table is None or (table, learner) in self._lanes
 
+    def knows_sums(self, table: int, name: int) -> bool:
+        """The supervisor has said where this node's sums of the table lie."""
+        return (table, name) in self._lanes
+
     def take(self, learner: int, record: Record) -> ToLeader:
         """What a learner's record says; the place of its draft is kept here."""
         message, slot = decode(
@@ -451,6 +455,8 @@ class _Loop:
             for part in parts[:-1]:
                 while part.learner not in self._port.gone and not self._port.expects(part.learner, part.said):
                     self._control()
+            while not self._port.knows_sums(Whole.of(parts[-1]).table, name):
+                self._control()  # of a new node's table the supervisor speaks after the node itself
             self._role.note(name, self._port.take_sum(name, parts))
             worked = True
         return worked

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
+
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.local.control_channel import Channel
 from syncline.engines.local.exchange import LINE, Ring
+from syncline.engines.local.record_codec import Whole
 from syncline.engines.local.server import ENTRY, LOG_ENTRIES, LocalServerPort, ServerSpec, _Loop
 from syncline.engines.local.shared_memory import Region, SharedWords, WakeUp
-from syncline.engines.local.table_memory import Geometry
+from syncline.engines.local.table_memory import Geometry, Lane
+from syncline.engines.local.tree_root_end import AddNode, NodeDesk, NodeTable, name_of
 from syncline.messages.log import Change, GiveState
+from syncline.messages.to_leader import Sum
+from syncline.table.layout import lay_out
 
 
 def test_what_the_log_has_no_room_for_follows_in_order() -> None:
@@ -57,5 +63,29 @@ def test_a_follower_reads_the_dial_that_the_log_turns_to_before_it_turns() -> No
     supervisor.send(m.Dial(1, Sync.parse("async"), None))  # said to the leader first
     follower._read_log()
     assert set(follower._role.replay.dials) == {1}
+    channel.close()
+    supervisor.close()
+
+
+def test_a_sum_waits_until_the_shard_knows_where_its_node_has_them() -> None:
+    """A renewed leaf may pass on its first sum before the shard has read all that the supervisor said of it."""
+    model = torch.nn.Linear(3, 1)
+    layout, _ = lay_out(model, [model.parameters()], cuttable=True, shards=1)
+    beats, desk = Region(8 * LINE), Region(NodeDesk.nbytes())
+    lane = Region(Lane.nbytes(layout, slots=2))
+    channel, theirs = Channel.pair()
+    supervisor = Channel(theirs)
+    node, bell = 2, WakeUp()
+    spec = ServerSpec(0, 1, Region(8), 0, -1, bell, [], None, Geometry(2, 0, sums=2), 0, beats)
+    shard = _Loop(channel, spec)
+    heard: list[tuple[int, Sum]] = []
+    cast(Any, shard)._role.note = lambda name, said: heard.append((name, said))
+    supervisor.send(AddNode(node, desk, WakeUp()))
+    supervisor.send(NodeTable(node, 0, layout, lane, False))
+    shard._control()  # what it has heard of so far: there is such a node
+    sent = NodeDesk(desk)
+    sent.sums.push(Whole(0, 7, 0, 0, True, 1).record(0))
+    assert shard._read_notes()
+    assert heard == [(name_of(node), Sum(0, 7, 0, (), 0, True, ()))]
     channel.close()
     supervisor.close()
