@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from syncline.sim.simulation import Simulation
 from syncline.testing import end_leftovers
+from tests import ready_python
 
 settings.register_profile("busy", deadline=None)  # a busy machine misses any
 settings.load_profile("busy")
@@ -38,9 +39,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 case.add_marker("long")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _warm_interpreter_ends() -> Iterator[None]:
+    yield
+    ready_python.end()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_outlives_its_test() -> Iterator[None]:
     """A test that leaves a run, a thread or a process behind fails, and whatever it left is ended."""
     yield
-    left = end_leftovers()
+    left = end_leftovers(*ready_python.pids())
     assert not left, f"left behind: {', '.join(left)}"

@@ -24,12 +24,18 @@ from safetensors.torch import load_file
 from syncline.jobs import Job
 from syncline.report import read_run
 from syncline.report.event_lines import read_lines
+from tests.ready_python import ReadyPython, run_ready
 
 TINY = ("--learners", "2", "--batch-size", "32", "--topology", "servers:1")
 COMMAND = (sys.executable, "-m", "syncline", "train")
 
 
-def trained(
+def trained(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "120"}
+    return run_ready([*COMMAND[1:], *arguments], timeout=100, cwd=folder, env=environment)
+
+
+def trained_from_nothing(
     folder: Path, *arguments: str, limit: Callable[[], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "COLUMNS": "120"}
@@ -45,7 +51,7 @@ def trained(
 
 
 def test_the_built_in_job_without_a_terminal(tmp_path: Path) -> None:
-    done = trained(tmp_path, *TINY, "--epochs", "3", "--run-dir", "out")
+    done = trained_from_nothing(tmp_path, *TINY, "--epochs", "3", "--run-dir", "out")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "\x1b" not in done.stdout, "no colours, no cursor"
@@ -109,7 +115,7 @@ class Terminal:
         ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         environment = {**os.environ, "TERM": "xterm-256color"}
         environment.pop("COLUMNS", None)
-        self.process = subprocess.Popen(
+        self.process = ReadyPython(
             [*COMMAND, *arguments],
             cwd=folder,
             stdin=child,
@@ -170,7 +176,9 @@ def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))
 
     # simulated: the limit would hit shared memory too
-    done = trained(tmp_path, *TINY, "--engine", "sim", "--epochs", "2", "--run-dir", "out", limit=small)
+    done = trained_from_nothing(
+        tmp_path, *TINY, "--engine", "sim", "--epochs", "2", "--run-dir", "out", limit=small
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("the run folder is not complete") == 1

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ready_python import run_ready
+
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 
@@ -115,11 +117,6 @@ def test_a_job_with_a_module_beside_it(tmp_path: Path) -> None:
         "import sys, syncline as sl; from syncline.jobs import Job; "
         "print('updates', sl.train(**Job.load(sys.argv[1], ['epochs=', 'steps=5', 'learners=2']).build()).updates)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", command, str(tmp_path / "job.toml")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_ready(["-c", command, tmp_path / "job.toml"], timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "updates 5\n"

@@ -28,6 +28,7 @@ from syncline.errors import UsageError
 from syncline.report.run_record import read_run
 from syncline.table.checkpoints import find
 from tests.integration.small_runs import points, start, unhurried
+from tests.ready_python import ReadyPython
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -64,7 +65,7 @@ def script(folder: Path, code: str) -> contextlib.AbstractContextManager[subproc
 @contextlib.contextmanager
 def running(folder: Path, *arguments: str, word: str) -> Iterator[subprocess.Popen[str]]:
     """In a session of its own, as a terminal or a scheduler starts it; it has said the word when this begins."""
-    process = subprocess.Popen(
+    process = ReadyPython(
         [sys.executable, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -25,6 +25,7 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.errors import LostError, UsageError
+from tests.ready_python import ReadyPython
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -103,9 +104,9 @@ def write(folder: Path, code: str) -> Path:
     return path
 
 
-def start(path: Path) -> subprocess.Popen[str]:
+def start(path: Path, kind: type[subprocess.Popen[str]] = ReadyPython) -> subprocess.Popen[str]:
     """A script in a process group of its own, as a terminal does it."""
-    return subprocess.Popen(
+    return kind(
         [sys.executable, "-u", str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -154,7 +155,7 @@ TRAVELS = """
 
 def test_a_script_needs_no_main_guard_and_its_definitions_travel(tmp_path: Path) -> None:
     (tmp_path / "helpers.py").write_text("def loss(a, b): return ((a - b) ** 2).mean()\n")
-    out = finish(start(write(tmp_path, TRAVELS)))
+    out = finish(start(write(tmp_path, TRAVELS), subprocess.Popen))
     assert "trained 6 Net ['loss']" in out
     assert out.count("hello from learner") == 2
     assert "same class True" in out

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from syncline.cli.app import app
 from syncline.studies.rows import CHANGING
 from syncline.studies.store import read_rows
+from tests.ready_python import ReadyPython
 
 JOB = """
 epochs = 1
@@ -126,7 +127,7 @@ def test_a_run_that_fails_and_one_whose_process_dies_stop_no_other() -> None:
 
 def started(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "syncline", "tradeoff", *arguments, *SIM]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return ReadyPython(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def until(ready: Callable[[], bool], seconds: float = 60.0) -> None:

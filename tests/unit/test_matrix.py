@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import syncline as sl
 from syncline.dial import SANDBLASTER, Course
 from syncline.errors import NotYetError
 from syncline.testing import Nodes
+from tests.ready_python import run_ready
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exact" / "matrix.md"
 COLUMNS = [
@@ -120,11 +119,8 @@ def test_combinations_under_torchrun() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-c", UNDER_TORCHRUN, json.dumps(list(says))]
-    source = {"PYTHONPATH": str(PAGE.parents[2] / "src")}
-    done = subprocess.run(
-        command, env=os.environ | names | source, capture_output=True, text=True, timeout=100
-    )
+    command = ["-c", UNDER_TORCHRUN, json.dumps(list(says))]
+    done = run_ready(command, env=os.environ | names, timeout=100)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert {dial: found[dial + "allreduce"] for dial in says} == says

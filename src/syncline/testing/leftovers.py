@@ -17,17 +17,17 @@ PATIENCE = 5.0  # seconds that a thread which is on its way out gets
 KEPT = ("torch/_inductor/compile_worker", "multiprocessing.resource_tracker")
 
 
-def end_leftovers() -> list[str]:
-    """In words; nothing of it is left afterwards."""
+def end_leftovers(*kept: int) -> list[str]:
+    """In words; nothing of it is left afterwards, but for these processes."""
     found = [f"a run that goes on ({type(handle).__name__})" for handle in live.end_all()]
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("syncline-")]:
         thread.join(PATIENCE)
         if thread.is_alive():
             found.append(f"thread {thread.name}")
     server = forkserver.pid()
-    for pid in children(os.getpid()) - {server} | (children(server) if server is not None else set()):
+    for pid in children(os.getpid()) - {server, *kept} | (children(server) if server is not None else set()):
         command = _command(pid)
-        if not any(kept in command for kept in KEPT):
+        if not any(each in command for each in KEPT):
             found.append(f"process {pid}: {command}")
             os.kill(pid, 9)
     return found

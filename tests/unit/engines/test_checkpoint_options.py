@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from syncline.engines.run import Storage
 from syncline.engines.run_lock import LOCK, RunLock
 from syncline.errors import UsageError
 from syncline.roles.run_plan import RunPlan, Saving
+from tests.ready_python import run_ready
 
 
 def opened(folder: Path | None, every: Any, **options: Any) -> tuple[Saving, Storage]:
@@ -75,7 +74,6 @@ def test_a_process_that_was_killed_holds_no_lock(tmp_path: Path) -> None:
         "import os, signal, sys; from pathlib import Path; from syncline.engines.run_lock import RunLock; "
         "lock = RunLock(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=100)
+    done = run_ready(["-c", code, tmp_path], timeout=100)
     assert done.returncode == -9 and (tmp_path / LOCK).exists()
     RunLock(tmp_path).release()

@@ -30,6 +30,7 @@ from syncline.table.shard import Shard
 from syncline.testing.hunt import DIALS, Case, hunt, play, random_case, shorten
 from syncline.testing.hunt.case import LOOPS, POLICIES
 from syncline.testing.hunt.scratch_folders import SHARED, scratch, sweep
+from tests.ready_python import ReadyPython
 
 Patch = pytest.MonkeyPatch
 
@@ -426,7 +427,7 @@ with scratch(sys.argv[1]) as folder:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_what_a_killed_hunt_left_is_removed_by_the_next(how: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-c", LEAVES, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with ReadyPython(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         left = Path(process.stdout.readline().strip())
         assert sweep(str(tmp_path)) == [] and (left / "part").exists()  # its process lives
@@ -456,7 +457,7 @@ def test_workers_end_with_the_hunt(signals: list[signal.Signals]) -> None:
         "--jobs",
         "2",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    with ReadyPython(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         while len(workers := _children(process.pid)) < 2:
             assert process.poll() is None
             time.sleep(0.02)

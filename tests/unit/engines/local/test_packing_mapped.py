@@ -3,8 +3,6 @@
 import mmap
 import os
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from multiprocessing.sharedctypes import RawArray
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from syncline.engines.local import file_mappings as mappings
 from syncline.engines.local.packing import INLINE, Parcel, pack, unpack
 from syncline.errors import RunError, UsageError
+from tests.ready_python import run_ready
 from tests.unit.engines.local.test_packing import mapping_of, open_descriptors, unpack_again
 
 SIZE = 1 << 20  # bytes of a file
@@ -254,8 +253,8 @@ assert given[3] == 7
 
 
 def test_tensors_shared_by_a_named_file_stay_shared() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path.cwd())])}
-    subprocess.run([sys.executable, "-c", OTHER_STRATEGY], check=True, env=environment, timeout=100)
+    done = run_ready(["-c", OTHER_STRATEGY], timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_descriptors_are_few_even_with_many_shared_tensors() -> None:
