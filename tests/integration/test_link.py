@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("linked_nodes.py")
 MBIT = 100
 LOCKSTEP, FREE = ("hardsync", "delayed:1"), ("softsync:1",)
 LONGEST = 110.0  # seconds
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

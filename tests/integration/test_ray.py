@@ -210,8 +210,9 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_remains_of_a_run_whose_driver_is_ended(number: int, address: str, tmp_path: Path) -> None:
     """By Ctrl-C, or by kill -9."""
     command = [sys.executable, "-c", ENDLESS.replace("sys.argv[1]", repr(str(tmp_path)))]

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.ready_python import ReadyPython
+
 HEAD = """
 import json, os, signal, sys, time
 from functools import partial
@@ -89,10 +91,14 @@ def script(folder: Path, *parts: str) -> Path:
 
 
 def torchrun(*arguments: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
+    return started("-m", "torch.distributed.run", *arguments)
+
+
+def started(*arguments: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, *map(str, arguments)]
     source = Path(__file__).resolve().parents[2] / "src"
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    return ReadyPython(
         command,
         text=True,
         env=environment,
@@ -124,9 +130,7 @@ def read(folder: Path, name: str, rank: Any) -> dict[str, Any]:
 def test_the_same_script_with_and_without_torchrun(tmp_path: Path) -> None:
     path = script(tmp_path, HEAD, TRAIN)
     run = torchrun("--standalone", "--nproc-per-node=2", path, tmp_path, "hardsync")
-    local = torchrun(
-        "--standalone", "--nproc-per-node=1", "--no-python", sys.executable, "-c", plain(path, tmp_path)
-    )
+    local = started(path, tmp_path, "hardsync")
     output = finish(run, local)
     assert run.returncode == 0, output[0]
     assert local.returncode == 0, output[1]
@@ -135,16 +139,6 @@ def test_the_same_script_with_and_without_torchrun(tmp_path: Path) -> None:
     mine, first, second = (read(tmp_path, "train", rank) for rank in ("local", 0, 1))
     assert first == second == mine
     assert (tmp_path / "run-0" / "events.jsonl").exists() and not (tmp_path / "run-1").exists()
-
-
-def plain(path: Path, folder: Path, word: str = "hardsync") -> str:
-    """The script without torchrun's words in its environment."""
-    names = "('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')"
-    code = f"import os, runpy, sys; [os.environ.pop(name) for name in {names}]; "
-    return (
-        code
-        + f"sys.argv = ['x', {str(folder)!r}, {word!r}]; runpy.run_path({str(path)!r}, run_name='__main__')"
-    )
 
 
 @pytest.mark.long
@@ -291,9 +285,7 @@ def test_sigterm_to_torchrun_leaves_a_checkpoint_and_all_ranks_go_on_from_it(tmp
     heard(run, "going")
     stopped(run, run.pid, tmp_path)
     again = torchrun("--standalone", "--nproc-per-node=2", path, tmp_path, "0")
-    local = torchrun(
-        "--standalone", "--nproc-per-node=1", "--no-python", sys.executable, "-c", plain(path, tmp_path, "0")
-    )
+    local = started(path, tmp_path, "0")
     output = finish(again, local)
     assert again.returncode == 0, output[0]
     assert local.returncode == 0, output[1]
