@@ -120,6 +120,7 @@ def _become(
     for own, fd in enumerate(fds):
         os.dup2(fd, own)
         os.close(fd)
+    gc.unfreeze()  # else what C++ modules hold is not cleared at the end, and they say so
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.errors import LostError, RunError
+from tests.integration.small_runs import alive
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -88,14 +89,6 @@ def test_a_killed_learner_ends_the_run_by_name(topology: str, sync: str, victim:
     os.kill(pids(run)[victim], signal.SIGKILL)
     within(LIMIT, run.wait, LostError, rf"learner {victim} \(pid \d+\) ended with signal SIGKILL")
     assert not any(alive(pid) for pid in pids(run).values())
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_one_that_dies_while_the_others_join() -> None:

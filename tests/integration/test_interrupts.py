@@ -27,7 +27,7 @@ from syncline.engines import checkpoint_options as options
 from syncline.errors import UsageError
 from syncline.report.run_record import read_run
 from syncline.table.checkpoints import find
-from tests.integration.small_runs import points, start, unhurried
+from tests.integration.small_runs import alive, points, start, unhurried
 from tests.ready_python import ReadyPython
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -126,7 +126,7 @@ def test_ctrl_c_ends_a_sweep_and_carries_what_was_trained(where: str, tmp_path: 
         children = descendants(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         out = ended(process)
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in children if alive(pid)]
     assert "has True True ['bias', 'weight']" in out, out
     assert "lr 0.2" not in out
     assert process.returncode == -signal.SIGINT  # as a shell's own loop needs it
@@ -160,7 +160,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
         out = ended(process)
     assert "without a result True" in out, out
     assert process.returncode == -signal.SIGINT
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in children if alive(pid)]
 
 
 @pytest.mark.sweep(1)

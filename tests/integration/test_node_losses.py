@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.testing import Nodes
-from tests.integration.small_runs import PATIENCE, check_accounts, kinds
+from tests.integration.small_runs import PATIENCE, alive, check_accounts, kinds
 from tests.integration.wires import ControlConnection, Stalling, wire
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -75,13 +75,6 @@ def version(run: sl.Run) -> int:
 def states(run: sl.Run, rank: int) -> list[str]:
     """Of all learners that this rank had."""
     return [each.state for each in run.statistics().processes if (each.role, each.rank) == ("learner", rank)]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 FAULTS = {

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.dial import Course
 from syncline.testing import Faults, Nodes
-from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same
+from tests.integration.small_runs import PATIENCE, alive, check_accounts, kinds, same
 from tests.integration.wires import Late
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -334,7 +334,7 @@ def test_a_learner_that_hangs_elsewhere_is_ended_there(tmp_path: Path) -> None:
     result = run.wait(PATIENCE)
     assert kinds(result)[:2] == ["hangs", "killed"]
     pid = int((tmp_path / "pid").read_text())
-    assert not Path(f"/proc/{pid}").exists()  # the run's end waits for its agents
+    assert not alive(pid)  # the run's end waits for its agents
 
 
 def test_warm_start_is_one_learners_alone() -> None:

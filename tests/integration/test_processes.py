@@ -25,6 +25,7 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.errors import LostError, UsageError
+from tests.integration.small_runs import alive
 from tests.ready_python import ReadyPython
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -41,14 +42,6 @@ def until(condition: Callable[[], Any], what: str, limit: float = HANG) -> Any:
         assert time.monotonic() < deadline, f"waited {limit} s for: {what}"
         time.sleep(0.01)
     return value
-
-
-def alive(pid: int) -> bool:
-    """A process that has not ended (a zombie has)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def descendants(pid: int) -> set[int]:

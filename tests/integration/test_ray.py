@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.testing.leftovers import children
-from tests.integration.small_runs import check_accounts, kinds, same
+from tests.integration.small_runs import alive, check_accounts, kinds, same
 
 ray = pytest.importorskip("ray")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -201,13 +201,6 @@ def learner(session):
 folder = sys.argv[1]
 sl.launch(learner, learners=2, engine=sl.Ray(nodes=2, learners_per_node=1))
 """
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.mark.long

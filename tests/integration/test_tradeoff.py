@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from syncline.cli.app import app
 from syncline.studies.rows import CHANGING
 from syncline.studies.store import read_rows
+from tests.integration.small_runs import alive
 from tests.ready_python import ReadyPython
 
 JOB = """
@@ -151,12 +152,6 @@ def workers_of(pid: int) -> list[int]:
 
 
 def gone(pids: list[int]) -> bool:
-    def alive(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except OSError:
-            return False
-
     return not any(map(alive, pids))
 
 

@@ -30,6 +30,7 @@ from syncline.table.shard import Shard
 from syncline.testing.hunt import DIALS, Case, hunt, play, random_case, shorten
 from syncline.testing.hunt.case import LOOPS, POLICIES
 from syncline.testing.hunt.scratch_folders import SHARED, scratch, sweep
+from tests.integration.small_runs import alive
 from tests.ready_python import ReadyPython
 
 Patch = pytest.MonkeyPatch
@@ -464,7 +465,7 @@ def test_workers_end_with_the_hunt(signals: list[signal.Signals]) -> None:
         for number in signals:
             process.send_signal(number)
     deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+    while any(alive(pid) for pid in workers):
         assert time.monotonic() < deadline, "they live on"
         time.sleep(0.02)
     sweep(SHARED)
