@@ -20,7 +20,7 @@ from syncline.engines.local.learner import call, returned, say
 from syncline.engines.local.shared_memory import Region
 from syncline.engines.run import Task
 from syncline.learn.allreduce_session import AllReduceSession
-from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, Serving
+from syncline.ports import CollectivePort, PeerLost, Progress, Reduction
 from syncline.roles.allreduce_coordinator import Meet
 from syncline.roles.checkpoint_manifest import restored
 from syncline.roles.run_plan import Seat
@@ -115,9 +115,6 @@ class LocalCollectivePort(CollectivePort):
 
     def now(self) -> float:
         return time.monotonic()
-
-    def spend(self, work: Computing | Serving) -> None:
-        pass
 
     def reduce(self, buffer: Tensor) -> Reduction:
         self._board.words[ProgressBoard.CALLS] += 1

@@ -26,8 +26,17 @@ class WordsLike(Protocol):
     def read(self, cell: int, nbytes: int) -> bytes: ...
 
 
+def lines(words: int) -> int:
+    """As many words, in whole cache lines."""
+    return -(-words // LINE) * LINE
+
+
 class Ring:
-    """Records from one writer to one or more readers, in order; a full ring refuses."""
+    """Records from one writer to one or more readers, in order; a full ring refuses.
+
+    Without readers of its own it is an outbox: records stay for whoever reads them next and keeps the place itself. Its writer is
+    known to have few that are still needed: it asks nobody for room.
+    """
 
     def __init__(
         self, cells: WordsLike, base: int, *, capacity: int, form: struct.Struct, readers: int = 1
@@ -43,19 +52,18 @@ class Ring:
     def words(capacity: int, readers: int = 1) -> int:
         return LINE * (1 + readers) + RECORD * capacity
 
-    # the writer's side
-
     def push(self, record: Sequence[int | float]) -> bool:
-        head = self._cells.load(self._head)
-        if head - min(self._cells.load(tail) for tail in self._tails) >= self._capacity:
+        """The writer's."""
+        load = self._cells.load
+        head = load(self._head)
+        if head - min(map(load, self._tails), default=head) >= self._capacity:
             return False
         self._cells.write(self._records + RECORD * (head % self._capacity), self._form.pack(*record))
         self._cells.store(self._head, head + 1)
         return True
 
-    # a reader's side
-
     def pop(self, reader: int = 0) -> tuple[int | float, ...] | None:
+        """A reader's."""
         tail = self._cells.load(self._tails[reader])
         if tail == self._cells.load(self._head):
             return None
@@ -63,36 +71,13 @@ class Ring:
         self._cells.store(self._tails[reader], tail + 1)
         return self._form.unpack(packed)
 
-    def empty(self, reader: int = 0) -> bool:
-        return self._cells.load(self._tails[reader]) == self._cells.load(self._head)
-
-
-class Outbox:
-    """Records from one writer that stay there for whoever reads them next; readers keep their own place.
-
-    The writer is known to have few that are still needed: it asks nobody for room.
-    """
-
-    def __init__(self, cells: WordsLike, base: int, *, capacity: int, form: struct.Struct) -> None:
-        self._cells, self._form, self._capacity = cells, form, capacity
-        self._head, self._records = base, base + LINE
-
-    @staticmethod
-    def words(capacity: int) -> int:
-        return LINE + RECORD * capacity
-
     @property
     def written(self) -> int:
         """How many records so far."""
         return self._cells.load(self._head)
 
-    def push(self, record: Sequence[int | float]) -> None:
-        head = self._cells.load(self._head)
-        self._cells.write(self._records + RECORD * (head % self._capacity), self._form.pack(*record))
-        self._cells.store(self._head, head + 1)
-
     def read(self, index: int) -> tuple[int | float, ...]:
-        """One of the last records."""
+        """One of the last records, of an outbox."""
         cell = self._records + RECORD * (index % self._capacity)
         return self._form.unpack(self._cells.read(cell, self._form.size))
 
@@ -153,15 +138,11 @@ class Drafts:
 
     def __init__(self, cells: WordsLike, base: int, *, shards: int, slots: int) -> None:
         self._cells = cells
-        self._places = [base + shard * self._room(slots) for shard in range(shards)]
+        self._places = [base + shard * lines(slots) for shard in range(shards)]
 
     @staticmethod
-    def _room(slots: int) -> int:
-        return -(-slots // LINE) * LINE
-
-    @classmethod
-    def words(cls, shards: int, slots: int) -> int:
-        return shards * cls._room(slots)
+    def words(shards: int, slots: int) -> int:
+        return shards * lines(slots)
 
     def free(self, shard: int, slot: int, number: int) -> None:
         self._cells.store(self._places[shard] + slot, number + 1)
@@ -186,11 +167,11 @@ class Shares:
         position = base + LINE * len(sizes)
         for size in sizes:
             self._places.append(position)
-            position += 2 * (-(-size // LINE) * LINE)  # two rounds: a fast shard may be one ahead
+            position += 2 * lines(size)  # two rounds: a fast shard may be one ahead
 
     @staticmethod
     def words(sizes: Sequence[int]) -> int:
-        return LINE * len(sizes) + sum(2 * (-(-size // LINE) * LINE) for size in sizes)
+        return LINE * len(sizes) + 2 * sum(map(lines, sizes))
 
     def clear(self) -> None:
         """The rounds begin again; legal while no shard is there."""
@@ -198,7 +179,7 @@ class Shares:
             self._cells.store(counter, 0)
 
     def tell(self, shard: int, number: int, values: Sequence[float]) -> None:
-        place = self._places[shard] + (number % 2) * (-(-self._sizes[shard] // LINE) * LINE)
+        place = self._places[shard] + number % 2 * lines(self._sizes[shard])
         self._cells.write(place, struct.pack(f"{len(values)}d", *values))
         self._cells.store(self._counters[shard], number)
 
@@ -209,8 +190,8 @@ class Shares:
 
     def _values(self, shard: int, number: int) -> list[float]:
         size = self._sizes[shard]
-        start = self._places[shard] + (number % 2) * (-(-size // LINE) * LINE)
-        return list(struct.unpack(f"{size}d", self._cells.read(start, size * 8)))
+        place = self._places[shard] + number % 2 * lines(size)
+        return list(struct.unpack(f"{size}d", self._cells.read(place, size * 8)))
 
     def all(self, number: int) -> list[list[float]] | None:
         """Everybody's values of this round, once all are there."""

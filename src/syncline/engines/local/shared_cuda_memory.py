@@ -7,6 +7,7 @@ events on streams: no host waits for another's copies. Not responsible for what 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -116,9 +117,9 @@ def share(
     what: str,
     *,
     owner: bool,
-    wait: Callable[[], None],
+    check: Callable[[], None] | None,
 ) -> Tensor:
-    """A block that its owner makes and the others map, as soon as they hear of it; they `wait` meanwhile."""
+    """A block that its owner makes and the others map, as soon as they hear of it; meanwhile they `check` whether it lives."""
     if owner:
         memory = CardMemory(device, nbytes, what)
         memory.tensor().zero_()
@@ -126,7 +127,9 @@ def share(
         handles.put(index, memory.handle())
         return memory.tensor()
     while (handle := handles.get(index)) is None:
-        wait()
+        if check is not None:
+            check()
+        time.sleep(0.001)
     return CardMemory(device, nbytes, what, handle).tensor()
 
 

@@ -114,12 +114,12 @@ class Waiter:
         """
         if not worked:
             return self.wait(seconds)
-        self.busy()
+        self._tries = 0
         now = time.monotonic()
         if now - self._looked < LOOK_EVERY:
             return set()
         self._looked = now
-        return self.peek()
+        return {fd for fd, _ in self._poll.poll(0)} & self._others
 
     def wait(self, seconds: float = 1.0) -> set[int]:
         """Yield or sleep once; the watched descriptors that are ready come back."""
@@ -133,10 +133,6 @@ class Waiter:
         ready = self._poll.poll(seconds * 1000)
         self._bell.quiet()
         return {fd for fd, _ in ready} & self._others
-
-    def peek(self) -> set[int]:
-        """The watched descriptors that are ready now."""
-        return {fd for fd, _ in self._poll.poll(0)} & self._others
 
 
 def _find_fence() -> Callable[[int], None] | None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from syncline.engines.local.exchange import LINE, Drafts, Outbox, Replies, Ring, Shares
+from syncline.engines.local.exchange import LINE, Drafts, Replies, Ring, Shares
 from syncline.engines.local.late_losses import NBYTES as LOSSES
 from syncline.engines.local.late_losses import LateLosses
 from syncline.engines.local.record_codec import NOTE
@@ -23,41 +23,26 @@ from syncline.table.layout import Layout
 
 PORTION = struct.Struct("=6q")
 DESK_NOTES, DESK_PORTIONS = 64, 256
-WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)  # a word of a desk
-LEAF = WAITS + LINE  # another, the supervisor's
+WAITS = Ring.words(DESK_NOTES) + Ring.words(
+    DESK_PORTIONS
+)  # a word of a desk: its learner waits for others, and does not hang
+LEAF = WAITS + LINE  # another, the supervisor's: who is to be woken for a gradient
 GRADIENTS = LEAF + LINE
 MEMORY, EVENT = 0, 1  # handles of a lane: its block, its learner; of a shelf: its block, its shards
 
 
-@dataclass(slots=True)
 class Mailbox:
     """Between one learner and the leading shard: notes there, portions back. Over a tree gradients lie here for its leaf."""
 
-    region: Region
-    notes: Ring = field(init=False)
-    portions: Ring = field(init=False)
-    gradients: Outbox = field(init=False)
-    _words: memoryview = field(init=False)
-
-    def __post_init__(self) -> None:
-        cells = SharedWords(self.region)
+    def __init__(self, region: Region) -> None:
+        cells, self.words = SharedWords(region), region.words
         self.notes = Ring(cells, 0, capacity=DESK_NOTES, form=NOTE)
         self.portions = Ring(cells, Ring.words(DESK_NOTES), capacity=DESK_PORTIONS, form=PORTION)
-        self.gradients = Outbox(cells, GRADIENTS, capacity=DESK_NOTES, form=NOTE)
-        self._words = self.region.words
+        self.gradients = Ring(cells, GRADIENTS, capacity=DESK_NOTES, form=NOTE, readers=0)
 
     @staticmethod
     def nbytes() -> int:
-        return 8 * (GRADIENTS + Outbox.words(DESK_NOTES))
-
-    @property
-    def leaf(self) -> int:
-        """Who is to be woken for a gradient."""
-        return self._words[LEAF]
-
-    def wait(self, waiting: bool) -> None:
-        """The learner says that it waits for others, so that nobody takes it for hanging."""
-        self._words[WAITS] = waiting
+        return 8 * (GRADIENTS + Ring.words(DESK_NOTES, 0))
 
     @staticmethod
     def heard(region: Region) -> tuple[int, bool]:
@@ -98,11 +83,11 @@ class Lane:
             inbox = card[self._slots * values :]
         self.inbox = layout.parameters.segments(inbox)
 
-    def to_card(self, device: str, *, owner: bool, wait: Callable[[], None]) -> None:
+    def to_card(self, device: str, *, owner: bool, check: Callable[[], None] | None = None) -> None:
         """Gradients and inbox lie there from now on."""
         nbytes = self._slots * self._values(self._layout) + self._layout.parameters.nbytes
         what = f"{self._slots} gradients and an inbox of a learner"
-        self._lay(share(self.handles, MEMORY, device, nbytes, what, owner=owner, wait=wait))
+        self._lay(share(self.handles, MEMORY, device, nbytes, what, owner=owner, check=check))
 
     @staticmethod
     def _values(layout: Layout) -> int:
@@ -142,11 +127,11 @@ class TableMemory:
         words += Marks.words(layout.shards, places)
         self.handles = Handles(region, position + 8 * words)
 
-    def to_card(self, device: str, *, owner: bool, wait: Callable[[], None]) -> None:
+    def to_card(self, device: str, *, owner: bool, check: Callable[[], None] | None = None) -> None:
         """The ring lies there from now on."""
         layout, size = self._layout, self._layout.parameters.nbytes
         what = f"{self._places} versions of a table"
-        card = share(self.handles, MEMORY, device, self._places * size, what, owner=owner, wait=wait)
+        card = share(self.handles, MEMORY, device, self._places * size, what, owner=owner, check=check)
         self.ring = [layout.parameters.segments(card[place * size :]) for place in range(self._places)]
 
     def clear(self) -> None:

@@ -7,14 +7,13 @@ who may read what.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from syncline.engines.local.exchange import LINE, WordsLike
-from syncline.ports import WRITTEN, VersionMemory
+from syncline.engines.local.exchange import LINE, WordsLike, lines
+from syncline.ports import WRITTEN
 from syncline.table.layout import Layout
-from syncline.table.store import copy_segments
 
 Segments = list[Tensor]
 UNREAD = -1  # place of a version in a shard that is not looked at
@@ -25,15 +24,11 @@ class Words:
 
     def __init__(self, cells: WordsLike, base: int, *, shards: int, places: int) -> None:
         self._cells, self._places = cells, range(places)
-        self._first = [base + shard * self._room(places) for shard in range(shards)]
+        self._first = [base + shard * lines(places) for shard in range(shards)]
 
     @staticmethod
-    def _room(places: int) -> int:
-        return -(-places // LINE) * LINE
-
-    @classmethod
-    def words(cls, shards: int, places: int) -> int:
-        return shards * cls._room(places)
+    def words(shards: int, places: int) -> int:
+        return shards * lines(places)
 
     def offer(self, shard: int, place: int, version: int) -> None:
         cell = self._first[shard] + place
@@ -44,11 +39,10 @@ class Words:
     def find(self, shard: int, version: int) -> int | None:
         """The place of a version."""
         first, load = self._first[shard], self._cells.load
-        return next((place for place in self._places if load(first + place) == version + 1), None)
-
-    def newest(self, shard: int) -> int:
-        first, load = self._first[shard], self._cells.load
-        return max(load(first + place) for place in self._places) - 1
+        for place in self._places:
+            if load(first + place) == version + 1:
+                return place
+        return None
 
     def held(self, shard: int) -> dict[int, int]:
         """All its versions, and where they lie."""
@@ -57,10 +51,10 @@ class Words:
 
     def lies(self, version: int, where: Iterable[tuple[int, int]]) -> bool:
         """It still lies there, in these shards, each with its place: what was copied is whole."""
-        cells = [self._first[shard] + place for shard, place in where]
+        load, cells = self._cells.load, [self._first[shard] + place for shard, place in where]
         for cell in cells:
-            self._cells.load(cell)  # all that was copied was read before the words are
-        return all(self._cells.load(cell) == version + 1 for cell in cells)
+            load(cell)  # all that was copied was read before the words are
+        return set(map(load, cells)) <= {version + 1}
 
 
 class Marks:
@@ -68,9 +62,8 @@ class Marks:
 
     def __init__(self, cells: WordsLike, base: int, *, shards: int, places: int) -> None:
         self._cells, self._places = cells, places
-        room = Words._room(places)
         self._newest = [base + LINE * shard for shard in range(shards)]
-        self._kept = [base + LINE * shards + room * shard for shard in range(shards)]
+        self._kept = [base + LINE * shards + lines(places) * shard for shard in range(shards)]
 
     @staticmethod
     def words(shards: int, places: int) -> int:
@@ -89,62 +82,17 @@ class Marks:
     def reached(self, shard: int) -> int:
         return self._cells.load(self._newest[shard]) - 1
 
+    def ahead(self, shard: int) -> int:
+        """Of the slowest shard, in versions."""
+        load = self._cells.load
+        return load(self._newest[shard]) - min(map(load, self._newest))
+
     def keep(self, shard: int, place: int, kept: bool) -> None:
         """Somebody reads there slowly; one writer says so. It is a wish: whoever reads looks afterwards whether it was heard."""
         self._cells.store(self._kept[shard] + place, kept)
 
     def kept(self, shard: int, place: int) -> bool:
         return bool(self._cells.load(self._kept[shard] + place))
-
-
-class RingPart(VersionMemory):
-    """A shard's part of the ring; `being_read` is for the port to say.
-
-    On a card copies go on after the words are said: `whole` and `begin` put them in order, for a version and for a place to write.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        shard: int,
-        ring: Sequence[Segments],
-        words: Words,
-        marks: Marks,
-        being_read: Callable[[], bool],
-        whole: Callable[[], None],
-        begin: Callable[[], None],
-    ) -> None:
-        part = layout.parts[shard]
-        self.places = [part.segments(segments) for segments in ring]
-        self._layout, self._shard, self._words, self._being_read = layout, shard, words, being_read
-        self._marks = marks
-        self.newest = 0  # the place that was offered last
-        self._whole, self._begin = whole, begin
-
-    def offer(self, place: int, version: int) -> None:
-        if version != WRITTEN:
-            self._whole()
-        self._words.offer(self._shard, place, version)
-        if version != WRITTEN:
-            self.newest = place
-            self._marks.reach(self._shard, version)
-        else:
-            self._begin()
-
-    def being_read(self) -> bool:
-        return self._being_read()
-
-    def kept(self, place: int) -> bool:
-        return self._marks.kept(self._shard, place)
-
-    def ahead(self) -> int:
-        """Of the slowest shard, in versions."""
-        reached = self._marks.reached
-        return reached(self._shard) - min(reached(shard) for shard in range(self._layout.shards))
-
-    def deliver(self, inbox: Segments) -> None:
-        """The newest version into a learner's own memory."""
-        copy_segments(self._layout.parts[self._shard].segments(inbox), self.places[self.newest])
 
 
 class Reader:
@@ -177,15 +125,12 @@ class Reader:
 
     def choose(self, released: int) -> tuple[int, list[int]] | None:
         """The version that was released, or where that is gone the newest that all shards have; and where it lies."""
-        for version in (released, min(map(self._words.newest, self._shards))):
-            places = [UNREAD] * self._layout.shards
-            for shard in self._shards:
-                if (place := self._words.find(shard, version)) is None or version < released:
-                    break
-                places[shard] = place
-            else:
-                return version, places
-        return None
+        places = [UNREAD] * self._layout.shards
+        for shard in self._shards:
+            if (place := self._words.find(shard, released)) is None:
+                return self.newest(released - 1)
+            places[shard] = place
+        return released, places
 
     def newest(self, beyond: int) -> tuple[int, list[int]] | None:
         """The newest that all shards have, if it is newer than that; and where it lies."""
@@ -203,15 +148,16 @@ class Reader:
         used = set(places) - {UNREAD}
         if len(used) == 1:
             return self._views[used.pop()]
-        return [self._source(entry, owners, places) for entry, owners in enumerate(self._owners)]
-
-    def _source(self, entry: int, owners: Sequence[int], places: Sequence[int]) -> Tensor:
-        found = {places[shard] for shard in owners} or {0}
-        if len(found) == 1:
-            return self._views[found.pop()][entry]
-        for shard in owners:
-            self._gather(entry, shard, places[shard])
-        return self._gathered[entry]
+        found = []
+        for entry, owners in enumerate(self._owners):
+            lies = {places[shard] for shard in owners} or {0}
+            if len(lies) == 1:
+                found.append(self._views[lies.pop()][entry])
+                continue
+            for shard in owners:
+                self._gather(entry, shard, places[shard])
+            found.append(self._gathered[entry])
+        return found
 
     def _gather(self, entry: int, shard: int, place: int) -> None:
         part = self._layout.parts[shard]
