@@ -19,13 +19,13 @@ from syncline.batch import messages as b
 from syncline.batch.commands import Program
 from syncline.cluster.record import Cluster
 from syncline.dial import Sync
-from syncline.engines.batch_lifecycle import BatchCrew, BatchSupervision
 from syncline.engines.batch_record import BatchRecord, coordinator_of, state_of, write_first
 from syncline.engines.checkpoint_writer import write_part
 from syncline.engines.event_script import Fault
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes
+from syncline.engines.supervision import BatchCrew, BatchSupervision
 from syncline.errors import LostError, NotYetError, RunError, UsageError
 from syncline.learn.model_factories import seed_random
 from syncline.learn.portion_worker import BatchPlan, PortionWorker

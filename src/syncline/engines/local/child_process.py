@@ -18,8 +18,12 @@ from typing import Any
 import torch
 
 from syncline.engines.local.allreduce_learner import AllReduceLearnerSpec, run_peer
-from syncline.engines.local.batch_learner import BatchLearnerSpec, run_batch_learner
-from syncline.engines.local.batch_shard import BatchShardSpec, run_batch_shard
+from syncline.engines.local.batch_processes import (
+    BatchLearnerSpec,
+    BatchShardSpec,
+    run_batch_learner,
+    run_batch_shard,
+)
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.learner import run_evaluator, run_learner
 from syncline.engines.local.seat_processes import run_group
