@@ -145,11 +145,6 @@ def shutdown() -> None:
         _server = None
 
 
-def send_fork(channel: Channel, fds: list[int]) -> None:
-    """Ask for a child on these descriptors (control, stdout, stderr, life line); answered by `Started`."""
-    socket.send_fds(channel._socket, [b"f"], fds)
-
-
 # -- the server's side -------------------------------------------------------------------------------------
 
 
@@ -203,24 +198,20 @@ class _Server:
         while True:
             for fd, _ in poll.poll():
                 if fd == self._caller.fileno():
-                    if not self._accept(poll):
+                    data, fds, _, _ = socket.recv_fds(self._caller, 1, 1)
+                    if not data:
                         self._end()
                         return
+                    channel = Channel(socket.socket(fileno=fds[0]))
+                    self._runs[channel.fileno()] = channel
+                    poll.register(channel.fileno(), select.POLLIN)
                 elif fd in self._children:
                     self._reap(fd, poll)
                 elif fd in self._runs:
                     self._serve(fd, poll)
 
-    def _accept(self, poll: select.poll) -> bool:
-        data, fds, _, _ = socket.recv_fds(self._caller, 1, 1)
-        if not data:
-            return False
-        channel = Channel(socket.socket(fileno=fds[0]))
-        self._runs[channel.fileno()] = channel
-        poll.register(channel.fileno(), select.POLLIN)
-        return True
-
     def _serve(self, fd: int, poll: select.poll) -> None:
+        """A run asks for a child on these descriptors (control, stdout, stderr, life line), or has ended."""
         channel = self._runs[fd]
         try:
             data, fds, _, _ = socket.recv_fds(channel._socket, 1, CHILD_FDS)
@@ -229,7 +220,9 @@ class _Server:
         if not data:
             poll.unregister(fd)
             self._runs.pop(fd).close()
-            self._kill(fd)
+            for child, owner in self._children.values():
+                if owner == fd:
+                    os.kill(child, signal.SIGKILL)
             self._rest()
             return
         self._started += 1
@@ -268,11 +261,6 @@ class _Server:
         _, status = os.waitpid(pid, 0)
         if run in self._runs:
             self._runs[run].try_send(Ended(pid, os.waitstatus_to_exitcode(status)))
-
-    def _kill(self, run: int) -> None:
-        for pid, owner in self._children.values():
-            if owner == run:
-                os.kill(pid, signal.SIGKILL)
 
     def _rest(self) -> None:
         """Between two runs of many."""

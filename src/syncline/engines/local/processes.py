@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import selectors
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -92,21 +93,17 @@ class Processes:
         self, role: str, number: int, rank: int, spec: Any, bell: WakeUp | None, threads: int
     ) -> Process:
         channel, theirs = Channel.pair()
-        forkserver.send_fork(self._server, [theirs.fileno(), self._out[0][1], self._out[1][1], self._life[0]])
-        pid = self._await_start()
+        fds = [theirs.fileno(), self._out[0][1], self._out[1][1], self._life[0]]
+        socket.send_fds(self._server._socket, [b"f"], fds)
+        while not isinstance(answer := self._from_server(), forkserver.Started):
+            self._deferred.append(answer)
+        pid = answer.pid
         theirs.close()
         process = self.by_pid[pid] = Process(role, number, rank, pid, channel, bell)
         crash = self._crashes.pop(f"{role} {rank}", None)
         channel.post(Setup(role, threads, list(sys.path), os.getcwd(), dict(os.environ), crash, spec))
         self.watch(channel.fileno(), partial(self._hear, process))
         return process
-
-    def _await_start(self) -> int:
-        while True:
-            answer = self._from_server()
-            if isinstance(answer, forkserver.Started):
-                return answer.pid
-            self._deferred.append(answer)
 
     def _from_server(self, *, wait: bool = True) -> Any:
         try:
@@ -187,7 +184,9 @@ class Processes:
             if process.channel.fileno() >= 0:
                 process.channel.close()
         self._reap_all()
-        self._drain_prints()
+        for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
+            while self._print(end, stream):
+                pass
         for pair in (*self._out, self._life):
             for end in pair:
                 os.close(end)
@@ -209,11 +208,6 @@ class Processes:
                 time.sleep(0.002)
             else:
                 alive.discard(ended.pid)
-
-    def _drain_prints(self) -> None:
-        for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
-            while self._print(end, stream):
-                pass
 
 
 def say(target: TextIO, text: str) -> None:

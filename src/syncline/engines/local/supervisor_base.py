@@ -18,10 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.local.packing import Parcel
+from syncline.engines.local.packing import Parcel, pack_task
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
-from syncline.engines.local.task_packing import pack_task
 from syncline.engines.recorder import Recorder, said
 from syncline.engines.run import Outcome, RunSpec
 from syncline.errors import RunError, raised_in
