@@ -55,18 +55,6 @@ def coordinator_of(spec: RunSpec) -> Coordinator:
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
-def memory_needed(plan: BatchPlan, learners: int) -> tuple[int, str]:
-    """Bytes of all shards and learners together, and the sum in words; activations are not in it."""
-    size = plan.layout.parameters.nbytes
-    vectors, sums = len(plan.method.vectors), slots_of(learners, deterministic=plan.deterministic)
-    total = size * (vectors + sums + learners)
-    words = (
-        f"{vectors} vectors of {readable(size)} on {plan.layout.shards} shards ({readable(size * vectors // plan.layout.shards)} "
-        f"each), {sums} sums of gradients and a copy of the weights in each of {learners} learners: {readable(total)}"
-    )
-    return total, words
-
-
 def available_memory() -> int | None:
     """Bytes, where the system says so."""
     try:
@@ -77,12 +65,16 @@ def available_memory() -> int | None:
 
 
 def check_memory(plan: BatchPlan, learners: int) -> None:
-    needed, words = memory_needed(plan, learners)
-    there = available_memory()
+    """Of all shards and learners together; activations are not in it."""
+    size, shards = plan.layout.parameters.nbytes, plan.layout.shards
+    vectors, sums = len(plan.method.vectors), slots_of(learners, deterministic=plan.deterministic)
+    needed, there = size * (vectors + sums + learners), available_memory()
     if there is not None and needed > there:
         raise UsageError(
-            f"{type(plan.method).__name__} needs {words}, and {readable(there)} are available here; use a smaller history, "
-            "fewer learners, or a method with fewer vectors"
+            f"{type(plan.method).__name__} needs {vectors} vectors of {readable(size)} on {shards} shards "
+            f"({readable(size * vectors // shards)} each), {sums} sums of gradients and a copy of the weights in each of {learners} "
+            f"learners: {readable(needed)}, and {readable(there)} are available here; use a smaller history, fewer learners, or a "
+            "method with fewer vectors"
         )
 
 
@@ -125,17 +117,10 @@ def read_batch(checkpoint: Checkpoint) -> Restored:
     stands: dict[str, Any] = found["batch"]
     try:
         count = stands["iteration"]
-        account = Account(
-            version=count,
-            gradients=stands["sums"],
-            dropped=stands["discarded"],
-            histogram={0: stands["sums"]},
-        )
-        table = TableState(
-            layout=layout_of(found["layout"]),
-            optimizer=stands["method"],
-            account=account,
-        )
+        sums, dropped = stands["sums"], stands["discarded"]
+        account = Account(version=count, gradients=sums, dropped=dropped, histogram={0: sums})
+        layout = layout_of(found["layout"])
+        table = TableState(layout=layout, optimizer=stands["method"], account=account)
         done = Standing(done=count, newest=count - 1, fresh={}, returned=[], skipped={}, broken=[])
         return Restored(
             name=str(checkpoint.path),
@@ -195,12 +180,10 @@ class BatchRecord:
     def iteration(self, reached: b.Reached, state: dict[str, Tensor] | None) -> None:
         self.reached = reached
         found = reached.iteration.record
-        notes = {
-            "step": found.step,
-            "evaluations": float(found.evaluations),
-            "gradient": found.gradient_norm,
-            **({"restarted": 1.0} if found.restarted else {}),
-        }
+        evaluations = float(found.evaluations)
+        notes = {"step": found.step, "evaluations": evaluations, "gradient": found.gradient_norm}
+        if found.restarted:
+            notes["restarted"] = 1.0
         self._recorder.iteration(
             EpochRecord(
                 epoch=found.iteration - 1,
@@ -219,9 +202,8 @@ class BatchRecord:
         end = over.end
         if end is None:
             return
-        self._recorder.event(
-            end.message, kind="converged" if end.why in ("gradient", "decrease") else "ended"
-        )
+        converged = end.why in ("gradient", "decrease")
+        self._recorder.event(end.message, kind="converged" if converged else "ended")
         if end.why == "not finite" and end.iterations == 0:
             raise RunError(
                 f"the objective is not finite where the run begins: {end.message}; look at the data and the first weights"
@@ -267,9 +249,8 @@ class BatchRecord:
             self._folder.abandon(message.number)
             done = m.Checkpointed(message.number, "", self._problem)
         else:
-            done = commit(
-                self._folder, message.number, self._cut, list(files.values()), self._spec.storage.keep
-            )
+            keep = self._spec.storage.keep
+            done = commit(self._folder, message.number, self._cut, list(files.values()), keep)
         self._recorder.emit(done)
         return done
 
@@ -310,9 +291,8 @@ class BatchRecord:
             clock.histogram[0] = sums
         examples = self._examples + self._coordinator.examples
         dropped = self._before.dropped + found.discarded
-        return m.TableStatistics(
-            self._coordinator.iteration, sums, dropped, examples, clock.account(), {}, [], 0
-        )
+        counts = self._coordinator.iteration, sums, dropped, examples
+        return m.TableStatistics(*counts, clock.account(), {}, [], 0)
 
     def statistics(self, number: int, steps: Mapping[int, int], losses: Mapping[int, float]) -> m.Statistics:
         return m.Statistics(number, {0: self.table()}, dict(steps), dict(losses))

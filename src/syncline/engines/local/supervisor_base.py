@@ -48,7 +48,8 @@ class RunSupervisor(ABC):
         self._changed = threading.Condition()  # commands and their answers; notified at the end
         self._wake = WakeUp()
         self._task: Parcel | None = None
-        self._evaluator: Evaluator | None = None
+        self._evaluator: Process | None = None  # tests snapshots beside the learners (R6)
+        self._snapshots: deque[tuple[int, dict[str, Tensor]]] = deque()  # the first is being tested
         self._urgent = False  # timers are looked at whenever something has happened
 
     def now(self) -> float:
@@ -101,7 +102,9 @@ class RunSupervisor(ABC):
         self._processes.watch(self._wake.fd, self._take_commands)
         self._start(self._task)
         if evaluate is not None:
-            self._evaluator = Evaluator(self._processes, evaluate, self.recorder)
+            self._evaluator = self._processes.fork("evaluator", 0, 0, None, None, 1)
+            self._evaluator.channel.post(evaluate)
+            evaluate.close()
 
     def _loop(self) -> None:
         while self.error is None and not self._over():
@@ -121,15 +124,23 @@ class RunSupervisor(ABC):
             self._task.close()
 
     def _hear(self, process: Process, message: Any) -> None:
-        if process.role == "evaluator":
-            assert self._evaluator is not None
-            self._evaluator.hear(message)
-        else:
+        if process.role != "evaluator":
             self._heard(process, message)
+        elif isinstance(message, m.Raised):
+            what = said(message.error) if message.error is not None else raised_in(message.traceback)
+            self.fail(RunError(f"evaluation failed: {what}\n\n{message.traceback}"))
+        else:
+            self._snapshots.popleft()
+            if self._snapshots:
+                process.channel.post(self._snapshots[0])
+            self.recorder.evaluated(*message)
 
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
+        """Snapshots wait here: a slow test must not fill its channel."""
         assert self._evaluator is not None
-        self._evaluator.give(epoch, state)
+        self._snapshots.append((epoch, state))
+        if len(self._snapshots) == 1:
+            self._evaluator.channel.post(self._snapshots[0])
 
     def kill(self, process: Process, why: str) -> None:
         """Its end will be noticed."""
@@ -224,15 +235,12 @@ class RunSupervisor(ABC):
         """The same with all processes in it; `state` says what a running learner does."""
         found = []
         for process in self.processes:
-            learner = process.role == "learner"
-            now = state(process) if learner and process.state == "running" else process.state
-            steps = statistics.steps.get(process.rank, 0) if learner else 0
-            loss = statistics.losses.get(process.rank) if learner else None
-            found.append(
-                m.ProcessStatistics(
-                    process.role, process.rank, process.pid, now, steps, loss, process.machine
-                )
-            )
+            now, steps, loss = process.state, 0, None
+            if process.role == "learner":
+                now = state(process) if now == "running" else now
+                steps, loss = statistics.steps.get(process.rank, 0), statistics.losses.get(process.rank)
+            numbers = process.rank, process.pid, now, steps, loss
+            found.append(m.ProcessStatistics(process.role, *numbers, process.machine))
         return dataclasses.replace(statistics, processes=tuple(found))
 
 
@@ -267,33 +275,3 @@ class HangDetection:
                     self._run.kill(process, decision.why)
                 else:
                     self._run.recorder.say(decision)
-
-
-class Evaluator:
-    """The process that tests snapshots beside the learners (R6). They wait here: a slow test must not fill its channel."""
-
-    def __init__(self, processes: Processes, evaluate: Parcel, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._waiting: deque[tuple[int, dict[str, Tensor]]] = deque()  # the first is being tested
-        self._process = processes.fork("evaluator", 0, 0, None, None, 1)
-        self._process.channel.post(evaluate)
-        evaluate.close()
-
-    def give(self, epoch: int, state: dict[str, Tensor]) -> None:
-        self._waiting.append((epoch, state))
-        if len(self._waiting) == 1:
-            self._next()
-
-    def _next(self) -> None:
-        if self._waiting:
-            self._process.channel.post(self._waiting[0])
-
-    def hear(self, message: Any) -> None:
-        if isinstance(message, m.Raised):
-            what = said(message.error) if message.error is not None else raised_in(message.traceback)
-            error = RunError(f"evaluation failed: {what}\n\n{message.traceback}")
-            self._recorder.error = self._recorder.error or error
-            return
-        self._waiting.popleft()
-        self._next()
-        self._recorder.evaluated(*message)

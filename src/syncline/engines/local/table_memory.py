@@ -9,13 +9,9 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from syncline.engines.local.exchange import LINE, Drafts, Replies, Ring, Shares
-from syncline.engines.local.late_losses import NBYTES as LOSSES
-from syncline.engines.local.late_losses import LateLosses
 from syncline.engines.local.record_codec import NOTE
-from syncline.engines.local.shared_cuda_memory import Handles, share
+from syncline.engines.local.shared_cuda_memory import LOSSES, Handles, LateLosses, share
 from syncline.engines.local.shared_memory import Region, SharedWords
 from syncline.engines.local.version_ring import Marks, Words
 from syncline.table.gradient_slot import Slot, slot_bytes
@@ -57,54 +53,40 @@ class Lane:
     """
 
     def __init__(self, region: Region, layout: Layout, *, slots: int) -> None:
-        memory = region.tensor()
-        cells, shards = SharedWords(region), layout.shards
+        memory, size = region.tensor(), slot_bytes(layout)
+        cells, shards, drafts = SharedWords(region), layout.shards, Replies.words(layout.shards)
         self.replies = Replies(cells, 0, shards=shards)
-        self.drafts = Drafts(cells, Replies.words(shards), shards=shards, slots=slots)
-        passed = Replies.words(shards) + Drafts.words(shards, slots)
+        self.drafts = Drafts(cells, drafts, shards=shards, slots=slots)
+        passed = drafts + Drafts.words(shards, slots)
         self.passed = Drafts(cells, passed, shards=1, slots=slots)  # over a tree: the leaf's word
-        self.handles = Handles(region, 8 * self._words(layout, slots))
-        self._layout, self._slots, self.start = layout, slots, self._head(layout, slots)
+        self.handles = Handles(region, 8 * (passed + Drafts.words(1, slots)))
+        self.start = self._start(layout, slots)
+        self.losses = LateLosses(region, self.start - LOSSES)
         self.numbers = [-1] * slots  # a shard's own: tickets whose drafts lie in the slots
         self.reads = True  # a shard's own, on a card: it may be reading since it published last
-        self.memory = memory
-        self.losses = LateLosses(region, self.start - LOSSES)
-        self._lay(None)
-
-    def _lay(self, card: Tensor | None) -> None:
-        """Slots and inbox, in the shared memory or with their values on a card."""
-        layout, size, values = self._layout, slot_bytes(self._layout), self._values(self._layout)
-        host = [self.memory[self.start + index * size :][:size] for index in range(self._slots)]
-        if card is None:
-            self.slots = [Slot(layout, block) for block in host]
-            inbox = self.memory[self.start + self._slots * size :]
-        else:
-            self.slots = [Slot(layout, block, card[index * values :]) for index, block in enumerate(host)]
-            inbox = card[self._slots * values :]
-        self.inbox = layout.parameters.segments(inbox)
+        self.memory, self._layout = memory, layout
+        self.slots = [Slot(layout, memory[self.start + index * size :][:size]) for index in range(slots)]
+        self.inbox = layout.parameters.segments(memory[self.start + slots * size :])
 
     def to_card(self, device: str, *, owner: bool, check: Callable[[], None] | None = None) -> None:
         """Gradients and inbox lie there from now on."""
-        nbytes = self._slots * self._values(self._layout) + self._layout.parameters.nbytes
-        what = f"{self._slots} gradients and an inbox of a learner"
-        self._lay(share(self.handles, MEMORY, device, nbytes, what, owner=owner, check=check))
+        layout, slots = self._layout, self.slots
+        size = layout.parameters.nbytes + layout.buffers.nbytes
+        nbytes = len(slots) * size + layout.parameters.nbytes
+        what = f"{len(slots)} gradients and an inbox of a learner"
+        card = share(self.handles, MEMORY, device, nbytes, what, owner=owner, check=check)
+        self.slots = [Slot(layout, slot.memory, card[index * size :]) for index, slot in enumerate(slots)]
+        self.inbox = layout.parameters.segments(card[len(slots) * size :])
 
     @staticmethod
-    def _values(layout: Layout) -> int:
-        return layout.parameters.nbytes + layout.buffers.nbytes
-
-    @staticmethod
-    def _words(layout: Layout, slots: int) -> int:
-        return Replies.words(layout.shards) + Drafts.words(layout.shards + 1, slots)
-
-    @classmethod
-    def _head(cls, layout: Layout, slots: int) -> int:
-        head = 8 * cls._words(layout, slots) + Handles.nbytes(2)
-        return -(-head // 4096) * 4096 + LOSSES
+    def _start(layout: Layout, slots: int) -> int:
+        """Of the first slot, in bytes."""
+        words = Replies.words(layout.shards) + Drafts.words(layout.shards + 1, slots)
+        return -(-(8 * words + Handles.nbytes(2)) // 4096) * 4096 + LOSSES
 
     @classmethod
     def nbytes(cls, layout: Layout, *, slots: int) -> int:
-        return cls._head(layout, slots) + slots * slot_bytes(layout) + layout.parameters.nbytes
+        return cls._start(layout, slots) + slots * slot_bytes(layout) + layout.parameters.nbytes
 
 
 class TableMemory:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from syncline import messages as m
 from syncline.engines.local.control_channel import Channel, Closed
-from syncline.engines.local.exchange import Ring
 from syncline.engines.local.record_codec import WHOLE, Answers, Part, Record, Whole, decode, encode_answer
 from syncline.engines.local.shared_memory import Region, Waiter, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox
@@ -295,10 +294,8 @@ class LocalNode:
             if isinstance(each, Up):
                 table.unsent = each.sum
                 continue
-            brought, child = (
-                table.brought.pop((each.child, each.number), None),
-                self._children.get(each.child),
-            )
+            brought = table.brought.pop((each.child, each.number), None)
+            child = self._children.get(each.child)
             if brought is None or child is None:
                 continue
             if isinstance(each, SumDone):
@@ -340,19 +337,16 @@ class LocalNode:
     # -- what comes back -------------------------------------------------------------------------------------
 
     def _read_answers(self) -> bool:
-        worked = self._read(self._desk.answers, self._from_root)
-        return self._read(self._desk.back, self._from_parent) or worked
-
-    def _read(self, ring: Ring, answers: Answers) -> bool:
-        worked = False
-        while (record := ring.pop()) is not None:
-            if ring is self._desk.back and int(record[3]) != self._way:
-                continue  # of a node that was above before
-            if (message := answers.add(record)) is not None:
-                while message.table not in self._tables:
-                    self._control()
-                self._hear(message)
-            worked = True
+        worked, desk = False, self._desk
+        for ring, answers in ((desk.answers, self._from_root), (desk.back, self._from_parent)):
+            while (record := ring.pop()) is not None:
+                if ring is desk.back and int(record[3]) != self._way:
+                    continue  # of a node that was above before
+                if (message := answers.add(record)) is not None:
+                    while message.table not in self._tables:
+                        self._control()
+                    self._hear(message)
+                worked = True
         return worked
 
     def _hear(self, message: ToNodes) -> None:
@@ -374,13 +368,14 @@ class LocalNode:
         """Whom the leader waits for, as far as they are below."""
         if (counted := table.counted) is None:
             return
-        active = {  # those too that it has not heard of: of a leaf that begins anew all come one by one
-            child: [
-                counted.active[each] for each in self._below.get(child, (child,)) if each in counted.active
-            ]
-            for child in {*self._children, *self._below}
-        }
-        first = {child: min(at) for child, at in active.items() if at}
+        first = {}
+        for child in {
+            *self._children,
+            *self._below,
+        }:  # whom it has not heard of, too: a new leaf's come one by one
+            below = self._below.get(child, (child,))
+            if active := [counted.active[each] for each in below if each in counted.active]:
+                first[child] = min(active)
         self._pass_on(table, table.node.count(first, lockstep=counted.lockstep))
 
     def _forget(self, table: Table) -> None:
@@ -404,7 +399,11 @@ class LocalNode:
             if event.child in self._children:
                 self._children[event.child].lanes[event.table] = lane
         elif isinstance(event, NodeTable):
-            self._make_table(event)
+            sums = self._spec.geometry.sums
+            node = Node(self._spec.node, leaf=self._spec.leaf, lockstep=event.lockstep)
+            lane = Lane(event.lane, event.layout, slots=sums)
+            event.lane.close()
+            self._tables[event.table] = Table(node, lane, [FREE] * sums)
         elif isinstance(event, LoseChild):
             self._lose(event.child)
         elif isinstance(event, Below):
@@ -419,12 +418,6 @@ class LocalNode:
         for table in self._tables.values():
             table.node.welcome(child.child)
             self._count(table)
-
-    def _make_table(self, event: NodeTable) -> None:
-        sums = self._spec.geometry.sums
-        node = Node(self._spec.node, leaf=self._spec.leaf, lockstep=event.lockstep)
-        self._tables[event.table] = Table(node, Lane(event.lane, event.layout, slots=sums), [FREE] * sums)
-        event.lane.close()
 
     def _lose(self, child: int) -> None:
         lost = self._children.pop(child, None)

@@ -7,7 +7,7 @@ that it lies in, which is its node's.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from syncline.engines.local.exchange import Ring
 from syncline.engines.local.record_codec import ANSWER, PART, WHOLE, Part, Record, encode_answer
@@ -23,24 +23,17 @@ def name_of(node: int) -> int:
     return -1 - node
 
 
-@dataclass(slots=True)
 class NodeDesk:
     """Between one node and the leading shard: sums there, answers back; and the same with the node above it."""
 
-    region: Region
-    sums: Ring = field(init=False)
-    answers: Ring = field(init=False)
-    over: Ring = field(init=False)
-    back: Ring = field(init=False)
-
-    def __post_init__(self) -> None:
-        cells = SharedWords(self.region)
+    def __init__(self, region: Region) -> None:
+        cells = SharedWords(region)
         both = Ring.words(PARTS) + Ring.words(ANSWERS)
         self.sums = Ring(cells, 0, capacity=PARTS, form=PART)
         self.answers = Ring(cells, Ring.words(PARTS), capacity=ANSWERS, form=ANSWER)
         self.over = Ring(cells, both, capacity=PARTS, form=PART)
         self.back = Ring(cells, both + Ring.words(PARTS), capacity=ANSWERS, form=ANSWER)
-        self.region.close()
+        region.close()
 
     @staticmethod
     def nbytes() -> int:

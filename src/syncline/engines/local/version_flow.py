@@ -64,15 +64,11 @@ class VersionFlow:
             if version == before:
                 return None
             for index, parameter in enumerate(parameters):
-                self._exchange(index, parameter)
+                if _shared(parameter):  # whoever looks sees the new version, as after a step of plain PyTorch
+                    parameter.data.copy_(self._spare[index])
+                else:
+                    parameter.data, self._spare[index] = self._spare[index], parameter.data
             return version
-
-    def _exchange(self, index: int, parameter: Tensor) -> None:
-        """Whoever else looks at the parameter's memory sees the new version there, as after a step of plain PyTorch."""
-        if _shared(parameter):
-            parameter.data.copy_(self._spare[index])
-        else:
-            parameter.data, self._spare[index] = self._spare[index], parameter.data
 
     # -- on the thread -----------------------------------------------------------------------------------
 
