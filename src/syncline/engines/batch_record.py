@@ -162,9 +162,9 @@ class BatchRecord:
         self, spec: RunSpec, recorder: Recorder, coordinator: Coordinator, now: Callable[[], float]
     ) -> None:
         assert spec.batch is not None
-        self._spec, self._plan, self._recorder, self._now = spec, spec.batch, recorder, now
-        self._coordinator = coordinator
-        self._folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
+        self.spec, self._plan, self.recorder, self._now = spec, spec.batch, recorder, now
+        self.coordinator = coordinator
+        self.folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
         before = spec.storage.restored
         self._before = before.tables[0].account if before else Account()
         self._examples = before.counts.examples.get(0, 0) if before else 0
@@ -184,7 +184,7 @@ class BatchRecord:
         notes = {"step": found.step, "evaluations": evaluations, "gradient": found.gradient_norm}
         if found.restarted:
             notes["restarted"] = 1.0
-        self._recorder.iteration(
+        self.recorder.iteration(
             EpochRecord(
                 epoch=found.iteration - 1,
                 version=found.iteration,
@@ -203,13 +203,13 @@ class BatchRecord:
         if end is None:
             return
         converged = end.why in ("gradient", "decrease")
-        self._recorder.event(end.message, kind="converged" if converged else "ended")
+        self.recorder.event(end.message, kind="converged" if converged else "ended")
         if end.why == "not finite" and end.iterations == 0:
             raise RunError(
                 f"the objective is not finite where the run begins: {end.message}; look at the data and the first weights"
             )
         if end.why == "not finite" or (end.why == "line search" and end.iterations == 0):
-            self._recorder.warn(f"the method has ended: {end.message}; the best weights are kept", "ended")
+            self.recorder.warn(f"the method has ended: {end.message}; the best weights are kept", "ended")
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -219,12 +219,12 @@ class BatchRecord:
 
     def due(self, *, last: bool = False) -> bool:
         """A checkpoint is to be cut at this iteration."""
-        if self._folder is None or self.cutting or self.reached is None:
+        if self.folder is None or self.cutting or self.reached is None:
             return False
         count = self.reached.iteration.record.iteration
         if last:
             return count > self._cut_at
-        every, seconds = self._spec.plan.saving.every, self._spec.plan.saving.seconds
+        every, seconds = self.spec.plan.saving.every, self.spec.plan.saving.seconds
         by_count = every is not None and count % every == 0
         return by_count or (seconds is not None and self._now() - self._cut_time >= seconds)
 
@@ -243,30 +243,30 @@ class BatchRecord:
         self._files[message.name] = message.written  # type: ignore[assignment]
         if len(self._files) < self._plan.layout.shards:
             return None
-        assert self._folder is not None
+        assert self.folder is not None
         files, self._files = self._files, None
         if self._problem:
-            self._folder.abandon(message.number)
+            self.folder.abandon(message.number)
             done = m.Checkpointed(message.number, "", self._problem)
         else:
-            keep = self._spec.storage.keep
-            done = commit(self._folder, message.number, self._cut, list(files.values()), keep)
-        self._recorder.emit(done)
+            keep = self.spec.storage.keep
+            done = commit(self.folder, message.number, self._cut, list(files.values()), keep)
+        self.recorder.emit(done)
         return done
 
     def go_back(self, restored: Restored | None) -> None:
         """What was being written is gone, and what came after the checkpoint."""
         self._files, self.reached = None, None
         self._cut_at = restored.version if restored else 0
-        self._recorder.go_back(restored)
+        self.recorder.go_back(restored)
 
     def _manifest(self, reached: b.Reached) -> dict[str, Any]:
         found, table = reached.iteration.record, self.table()
         return {
-            "seed": self._spec.plan.seed,
-            "sync": self._spec.sync,
+            "seed": self.spec.plan.seed,
+            "sync": self.spec.sync,
             "layout": layout_json(self._plan.layout),
-            "history": [each for each in self._recorder.history() if each["version"] <= found.iteration],
+            "history": [each for each in self.recorder.history() if each["version"] <= found.iteration],
             "virtual": self._now(),
             "batch": {
                 "method": method_name(self._plan.method),
@@ -285,13 +285,13 @@ class BatchRecord:
 
     def table(self) -> m.TableStatistics:
         """Gradients are sums of portions; their staleness is 0, always."""
-        found, clock = self._coordinator.statistics(), StalenessClock()
+        found, clock = self.coordinator.statistics(), StalenessClock()
         sums = self._before.gradients + found.taken
         if sums:
             clock.histogram[0] = sums
-        examples = self._examples + self._coordinator.examples
+        examples = self._examples + self.coordinator.examples
         dropped = self._before.dropped + found.discarded
-        counts = self._coordinator.iteration, sums, dropped, examples
+        counts = self.coordinator.iteration, sums, dropped, examples
         return m.TableStatistics(*counts, clock.account(), {}, [], 0)
 
     def statistics(self, number: int, steps: Mapping[int, int], losses: Mapping[int, float]) -> m.Statistics:

@@ -7,24 +7,31 @@ or where a batch method trains its `BatchCrew`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from syncline.batch import coordinator as batch
 from syncline.batch import messages as b
 from syncline.engines.batch_record import BatchRecord, read_batch
+from syncline.engines.checkpoint_writer import commit
 from syncline.engines.recorder import Recorder
 from syncline.engines.run import RunSpec
 from syncline.errors import LostError
+from syncline.messages import Saved
 from syncline.protocols import lifecycle as life
-from syncline.roles.checkpoint_manifest import Restored, restored
+from syncline.roles.checkpoint_manifest import Restored, restored, upto
 from syncline.roles.coordinator import Coordinator
-from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, find
+from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, Written, find
 
 
 class Crew(ABC):
     """The learners and shards of a run, real or simulated."""
+
+    spec: RunSpec
+    coordinator: Coordinator
+    recorder: Recorder
+    folder: Folder | None  # of checkpoints
 
     @abstractmethod
     def start_learner(self, learner: int, rank: int) -> None: ...
@@ -60,20 +67,9 @@ class Crew(ABC):
 class Supervision:
     """One run's lifecycle and those that it decides about."""
 
-    def __init__(
-        self,
-        lifecycle: life.Lifecycle,
-        crew: Crew,
-        coordinator: Coordinator,
-        recorder: Recorder,
-        *,
-        now: Callable[[], float],
-        folder: Folder | None,
-        start: Restored | None,
-    ) -> None:
-        self.lifecycle, self._crew = lifecycle, crew
-        self._coordinator, self._recorder, self._now = coordinator, recorder, now
-        self._folder, self._start = folder, start
+    def __init__(self, lifecycle: life.Lifecycle, crew: Crew, now: Callable[[], float]) -> None:
+        self.lifecycle, self._crew, self._now = lifecycle, crew, now
+        self._coordinator, self._recorder = crew.coordinator, crew.recorder
         self.last: Path | None = None  # checkpoint
 
     # -- events ------------------------------------------------------------------------------------------
@@ -92,9 +88,23 @@ class Supervision:
     def shard_lost(self, lost: str, **details: Any) -> None:
         self._carry_out(self.lifecycle.shard_lost(lost, self._now(), details))
 
-    def checkpointed(self, path: Path) -> None:
-        self.last = path
+    def commit(
+        self, number: int, manifest: dict[str, Any] | None, files: Sequence[Written], *, prune: bool
+    ) -> Path | None:
+        """As the coordinator's port: the checkpoint, or None where there is none."""
+        folder, spec = self._crew.folder, self._crew.spec
+        assert folder is not None
+        if manifest is None:
+            folder.abandon(number)
+            return None
+        manifest["history"] = upto(number, self._recorder.history())
+        done = commit(folder, number, manifest, files, spec.storage.keep if prune else None)
+        self._recorder.emit(done)
+        if done.problem:
+            return None
+        self.last = Path(done.path)
         self.lifecycle.checkpointed()
+        return self.last
 
     def add(self, count: int) -> None:
         self._carry_out(self.lifecycle.add(count))
@@ -150,21 +160,17 @@ class Supervision:
             self._crew.forget_learner(learner)
         self._crew.renew_shards()
         try:
-            last = last_good(decision.lost, self._folder, self.last, self._start)
+            last = last_good(decision.lost, self._crew.folder, self.last, self._crew.spec.storage.restored)
         except LostError as error:
             self._carry_out(self.lifecycle.fail(error))
             return
         self._recorder.go_back(last)
         self._coordinator.recover(last, decision.learners)
         self._start_all(decision.learners)
-        version = last.version if last else 0
+        version, seconds = last.version if last else 0, self._now() - began
         anew = ", and all learners begin anew" if decision.start else ""
-        self._recorder.event(
-            f"recovered: all shards are back at version {version}{anew}",
-            kind="recovered",
-            version=version,
-            seconds_taken=self._now() - began,
-        )
+        what = f"recovered: all shards are back at version {version}{anew}"
+        self._recorder.event(what, kind="recovered", version=version, seconds_taken=seconds)
 
 
 def last_good(
@@ -211,22 +217,12 @@ class BatchCrew(ABC):
 class BatchSupervision:
     """One run's lifecycle and those that it decides about. Learners outlive their shards: they know nothing but the point they read."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        crew: BatchCrew,
-        coordinator: batch.Coordinator,
-        recorder: Recorder,
-        record: BatchRecord,
-    ) -> None:
-        folder = spec.storage.folder
-        self._folder = Folder(Path(folder)) if folder else None
-        self._start = spec.storage.restored
+    def __init__(self, crew: BatchCrew, record: BatchRecord) -> None:
+        self._crew, self._record = crew, record
+        self._coordinator, self._recorder = record.coordinator, record.recorder
         self._last: Path | None = None  # checkpoint
-        self._crew, self._coordinator, self._recorder, self._record = crew, coordinator, recorder, record
-        self.lifecycle = life.Lifecycle(
-            spec.faults, spec.plan.learners, recovers=self._folder is not None, saved=True
-        )
+        plan, recovers = record.spec.plan, record.folder is not None
+        self.lifecycle = life.Lifecycle(record.spec.faults, plan.learners, recovers=recovers, saved=True)
 
     def begin(self) -> None:
         """All learners of the start."""
@@ -251,8 +247,9 @@ class BatchSupervision:
     def ask_stop(self) -> None:
         self._carry_out(self.lifecycle.ask_stop(0.0))
 
-    def checkpointed(self, done: Any) -> None:
-        """A checkpoint was written, or failed."""
+    def saved(self, message: Saved) -> None:
+        """One shard's file is there."""
+        done = self._record.saved(message)
         if done is not None and not done.problem:
             self._last = Path(done.path)
             self.lifecycle.checkpointed()
@@ -275,7 +272,9 @@ class BatchSupervision:
 
     def _go_back(self, lost: str) -> None:
         try:
-            last = last_good(lost, self._folder, self._last, self._start, read_batch)
+            last = last_good(
+                lost, self._record.folder, self._last, self._record.spec.storage.restored, read_batch
+            )
         except LostError as error:
             self._carry_out(self.lifecycle.fail(error))
             return

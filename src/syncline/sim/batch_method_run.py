@@ -121,7 +121,7 @@ class BatchSimulation(BatchCrew):
         self._coordinator = coordinator_of(spec)
         self._record = BatchRecord(spec, self.recorder, self._coordinator, lambda: self.clock.now)
         self._folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
-        self._life = BatchSupervision(spec, self, self._coordinator, self.recorder, self._record)
+        self._life = BatchSupervision(self, self._record)
         seed_random(spec.plan.seed)
         self._numbers = Arithmetic(
             self._plan,
@@ -188,7 +188,7 @@ class BatchSimulation(BatchCrew):
         for shard, vectors in enumerate(self._numbers.shards):
             tensors = vector_tensors(self._plan.layout, shard, vectors)
             saved = write_part(self._folder, (number, table_file(0, shard), tensors, {}))
-            self._life.checkpointed(self._record.saved(saved))
+            self._life.saved(saved)
 
     def _finish(self, over: b.Over) -> None:
         self._over = over

@@ -41,7 +41,7 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
         self.recorder = Recorder(spec, now=self.now, evaluate=self._evaluate, stop=self._stop)
         self._coordinator = coordinator_of(spec)
         self._record = BatchRecord(spec, self.recorder, self._coordinator, self.now)
-        self._life = BatchSupervision(spec, self, self._coordinator, self.recorder, self._record)
+        self._life = BatchSupervision(self, self._record)
         self._point = Region(self._plan.layout.parameters.nbytes)
         self._pools: list[Region] = []
         self._beats: dict[tuple[str, int], Region] = {}
@@ -181,7 +181,7 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
         elif isinstance(message, b.Added):
             self.do(self._coordinator.added(message))
         elif isinstance(message, m.Saved):
-            self._life.checkpointed(self._record.saved(message))
+            self._life.saved(message)
         elif isinstance(message, m.ShardRaised):
             self.fail(RunError(f"shard {message.shard} failed:\n{message.traceback}"))
 

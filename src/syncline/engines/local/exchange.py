@@ -8,8 +8,10 @@ that tests can run it over every interleaving.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+from syncline.table.version_memory import WRITTEN
 
 LINE = 8  # words in a cache line: words of different writers do not share one
 RECORD = 16  # words
@@ -198,3 +200,82 @@ class Shares:
         if any(self._cells.load(counter) < number for counter in self._counters):
             return None
         return [self._values(shard, number) for shard in range(len(self._sizes))]
+
+
+# -- a table's ring of versions: shards write their parts of its places, readers copy them for themselves (M13) -------
+
+
+class Words:
+    """For each shard and place: the version that lies there. A reader looks at the word before and after it copies."""
+
+    def __init__(self, cells: WordsLike, base: int, *, shards: int, places: int) -> None:
+        self._cells, self._places = cells, range(places)
+        self._first = [base + shard * lines(places) for shard in range(shards)]
+
+    @staticmethod
+    def words(shards: int, places: int) -> int:
+        return shards * lines(places)
+
+    def offer(self, shard: int, place: int, version: int) -> None:
+        cell = self._first[shard] + place
+        self._cells.store(cell, version + 1)
+        if version == WRITTEN:
+            self._cells.load(cell)  # what is written into the place comes after it
+
+    def find(self, shard: int, version: int) -> int | None:
+        """The place of a version."""
+        first, load = self._first[shard], self._cells.load
+        for place in self._places:
+            if load(first + place) == version + 1:
+                return place
+        return None
+
+    def held(self, shard: int) -> dict[int, int]:
+        """All its versions, and where they lie."""
+        first, load = self._first[shard], self._cells.load
+        return {load(first + place) - 1: place for place in self._places}
+
+    def lies(self, version: int, where: Iterable[tuple[int, int]]) -> bool:
+        """It still lies there, in these shards, each with its place: what was copied is whole."""
+        load, cells = self._cells.load, [self._first[shard] + place for shard, place in where]
+        for cell in cells:
+            load(cell)  # all that was copied was read before the words are
+        return set(map(load, cells)) <= {version + 1}
+
+
+class Marks:
+    """For each shard: its newest version, wherever that can be read; and which of its places are to be left alone for a while."""
+
+    def __init__(self, cells: WordsLike, base: int, *, shards: int, places: int) -> None:
+        self._cells, self._places = cells, places
+        self._newest = [base + LINE * shard for shard in range(shards)]
+        self._kept = [base + LINE * shards + lines(places) * shard for shard in range(shards)]
+
+    @staticmethod
+    def words(shards: int, places: int) -> int:
+        return LINE * shards + Words.words(shards, places)
+
+    def clear(self) -> None:
+        """Legal while no shard is there."""
+        for shard, newest in enumerate(self._newest):
+            self._cells.store(newest, 0)
+            for place in range(self._places):
+                self.keep(shard, place, False)
+
+    def reach(self, shard: int, version: int) -> None:
+        self._cells.store(self._newest[shard], version + 1)
+
+    def reached(self, shard: int) -> int:
+        return self._cells.load(self._newest[shard]) - 1
+
+    def ahead(self, shard: int) -> int:
+        """Of the slowest shard, in versions."""
+        load = self._cells.load
+        return load(self._newest[shard]) - min(map(load, self._newest))
+
+    def keep(self, shard: int, place: int, kept: bool) -> None:
+        """Somebody reads there slowly; one writer says so. It is a wish: whoever reads looks afterwards whether it was heard."""
+        self._cells.store(self._kept[shard] + place, kept)
+
+    def kept(self, shard: int, place: int) -> bool:
+        return bool(self._cells.load(self._kept[shard] + place))

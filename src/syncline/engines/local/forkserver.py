@@ -200,7 +200,11 @@ class _Server:
                 if fd == self._caller.fileno():
                     data, fds, _, _ = socket.recv_fds(self._caller, 1, 1)
                     if not data:
-                        self._end()
+                        children = [child for child, _ in self._children.values()]
+                        for child in children:
+                            os.kill(child, signal.SIGKILL)
+                        for child in children:
+                            os.waitpid(child, 0)
                         return
                     channel = Channel(socket.socket(fileno=fds[0]))
                     self._runs[channel.fileno()] = channel
@@ -267,12 +271,6 @@ class _Server:
         if self._started >= MANY and not self._runs:
             self._started = -(1 << 62)  # once is enough
             _join_pages()
-
-    def _end(self) -> None:
-        for pid, _ in self._children.values():
-            os.kill(pid, signal.SIGKILL)
-        for pid, _ in self._children.values():
-            os.waitpid(pid, 0)
 
 
 def describe(code: int) -> str:

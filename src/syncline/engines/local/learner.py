@@ -22,10 +22,9 @@ from syncline.engines.local.exchange import DELIVERED, KEEP, Replies
 from syncline.engines.local.packing import Parcel, pack, unpack
 from syncline.engines.local.record_codec import Record, encode
 from syncline.engines.local.shared_cuda_memory import StreamOrder
-from syncline.engines.local.shared_memory import Region, Waiter, WakeUp
+from syncline.engines.local.shared_memory import YIELDS, Region, Waiter, WakeUp
 from syncline.engines.local.table_memory import EVENT, LEAF, WAITS, Geometry, Lane, Mailbox, TableMemory
-from syncline.engines.local.version_flow import VersionFlow, swappable
-from syncline.engines.local.version_ring import Reader
+from syncline.engines.local.version_reader import Reader, VersionFlow, swappable
 from syncline.engines.run import Task
 from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.server_session import ServerSession
@@ -51,7 +50,6 @@ class LearnerSpec:
     bell: WakeUp
     shard_bell: WakeUp  # of the leading shard
     geometry: Geometry
-    yields: int
     generation: int
     seat: Seat
     leaves: Sequence[WakeUp] = ()  # over a tree
@@ -266,7 +264,7 @@ class LocalLearnerPort(LearnerPort):
         self._channel, self._spec = channel, spec
         self.desk = Mailbox(spec.desk)
         self._hub = spec.hub.words
-        self.sleeper = Waiter(spec.bell, yields=spec.yields)
+        self.sleeper = Waiter(spec.bell, yields=YIELDS["learner"])
         self._generation, self._calls = spec.generation, self._hub[CALLS]
         self._portions: dict[int, dict[int, Portion]] = {}
         self._tables: dict[int, LocalTable] = {}

@@ -35,7 +35,7 @@ from syncline.engines.local.learner import LearnerSpec
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.server import LOG_ENTRIES, AddLearner, ServerSpec
-from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.local.shared_memory import YIELDS, Region, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.tree_launcher import SERVERS, NodeCrew
 from syncline.engines.run import RunSpec
@@ -44,9 +44,6 @@ from syncline.table.store import places_for
 from syncline.topologies import Trees
 
 SHARED = 0  # owns memory that goes with the run; learners own theirs
-YIELDS = {"learner": 1000, "shard": 200}
-"""A learner yields for the length of a small fold, a shard for the time between two learners' gradients: waking a sleeping
-core costs more than either."""
 ROOMY = 10  # times as many for a shard, where every process has a core of its own
 
 
@@ -224,7 +221,10 @@ class LocalHost(Host):
         """With the memory that belongs to it."""
         if isinstance(message, m.MakeTable):
             region = self._table(message.table, message.layout)
-            _clear(region, message.layout, self.geometry)
+            own = Region(
+                region.nbytes, os.dup(region.fd)
+            )  # the run's could not be closed while tensors look at it
+            TableMemory(own, message.layout, places=self.geometry.places).clear()
             self.tell_relay(TableHere(message.table, message.layout, region, made=True))
             message = replace(message, handle=region)
         elif isinstance(message, m.JoinTable) and self._concerns(message.learner):
@@ -299,7 +299,6 @@ class LocalHost(Host):
             self._bells[learner],
             self._shard_bells.get(0, self.relay_bell),
             self.geometry,
-            YIELDS["learner"],
             self.generation,
             self._seats(self._spec, learner, rank),
             self.nodes.bells if self.nodes is not None else (),
@@ -444,9 +443,3 @@ class LocalHost(Host):
         del self._words
         for owner in list(self._regions):
             self._release(owner)
-
-
-def _clear(handle: Region, layout: Layout, geometry: Geometry) -> None:
-    """In a mapping of its own: the run's could not be closed while tensors look at it."""
-    region = Region(handle.nbytes, os.dup(handle.fd))
-    TableMemory(region, layout, places=geometry.places).clear()

@@ -76,8 +76,12 @@ class FirstLine(Line):
         raise AssertionError("the first seat gathers")
 
     def gather(self) -> list[bytes]:
+        found = []
         with _alive():
-            return [_receive(mate.line) for mate in self._mates]
+            for mate in self._mates:
+                (size,) = _HEAD.unpack(_exactly(mate.line, _HEAD.size))
+                found.append(_exactly(mate.line, size))
+        return found
 
 
 @contextlib.contextmanager
@@ -126,11 +130,6 @@ def _exactly(end: socket.socket, size: int) -> bytes:
             raise Closed
         found += some
     return bytes(found)
-
-
-def _receive(end: socket.socket) -> bytes:
-    (size,) = _HEAD.unpack(_exactly(end, _HEAD.size))
-    return _exactly(end, size)
 
 
 class Seats:

@@ -23,6 +23,9 @@ from syncline.errors import RunError
 PAGE = 4096
 LONG_YIELD = 0.0002  # seconds
 LOOK_EVERY = 0.002  # seconds of work between looks at watched descriptors
+YIELDS = {"learner": 1000, "shard": 200}
+"""A learner yields for the length of a small fold, a shard for the time between two learners' gradients: waking a sleeping
+core costs more than either."""
 
 
 class Region:

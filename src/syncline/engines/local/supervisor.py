@@ -14,7 +14,7 @@ from typing import Any
 
 from syncline import messages as m
 from syncline.dial import Sync
-from syncline.engines.checkpoint_writer import Writer, commit
+from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.local.host_interface import Host, Machines, Sites, Told, Vitals
 from syncline.engines.local.learner import CALLS, GENERATION, STOP
 from syncline.engines.local.local_host import LocalHost
@@ -27,7 +27,6 @@ from syncline.engines.supervision import Crew, Supervision
 from syncline.errors import LostError, RunError
 from syncline.ports import CoordinatorPort
 from syncline.protocols.lifecycle import Faults, Grace, Lifecycle
-from syncline.roles.checkpoint_manifest import upto
 from syncline.roles.coordinator import Coordinator
 from syncline.table.checkpoints import Folder, Written
 
@@ -97,15 +96,7 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
         )
         ids = dict(lifecycle.live)
         self.coordinator = Coordinator(self, spec.plan, ids, restored)
-        self.supervision = Supervision(
-            lifecycle,
-            self,
-            self.coordinator,
-            self.recorder,
-            now=time.monotonic,
-            folder=self.folder,
-            start=restored,
-        )
+        self.supervision = Supervision(lifecycle, self, time.monotonic)
         self._start_servers({learner: self._site_for(rank) for learner, rank in ids.items()}, again=False)
         self.coordinator.begin()
         for learner, rank in ids.items():
@@ -113,18 +104,10 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
 
     def _machines_of(self, task: Parcel) -> list[Host]:
         machines, processes, said = self._machines, self._processes, (self._said, self._lost)
+        relay, seat = (machines.relay, machines.seats()) if machines is not None else (None, None)
+        self.host = LocalHost(self.spec, processes, task, *said, sites=self._places, relay=relay, seat=seat)
         if machines is None:
-            self.host = LocalHost(self.spec, processes, task, *said)
             return [self.host]
-        self.host = LocalHost(
-            self.spec,
-            processes,
-            task,
-            *said,
-            sites=machines.sites,
-            relay=machines.relay,
-            seat=machines.seats(),
-        )
         told = Told(
             *said,
             self._site_lost,
@@ -264,16 +247,7 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
     def commit(
         self, number: int, manifest: dict[str, Any] | None, files: Sequence[Written], *, prune: bool = True
     ) -> bool:
-        assert self.folder is not None
-        if manifest is None:
-            self.folder.abandon(number)
-            return False
-        manifest["history"] = upto(number, self.recorder.history())
-        done = commit(self.folder, number, manifest, files, self.spec.storage.keep if prune else None)
-        self.tell(done)
-        if not done.problem:
-            self.supervision.checkpointed(Path(done.path))
-        return not done.problem
+        return self.supervision.commit(number, manifest, files, prune=prune) is not None
 
     # -- machines ----------------------------------------------------------------------------------------
 
@@ -331,7 +305,7 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
 
     def _said(self, process: Process, message: Any) -> None:
         if process.role == "shard":
-            self._from_shard(message)
+            self._from_shard(*message)
         elif process.role == "node":
             self.fail(RunError(f"node {process.rank} of the tree failed:\n{message.traceback}"))
         elif process.role == "relay":
@@ -348,23 +322,18 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
         else:
             self.coordinator.from_learner(process.number, message)
 
-    def _from_shard(self, envelope: tuple[int, Any]) -> None:
-        shard, message = envelope
+    def _from_shard(self, shard: int, message: Any) -> None:
         if isinstance(message, m.ShardRaised):
             self.fail(RunError(f"shard {shard} failed:\n{message.traceback}"))
         elif isinstance(message, m.Statistics):
             self._tell_statistics(message)
-        elif isinstance(message, m.Save):
-            self._save(message)
+        elif isinstance(message, m.Save):  # for a machine that does not see the folder
+            assert self.folder is not None
+            if self._writer is None:
+                self._writer = Writer(self.folder.root, self.command)
+            self._writer.write(message.number, message.name, message.tensors, message.notes)
         else:
             self.coordinator.from_shard(message)
-
-    def _save(self, part: m.Save) -> None:
-        """For a machine that does not see the folder."""
-        assert self.folder is not None
-        if self._writer is None:
-            self._writer = Writer(self.folder.root, self.command)
-        self._writer.write(part.number, part.name, part.tensors, part.notes)
 
     def _lost(self, process: Process, how: str, *, own_fault: bool = True) -> None:
         """A process ended without a word."""

@@ -9,11 +9,10 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from syncline.engines.local.exchange import LINE, Drafts, Replies, Ring, Shares
+from syncline.engines.local.exchange import LINE, Drafts, Marks, Replies, Ring, Shares, Words
 from syncline.engines.local.record_codec import NOTE
 from syncline.engines.local.shared_cuda_memory import LOSSES, Handles, LateLosses, share
 from syncline.engines.local.shared_memory import Region, SharedWords
-from syncline.engines.local.version_ring import Marks, Words
 from syncline.table.gradient_slot import Slot, slot_bytes
 from syncline.table.layout import Layout
 

@@ -17,15 +17,7 @@ from syncline.engines.local.host_interface import Forget, LaneHere, NodeKnown, N
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.engines.local.table_memory import LEAF, Lane
-from syncline.engines.local.tree_node import (
-    AddLearnerBelow,
-    AddNodeBelow,
-    Below,
-    ChildLane,
-    LoseChild,
-    Moved,
-    NodeSpec,
-)
+from syncline.engines.local.tree_node import AddChild, Below, ChildLane, LoseChild, Moved, NodeSpec
 from syncline.engines.local.tree_root_end import AddNode, NodeDesk, NodeGone, NodeTable, name_of
 from syncline.engines.run import RunSpec
 from syncline.protocols.tree_shape import ROOT, Tree
@@ -36,7 +28,6 @@ if TYPE_CHECKING:
     from syncline.engines.local.local_host import LocalHost
 
 SERVERS = -1  # owns memory that goes with the servers
-YIELDS = 200  # as a shard
 Lanes = dict[int, tuple[Layout, Region]]  # by table
 
 
@@ -147,19 +138,8 @@ class NodeCrew:
         above = self.tree.parent[node]
         if self._here(node):
             beats = self.beats[node] = self._region(8 * LINE)
-            upper = self._bells.get(above, self._root)
-            spec = NodeSpec(
-                node,
-                node in self.tree.leaves,
-                above,
-                desk,
-                bell,
-                self._root,
-                upper,
-                self._geometry,
-                YIELDS,
-                beats,
-            )
+            leaf, upper = node in self.tree.leaves, self._bells.get(above, self._root)
+            spec = NodeSpec(node, leaf, above, desk, bell, self._root, upper, self._geometry, beats)
             self.processes[node] = self._forks.fork("node", node, node, spec, None, 1)
         self._host.post_all(AddNode(node, desk, bell))
         site = self.sites[node]
@@ -224,7 +204,7 @@ class NodeCrew:
     def _send_to_leaf(self, learner: int) -> None:
         known, leaf = self._learners[learner], self.tree.leaf[learner]
         known.desk.words[LEAF] = 0 if self._several else leaf  # before the leaf looks into its outbox
-        self._post(leaf, AddLearnerBelow(learner, known.rank, known.desk, known.bell))
+        self._post(leaf, AddChild(learner, known.desk, known.bell, known.rank))
         for table, lane in known.lanes.items():
             self._post(leaf, ChildLane(learner, table, *lane))
 
@@ -234,7 +214,7 @@ class NodeCrew:
             return
         if node not in self._desks:
             self._meet(node)
-        self._post(parent, AddNodeBelow(node, self._desks[node], self._ways[node], self._bells[node]))
+        self._post(parent, AddChild(node, self._desks[node], self._bells[node], None, self._ways[node]))
         for table, lane in self._lanes[node].items():
             self._post(parent, ChildLane(node, table, *lane))
 

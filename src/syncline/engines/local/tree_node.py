@@ -18,7 +18,7 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.record_codec import WHOLE, Answers, Part, Record, Whole, decode, encode_answer
-from syncline.engines.local.shared_memory import Region, Waiter, WakeUp
+from syncline.engines.local.shared_memory import YIELDS, Region, Waiter, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox
 from syncline.engines.local.tree_root_end import NodeDesk, NodeTable
 from syncline.messages.to_leader import Gradient
@@ -45,7 +45,6 @@ class NodeSpec:
     root: WakeUp  # of the leading shard
     above: WakeUp  # of the node above, or of the leading shard; on another machine the relay's
     geometry: Geometry
-    yields: int
     beats: Region  # its first word counts that it lives
 
 
@@ -53,23 +52,14 @@ class NodeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class AddLearnerBelow:
-    """A learner sends here from now on; what it has published and nobody has passed on lies in its outbox."""
-
-    child: int
-    rank: int
-    desk: Region
-    bell: WakeUp
-
-
-@dataclass(frozen=True, slots=True)
-class AddNodeBelow:
-    """A node sends here from now on; `way` counts its parents so far: what it sent to another is void."""
+class AddChild:
+    """A learner or a node sends here from now on; what a learner has published and nobody has passed on lies in its outbox."""
 
     child: int
     desk: Region
-    way: int
     bell: WakeUp
+    rank: int | None  # of a learner
+    way: int = 0  # of a node, counts its parents so far: what it sent to another is void
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +138,8 @@ class Lying:
 class LearnerBelow:
     """A leaf's child."""
 
-    def __init__(self, event: AddLearnerBelow, slots: int) -> None:
+    def __init__(self, event: AddChild, slots: int) -> None:
+        assert event.rank is not None
         self.child, self._rank, self.bell = event.child, event.rank, event.bell
         self._outbox = Mailbox(event.desk).gradients
         event.desk.close()
@@ -184,7 +175,7 @@ class LearnerBelow:
 class NodeBelow:
     """An inner node's child."""
 
-    def __init__(self, event: AddNodeBelow) -> None:
+    def __init__(self, event: AddChild) -> None:
         self.child, self._way, self._bell = event.child, event.way, event.bell
         self._desk = NodeDesk(event.desk)
         self.lanes: dict[int, Lane] = {}
@@ -261,7 +252,7 @@ class LocalNode:
         self._below: Mapping[int, Sequence[int]] = {}
         self._tables: dict[int, Table] = {}
         self._outgoing: deque[Record] = deque()
-        self._sleeper = Waiter(spec.bell, yields=spec.yields)
+        self._sleeper = Waiter(spec.bell, yields=YIELDS["shard"])
         self._sleeper.watch(channel.fileno())
 
     def run(self) -> None:
@@ -388,10 +379,13 @@ class LocalNode:
 
     def _control(self) -> None:
         event = self._channel.receive()
-        if isinstance(event, AddLearnerBelow):
-            self._add(LearnerBelow(event, self._spec.geometry.slots))
-        elif isinstance(event, AddNodeBelow):
-            self._add(NodeBelow(event))
+        if isinstance(event, AddChild):
+            learner = event.rank is not None
+            child = LearnerBelow(event, self._spec.geometry.slots) if learner else NodeBelow(event)
+            self._children[event.child] = child
+            for table in self._tables.values():
+                table.node.welcome(event.child)
+                self._count(table)
         elif isinstance(event, ChildLane):
             slots = self._spec.geometry.slots if self._spec.leaf else self._spec.geometry.sums
             lane = Lane(event.lane, event.layout, slots=slots)
@@ -412,12 +406,6 @@ class LocalNode:
                 self._count(table)
         elif isinstance(event, Moved):
             self._move(event)
-
-    def _add(self, child: LearnerBelow | NodeBelow) -> None:
-        self._children[child.child] = child
-        for table in self._tables.values():
-            table.node.welcome(child.child)
-            self._count(table)
 
     def _lose(self, child: int) -> None:
         lost = self._children.pop(child, None)

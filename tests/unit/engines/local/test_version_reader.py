@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from syncline.engines.local.exchange import LINE
-from syncline.engines.local.version_ring import Reader, Words
+from syncline.engines.local.exchange import LINE, Words
+from syncline.engines.local.version_reader import Reader
 from syncline.ports import WRITTEN
 from syncline.table.layout import Layout, lay_out
 from tests.unit.engines.local.test_exchange import Case, Memory, Process, explore
