@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from functools import partial
 from typing import Any
 
 from syncline import messages as m
@@ -20,6 +21,7 @@ from syncline.engines.local.allreduce_learner import (
     AllReduceLearnerSpec,
     Broken,
     read_board,
+    run_peer,
 )
 from syncline.engines.local.packing import Parcel
 from syncline.engines.local.processes import Process
@@ -77,8 +79,8 @@ class AllReduceSupervisor(RunSupervisor):
         resume = spec.storage.restored.name if spec.storage.restored is not None else None
         for rank in range(spec.plan.learners):
             common = meeting, self._boards[rank], self._stop_word, nccl, spec.storage.folder, resume
-            peer = AllReduceLearnerSpec(spec.seat(rank), *common)
-            self.learners[rank] = self._processes.fork("learner", rank, rank, peer, None, self._threads())
+            run = partial(run_peer, spec=AllReduceLearnerSpec(spec.seat(rank), *common))
+            self.learners[rank] = self._processes.fork("learner", rank, rank, run, None, self._threads())
             self.learners[rank].channel.post(task)
 
     def _over(self) -> bool:

@@ -7,6 +7,7 @@ Scalars and decisions pass here, never a vector. Decisions are the coordinator's
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,14 @@ from syncline.batch.coordinator import slots_of
 from syncline.batch.portions import Cancel
 from syncline.dial import Sync
 from syncline.engines.batch_record import BatchRecord, coordinator_of, state_of, write_first
-from syncline.engines.local.batch_processes import BatchLearnerSpec, BatchShardSpec, Pool, slot_bytes
+from syncline.engines.local.batch_processes import (
+    BatchLearnerSpec,
+    BatchShardSpec,
+    Pool,
+    run_batch_learner,
+    run_batch_shard,
+    slot_bytes,
+)
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_memory import Region
@@ -87,13 +95,14 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
         names, folder = tuple(plan.method.vectors), self.spec.storage.folder
         for shard in range(plan.layout.shards):
             common = plan.layout, names, self._point, self._pools, self._beat("shard", shard)
-            spec = BatchShardSpec(shard, *common, folder, source)
-            self._shards.append(self._processes.fork("shard", shard, shard, spec, None, 1))
+            run = partial(run_batch_shard, spec=BatchShardSpec(shard, *common, folder, source))
+            self._shards.append(self._processes.fork("shard", shard, shard, run, None, 1))
 
     def start_learner(self, learner: int, rank: int) -> None:
         device = self.spec.devices[rank % len(self.spec.devices)]
         spec = BatchLearnerSpec(device, self._point, self._pools, self._beat("learner", learner))
-        process = self._processes.fork("learner", learner, rank, spec, None, self._threads())
+        run = partial(run_batch_learner, spec=spec)
+        process = self._processes.fork("learner", learner, rank, run, None, self._threads())
         self._learners[learner] = process
         assert self._task is not None
         process.channel.post(self._task)

@@ -11,26 +11,17 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import torch
 
-from syncline.engines.local.allreduce_learner import AllReduceLearnerSpec, run_peer
-from syncline.engines.local.batch_processes import (
-    BatchLearnerSpec,
-    BatchShardSpec,
-    run_batch_learner,
-    run_batch_shard,
-)
 from syncline.engines.local.control_channel import Channel, Closed
-from syncline.engines.local.learner import run_evaluator, run_learner
-from syncline.engines.local.seat_processes import run_group
-from syncline.engines.local.server import run_server
 from syncline.engines.local.shared_memory import crash_at
-from syncline.engines.local.tree_node import run_node
 from syncline.engines.malloc_tuning import keep_freed_memory
+
+Run = Callable[[Channel], int | None]  # gives its exit code
 
 TERM_GRACE = 20.0  # seconds that a process goes on after SIGTERM
 
@@ -45,7 +36,7 @@ class Setup:
     folder: str
     environment: dict[str, str]
     crash: int | None  # for tests: the operation it dies in
-    spec: Any  # the role's own, unpacked only after path and folder are set
+    run: Run  # what the process does, until it is told that nothing more comes
 
 
 def main(control: int, out: int, err: int, life_line: int) -> int:
@@ -59,26 +50,11 @@ def main(control: int, out: int, err: int, life_line: int) -> int:
     try:
         setup: Setup = channel.receive()
         _settle(setup)
-        if isinstance(setup.spec, BatchShardSpec):
-            run_batch_shard(channel, setup.spec)
-        elif setup.role == "shard":
-            run_server(channel, setup.spec)
-        elif setup.role == "node":
-            run_node(channel, setup.spec)
-        elif setup.role == "evaluator":
-            run_evaluator(channel)
-        else:
+        if setup.role in ("learner", "relay"):
             keep_freed_memory()
-            if callable(setup.spec):  # a learner of another engine
-                return int(setup.spec(channel))
-            if isinstance(setup.spec, AllReduceLearnerSpec):
-                return run_peer(channel, setup.spec)
-            if isinstance(setup.spec, BatchLearnerSpec):
-                return run_batch_learner(channel, setup.spec)
-            return (run_group if setup.spec.seat.seats > 1 else run_learner)(channel, setup.spec)
+        return setup.run(channel) or 0
     except Closed:
         return 1
-    return 0
 
 
 def _outlive_sigterm() -> None:

@@ -156,7 +156,14 @@ def _warm_up() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     parameter.grad = torch.ones(4)
     torch.optim.SGD([parameter], lr=0.1).step()  # not Adam: it counts GPUs, and then no child could use one
-    import syncline.engines.local.child_process  # noqa: F401
+    from syncline.engines.local import (  # noqa: F401 - all that children do
+        allreduce_learner,
+        batch_processes,
+        child_process,
+        seat_processes,
+        server,
+        tree_node,
+    )
 
 
 def serve(fd: int) -> None:

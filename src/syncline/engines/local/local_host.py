@@ -9,6 +9,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from syncline import messages as m
@@ -31,10 +32,11 @@ from syncline.engines.local.host_interface import (
     TableHere,
     Vitals,
 )
-from syncline.engines.local.learner import LearnerSpec
+from syncline.engines.local.learner import LearnerSpec, run_learner
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process, Processes
-from syncline.engines.local.server import LOG_ENTRIES, AddLearner, ServerSpec
+from syncline.engines.local.seat_processes import run_group
+from syncline.engines.local.server import LOG_ENTRIES, LocalServer, ServerSpec, run_server
 from syncline.engines.local.shared_memory import YIELDS, Region, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.tree_launcher import SERVERS, NodeCrew
@@ -188,7 +190,7 @@ class LocalHost(Host):
             self._beats,
             self._spec.storage.folder,
         )
-        self.shards[shard] = self._forks.fork("shard", shard, shard, spec, None, 1)
+        self.shards[shard] = self._forks.fork("shard", shard, shard, partial(run_server, spec=spec), None, 1)
 
     def _start_relay(self, generation: int, log: Region, readers: int, reader: int | None) -> None:
         assert self.relay_of is not None
@@ -282,7 +284,7 @@ class LocalHost(Host):
         rank, site = self._who[learner]
         bell = self._bells.get(learner, self.relay_bell)
         for shard in self.shards.values():
-            shard.channel.post(AddLearner(learner, desk, bell))
+            shard.channel.post((LocalServer.add_learner, learner, desk, bell))
         self.tell_relay(LearnerKnown(learner, site, desk, bell))
         if self.nodes is not None and site == self.site:
             self.nodes.add(learner, rank, desk, bell)
@@ -306,7 +308,8 @@ class LocalHost(Host):
         threads = self._spec.threads
         if threads is None:  # the leading shard works while learners compute
             threads = max(1, (len(os.sched_getaffinity(0)) - 1) // self._computing())
-        process = self._forks.fork("learner", learner, rank, spec, self._bells[learner], threads)
+        run = partial(run_group if spec.seat.seats > 1 else run_learner, spec=spec)
+        process = self._forks.fork("learner", learner, rank, run, spec.bell, threads)
         self.learners[learner] = process
         process.channel.post(self._task)
         return process

@@ -35,7 +35,7 @@ from syncline.engines.local.record_codec import Part as SumPart
 from syncline.engines.local.shared_cuda_memory import StreamOrder
 from syncline.engines.local.shared_memory import Region, SharedWords, Waiter, WakeUp
 from syncline.engines.local.table_memory import DESK_PORTIONS, EVENT, Geometry, Lane, Mailbox, TableMemory
-from syncline.engines.local.tree_root_end import AddNode, Branches, NodeGone, NodeTable, name_of
+from syncline.engines.local.tree_root_end import Branches, NodeDesk, name_of
 from syncline.messages import log
 from syncline.messages.to_leader import NO_LOADER, Gradient, Put, Sum
 from syncline.messages.to_tree_nodes import ToNodes
@@ -69,15 +69,6 @@ class ServerSpec:
     yields: int
     beats: Region  # a line for each shard: it counts there that it lives
     folder: str | None = None  # of checkpoints
-
-
-@dataclass(frozen=True, slots=True)
-class AddLearner:
-    """From the supervisor: a new learner's desk and bell."""
-
-    learner: int
-    desk: Region
-    bell: WakeUp
 
 
 class ServedTable(VersionMemory):
@@ -360,23 +351,36 @@ class LocalServer(ServerPort):
     # -- the supervisor ----------------------------------------------------------------------------------
 
     def _control(self) -> None:
-        event, geometry = self._channel.receive(), self._spec.geometry
-        if isinstance(event, AddLearner):
-            self._desks[event.learner] = Mailbox(event.desk)
-            self._bells[event.learner] = event.bell
-            event.desk.close()
-        elif isinstance(event, AddNode):
-            self._branches.add(event)
-            self._bells[name_of(event.node)] = event.bell
-        elif isinstance(event, NodeTable):
-            lane = Lane(event.lane, event.layout, slots=geometry.sums)
-            self._tables[event.table].lanes[name_of(event.node)] = lane
-            event.lane.close()
-        elif isinstance(event, NodeGone):
-            if self._leads:
-                self._lose_node(name_of(event.node))
+        """A message for the role; or a call of one of the methods below, by the engine itself."""
+        event = self._channel.receive()
+        if isinstance(event, tuple):
+            method, *arguments = event
+            method(self, *arguments)
         else:
             self._role.handle(self._prepared(event))
+
+    def add_learner(self, learner: int, desk: Region, bell: WakeUp) -> None:
+        self._desks[learner], self._bells[learner] = Mailbox(desk), bell
+        desk.close()
+
+    def add_node(self, node: int, desk: Region, bell: WakeUp) -> None:
+        self._branches.desks[name_of(node)], self._bells[name_of(node)] = NodeDesk(desk), bell
+
+    def add_node_table(self, node: int, table: int, layout: Layout, lane: Region) -> None:
+        """Where its sums of a table lie."""
+        sums = self._spec.geometry.sums
+        self._tables[table].lanes[name_of(node)] = Lane(lane, layout, slots=sums)
+        lane.close()
+
+    def lose_node(self, node: int) -> None:
+        """What it passed on before comes before its end; the leading shard's log tells the others whom to wait for now."""
+        if self._leads:
+            name, leaves = name_of(node), log.Leave(name_of(node))
+            self._drain_node(name)
+            self._branches.forget(name)
+            self.append(leaves)
+            self._role.entry(leaves)
+            self._role.handle(m.NodesMoved(name))
 
     def _prepared(self, event: Any) -> Any:
         """What the role is told, when all that belongs to it is here."""
@@ -396,15 +400,6 @@ class LocalServer(ServerPort):
                 self._hand_over(event.learner, record)  # committed before it left
             self._gone.add(event.learner)
         return event
-
-    def _lose_node(self, name: int) -> None:
-        """What it passed on before comes before its end; the others hear whom to wait for now."""
-        self._drain_node(name)
-        self._branches.forget(name)
-        leaves = log.Leave(name)
-        self.append(leaves)
-        self._role.entry(leaves)
-        self._role.handle(m.NodesMoved(name))
 
     # -- effects -----------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline import messages as m
+from syncline.engines.local.learner import run_evaluator
 from syncline.engines.local.packing import Parcel, pack_task
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
@@ -102,7 +103,7 @@ class RunSupervisor(ABC):
         self._processes.watch(self._wake.fd, self._take_commands)
         self._start(self._task)
         if evaluate is not None:
-            self._evaluator = self._processes.fork("evaluator", 0, 0, None, None, 1)
+            self._evaluator = self._processes.fork("evaluator", 0, 0, run_evaluator, None, 1)
             self._evaluator.channel.post(evaluate)
             evaluate.close()
 

@@ -8,17 +8,19 @@ is a machine, a node above stands on the machine of its first child. Not respons
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncline.engines.local.exchange import LINE
 from syncline.engines.local.host_interface import Forget, LaneHere, NodeKnown, NodeMoved, Sites
 from syncline.engines.local.processes import Process, Processes
+from syncline.engines.local.server import LocalServer
 from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.engines.local.table_memory import LEAF, Lane
-from syncline.engines.local.tree_node import AddChild, Below, ChildLane, LoseChild, Moved, NodeSpec
-from syncline.engines.local.tree_root_end import AddNode, NodeDesk, NodeGone, NodeTable, name_of
+from syncline.engines.local.tree_node import LocalNode, NodeSpec, run_node
+from syncline.engines.local.tree_root_end import NodeDesk, name_of
 from syncline.engines.run import RunSpec
 from syncline.protocols.tree_shape import ROOT, Tree
 from syncline.table.layout import Layout
@@ -140,8 +142,8 @@ class NodeCrew:
             beats = self.beats[node] = self._region(8 * LINE)
             leaf, upper = node in self.tree.leaves, self._bells.get(above, self._root)
             spec = NodeSpec(node, leaf, above, desk, bell, self._root, upper, self._geometry, beats)
-            self.processes[node] = self._forks.fork("node", node, node, spec, None, 1)
-        self._host.post_all(AddNode(node, desk, bell))
+            self.processes[node] = self._forks.fork("node", node, node, partial(run_node, spec=spec), None, 1)
+        self._host.post_all((LocalServer.add_node, node, desk, bell))
         site = self.sites[node]
         known = NodeKnown(name_of(node), site, self._site(above), desk, bell, self._bells.get(above))
         self._host.tell_relay(known)
@@ -159,20 +161,20 @@ class NodeCrew:
         for node in self._desks:
             self._make_lane(node, table, layout)
         for node in self._desks:
-            self._post(self.tree.parent[node], ChildLane(node, table, *self._lanes[node][table]))
+            self._post(self.tree.parent[node], LocalNode.add_lane, node, table, *self._lanes[node][table])
 
     def _make_lane(self, node: int, table: int, layout: Layout) -> None:
         lane = self._region(Lane.nbytes(layout, slots=self._geometry.sums))
         self._lanes[node][table] = (layout, lane)
-        made = NodeTable(node, table, layout, lane, self._spec.plan.course.first.lockstep)
-        self._host.post_all(made)
-        self._post(node, made)
+        self._host.post_all((LocalServer.add_node_table, node, table, layout, lane))
+        lockstep = self._spec.plan.course.first.lockstep
+        self._post(node, LocalNode.add_table, table, layout, lane, lockstep)
         self._host.tell_relay(LaneHere(table, name_of(node), layout, lane))
 
-    def _post(self, node: int, message: object) -> None:
-        """If it is here."""
+    def _post(self, node: int, method: Callable[..., None], *arguments: Any) -> None:
+        """Call it there, if that node is here."""
         if node in self.processes:
-            self.processes[node].channel.post(message)
+            self.processes[node].channel.post((method, *arguments))
 
     # -- learners --------------------------------------------------------------------------------------------
 
@@ -193,20 +195,20 @@ class NodeCrew:
     def join_table(self, learner: int, table: int, layout: Layout, lane: Region) -> None:
         if learner in self._learners:
             self._learners[learner].lanes[table] = (layout, lane)
-            self._post(self.tree.leaf[learner], ChildLane(learner, table, layout, lane))
+            self._post(self.tree.leaf[learner], LocalNode.add_lane, learner, table, layout, lane)
 
     def leave(self, learner: int) -> None:
         if self._learners.pop(learner, None) is not None and learner in self.tree.leaf:
-            self._post(self.tree.leaf[learner], LoseChild(learner))
+            self._post(self.tree.leaf[learner], LocalNode.lose_child, learner)
         self.tree.leave(learner)  # it has no leaf where the last one was lost
         self._tell_below()
 
     def _send_to_leaf(self, learner: int) -> None:
         known, leaf = self._learners[learner], self.tree.leaf[learner]
         known.desk.words[LEAF] = 0 if self._several else leaf  # before the leaf looks into its outbox
-        self._post(leaf, AddChild(learner, known.desk, known.bell, known.rank))
+        self._post(leaf, LocalNode.add_child, learner, known.desk, known.bell, known.rank)
         for table, lane in known.lanes.items():
-            self._post(leaf, ChildLane(learner, table, *lane))
+            self._post(leaf, LocalNode.add_lane, learner, table, *lane)
 
     def _send_to_parent(self, node: int) -> None:
         parent = self.tree.parent[node]
@@ -214,15 +216,16 @@ class NodeCrew:
             return
         if node not in self._desks:
             self._meet(node)
-        self._post(parent, AddChild(node, self._desks[node], self._bells[node], None, self._ways[node]))
+        desk, bell = self._desks[node], self._bells[node]
+        self._post(parent, LocalNode.add_child, node, desk, bell, None, self._ways[node])
         for table, lane in self._lanes[node].items():
-            self._post(parent, ChildLane(node, table, *lane))
+            self._post(parent, LocalNode.add_lane, node, table, *lane)
 
     def _tell_below(self) -> None:
         """To those here: who is where."""
         for node in self.processes:
             if node in self.tree.parent:
-                self._post(node, Below(self.tree.below(node)))
+                self._post(node, LocalNode.hear_below, self.tree.below(node))
 
     # -- losses ----------------------------------------------------------------------------------------------
 
@@ -265,9 +268,9 @@ class NodeCrew:
         """Those here hear that nothing more comes from it."""
         for each in self._of_nodes:
             each.pop(node, None)
-        self._post(above, LoseChild(node))
+        self._post(above, LocalNode.lose_child, node)
         self._tell_below()
-        self._host.post_all(NodeGone(node))
+        self._host.post_all((LocalServer.lose_node, node))
         self._host.tell_relay(Forget(name_of(node)))
 
     def _move_learners(self, learners: Iterable[int]) -> str:
@@ -283,7 +286,7 @@ class NodeCrew:
             self._ways[node] += 1
             self._send_to_parent(node)
             self._host.tell_relay(NodeMoved(name_of(node), self._site(above), self._ways[node], bell))
-            self._post(node, Moved(above, self._ways[node], bell or self._root))
+            self._post(node, LocalNode.move, above, self._ways[node], bell or self._root)
         to = "the root" if above == ROOT else f"node {above}"
         return f"nodes send to {to}: {', '.join(map(str, nodes))}"
 

@@ -20,7 +20,7 @@ from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.record_codec import WHOLE, Answers, Part, Record, Whole, decode, encode_answer
 from syncline.engines.local.shared_memory import YIELDS, Region, Waiter, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox
-from syncline.engines.local.tree_root_end import NodeDesk, NodeTable
+from syncline.engines.local.tree_root_end import NodeDesk
 from syncline.messages.to_leader import Gradient
 from syncline.messages.to_tree_nodes import Counted, Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
@@ -48,51 +48,6 @@ class NodeSpec:
     beats: Region  # its first word counts that it lives
 
 
-# -- from the supervisor -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AddChild:
-    """A learner or a node sends here from now on; what a learner has published and nobody has passed on lies in its outbox."""
-
-    child: int
-    desk: Region
-    bell: WakeUp
-    rank: int | None  # of a learner
-    way: int = 0  # of a node, counts its parents so far: what it sent to another is void
-
-
-@dataclass(frozen=True, slots=True)
-class ChildLane:
-    """Where a child's gradients of a table, or its sums, lie."""
-
-    child: int
-    table: int
-    layout: Layout
-    lane: Region
-
-
-@dataclass(frozen=True, slots=True)
-class LoseChild:
-    child: int
-
-
-@dataclass(frozen=True, slots=True)
-class Below:
-    """Whose gradients each child passes on."""
-
-    learners: Mapping[int, Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """The node above is another."""
-
-    parent: int
-    way: int
-    above: WakeUp
-
-
 # -- what it has ---------------------------------------------------------------------------------------------
 
 
@@ -111,11 +66,6 @@ class Brought:
     @property
     def slot(self) -> Slot:
         return self.child.lanes[self.table].slots[self.place]
-
-    @property
-    def furthest(self) -> tuple[int, int]:
-        """Of the learner whose options hold."""
-        return min((-ticket.step, ticket.rank) for ticket in self.tickets)
 
     def weighted(self) -> tuple[Lying, tuple[bool, ...], int]:
         slot = self.slot
@@ -138,11 +88,10 @@ class Lying:
 class LearnerBelow:
     """A leaf's child."""
 
-    def __init__(self, event: AddChild, slots: int) -> None:
-        assert event.rank is not None
-        self.child, self._rank, self.bell = event.child, event.rank, event.bell
-        self._outbox = Mailbox(event.desk).gradients
-        event.desk.close()
+    def __init__(self, child: int, desk: Region, bell: WakeUp, rank: int, slots: int) -> None:
+        self.child, self._rank, self.bell = child, rank, bell
+        self._outbox = Mailbox(desk).gradients
+        desk.close()
         self.lanes: dict[int, Lane] = {}
         self._next = max(0, self._outbox.written - slots)  # no more than that can still be needed
 
@@ -165,19 +114,13 @@ class LearnerBelow:
         self.lanes[brought.table].passed.free(0, brought.place, brought.number)
         self.bell.ring()
 
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.bell.close()
-
 
 class NodeBelow:
     """An inner node's child."""
 
-    def __init__(self, event: AddChild) -> None:
-        self.child, self._way, self._bell = event.child, event.way, event.bell
-        self._desk = NodeDesk(event.desk)
+    def __init__(self, child: int, desk: Region, bell: WakeUp, way: int) -> None:
+        self.child, self._way, self.bell = child, way, bell
+        self._desk = NodeDesk(desk)
         self.lanes: dict[int, Lane] = {}
         self._parts: list[Part] = []
         self._unsaid: deque[Record] = deque()
@@ -196,9 +139,6 @@ class NodeBelow:
             return Brought(self, whole.table, whole.number, parts, whole.slot, bool(whole.full), tickets)
         return None
 
-    def passed(self, brought: Brought) -> bool:
-        return False
-
     def free(self, brought: Brought) -> None:
         self.tell(Taken(brought.table, brought.number))
 
@@ -210,10 +150,7 @@ class NodeBelow:
         """Say what there is room for."""
         while self._unsaid and self._desk.back.push(self._unsaid[0]):
             self._unsaid.popleft()
-            self._bell.ring()
-
-    def close(self) -> None:
-        self._bell.close()
+            self.bell.ring()
 
 
 @dataclass(slots=True, eq=False)
@@ -268,11 +205,13 @@ class LocalNode:
     def _read_children(self) -> bool:
         worked = False
         for child in list(self._children.values()):
-            child.flush()
+            if isinstance(child, NodeBelow):
+                child.flush()
             while (brought := child.pop()) is not None:
                 while brought.table not in child.lanes and child.child in self._children:
                     self._control()  # it was sent before the child could say this
-                if child.child in self._children and not child.passed(brought):
+                known = isinstance(child, LearnerBelow) and child.passed(brought)
+                if child.child in self._children and not known:
                     table = self._tables[brought.table]
                     table.brought[child.child, brought.number] = brought
                     sum_ = Sum(child.child, brought.number, brought.tickets)
@@ -316,7 +255,8 @@ class LocalNode:
         full = all(mean.present)
         if not full:
             slot.mask.copy_(torch.tensor(mean.present, dtype=torch.uint8))
-        text = min(brought, key=lambda each: each.furthest).slot.options_text()
+        furthest = min(brought, key=lambda each: min((-ticket.step, ticket.rank) for ticket in each.tickets))
+        text = furthest.slot.options_text()  # those options hold
         if text != table.text:
             table.options, table.text = table.options + 1, text
         slot.write_options(text)
@@ -360,10 +300,8 @@ class LocalNode:
         if (counted := table.counted) is None:
             return
         first = {}
-        for child in {
-            *self._children,
-            *self._below,
-        }:  # whom it has not heard of, too: a new leaf's come one by one
+        every = {*self._children, *self._below}  # whom it has not heard of, too: a new leaf's come one by one
+        for child in every:
             below = self._below.get(child, (child,))
             if active := [counted.active[each] for each in below if each in counted.active]:
                 first[child] = min(active)
@@ -375,50 +313,58 @@ class LocalNode:
         for key in [key for key in table.brought if key[0] not in self._children and key not in needed]:
             del table.brought[key]
 
-    # -- the supervisor --------------------------------------------------------------------------------------
+    # -- the supervisor: what it says is a call of one of these -----------------------------------------------
 
     def _control(self) -> None:
-        event = self._channel.receive()
-        if isinstance(event, AddChild):
-            learner = event.rank is not None
-            child = LearnerBelow(event, self._spec.geometry.slots) if learner else NodeBelow(event)
-            self._children[event.child] = child
-            for table in self._tables.values():
-                table.node.welcome(event.child)
-                self._count(table)
-        elif isinstance(event, ChildLane):
-            slots = self._spec.geometry.slots if self._spec.leaf else self._spec.geometry.sums
-            lane = Lane(event.lane, event.layout, slots=slots)
-            event.lane.close()
-            if event.child in self._children:
-                self._children[event.child].lanes[event.table] = lane
-        elif isinstance(event, NodeTable):
-            sums = self._spec.geometry.sums
-            node = Node(self._spec.node, leaf=self._spec.leaf, lockstep=event.lockstep)
-            lane = Lane(event.lane, event.layout, slots=sums)
-            event.lane.close()
-            self._tables[event.table] = Table(node, lane, [FREE] * sums)
-        elif isinstance(event, LoseChild):
-            self._lose(event.child)
-        elif isinstance(event, Below):
-            self._below = event.learners
-            for table in self._tables.values():
-                self._count(table)
-        elif isinstance(event, Moved):
-            self._move(event)
+        method, *arguments = self._channel.receive()
+        method(self, *arguments)
 
-    def _lose(self, child: int) -> None:
+    def add_child(self, child: int, desk: Region, bell: WakeUp, rank: int | None, way: int = 0) -> None:
+        """It sends here from now on; what a learner (of that rank) has published and nobody has passed on lies in its outbox.
+
+        `way` counts a node's parents so far: what it sent to another is void.
+        """
+        if rank is None:
+            self._children[child] = NodeBelow(child, desk, bell, way)
+        else:
+            self._children[child] = LearnerBelow(child, desk, bell, rank, self._spec.geometry.slots)
+        for table in self._tables.values():
+            table.node.welcome(child)
+            self._count(table)
+
+    def add_lane(self, child: int, table: int, layout: Layout, lane: Region) -> None:
+        """Where a child's gradients of a table, or its sums, lie."""
+        slots = self._spec.geometry.slots if self._spec.leaf else self._spec.geometry.sums
+        found = Lane(lane, layout, slots=slots)
+        lane.close()
+        if child in self._children:
+            self._children[child].lanes[table] = found
+
+    def add_table(self, table: int, layout: Layout, lane: Region, lockstep: bool) -> None:
+        """Where its own sums of it lie."""
+        sums = self._spec.geometry.sums
+        node = Node(self._spec.node, leaf=self._spec.leaf, lockstep=lockstep)
+        self._tables[table] = Table(node, Lane(lane, layout, slots=sums), [FREE] * sums)
+        lane.close()
+
+    def lose_child(self, child: int) -> None:
         lost = self._children.pop(child, None)
         if lost is not None:
-            lost.close()
+            lost.bell.close()
             for table in self._tables.values():
                 self._pass_on(table, table.node.lose(child))
                 self._forget(table)
 
-    def _move(self, event: Moved) -> None:
-        """What was said to the one that is lost, and by it, is void."""
+    def hear_below(self, learners: Mapping[int, Sequence[int]]) -> None:
+        """Whose gradients each child passes on."""
+        self._below = learners
+        for table in self._tables.values():
+            self._count(table)
+
+    def move(self, parent: int, way: int, above: WakeUp) -> None:
+        """The node above is another; what was said to the one that is lost, and by it, is void."""
         self._above.close()
-        self._parent, self._way, self._above = event.parent, event.way, event.above
+        self._parent, self._way, self._above = parent, way, above
         self._outgoing.clear()
         self._from_parent = Answers()
         for table in self._tables.values():

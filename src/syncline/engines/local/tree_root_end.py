@@ -7,13 +7,11 @@ that it lies in, which is its node's.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
 
 from syncline.engines.local.exchange import Ring
 from syncline.engines.local.record_codec import ANSWER, PART, WHOLE, Part, Record, encode_answer
-from syncline.engines.local.shared_memory import Region, SharedWords, WakeUp
+from syncline.engines.local.shared_memory import Region, SharedWords
 from syncline.messages.to_tree_nodes import ToNodes
-from syncline.table.layout import Layout
 
 PARTS, ANSWERS = 64, 256  # records; what has no room waits with who writes
 
@@ -40,36 +38,6 @@ class NodeDesk:
         return 16 * (Ring.words(PARTS) + Ring.words(ANSWERS))
 
 
-# -- from the supervisor, to shards --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AddNode:
-    """A node's desk and bell."""
-
-    node: int
-    desk: Region
-    bell: WakeUp
-
-
-@dataclass(frozen=True, slots=True)
-class NodeTable:
-    """To shards and to the node: where its sums of a table lie."""
-
-    node: int
-    table: int
-    layout: Layout
-    lane: Region
-    lockstep: bool
-
-
-@dataclass(frozen=True, slots=True)
-class NodeGone:
-    """To the leading shard, in whose log the others find it: nothing more comes from it."""
-
-    node: int
-
-
 class Branches:
     """All nodes, by name."""
 
@@ -77,9 +45,6 @@ class Branches:
         self.desks: dict[int, NodeDesk] = {}
         self._parts: dict[int, list[Part]] = defaultdict(list)
         self._unsaid: dict[int, deque[Record]] = defaultdict(deque)  # what a desk has no room for
-
-    def add(self, event: AddNode) -> None:
-        self.desks[name_of(event.node)] = NodeDesk(event.desk)
 
     def forget(self, name: int) -> None:
         for kept in (self.desks, self._parts, self._unsaid):
