@@ -37,9 +37,7 @@ class Checkpoints:
     keep: int
     clocks: bool = False  # the run folder keeps the vector clock of every update
     virtual: bool = False  # a simulated run's seconds are none in which work is lost
-    rank: int | None = (
-        None  # under torchrun: the first writes, all read, and all must hear what one is refused
-    )
+    rank: int | None = None  # under torchrun: the first writes, all read, and hear what one is refused
     read: Callable[[Checkpoint], Restored] = restored
 
     def opened(self, plan: RunPlan) -> tuple[Saving, Storage]:
@@ -68,16 +66,12 @@ class Checkpoints:
             checkpoint = find(self.resume) if self.resume is not None else None
             found = self._restored(plan, checkpoint)
             if root is not None:
-                Folder(root).prepare()
-                Folder(root).forget_first()
-                Folder(root).forget_adopted()
-            if (
-                root is not None
-                and checkpoint is not None
-                and root.resolve() not in checkpoint.path.resolve().parents
-            ):
-                adopted = self.read(Folder(root).adopt(checkpoint))
-                found = replace(adopted, name=str(checkpoint.path))
+                folder = Folder(root)
+                folder.prepare()
+                folder.forget_first()
+                folder.forget_adopted()
+                if checkpoint is not None and root.resolve() not in checkpoint.path.resolve().parents:
+                    found = replace(self.read(folder.adopt(checkpoint)), name=str(checkpoint.path))
         except BaseException:
             if lock is not None:
                 lock.release()
@@ -120,11 +114,8 @@ class Checkpoints:
         """Of the run's checkpoints; a run that goes on writes where it was, unless told otherwise."""
         if self.run_dir is not None:
             root = Path(self.run_dir) / "checkpoints"
-            same = self.resume is not None and root.resolve() in (
-                *Path(self.resume).resolve().parents,
-                Path(self.resume).resolve() / "checkpoints",
-                Path(self.resume).resolve(),
-            )
+            own = Path(self.resume).resolve() if self.resume is not None else None
+            same = own is not None and root.resolve() in (*own.parents, own / "checkpoints", own)
             if (Folder(root).all() or (root.parent / EVENTS).exists()) and not same:
                 raise UsageError(
                     f"{self.run_dir} holds a run already: go on with it by resume={str(self.run_dir)!r}, "
@@ -134,9 +125,8 @@ class Checkpoints:
         if self.resume is None:
             return None
         path = Path(self.resume).resolve()
-        return next(
-            (each for each in (path, *path.parents) if each.name == "checkpoints"), path / "checkpoints"
-        )
+        found = (each for each in (path, *path.parents) if each.name == "checkpoints")
+        return next(found, path / "checkpoints")
 
 
 class RunLock:
@@ -159,9 +149,8 @@ class RunLock:
         while not self._take():
             continue
         self._file.truncate(0)
-        self._file.write(
-            json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()})
-        )
+        own = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
+        self._file.write(json.dumps(own))
         self._file.flush()
 
     def _take(self) -> bool:

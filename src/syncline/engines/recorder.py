@@ -213,18 +213,19 @@ class Recorder:
         """Everything has come in; the final weights are in the outcome."""
         if self._complete:
             return True
+        self._complete = not self._open and self._take_final()
+        return self._complete
+
+    def _take_final(self) -> bool:
         layouts = self._layouts()
-        if not self._finished or self._open or not self._assembly.complete("final", layouts):
-            return False
-        self.outcome.tables = self._assembly.take("final", layouts)
-        self._complete = True
-        return True
+        there = self._finished and self._assembly.complete("final", layouts)
+        if there:
+            self.outcome.tables = self._assembly.take("final", layouts)
+        return there
 
     def keep_weights(self, error: BaseException) -> None:
         """The run fails; if its last weights are there they come back with the error."""
-        layouts = self._layouts()
-        if isinstance(error, RunError) and self._finished and self._assembly.complete("final", layouts):
-            self.outcome.tables = self._assembly.take("final", layouts)
+        if isinstance(error, RunError) and self._take_final():
             self.outcome.seconds = self._now()
             error.outcome = self.outcome
 

@@ -97,9 +97,7 @@ class EpochRecord:
     loss: float
     losses: dict[int, float]
     metrics: dict[str, float] = field(default_factory=dict)
-    notes: dict[str, float] = field(
-        default_factory=dict
-    )  # of a batch method's iteration: step, evaluations …
+    notes: dict[str, float] = field(default_factory=dict)  # of a batch iteration: step, evaluations …
 
     def __getitem__(self, key: str) -> Any:
         known = {**self.notes, **self.metrics}

@@ -59,16 +59,13 @@ class AllReduceSupervisor(RunSupervisor):
         self._broken: tuple[float, int, str] | None = None  # (when, rank, what it said)
         self._hanging = HangDetection(self, "the others wait for it", "ends such a learner, and the run")
 
-    def command(self, command: Any) -> None:
-        if isinstance(command, int):
-            raise UsageError(
-                "all-reduce has fixed membership: no learners can be added; use topology='servers'"
-            )
-        if isinstance(command, Sync):
-            raise UsageError(
-                "all-reduce cannot change its dial in the middle; give a course, such as 'hardsync until 1 then delayed:1'"
-            )
-        super().command(command)
+    def add_learners(self, count: int) -> None:
+        raise UsageError("all-reduce has fixed membership: no learners can be added; use topology='servers'")
+
+    def change(self, sync: Sync) -> None:
+        raise UsageError(
+            "all-reduce cannot change its dial in the middle; give a course, such as 'hardsync until 1 then delayed:1'"
+        )
 
     # -- the run -----------------------------------------------------------------------------------------
 

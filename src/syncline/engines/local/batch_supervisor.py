@@ -64,13 +64,6 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
             self, "all wait for it", "goes back to the last checkpoint", least=SHARD_PATIENCE
         )
 
-    def command(self, command: Any) -> None:
-        if isinstance(command, Sync):
-            raise UsageError(
-                "sandblaster has no dial to change: every iteration takes all portions of its batch"
-            )
-        super().command(command)
-
     # -- the run -----------------------------------------------------------------------------------------
 
     def _start(self, task: Parcel) -> None:
@@ -231,11 +224,11 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
 
     # -- the caller's --------------------------------------------------------------------------------------
 
-    def _asked(self, command: Any) -> None:
-        if isinstance(command, int):
-            self._life.add(command)
-        else:
-            super()._asked(command)
+    def add_learners(self, count: int) -> None:
+        self.command(lambda: self._life.add(count))
+
+    def change(self, sync: Sync) -> None:
+        raise UsageError("sandblaster has no dial to change: every iteration takes all portions of its batch")
 
     def _stop(self) -> None:
         self._life.ask_stop()

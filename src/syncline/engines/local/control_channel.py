@@ -85,9 +85,7 @@ class Channel:
             while self._unsent:
                 data, fds = self._unsent[0]
                 control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-                sent = self._socket.sendmsg(
-                    [data], control, socket.MSG_DONTWAIT
-                )  # send_fds forgets the flags
+                sent = self._socket.sendmsg([data], control, socket.MSG_DONTWAIT)  # send_fds has no flags
                 _close_all(fds)
                 self._unsent.popleft()
                 if sent < len(data):

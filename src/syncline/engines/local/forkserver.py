@@ -2,7 +2,8 @@
 
 It never imports the caller's `__main__` and never touches CUDA, so no main guard is needed and children may
 use GPUs. It imports everything a child needs first (an optimizer's first step pulls in a second of torch), runs one thread, and lives as long
-as the caller. Children that end are reaped here, then announced.
+as the caller. Children that end are reaped here, then announced. A child sets itself up, then runs what it is told to; it watches the
+caller's life line (a pipe whose only write end is the caller's) and ends when it breaks.
 """
 
 from __future__ import annotations
@@ -17,13 +18,22 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
-from syncline.engines.local.control_channel import Channel
+import torch
+
+from syncline.engines.local.control_channel import Channel, Closed
+from syncline.engines.local.shared_memory import crash_at
+from syncline.engines.malloc_tuning import keep_freed_memory
 from syncline.errors import RunError
 
 CHILD_FDS = 4  # control socket, stdout, stderr, the caller's life line
 MANY = 24  # children after which it pays to make the next ones cheaper
+TERM_GRACE = 20.0  # seconds that a child goes on after SIGTERM
+
+Run = Callable[[Channel], int | None]  # what a child does; gives its exit code
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +160,6 @@ def shutdown() -> None:
 
 def _warm_up() -> None:
     """Everything that children would otherwise import one by one."""
-    import torch
-
     torch.set_num_threads(1)
     parameter = torch.nn.Parameter(torch.zeros(4))
     parameter.grad = torch.ones(4)
@@ -159,7 +167,6 @@ def _warm_up() -> None:
     from syncline.engines.local import (  # noqa: F401 - all that children do
         allreduce_learner,
         batch_processes,
-        child_process,
         seat_processes,
         server,
         tree_node,
@@ -257,8 +264,6 @@ class _Server:
             for pidfd in self._children:
                 os.close(pidfd)
             gc.enable()
-            from syncline.engines.local.child_process import main
-
             code = main(*fds)
         finally:
             sys.stdout.flush()
@@ -288,3 +293,82 @@ def describe(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
+
+
+# -- a child -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to a child."""
+
+    role: str  # "learner", "shard", "node" or "evaluator"
+    threads: int
+    path: list[str]
+    folder: str
+    environment: dict[str, str]
+    crash: int | None  # for tests: the operation it dies in
+    run: Run  # what the process does, until it is told that nothing more comes
+
+
+def main(control: int, out: int, err: int, life_line: int) -> int:
+    """The whole life of a child; the exit code comes back."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _outlive_sigterm()
+    _redirect(out, err)
+
+    def watch() -> None:
+        os.read(life_line, 1)
+        os._exit(3)
+
+    threading.Thread(target=watch, daemon=True).start()
+    channel = Channel(socket.socket(fileno=control))
+    try:
+        setup: Setup = channel.receive()
+        _settle(setup)
+        if setup.role in ("learner", "relay"):
+            keep_freed_memory()
+        return setup.run(channel) or 0
+    except Closed:
+        return 1
+
+
+def _outlive_sigterm() -> None:
+    """Schedulers send it to all processes at once: it is the caller's to end the run well, while this one works on.
+
+    Whoever means this one alone has it gone a while later. What the user's code forks goes at once, as anywhere.
+    """
+    own = os.getpid()
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        end = threading.Timer(TERM_GRACE, os.kill, (own, signal.SIGKILL))
+        end.daemon = True
+        end.start()
+
+    signal.signal(signal.SIGTERM, heed)
+    signal.siginterrupt(signal.SIGTERM, False)
+
+
+def _redirect(out: int, err: int) -> None:
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+
+
+def _settle(setup: Setup) -> None:
+    sys.path[:] = setup.path
+    os.environ.clear()
+    os.environ.update(setup.environment)
+    if os.path.isdir(setup.folder):
+        os.chdir(setup.folder)
+    torch.set_num_threads(setup.threads)
+    if setup.crash is not None:
+        crash_at(setup.crash)

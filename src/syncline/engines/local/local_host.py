@@ -36,7 +36,7 @@ from syncline.engines.local.learner import LearnerSpec, run_learner
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.seat_processes import run_group
-from syncline.engines.local.server import LOG_ENTRIES, LocalServer, ServerSpec, run_server
+from syncline.engines.local.server import LOG_ENTRIES, Call, LocalServer, ServerSpec, run_server
 from syncline.engines.local.shared_memory import YIELDS, Region, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.tree_launcher import SERVERS, NodeCrew
@@ -190,7 +190,7 @@ class LocalHost(Host):
             self._beats,
             self._spec.storage.folder,
         )
-        self.shards[shard] = self._forks.fork("shard", shard, shard, partial(run_server, spec=spec), None, 1)
+        self.shards[shard] = self._forks.fork("shard", shard, shard, partial(run_server, spec=spec))
 
     def _start_relay(self, generation: int, log: Region, readers: int, reader: int | None) -> None:
         assert self.relay_of is not None
@@ -209,7 +209,7 @@ class LocalHost(Host):
             self._casts,
         )
         self._relay_beats.words[0] = 0  # it has not begun
-        self.relay = self._forks.fork("relay", self.site, self.site, self.relay_of(parts), None, 1)
+        self.relay = self._forks.fork("relay", self.site, self.site, self.relay_of(parts))
         for learner, held in self._held.items():
             for _ in held:  # nothing of theirs is under way any more
                 self.tell_relay(SendOut(learner))
@@ -223,9 +223,8 @@ class LocalHost(Host):
         """With the memory that belongs to it."""
         if isinstance(message, m.MakeTable):
             region = self._table(message.table, message.layout)
-            own = Region(
-                region.nbytes, os.dup(region.fd)
-            )  # the run's could not be closed while tensors look at it
+            # in a mapping of its own: the run's could not be closed while tensors look at it
+            own = Region(region.nbytes, os.dup(region.fd))
             TableMemory(own, message.layout, places=self.geometry.places).clear()
             self.tell_relay(TableHere(message.table, message.layout, region, made=True))
             message = replace(message, handle=region)
@@ -284,7 +283,7 @@ class LocalHost(Host):
         rank, site = self._who[learner]
         bell = self._bells.get(learner, self.relay_bell)
         for shard in self.shards.values():
-            shard.channel.post((LocalServer.add_learner, learner, desk, bell))
+            shard.channel.post(Call(LocalServer.add_learner, (learner, desk, bell)))
         self.tell_relay(LearnerKnown(learner, site, desk, bell))
         if self.nodes is not None and site == self.site:
             self.nodes.add(learner, rank, desk, bell)

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, TextIO
 
 from syncline.engines.local import forkserver
-from syncline.engines.local.child_process import Run, Setup
 from syncline.engines.local.control_channel import NOTHING, Channel, Closed
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.errors import LostError
@@ -89,7 +88,15 @@ class Processes:
 
     # -- starting ----------------------------------------------------------------------------------------
 
-    def fork(self, role: str, number: int, rank: int, run: Run, bell: WakeUp | None, threads: int) -> Process:
+    def fork(
+        self,
+        role: str,
+        number: int,
+        rank: int,
+        run: forkserver.Run,
+        bell: WakeUp | None = None,
+        threads: int = 1,
+    ) -> Process:
         channel, theirs = Channel.pair()
         fds = [theirs.fileno(), self._out[0][1], self._out[1][1], self._life[0]]
         socket.send_fds(self._server._socket, [b"f"], fds)
@@ -99,7 +106,9 @@ class Processes:
         theirs.close()
         process = self.by_pid[pid] = Process(role, number, rank, pid, channel, bell)
         crash = self._crashes.pop(f"{role} {rank}", None)
-        channel.post(Setup(role, threads, list(sys.path), os.getcwd(), dict(os.environ), crash, run))
+        channel.post(
+            forkserver.Setup(role, threads, list(sys.path), os.getcwd(), dict(os.environ), crash, run)
+        )
         self.watch(channel.fileno(), partial(self._hear, process))
         return process
 

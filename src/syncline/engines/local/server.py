@@ -10,9 +10,10 @@ import gc
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +29,15 @@ from syncline.engines.local.record_codec import (
     Whole,
     decode,
     decode_entry,
+    encode_answer,
     encode_entry,
     speaks_of,
 )
 from syncline.engines.local.record_codec import Part as SumPart
-from syncline.engines.local.shared_cuda_memory import StreamOrder
+from syncline.engines.local.shared_cuda_memory import EVENT, StreamOrder
 from syncline.engines.local.shared_memory import Region, SharedWords, Waiter, WakeUp
-from syncline.engines.local.table_memory import DESK_PORTIONS, EVENT, Geometry, Lane, Mailbox, TableMemory
-from syncline.engines.local.tree_root_end import Branches, NodeDesk, name_of
+from syncline.engines.local.table_memory import DESK_PORTIONS, Geometry, Lane, Mailbox, TableMemory
+from syncline.engines.local.tree_node import NodeDesk, NodeEnd, name_of
 from syncline.messages import log
 from syncline.messages.to_leader import NO_LOADER, Gradient, Put, Sum
 from syncline.messages.to_tree_nodes import ToNodes
@@ -62,13 +64,18 @@ class ServerSpec:
     reader: int  # which of them it is; the leading shard is none
     bell: WakeUp
     others: list[WakeUp]  # whom it wakes for the other shards
-    relay: (
-        WakeUp | None
-    )  # on a machine of several: wakes whoever tells the others how far this shard is; None: they need not know
+    relay: WakeUp | None  # of several machines: tells others how far this shard is; None: they need not know
     geometry: Geometry
     yields: int
     beats: Region  # a line for each shard: it counts there that it lives
     folder: str | None = None  # of checkpoints
+
+
+class Call(NamedTuple):
+    """From the engine to the process itself: of one of its methods."""
+
+    method: Callable[..., None]
+    arguments: tuple[Any, ...]
 
 
 class ServedTable(VersionMemory):
@@ -169,7 +176,7 @@ class LocalServer(ServerPort):
         self._desks: dict[int, Mailbox] = {}
         self._bells: dict[int, WakeUp] = {}
         self._readers: set[tuple[int, int]] = set()  # (loader, learner)
-        self._branches = Branches()
+        self._nodes: dict[int, NodeEnd] = {}  # of a tree, by name
         self._gone: set[int] = set()  # learners that have left, which a leaf may not know yet
         self._dials: set[int] = set()  # those that the supervisor has named
         self._beyond: deque[Record] = deque()  # what the log has no room for: followers are slow, or stopped
@@ -227,6 +234,9 @@ class LocalServer(ServerPort):
 
     def _flush(self) -> None:
         """Ring the bells of everybody who got something."""
+        for name, node in self._nodes.items():
+            if node.flush():
+                self._to_wake.add(name)
         if self._wake_shards:
             self._wake_shards = False
             self._wake_others()
@@ -235,8 +245,6 @@ class LocalServer(ServerPort):
                 if learner in self._bells:
                     self._bells[learner].ring()
             self._to_wake.clear()
-        if self._branches.desks:
-            self._to_wake.update(self._branches.flush())
 
     def _wake_others(self) -> None:
         for bell in self._spec.others:
@@ -246,7 +254,7 @@ class LocalServer(ServerPort):
 
     def _read_notes(self) -> bool:
         worked = False
-        for name in list(self._branches.desks):
+        for name in list(self._nodes):
             worked |= self._drain_node(name)
         for learner, desk in list(self._desks.items()):
             while (record := desk.notes.pop()) is not None:
@@ -285,8 +293,8 @@ class LocalServer(ServerPort):
         return table in self._tables and learner in self._tables[table].lanes
 
     def _drain_node(self, name: int) -> bool:
-        worked = False
-        while self._keeps_up() and (parts := self._branches.pop(name)) is not None:
+        worked, node = False, self._nodes.get(name)  # None: lost while another's sums were read
+        while node is not None and self._keeps_up() and (parts := node.pop()) is not None:
             *said, last = parts
             for part in said:
                 while part.learner not in self._gone and not self._expects(part.learner, part.said):
@@ -353,9 +361,8 @@ class LocalServer(ServerPort):
     def _control(self) -> None:
         """A message for the role; or a call of one of the methods below, by the engine itself."""
         event = self._channel.receive()
-        if isinstance(event, tuple):
-            method, *arguments = event
-            method(self, *arguments)
+        if isinstance(event, Call):
+            event.method(self, *event.arguments)
         else:
             self._role.handle(self._prepared(event))
 
@@ -364,7 +371,8 @@ class LocalServer(ServerPort):
         desk.close()
 
     def add_node(self, node: int, desk: Region, bell: WakeUp) -> None:
-        self._branches.desks[name_of(node)], self._bells[name_of(node)] = NodeDesk(desk), bell
+        own = NodeDesk(desk)
+        self._nodes[name_of(node)], self._bells[name_of(node)] = NodeEnd(own.sums, own.answers), bell
 
     def add_node_table(self, node: int, table: int, layout: Layout, lane: Region) -> None:
         """Where its sums of a table lie."""
@@ -377,7 +385,7 @@ class LocalServer(ServerPort):
         if self._leads:
             name, leaves = name_of(node), log.Leave(name_of(node))
             self._drain_node(name)
-            self._branches.forget(name)
+            self._nodes.pop(name, None)
             self.append(leaves)
             self._role.entry(leaves)
             self._role.handle(m.NodesMoved(name))
@@ -444,7 +452,11 @@ class LocalServer(ServerPort):
         self._to_wake.add(learner)
 
     def tell_nodes(self, message: ToNodes, node: int | None = None) -> None:
-        self._to_wake.update(self._branches.tell(message, node))
+        records = encode_answer(message)
+        for name in self._nodes.keys() if node is None else self._nodes.keys() & {node}:
+            self._nodes[name].tell(records)
+            if self._nodes[name].flush():
+                self._to_wake.add(name)
 
     def grant(self, learner: int, portion: Portion) -> None:
         desk = self._desks.get(learner)

@@ -21,6 +21,7 @@ from syncline.errors import RunError
 
 RECORD = 16  # words of a handle's record: its length, then the handle
 OUT_OF_MEMORY = 2
+MEMORY, EVENT = 0, 1  # handles of a lane: its block, its learner; of a shelf: its block, its shards
 LOSSES = 4096  # bytes of losses on their way, of one learner and table
 ROOM = LOSSES // 16  # tickets whose losses these are
 PATIENCE = 5.0  # seconds; a learner that is gone leaves a loss unsaid
@@ -52,13 +53,12 @@ class CardMemory:
         torch.cuda.set_device(self._device)
         torch.zeros(1, device=self._device)  # the driver needs this device's context
         what = f"{nbytes / 2**20:,.1f} MiB of {what}"
+        address = ctypes.byref(self._address)
         if handle is None:
-            _check(_driver().cuMemAlloc_v2(ctypes.byref(self._address), ctypes.c_size_t(nbytes)), what)
+            _check(_driver().cuMemAlloc_v2(address, ctypes.c_size_t(nbytes)), what)
         else:
             found = _Handle.from_buffer_copy(handle)
-            _check(
-                _driver().cuIpcOpenMemHandle_v2(ctypes.byref(self._address), found, ctypes.c_uint(1)), what
-            )
+            _check(_driver().cuIpcOpenMemHandle_v2(address, found, ctypes.c_uint(1)), what)
 
     def handle(self) -> bytes:
         handle = _Handle()
@@ -67,12 +67,8 @@ class CardMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self._nbytes,),
-            "typestr": "|u1",
-            "data": (self._address.value, False),
-            "version": 3,
-        }
+        data = (self._address.value, False)
+        return {"shape": (self._nbytes,), "typestr": "|u1", "data": data, "version": 3}
 
     def tensor(self) -> Tensor:
         """Its bytes; the block lives as long as a tensor looks at it."""
@@ -115,23 +111,16 @@ class Handles:
 
 
 def share(
-    handles: Handles,
-    index: int,
-    device: str,
-    nbytes: int,
-    what: str,
-    *,
-    owner: bool,
-    check: Callable[[], None] | None,
+    handles: Handles, device: str, nbytes: int, what: str, *, owner: bool, check: Callable[[], None] | None
 ) -> Tensor:
     """A block that its owner makes and the others map, as soon as they hear of it; meanwhile they `check` whether it lives."""
     if owner:
         memory = CardMemory(device, nbytes, what)
         memory.tensor().zero_()
         torch.cuda.current_stream().synchronize()
-        handles.put(index, memory.handle())
+        handles.put(MEMORY, memory.handle())
         return memory.tensor()
-    while (handle := handles.get(index)) is None:
+    while (handle := handles.get(MEMORY)) is None:
         if check is not None:
             check()
         time.sleep(0.001)

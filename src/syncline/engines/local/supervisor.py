@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,16 +147,15 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
             self._cut_asked = now
             self.coordinator.ask_cut()
 
-    def _asked(self, command: Any) -> None:
-        if isinstance(command, m.Saved):
-            self.coordinator.from_shard(command)
-        elif isinstance(command, Sync):
-            self.recorder.event(f"dial: {command} from the next version on", kind="dial")
-            self.coordinator.change(command)
-        elif isinstance(command, int):
-            self.supervision.add(command)
-        else:
-            super()._asked(command)
+    def add_learners(self, count: int) -> None:
+        self.command(lambda: self.supervision.add(count))
+
+    def change(self, sync: Sync) -> None:
+        def turn() -> None:
+            self.recorder.event(f"dial: {sync} from the next version on", kind="dial")
+            self.coordinator.change(sync)
+
+        self.command(turn)
 
     def _stop(self) -> None:
         self.supervision.ask_stop()
@@ -330,7 +330,8 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
         elif isinstance(message, m.Save):  # for a machine that does not see the folder
             assert self.folder is not None
             if self._writer is None:
-                self._writer = Writer(self.folder.root, self.command)
+                heard = self.coordinator.from_shard
+                self._writer = Writer(self.folder.root, lambda saved: self.command(partial(heard, saved)))
             self._writer.write(message.number, message.name, message.tensors, message.notes)
         else:
             self.coordinator.from_shard(message)

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline import messages as m
+from syncline.dial import Sync
 from syncline.engines.local.learner import run_evaluator
 from syncline.engines.local.packing import Parcel, pack_task
 from syncline.engines.local.processes import Process, Processes
@@ -43,7 +44,7 @@ class RunSupervisor(ABC):
         self._begun = False  # its processes are started
         self.done = threading.Event()
         self.elsewhere: list[list[Process]] = []  # what was started on other machines
-        self._commands: list[Any] = []
+        self._commands: list[Callable[[], None]] = []
         self._asked_for = 0  # statistics, so far
         self._answers: dict[int, m.Statistics | None] = {}  # of whom a caller waits for
         self._changed = threading.Condition()  # commands and their answers; notified at the end
@@ -103,7 +104,7 @@ class RunSupervisor(ABC):
         self._processes.watch(self._wake.fd, self._take_commands)
         self._start(self._task)
         if evaluate is not None:
-            self._evaluator = self._processes.fork("evaluator", 0, 0, run_evaluator, None, 1)
+            self._evaluator = self._processes.fork("evaluator", 0, 0, run_evaluator)
             self._evaluator.channel.post(evaluate)
             evaluate.close()
 
@@ -192,10 +193,10 @@ class RunSupervisor(ABC):
 
     # -- the caller's ------------------------------------------------------------------------------------
 
-    def command(self, command: Any) -> None:
-        """From any thread; in vain when the run has ended."""
+    def command(self, action: Callable[[], None]) -> None:
+        """To be done on the run's thread; in vain when the run has ended. The others, too, are for any thread."""
         with self._changed:
-            self._commands.append(command)
+            self._commands.append(action)
             if self._wake.fd >= 0:
                 self._wake.ring()
 
@@ -203,25 +204,29 @@ class RunSupervisor(ABC):
         self._wake.quiet()
         with self._changed:
             commands, self._commands = self._commands, []
-        for command in commands:
-            self._asked(command)
+        for action in commands:
+            action()
 
-    def _asked(self, command: Any) -> None:
-        if isinstance(command, m.AskStatistics):
-            self._questioned(command.number)
-        elif command == "kill":
-            self.fail(KeyboardInterrupt())
-        else:
-            self.outcome.interrupted |= command == "interrupt"
+    def stop(self, *, interrupted: bool = False) -> None:
+        def ask() -> None:
+            self.outcome.interrupted |= interrupted
             self._stop()
 
+        self.command(ask)
+
+    @abstractmethod
+    def add_learners(self, count: int) -> None: ...
+
+    @abstractmethod
+    def change(self, sync: Sync) -> None: ...
+
     def ask_statistics(self) -> m.Statistics:
-        """From any thread; at the end of a run, those of its end."""
+        """At the end of a run, those of its end."""
         with self._changed:
             self._asked_for += 1
             number = self._asked_for
             self._answers[number] = None
-            self.command(m.AskStatistics(number))
+            self.command(lambda: self._questioned(number))
             self._changed.wait_for(lambda: self._begun)  # a busy machine starts processes slowly
             self._changed.wait_for(lambda: self._answers[number] is not None or self.done.is_set(), PATIENCE)
             return self._answers.pop(number) or self.outcome.statistics

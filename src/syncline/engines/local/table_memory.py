@@ -18,12 +18,10 @@ from syncline.table.layout import Layout
 
 PORTION = struct.Struct("=6q")
 DESK_NOTES, DESK_PORTIONS = 64, 256
-WAITS = Ring.words(DESK_NOTES) + Ring.words(
-    DESK_PORTIONS
-)  # a word of a desk: its learner waits for others, and does not hang
+# a word of a desk: its learner waits for others, and does not hang
+WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)
 LEAF = WAITS + LINE  # another, the supervisor's: who is to be woken for a gradient
 GRADIENTS = LEAF + LINE
-MEMORY, EVENT = 0, 1  # handles of a lane: its block, its learner; of a shelf: its block, its shards
 
 
 class Mailbox:
@@ -73,7 +71,7 @@ class Lane:
         size = layout.parameters.nbytes + layout.buffers.nbytes
         nbytes = len(slots) * size + layout.parameters.nbytes
         what = f"{len(slots)} gradients and an inbox of a learner"
-        card = share(self.handles, MEMORY, device, nbytes, what, owner=owner, check=check)
+        card = share(self.handles, device, nbytes, what, owner=owner, check=check)
         self.slots = [Slot(layout, slot.memory, card[index * size :]) for index, slot in enumerate(slots)]
         self.inbox = layout.parameters.segments(card[len(slots) * size :])
 
@@ -112,7 +110,7 @@ class TableMemory:
         """The ring lies there from now on."""
         layout, size = self._layout, self._layout.parameters.nbytes
         what = f"{self._places} versions of a table"
-        card = share(self.handles, MEMORY, device, self._places * size, what, owner=owner, check=check)
+        card = share(self.handles, device, self._places * size, what, owner=owner, check=check)
         self.ring = [layout.parameters.segments(card[place * size :]) for place in range(self._places)]
 
     def clear(self) -> None:

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 from syncline.engines.local.exchange import LINE
 from syncline.engines.local.host_interface import Forget, LaneHere, NodeKnown, NodeMoved, Sites
 from syncline.engines.local.processes import Process, Processes
-from syncline.engines.local.server import LocalServer
+from syncline.engines.local.server import Call, LocalServer
 from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.engines.local.table_memory import LEAF, Lane
-from syncline.engines.local.tree_node import LocalNode, NodeSpec, run_node
-from syncline.engines.local.tree_root_end import NodeDesk, name_of
+from syncline.engines.local.tree_node import LocalNode, NodeDesk, NodeSpec, name_of, run_node
 from syncline.engines.run import RunSpec
 from syncline.protocols.tree_shape import ROOT, Tree
 from syncline.table.layout import Layout
@@ -142,8 +141,8 @@ class NodeCrew:
             beats = self.beats[node] = self._region(8 * LINE)
             leaf, upper = node in self.tree.leaves, self._bells.get(above, self._root)
             spec = NodeSpec(node, leaf, above, desk, bell, self._root, upper, self._geometry, beats)
-            self.processes[node] = self._forks.fork("node", node, node, partial(run_node, spec=spec), None, 1)
-        self._host.post_all((LocalServer.add_node, node, desk, bell))
+            self.processes[node] = self._forks.fork("node", node, node, partial(run_node, spec=spec))
+        self._host.post_all(Call(LocalServer.add_node, (node, desk, bell)))
         site = self.sites[node]
         known = NodeKnown(name_of(node), site, self._site(above), desk, bell, self._bells.get(above))
         self._host.tell_relay(known)
@@ -166,7 +165,7 @@ class NodeCrew:
     def _make_lane(self, node: int, table: int, layout: Layout) -> None:
         lane = self._region(Lane.nbytes(layout, slots=self._geometry.sums))
         self._lanes[node][table] = (layout, lane)
-        self._host.post_all((LocalServer.add_node_table, node, table, layout, lane))
+        self._host.post_all(Call(LocalServer.add_node_table, (node, table, layout, lane)))
         lockstep = self._spec.plan.course.first.lockstep
         self._post(node, LocalNode.add_table, table, layout, lane, lockstep)
         self._host.tell_relay(LaneHere(table, name_of(node), layout, lane))
@@ -270,7 +269,7 @@ class NodeCrew:
             each.pop(node, None)
         self._post(above, LocalNode.lose_child, node)
         self._tell_below()
-        self._host.post_all((LocalServer.lose_node, node))
+        self._host.post_all(Call(LocalServer.lose_node, (node,)))
         self._host.tell_relay(Forget(name_of(node)))
 
     def _move_learners(self, learners: Iterable[int]) -> str:

@@ -1,7 +1,8 @@
 """A process of a tree's node (R7, M14): it adds what its children published where that lies in shared memory, and publishes the mean in a slot of its own.
 
 When is decided by `protocols.tree_up`. A gradient stays its learner's until the root has taken it, so nothing is lost with a node: whoever
-takes a leaf's learners over reads the same outboxes. Versions do not pass here: learners read the shards' ring.
+takes a leaf's learners over reads the same outboxes. Versions do not pass here: learners read the shards' ring. Also the desk of a node,
+and the leading shard's end of it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,20 @@ from torch import Tensor
 
 from syncline import messages as m
 from syncline.engines.local.control_channel import Channel, Closed
-from syncline.engines.local.record_codec import WHOLE, Answers, Part, Record, Whole, decode, encode_answer
-from syncline.engines.local.shared_memory import YIELDS, Region, Waiter, WakeUp
+from syncline.engines.local.exchange import Ring
+from syncline.engines.local.record_codec import (
+    ANSWER,
+    PART,
+    WHOLE,
+    Answers,
+    Part,
+    Record,
+    Whole,
+    decode,
+    encode_answer,
+)
+from syncline.engines.local.shared_memory import YIELDS, Region, SharedWords, Waiter, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox
-from syncline.engines.local.tree_root_end import NodeDesk
 from syncline.messages.to_leader import Gradient
 from syncline.messages.to_tree_nodes import Counted, Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
@@ -31,6 +42,63 @@ from syncline.table.gradient_slot import Slot
 from syncline.table.layout import Layout
 
 FREE = -1  # in place of a sum's number
+PARTS, ANSWERS = 64, 256  # records of a desk; what has no room waits with who writes
+
+
+def name_of(node: int) -> int:
+    """Where learners have theirs."""
+    return -1 - node
+
+
+class NodeDesk:
+    """Between one node and the leading shard: sums there, answers back; and the same with the node above it."""
+
+    def __init__(self, region: Region) -> None:
+        cells = SharedWords(region)
+        both = Ring.words(PARTS) + Ring.words(ANSWERS)
+        self.sums = Ring(cells, 0, capacity=PARTS, form=PART)
+        self.answers = Ring(cells, Ring.words(PARTS), capacity=ANSWERS, form=ANSWER)
+        self.over = Ring(cells, both, capacity=PARTS, form=PART)
+        self.back = Ring(cells, both + Ring.words(PARTS), capacity=ANSWERS, form=ANSWER)
+        region.close()
+
+    @staticmethod
+    def nbytes() -> int:
+        return 16 * (Ring.words(PARTS) + Ring.words(ANSWERS))
+
+
+class NodeEnd:
+    """A node, for the leading shard or the node above it: its sums come in, answers go out.
+
+    A sum is many records, the last of which makes it one. With a `way` those of another are void.
+    """
+
+    def __init__(self, sums: Ring, answers: Ring, way: int | None = None) -> None:
+        self._sums, self._answers, self._way = sums, answers, way
+        self._parts: list[Part] = []
+        self._unsaid: deque[Record] = deque()  # what there is no room for
+
+    def pop(self) -> list[Part] | None:
+        """All of its next sum."""
+        while (record := self._sums.pop()) is not None:
+            part = Part.of(record)
+            if self._way in (None, part.way):
+                self._parts.append(part)
+                if part.learner == WHOLE:
+                    parts, self._parts = self._parts, []
+                    return parts
+        return None
+
+    def tell(self, records: Iterable[Record]) -> None:
+        self._unsaid.extend(records)
+
+    def flush(self) -> bool:
+        """Say what there is room for; it has something to read now."""
+        said = False
+        while self._unsaid and self._answers.push(self._unsaid[0]):
+            self._unsaid.popleft()
+            said = True
+        return said
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,36 +188,27 @@ class NodeBelow:
 
     def __init__(self, child: int, desk: Region, bell: WakeUp, way: int) -> None:
         self.child, self._way, self.bell = child, way, bell
-        self._desk = NodeDesk(desk)
+        own = NodeDesk(desk)
+        self._end = NodeEnd(own.over, own.back, way)
         self.lanes: dict[int, Lane] = {}
-        self._parts: list[Part] = []
-        self._unsaid: deque[Record] = deque()
 
     def pop(self) -> Brought | None:
-        while (record := self._desk.over.pop()) is not None:
-            part = Part.of(record)
-            if part.way != self._way:
-                continue
-            if part.learner != WHOLE:
-                self._parts.append(part)
-                continue
-            whole, parts = Whole.of(part), self._parts
-            self._parts = []
-            tickets = tuple(each.ticket(whole.iteration) for each in parts)
-            return Brought(self, whole.table, whole.number, parts, whole.slot, bool(whole.full), tickets)
-        return None
+        if (found := self._end.pop()) is None:
+            return None
+        *parts, last = found
+        whole = Whole.of(last)
+        tickets = tuple(each.ticket(whole.iteration) for each in parts)
+        return Brought(self, whole.table, whole.number, parts, whole.slot, bool(whole.full), tickets)
 
     def free(self, brought: Brought) -> None:
         self.tell(Taken(brought.table, brought.number))
 
     def tell(self, message: ToNodes) -> None:
-        self._unsaid += encode_answer(message, self._way)
+        self._end.tell(encode_answer(message, self._way))
         self.flush()
 
     def flush(self) -> None:
-        """Say what there is room for."""
-        while self._unsaid and self._desk.back.push(self._unsaid[0]):
-            self._unsaid.popleft()
+        if self._end.flush():
             self.bell.ring()
 
 

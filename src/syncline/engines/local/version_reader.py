@@ -20,9 +20,7 @@ from syncline.table.layout import Layout
 
 Segments = list[Tensor]
 UNREAD = -1  # place of a version in a shard that is not looked at
-LEAST = (
-    4 << 20
-)  # bytes of a table: smaller ones are copied in the step, in less time than a thread takes to begin
+LEAST = 4 << 20  # bytes of a table: smaller ones are copied in the step, before a thread would have begun
 LOOK = 0.001  # seconds between looks at the ring
 SHARE = 3  # it rests for so many times as long as a copy took: the learner needs the memory's bandwidth, too
 TORN = 4  # copies in a row that were overtaken: one is to be delivered

@@ -29,7 +29,7 @@ def processes(ended: list[tuple[int, str]]) -> Iterator[Processes]:
 
 def idle(processes: Processes) -> Process:
     """A process that waits for something to test."""
-    return processes.fork("evaluator", 0, 0, run_evaluator, None, 1)
+    return processes.fork("evaluator", 0, 0, run_evaluator)
 
 
 def wait_readable(fd: int) -> None:

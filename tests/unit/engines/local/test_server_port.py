@@ -11,10 +11,10 @@ from syncline.dial import Sync
 from syncline.engines.local.control_channel import Channel
 from syncline.engines.local.exchange import LINE, Ring
 from syncline.engines.local.record_codec import Whole
-from syncline.engines.local.server import ENTRY, LOG_ENTRIES, LocalServer, ServedTable, ServerSpec
+from syncline.engines.local.server import ENTRY, LOG_ENTRIES, Call, LocalServer, ServedTable, ServerSpec
 from syncline.engines.local.shared_memory import Region, SharedWords, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, TableMemory
-from syncline.engines.local.tree_root_end import NodeDesk, name_of
+from syncline.engines.local.tree_node import NodeDesk, name_of
 from syncline.messages.log import Change, GiveState
 from syncline.messages.to_leader import Sum
 from syncline.table.layout import lay_out
@@ -82,8 +82,8 @@ def test_a_sum_waits_until_the_shard_knows_where_its_node_has_them() -> None:
     shard._tables[0] = ServedTable(memory, layout, 0, spec.geometry)
     heard: list[tuple[int, Sum]] = []
     cast(Any, shard)._role.note = lambda name, said: heard.append((name, said))
-    supervisor.send((LocalServer.add_node, node, desk, WakeUp()))
-    supervisor.send((LocalServer.add_node_table, node, 0, layout, lane))
+    supervisor.send(Call(LocalServer.add_node, (node, desk, WakeUp())))
+    supervisor.send(Call(LocalServer.add_node_table, (node, 0, layout, lane)))
     shard._control()  # what it has heard of so far: there is such a node
     sent = NodeDesk(desk)
     sent.sums.push(Whole(0, 7, 0, 0, True, 1).record(0))
