@@ -11,8 +11,7 @@ import subprocess
 import sys
 import time
 
-from syncline.engines.local.local_host import YIELDS
-from syncline.engines.local.shared_memory import Waiter, WakeUp
+from syncline.engines.local.shared_memory import YIELDS, Waiter, WakeUp
 
 GAP = 0.0003  # seconds: whoever misses so many had lost the core
 LOOP = "while True: pass"

@@ -55,18 +55,6 @@ def coordinator_of(spec: RunSpec) -> Coordinator:
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
-def memory_needed(plan: BatchPlan, learners: int) -> tuple[int, str]:
-    """Bytes of all shards and learners together, and the sum in words; activations are not in it."""
-    size = plan.layout.parameters.nbytes
-    vectors, sums = len(plan.method.vectors), slots_of(learners, deterministic=plan.deterministic)
-    total = size * (vectors + sums + learners)
-    words = (
-        f"{vectors} vectors of {readable(size)} on {plan.layout.shards} shards ({readable(size * vectors // plan.layout.shards)} "
-        f"each), {sums} sums of gradients and a copy of the weights in each of {learners} learners: {readable(total)}"
-    )
-    return total, words
-
-
 def available_memory() -> int | None:
     """Bytes, where the system says so."""
     try:
@@ -77,12 +65,16 @@ def available_memory() -> int | None:
 
 
 def check_memory(plan: BatchPlan, learners: int) -> None:
-    needed, words = memory_needed(plan, learners)
-    there = available_memory()
+    """Of all shards and learners together; activations are not in it."""
+    size, shards = plan.layout.parameters.nbytes, plan.layout.shards
+    vectors, sums = len(plan.method.vectors), slots_of(learners, deterministic=plan.deterministic)
+    needed, there = size * (vectors + sums + learners), available_memory()
     if there is not None and needed > there:
         raise UsageError(
-            f"{type(plan.method).__name__} needs {words}, and {readable(there)} are available here; use a smaller history, "
-            "fewer learners, or a method with fewer vectors"
+            f"{type(plan.method).__name__} needs {vectors} vectors of {readable(size)} on {shards} shards "
+            f"({readable(size * vectors // shards)} each), {sums} sums of gradients and a copy of the weights in each of {learners} "
+            f"learners: {readable(needed)}, and {readable(there)} are available here; use a smaller history, fewer learners, or a "
+            "method with fewer vectors"
         )
 
 
@@ -125,17 +117,10 @@ def read_batch(checkpoint: Checkpoint) -> Restored:
     stands: dict[str, Any] = found["batch"]
     try:
         count = stands["iteration"]
-        account = Account(
-            version=count,
-            gradients=stands["sums"],
-            dropped=stands["discarded"],
-            histogram={0: stands["sums"]},
-        )
-        table = TableState(
-            layout=layout_of(found["layout"]),
-            optimizer=stands["method"],
-            account=account,
-        )
+        sums, dropped = stands["sums"], stands["discarded"]
+        account = Account(version=count, gradients=sums, dropped=dropped, histogram={0: sums})
+        layout = layout_of(found["layout"])
+        table = TableState(layout=layout, optimizer=stands["method"], account=account)
         done = Standing(done=count, newest=count - 1, fresh={}, returned=[], skipped={}, broken=[])
         return Restored(
             name=str(checkpoint.path),
@@ -177,9 +162,9 @@ class BatchRecord:
         self, spec: RunSpec, recorder: Recorder, coordinator: Coordinator, now: Callable[[], float]
     ) -> None:
         assert spec.batch is not None
-        self._spec, self._plan, self._recorder, self._now = spec, spec.batch, recorder, now
-        self._coordinator = coordinator
-        self._folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
+        self.spec, self._plan, self.recorder, self._now = spec, spec.batch, recorder, now
+        self.coordinator = coordinator
+        self.folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
         before = spec.storage.restored
         self._before = before.tables[0].account if before else Account()
         self._examples = before.counts.examples.get(0, 0) if before else 0
@@ -195,13 +180,11 @@ class BatchRecord:
     def iteration(self, reached: b.Reached, state: dict[str, Tensor] | None) -> None:
         self.reached = reached
         found = reached.iteration.record
-        notes = {
-            "step": found.step,
-            "evaluations": float(found.evaluations),
-            "gradient": found.gradient_norm,
-            **({"restarted": 1.0} if found.restarted else {}),
-        }
-        self._recorder.iteration(
+        evaluations = float(found.evaluations)
+        notes = {"step": found.step, "evaluations": evaluations, "gradient": found.gradient_norm}
+        if found.restarted:
+            notes["restarted"] = 1.0
+        self.recorder.iteration(
             EpochRecord(
                 epoch=found.iteration - 1,
                 version=found.iteration,
@@ -219,15 +202,14 @@ class BatchRecord:
         end = over.end
         if end is None:
             return
-        self._recorder.event(
-            end.message, kind="converged" if end.why in ("gradient", "decrease") else "ended"
-        )
+        converged = end.why in ("gradient", "decrease")
+        self.recorder.event(end.message, kind="converged" if converged else "ended")
         if end.why == "not finite" and end.iterations == 0:
             raise RunError(
                 f"the objective is not finite where the run begins: {end.message}; look at the data and the first weights"
             )
         if end.why == "not finite" or (end.why == "line search" and end.iterations == 0):
-            self._recorder.warn(f"the method has ended: {end.message}; the best weights are kept", "ended")
+            self.recorder.warn(f"the method has ended: {end.message}; the best weights are kept", "ended")
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -237,12 +219,12 @@ class BatchRecord:
 
     def due(self, *, last: bool = False) -> bool:
         """A checkpoint is to be cut at this iteration."""
-        if self._folder is None or self.cutting or self.reached is None:
+        if self.folder is None or self.cutting or self.reached is None:
             return False
         count = self.reached.iteration.record.iteration
         if last:
             return count > self._cut_at
-        every, seconds = self._spec.plan.saving.every, self._spec.plan.saving.seconds
+        every, seconds = self.spec.plan.saving.every, self.spec.plan.saving.seconds
         by_count = every is not None and count % every == 0
         return by_count or (seconds is not None and self._now() - self._cut_time >= seconds)
 
@@ -261,31 +243,30 @@ class BatchRecord:
         self._files[message.name] = message.written  # type: ignore[assignment]
         if len(self._files) < self._plan.layout.shards:
             return None
-        assert self._folder is not None
+        assert self.folder is not None
         files, self._files = self._files, None
         if self._problem:
-            self._folder.abandon(message.number)
+            self.folder.abandon(message.number)
             done = m.Checkpointed(message.number, "", self._problem)
         else:
-            done = commit(
-                self._folder, message.number, self._cut, list(files.values()), self._spec.storage.keep
-            )
-        self._recorder.emit(done)
+            keep = self.spec.storage.keep
+            done = commit(self.folder, message.number, self._cut, list(files.values()), keep)
+        self.recorder.emit(done)
         return done
 
     def go_back(self, restored: Restored | None) -> None:
         """What was being written is gone, and what came after the checkpoint."""
         self._files, self.reached = None, None
         self._cut_at = restored.version if restored else 0
-        self._recorder.go_back(restored)
+        self.recorder.go_back(restored)
 
     def _manifest(self, reached: b.Reached) -> dict[str, Any]:
         found, table = reached.iteration.record, self.table()
         return {
-            "seed": self._spec.plan.seed,
-            "sync": self._spec.sync,
+            "seed": self.spec.plan.seed,
+            "sync": self.spec.sync,
             "layout": layout_json(self._plan.layout),
-            "history": [each for each in self._recorder.history() if each["version"] <= found.iteration],
+            "history": [each for each in self.recorder.history() if each["version"] <= found.iteration],
             "virtual": self._now(),
             "batch": {
                 "method": method_name(self._plan.method),
@@ -304,15 +285,14 @@ class BatchRecord:
 
     def table(self) -> m.TableStatistics:
         """Gradients are sums of portions; their staleness is 0, always."""
-        found, clock = self._coordinator.statistics(), StalenessClock()
+        found, clock = self.coordinator.statistics(), StalenessClock()
         sums = self._before.gradients + found.taken
         if sums:
             clock.histogram[0] = sums
-        examples = self._examples + self._coordinator.examples
+        examples = self._examples + self.coordinator.examples
         dropped = self._before.dropped + found.discarded
-        return m.TableStatistics(
-            self._coordinator.iteration, sums, dropped, examples, clock.account(), {}, [], 0
-        )
+        counts = self.coordinator.iteration, sums, dropped, examples
+        return m.TableStatistics(*counts, clock.account(), {}, [], 0)
 
     def statistics(self, number: int, steps: Mapping[int, int], losses: Mapping[int, float]) -> m.Statistics:
         return m.Statistics(number, {0: self.table()}, dict(steps), dict(losses))

@@ -1,14 +1,20 @@
-"""Checkpoints of a run, as they are asked for and found: checked before anything starts."""
+"""Checkpoints of a run, as they are asked for and found: checked before anything starts; and the lock of the folder they are in."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
+import os
 import re
+import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from syncline.engines.run import Storage
-from syncline.engines.run_lock import RunLock
 from syncline.errors import SynclineError, UsageError
 from syncline.learn.server_session import check_whole
 from syncline.roles.checkpoint_manifest import Restored, restored
@@ -18,6 +24,7 @@ from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, find
 AUTO, END = "auto", "end"  # values of checkpoint_every
 MINUTE = 60.0  # seconds
 EVENTS = "events.jsonl"  # in a run folder: a run is in it
+LOCK = "run.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +37,7 @@ class Checkpoints:
     keep: int
     clocks: bool = False  # the run folder keeps the vector clock of every update
     virtual: bool = False  # a simulated run's seconds are none in which work is lost
-    rank: int | None = (
-        None  # under torchrun: the first writes, all read, and all must hear what one is refused
-    )
+    rank: int | None = None  # under torchrun: the first writes, all read, and hear what one is refused
     read: Callable[[Checkpoint], Restored] = restored
 
     def opened(self, plan: RunPlan) -> tuple[Saving, Storage]:
@@ -56,21 +61,17 @@ class Checkpoints:
         """The folder to write to, locked, and the state to go on from."""
         root = self._root() if not self.rank else None
         there = root is not None and (self.run_dir is not None or root.parent.is_dir())
-        lock = _locked(root.parent) if root is not None and there else None
+        lock = RunLock.of_folder(root.parent) if root is not None and there else None
         try:
             checkpoint = find(self.resume) if self.resume is not None else None
             found = self._restored(plan, checkpoint)
             if root is not None:
-                Folder(root).prepare()
-                Folder(root).forget_first()
-                Folder(root).forget_adopted()
-            if (
-                root is not None
-                and checkpoint is not None
-                and root.resolve() not in checkpoint.path.resolve().parents
-            ):
-                adopted = self.read(Folder(root).adopt(checkpoint))
-                found = replace(adopted, name=str(checkpoint.path))
+                folder = Folder(root)
+                folder.prepare()
+                folder.forget_first()
+                folder.forget_adopted()
+                if checkpoint is not None and root.resolve() not in checkpoint.path.resolve().parents:
+                    found = replace(self.read(folder.adopt(checkpoint)), name=str(checkpoint.path))
         except BaseException:
             if lock is not None:
                 lock.release()
@@ -113,11 +114,8 @@ class Checkpoints:
         """Of the run's checkpoints; a run that goes on writes where it was, unless told otherwise."""
         if self.run_dir is not None:
             root = Path(self.run_dir) / "checkpoints"
-            same = self.resume is not None and root.resolve() in (
-                *Path(self.resume).resolve().parents,
-                Path(self.resume).resolve() / "checkpoints",
-                Path(self.resume).resolve(),
-            )
+            own = Path(self.resume).resolve() if self.resume is not None else None
+            same = own is not None and root.resolve() in (*own.parents, own / "checkpoints", own)
             if (Folder(root).all() or (root.parent / EVENTS).exists()) and not same:
                 raise UsageError(
                     f"{self.run_dir} holds a run already: go on with it by resume={str(self.run_dir)!r}, "
@@ -127,15 +125,67 @@ class Checkpoints:
         if self.resume is None:
             return None
         path = Path(self.resume).resolve()
-        return next(
-            (each for each in (path, *path.parents) if each.name == "checkpoints"), path / "checkpoints"
+        found = (each for each in (path, *path.parents) if each.name == "checkpoints")
+        return next(found, path / "checkpoints")
+
+
+class RunLock:
+    """Who is writing to a run folder: held while its run is alive; raises where somebody else has it, or OSError where nothing can be
+    written. The system lets go of it also after kill -9. Where a file system has no locks, nobody is kept out.
+    """
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> RunLock:
+        try:
+            return cls(folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot use {folder} for a run: {error.strerror} ({error.filename}); use a writable one"
+            ) from error
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / LOCK
+        while not self._take():
+            continue
+        self._file.truncate(0)
+        own = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
+        self._file.write(json.dumps(own))
+        self._file.flush()
+
+    def _take(self) -> bool:
+        """False where the one before took its file away meanwhile."""
+        self._file = self._path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(self._taken()) from None
+        except OSError:  # no locks there
+            return True
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
+                return True
+        self._file.close()
+        return False
+
+    def _taken(self) -> str:
+        """By whom, as far as the file says it."""
+        holder: dict[str, Any] = {}
+        with self._file, contextlib.suppress(OSError, ValueError):
+            self._file.seek(0)
+            found = json.loads(self._file.read())
+            holder = found if isinstance(found, dict) else {}
+        pid, host, started = (holder.get(key) for key in ("pid", "host", "started"))
+        since = f" since {time.ctime(started)}" if isinstance(started, int | float) else ""
+        return (
+            f"{self._path.parent} holds a run that is alive: process {pid} on {host}{since}. Wait for it, end it (kill {pid} "
+            "leaves a last checkpoint), or give another run_dir"
         )
 
-
-def _locked(folder: Path) -> RunLock:
-    try:
-        return RunLock(folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot use {folder} for a run: {error.strerror} ({error.filename}); use a writable one"
-        ) from error
+    def release(self) -> None:
+        """The file goes, too; only a process that was killed leaves one."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+            self._file.close()

@@ -80,7 +80,12 @@ class Writer:
         self._thread.start()
 
     def write(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        self._jobs.put((number, name, tensors, notes))
+        """First values are on the disk when it returns."""
+        job = (number, name, tensors, notes)
+        if number == FIRST:
+            self._report(write_part(self._folder, job))
+        else:
+            self._jobs.put(job)
 
     def write_after(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         """The same, when the checkpoint before is on the disk: whoever cuts faster than it writes waits."""

@@ -41,20 +41,17 @@ class Running(Reduction):
     def wait(self, *, block: bool = True) -> bool:
         if not block:
             return bool(self._work.is_completed())
-        while not self._waited():
+        while True:
+            try:
+                self._work.wait(SLICE) if self._group.sliced else self._work.wait()
+                return True
+            except RuntimeError as error:
+                if self._work.is_completed():
+                    if self._work.exception() is not None:
+                        raise PeerLost(str(error)) from error
+                    return True
             if self._group.broken:
                 raise PeerLost("the run has failed")
-        return True
-
-    def _waited(self) -> bool:
-        late = False
-        try:
-            self._work.wait(SLICE) if self._group.sliced else self._work.wait()
-        except RuntimeError as error:
-            late = not self._work.is_completed()
-            if not late and self._work.exception() is not None:
-                raise PeerLost(str(error)) from error
-        return not late
 
 
 class CollectiveGroup:
@@ -65,8 +62,12 @@ class CollectiveGroup:
         self.sliced = not nccl
         self.broken = False  # nobody waits any more
         self._group: Any = None
-        if not self._alone:
-            self._group = _nccl(store, rank, learners) if nccl else _gloo(store, rank, learners, host)
+        if nccl:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = LONG
+            self._group = dist.ProcessGroupNCCL(store, rank, learners, options)
+        elif not self._alone:
+            self._group = gloo_group(store, rank, learners, host)
 
     def reduce(self, buffer: Tensor) -> Reduction:
         if self._alone:
@@ -125,12 +126,12 @@ def _leave(held: list[Any], flush: bool) -> None:
     held.clear()
 
 
-def _gloo(store: Any, rank: int, learners: int, host: str | None) -> Any:
+def gloo_group(store: Any, rank: int, size: int, host: str | None) -> Any:
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._timeout = LONG
     options._devices = gloo_devices(kind, host)
-    return kind(store, rank, learners, options)
+    return kind(store, rank, size, options)
 
 
 def gloo_devices(kind: Any, host: str | None) -> list[Any]:
@@ -139,12 +140,6 @@ def gloo_devices(kind: Any, host: str | None) -> list[Any]:
         return [kind.create_device(hostname=host)]
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     return [kind.create_device(interface=name) for name in names] or [kind.create_default_device()]
-
-
-def _nccl(store: Any, rank: int, learners: int) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = LONG
-    return dist.ProcessGroupNCCL(store, rank, learners, options)
 
 
 def wants_nccl(devices: tuple[str, ...]) -> bool:

@@ -52,8 +52,9 @@ class Recorder:
         layouts: Callable[[], dict[int, Layout]] = dict,
     ) -> None:
         self.outcome = Outcome()
-        past = spec.storage.restored.history if spec.storage.restored else []
-        self.outcome.history = [EpochRecord(**_by_rank(record)) for record in past]
+        for record in spec.storage.restored.history if spec.storage.restored else ():
+            losses = {int(rank): loss for rank, loss in record["losses"].items()}  # JSON's keys are strings
+            self.outcome.history.append(EpochRecord(**{**record, "losses": losses}))
         self.error: BaseException | None = None
         self._now, self._evaluate, self._stop, self._layouts = now, evaluate, stop, layouts
         self._callbacks, self._listeners = spec.callbacks, spec.listeners
@@ -85,7 +86,8 @@ class Recorder:
             self._compare(record)
             self._evaluate_ready()
         elif isinstance(record, m.EpochEnd):
-            self._epoch(record)
+            if record.loader == 0:
+                self._epoch(record)
         elif isinstance(record, m.Finished):
             self.outcome.statistics = record.statistics
             self._finished = True
@@ -177,10 +179,8 @@ class Recorder:
 
     def _checkpointed(self, done: m.Checkpointed) -> None:
         if done.problem:
-            last = next(
-                (e.details["path"] for e in reversed(self.outcome.events) if e.kind == "checkpoint"), None
-            )
-            good = f"the last good one is {last}" if last else "there is none yet"
+            paths = [event.details["path"] for event in self.outcome.events if event.kind == "checkpoint"]
+            good = f"the last good one is {paths[-1]}" if paths else "there is none yet"
             self.event(f"checkpoint failed: {done.problem}", kind="checkpoint failed", version=done.number)
             text = f"checkpoint of version {done.number} failed: {done.problem}; {good}. The run goes on."
             self.warn(text, f"checkpoint: {done.problem}", said=True)
@@ -213,24 +213,23 @@ class Recorder:
         """Everything has come in; the final weights are in the outcome."""
         if self._complete:
             return True
+        self._complete = not self._open and self._take_final()
+        return self._complete
+
+    def _take_final(self) -> bool:
         layouts = self._layouts()
-        if not self._finished or self._open or not self._assembly.complete("final", layouts):
-            return False
-        self.outcome.tables = self._assembly.take("final", layouts)
-        self._complete = True
-        return True
+        there = self._finished and self._assembly.complete("final", layouts)
+        if there:
+            self.outcome.tables = self._assembly.take("final", layouts)
+        return there
 
     def keep_weights(self, error: BaseException) -> None:
         """The run fails; if its last weights are there they come back with the error."""
-        layouts = self._layouts()
-        if isinstance(error, RunError) and self._finished and self._assembly.complete("final", layouts):
-            self.outcome.tables = self._assembly.take("final", layouts)
+        if isinstance(error, RunError) and self._take_final():
             self.outcome.seconds = self._now()
             error.outcome = self.outcome
 
     def _epoch(self, end: m.EpochEnd) -> None:
-        if end.loader != 0:
-            return
         record = EpochRecord(
             epoch=end.epoch,
             version=end.version,
@@ -292,7 +291,11 @@ class Recorder:
             self._tell(Snapshot(record, self._states.pop(epoch)))
 
     def _close(self, record: EpochRecord) -> None:
-        _insert(self.outcome.history, record)
+        """An epoch that is made again takes the place of the old."""
+        history = self.outcome.history
+        place = bisect.bisect_left(history, record.epoch, key=lambda each: each.epoch)
+        again = place < len(history) and history[place].epoch == record.epoch
+        history[place : place + again] = [record]
         self._tell(record)
         for callback in self._callbacks:
             try:
@@ -301,18 +304,6 @@ class Recorder:
             except Exception as error:
                 words = f"a callback failed: {said(error)}\n\n{traceback.format_exc()}"
                 self.error = self.error or RunError(words)
-
-
-def _insert(history: list[EpochRecord], record: EpochRecord) -> None:
-    """By epoch; one that is made again takes the place of the old."""
-    place = bisect.bisect_left(history, record.epoch, key=lambda each: each.epoch)
-    again = place < len(history) and history[place].epoch == record.epoch
-    history[place : place + again] = [record]
-
-
-def _by_rank(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has only strings for keys."""
-    return {**record, "losses": {int(rank): loss for rank, loss in record["losses"].items()}}
 
 
 def said(error: BaseException) -> str:
@@ -348,6 +339,9 @@ def peer_record(
         recorder.keep_weights(error)
         fail(error)
 
+    def keep(cut: GatheredCut) -> None:
+        recorder.emit(_kept(spec, cut, keeper.layouts, recorder.history(), now() if virtual else 0.0))
+
     keeper = AllReduceCoordinator(
         spec.plan.learners,
         spec.processes,
@@ -355,26 +349,13 @@ def peer_record(
         event=recorder.event,
         reply=reply,
         fail=failed,
-        keep=lambda cut: recorder.emit(
-            keep_cut(
-                spec,
-                cut,
-                layouts=keeper.layouts,
-                history=recorder.history(),
-                virtual=now() if virtual else 0.0,
-            )
-        ),
+        keep=keep,
     )
     return recorder, keeper
 
 
-def keep_cut(
-    spec: RunSpec,
-    cut: GatheredCut,
-    *,
-    layouts: dict[int, Layout],
-    history: list[dict[str, Any]],
-    virtual: float,
+def _kept(
+    spec: RunSpec, cut: GatheredCut, layouts: dict[int, Layout], history: list[dict[str, Any]], virtual: float
 ) -> m.Checkpointed:
     """The last file of a checkpoint, and its commit."""
     assert spec.storage.folder is not None

@@ -8,12 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from syncline.dial import SANDBLASTER, Sync
-from syncline.engines.run_lock import RunLock
 from syncline.engines.simulated_times import SimulatedTimes
 from syncline.learn.portion_worker import BatchPlan
 from syncline.messages import Statistics
@@ -21,6 +20,9 @@ from syncline.protocols.lifecycle import Faults
 from syncline.protocols.staleness import Staleness
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan, Seat
+
+if TYPE_CHECKING:
+    from syncline.engines.checkpoint_options import RunLock
 
 Evaluate = Callable[[dict[str, Tensor]], dict[str, float]]
 Callback = Callable[["EpochRecord"], bool | None]
@@ -95,9 +97,7 @@ class EpochRecord:
     loss: float
     losses: dict[int, float]
     metrics: dict[str, float] = field(default_factory=dict)
-    notes: dict[str, float] = field(
-        default_factory=dict
-    )  # of a batch method's iteration: step, evaluations …
+    notes: dict[str, float] = field(default_factory=dict)  # of a batch iteration: step, evaluations …
 
     def __getitem__(self, key: str) -> Any:
         known = {**self.notes, **self.metrics}

@@ -19,13 +19,13 @@ from syncline.batch import messages as b
 from syncline.batch.commands import Program
 from syncline.cluster.record import Cluster
 from syncline.dial import Sync
-from syncline.engines.batch_lifecycle import BatchCrew, BatchSupervision
 from syncline.engines.batch_record import BatchRecord, coordinator_of, state_of, write_first
 from syncline.engines.checkpoint_writer import write_part
 from syncline.engines.event_script import Fault
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes
+from syncline.engines.supervision import BatchCrew, BatchSupervision
 from syncline.errors import LostError, NotYetError, RunError, UsageError
 from syncline.learn.model_factories import seed_random
 from syncline.learn.portion_worker import BatchPlan, PortionWorker
@@ -121,7 +121,7 @@ class BatchSimulation(BatchCrew):
         self._coordinator = coordinator_of(spec)
         self._record = BatchRecord(spec, self.recorder, self._coordinator, lambda: self.clock.now)
         self._folder = Folder(Path(spec.storage.folder)) if spec.storage.folder else None
-        self._life = BatchSupervision(spec, self, self._coordinator, self.recorder, self._record)
+        self._life = BatchSupervision(self, self._record)
         seed_random(spec.plan.seed)
         self._numbers = Arithmetic(
             self._plan,
@@ -188,7 +188,7 @@ class BatchSimulation(BatchCrew):
         for shard, vectors in enumerate(self._numbers.shards):
             tensors = vector_tensors(self._plan.layout, shard, vectors)
             saved = write_part(self._folder, (number, table_file(0, shard), tensors, {}))
-            self._life.checkpointed(self._record.saved(saved))
+            self._life.saved(saved)
 
     def _finish(self, over: b.Over) -> None:
         self._over = over

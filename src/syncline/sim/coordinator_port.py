@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.checkpoint_writer import commit
 from syncline.engines.run import RunSpec
 from syncline.ports import CoordinatorPort
-from syncline.roles.checkpoint_manifest import restored, upto
+from syncline.roles.checkpoint_manifest import restored
 from syncline.sim.random_states import OUTSIDE
 from syncline.table.checkpoints import Written, find
 
@@ -104,20 +102,14 @@ class SimCoordinator(CoordinatorPort):
         self, number: int, manifest: dict[str, Any] | None, files: Sequence[Written], *, prune: bool = True
     ) -> bool:
         world = self._world
-        assert world.folder is not None
-        if manifest is None:
-            world.folder.abandon(number)
-            return False
-        manifest["history"] = upto(number, world.recorder.history())
         exact = world.goes_on()
-        manifest["simulated"] = asdict(world.moment(exact=exact))
-        done = commit(world.folder, number, manifest, files, world.spec.storage.keep if prune else None)
-        self.tell(done)
-        if not done.problem:
-            world.supervision.checkpointed(Path(done.path))
-            if exact:
-                world.next = restored(find(Path(done.path)))
-        return not done.problem
+        if manifest is not None:
+            manifest["simulated"] = asdict(world.moment(exact=exact))
+            world.streams.enter(OUTSIDE)  # listeners hear of it
+        path = world.supervision.commit(number, manifest, files, prune=prune)
+        if path is not None and exact:
+            world.next = restored(find(path))
+        return path is not None
 
     def tell(self, message: Any) -> None:
         self._world.streams.enter(OUTSIDE)

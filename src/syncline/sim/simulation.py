@@ -131,15 +131,7 @@ class Simulation(Crew):
         self.nodes_by_name: dict[int, SimNode] = {}  # those that are lost too
         self.flow: VersionFlow | None = None  # of versions that nobody asks for
         self.plant()
-        self.supervision = Supervision(
-            lifecycle,
-            self,
-            self.coordinator,
-            self.recorder,
-            now=lambda: self.clock.now,
-            folder=self.folder,
-            start=spec.storage.restored,
-        )
+        self.supervision = Supervision(lifecycle, self, lambda: self.clock.now)
         self._cut_asked = moment.cut_asked
         self._dying: dict[int, str] = {}  # learner -> why, of those whose loss is not noticed yet
         self._played = list(moment.played)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from syncline.dial import Course
-from syncline.engines.checkpoint_options import Checkpoints
+from syncline.engines.checkpoint_options import LOCK, Checkpoints, RunLock
 from syncline.engines.run import Storage
-from syncline.engines.run_lock import LOCK, RunLock
 from syncline.errors import UsageError
 from syncline.roles.run_plan import RunPlan, Saving
 from tests.ready_python import run_ready
@@ -71,7 +70,7 @@ def test_one_holds_the_lock_and_its_file_goes_with_it(tmp_path: Path) -> None:
 
 def test_a_process_that_was_killed_holds_no_lock(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from syncline.engines.run_lock import RunLock; "
+        "import os, signal, sys; from pathlib import Path; from syncline.engines.checkpoint_options import RunLock; "
         "lock = RunLock(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = run_ready(["-c", code, tmp_path], timeout=100)

@@ -20,49 +20,32 @@ from syncline.engines.local.learner import call, returned, say
 from syncline.engines.local.shared_memory import Region
 from syncline.engines.run import Task
 from syncline.learn.allreduce_session import AllReduceSession
-from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, Serving
+from syncline.ports import CollectivePort, PeerLost, Progress, Reduction
 from syncline.roles.allreduce_coordinator import Meet
 from syncline.roles.checkpoint_manifest import restored
 from syncline.roles.run_plan import Seat
 from syncline.table.checkpoints import read
 
 SIGMAS = 64  # staleness up to here has a word of its own
+# What one learner shows the supervisor, in words: first the four whole numbers of its `Progress`, how far it is.
+LOSS, WAITS, CALLS, HISTOGRAM = range(4, 8)
+BOARD = 8 * (HISTOGRAM + SIGMAS)  # bytes
 
 
-class ProgressBoard:
-    """What one learner shows the supervisor: how far it is, and whether it waits for the others."""
+def _write_board(words: memoryview, progress: Progress) -> None:
+    numbers = progress.started, progress.version, progress.gradients, progress.examples
+    for word, value in enumerate(numbers):
+        words[word] = value
+    words[LOSS] = struct.unpack("q", struct.pack("d", progress.loss))[0]
+    for sigma, count in progress.histogram.items():
+        words[HISTOGRAM + min(sigma, SIGMAS - 1)] = count
 
-    STARTED, VERSION, GRADIENTS, EXAMPLES, LOSS, WAITS, CALLS, HISTOGRAM = range(8)
 
-    def __init__(self, region: Region) -> None:
-        self.words = region.words
-
-    @staticmethod
-    def nbytes() -> int:
-        return 8 * (ProgressBoard.HISTOGRAM + SIGMAS)
-
-    def write(self, progress: Progress) -> None:
-        words = self.words
-        words[self.STARTED] = progress.started
-        words[self.VERSION] = progress.version
-        words[self.GRADIENTS] = progress.gradients
-        words[self.EXAMPLES] = progress.examples
-        words[self.LOSS] = struct.unpack("q", struct.pack("d", progress.loss))[0]
-        for sigma, count in progress.histogram.items():
-            words[self.HISTOGRAM + min(sigma, SIGMAS - 1)] = count
-
-    def read(self) -> Progress:
-        words = self.words
-        histogram = {sigma: count for sigma in range(SIGMAS) if (count := words[self.HISTOGRAM + sigma])}
-        loss = struct.unpack("d", struct.pack("q", words[self.LOSS]))[0]
-        return Progress(
-            words[self.STARTED],
-            words[self.VERSION],
-            words[self.GRADIENTS],
-            words[self.EXAMPLES],
-            loss,
-            histogram,
-        )
+def read_board(words: memoryview) -> Progress:
+    started, version, gradients, examples = words[:LOSS]
+    loss = struct.unpack("d", struct.pack("q", words[LOSS]))[0]
+    histogram = {sigma: count for sigma in range(SIGMAS) if (count := words[HISTOGRAM + sigma])}
+    return Progress(started, version, gradients, examples, loss, histogram)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +71,15 @@ class AllReduceLearnerSpec:
 class _Watched(Reduction):
     """A reduction whose waiting is shown."""
 
-    def __init__(self, inner: Reduction, board: ProgressBoard) -> None:
+    def __init__(self, inner: Reduction, board: memoryview) -> None:
         self._inner, self._board = inner, board
 
     def wait(self, *, block: bool = True) -> bool:
-        words = self._board.words
-        words[ProgressBoard.WAITS] = int(block)
+        self._board[WAITS] = block
         try:
             return self._inner.wait(block=block)
         finally:
-            words[ProgressBoard.WAITS] = 0
+            self._board[WAITS] = 0
 
 
 class LocalCollectivePort(CollectivePort):
@@ -105,29 +87,26 @@ class LocalCollectivePort(CollectivePort):
 
     def __init__(self, channel: Channel, spec: AllReduceLearnerSpec) -> None:
         self.rank, self.learners = spec.seat.rank, spec.seat.plan.learners
-        self._channel, self._board = channel, ProgressBoard(spec.board)
+        self._channel, self._board = channel, spec.board.words
         self._stop = spec.stop.words
         self._writer = Writer(Path(spec.folder), self.tell) if spec.folder and self.rank == 0 else None
-        self._board.words[ProgressBoard.WAITS] = 1
+        self._board[WAITS] = 1
         store = dist.FileStore(spec.meeting, self.learners)
         self._group = CollectiveGroup(store, self.rank, self.learners, nccl=spec.nccl, host="127.0.0.1")
-        self._board.words[ProgressBoard.WAITS] = 0
+        self._board[WAITS] = 0
 
     def now(self) -> float:
         return time.monotonic()
 
-    def spend(self, work: Computing | Serving) -> None:
-        pass
-
     def reduce(self, buffer: Tensor) -> Reduction:
-        self._board.words[ProgressBoard.CALLS] += 1
+        self._board[CALLS] += 1
         return _Watched(self._group.reduce(buffer), self._board)
 
     def broadcast(self, buffer: Tensor) -> None:
-        self._board.words[ProgressBoard.CALLS] += 1
-        self._board.words[ProgressBoard.WAITS] = 1
+        self._board[CALLS] += 1
+        self._board[WAITS] = 1
         self._group.broadcast(buffer)
-        self._board.words[ProgressBoard.WAITS] = 0
+        self._board[WAITS] = 0
 
     def meet(self, what: str, value: Any) -> list[Any]:
         self._channel.send(Meet(what, value))
@@ -135,15 +114,15 @@ class LocalCollectivePort(CollectivePort):
 
     def tell(self, message: Any) -> None:
         if isinstance(message, Progress):
-            self._board.write(message)
+            _write_board(self._board, message)
         else:
             self._channel.send(message)
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         assert self._writer is not None
-        self._board.words[ProgressBoard.WAITS] = 1
+        self._board[WAITS] = 1
         self._writer.write_after(number, name, tensors, notes)
-        self._board.words[ProgressBoard.WAITS] = 0
+        self._board[WAITS] = 0
 
     def stopping(self) -> bool:
         return self._stop[0] != 0

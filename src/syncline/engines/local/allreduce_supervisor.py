@@ -5,14 +5,24 @@ Nothing of a step passes here: learners reduce among themselves.
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from functools import partial
 from typing import Any
 
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.collectives import wants_nccl
-from syncline.engines.local.allreduce_learner import AllReduceLearnerSpec, Broken, ProgressBoard
+from syncline.engines.local.allreduce_learner import (
+    BOARD,
+    CALLS,
+    WAITS,
+    AllReduceLearnerSpec,
+    Broken,
+    read_board,
+    run_peer,
+)
 from syncline.engines.local.packing import Parcel
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_memory import Region
@@ -38,27 +48,24 @@ class AllReduceSupervisor(RunSupervisor):
             now=self.now,
             evaluate=self._evaluate,
             stop=self._stop,
-            reply=self._reply,
+            reply=lambda rank, message: self.learners[rank].channel.post(message),
             fail=self.fail,
         )
         self.learners: dict[int, Process] = {}  # by rank
         self._meeting = os.memfd_create("syncline-meeting", os.MFD_CLOEXEC)
         self._stop_word = Region(8)
-        self._boards = [Region(ProgressBoard.nbytes()) for _ in range(spec.plan.learners)]
+        self._boards = [Region(BOARD) for _ in range(spec.plan.learners)]
         self._deadline: float | None = None
         self._broken: tuple[float, int, str] | None = None  # (when, rank, what it said)
         self._hanging = HangDetection(self, "the others wait for it", "ends such a learner, and the run")
 
-    def command(self, command: Any) -> None:
-        if isinstance(command, int):
-            raise UsageError(
-                "all-reduce has fixed membership: no learners can be added; use topology='servers'"
-            )
-        if isinstance(command, Sync):
-            raise UsageError(
-                "all-reduce cannot change its dial in the middle; give a course, such as 'hardsync until 1 then delayed:1'"
-            )
-        super().command(command)
+    def add_learners(self, count: int) -> None:
+        raise UsageError("all-reduce has fixed membership: no learners can be added; use topology='servers'")
+
+    def change(self, sync: Sync) -> None:
+        raise UsageError(
+            "all-reduce cannot change its dial in the middle; give a course, such as 'hardsync until 1 then delayed:1'"
+        )
 
     # -- the run -----------------------------------------------------------------------------------------
 
@@ -68,16 +75,9 @@ class AllReduceSupervisor(RunSupervisor):
         nccl = wants_nccl(spec.devices)
         resume = spec.storage.restored.name if spec.storage.restored is not None else None
         for rank in range(spec.plan.learners):
-            peer = AllReduceLearnerSpec(
-                spec.seat(rank),
-                meeting,
-                self._boards[rank],
-                self._stop_word,
-                nccl,
-                spec.storage.folder,
-                resume,
-            )
-            self.learners[rank] = self._processes.fork("learner", rank, rank, peer, None, self._threads())
+            common = meeting, self._boards[rank], self._stop_word, nccl, spec.storage.folder, resume
+            run = partial(run_peer, spec=AllReduceLearnerSpec(spec.seat(rank), *common))
+            self.learners[rank] = self._processes.fork("learner", rank, rank, run, None, self._threads())
             self.learners[rank].channel.post(task)
 
     def _over(self) -> bool:
@@ -91,9 +91,6 @@ class AllReduceSupervisor(RunSupervisor):
             self._deadline = time.monotonic() + GRACE
 
     # -- processes ---------------------------------------------------------------------------------------
-
-    def _reply(self, rank: int, message: Any) -> None:
-        self.learners[rank].channel.post(message)
 
     def _heard(self, process: Process, message: Any) -> None:
         if isinstance(message, m.Returned):
@@ -128,11 +125,13 @@ class AllReduceSupervisor(RunSupervisor):
             self.fail(
                 RunError(f"learners {ranks} did not finish their step within {GRACE:.0f} s of the stop")
             )
-        self._look_for_hanging(now, running)
+        progress = {rank: self._boards[rank].words[CALLS] for rank in running}
+        waiting = {rank for rank in running if self._boards[rank].words[WAITS]}
+        self._hanging.look(now, progress, waiting | self._keeper.waiting().keys(), self.learners)
 
     def _check_early(self) -> None:
         """Somebody returned, or waits in a meeting, and another needs it for a collective."""
-        calls = {rank: self._boards[rank].words[ProgressBoard.CALLS] for rank in self.learners}
+        calls = {rank: self._boards[rank].words[CALLS] for rank in self.learners}
         for rank, process in self.learners.items():
             other = max(calls, key=lambda each: calls[each])
             if process.state == "returned" and calls[other] > calls[rank]:
@@ -143,31 +142,23 @@ class AllReduceSupervisor(RunSupervisor):
                 if other not in meeting and count > calls[rank]:
                     self.fail(apart(rank, meet.what, other))
 
-    def _look_for_hanging(self, now: float, running: list[int]) -> None:
-        """Who should compute and has not been heard of?"""
-        progress = {rank: self._boards[rank].words[ProgressBoard.CALLS] for rank in running}
-        waiting = {rank for rank in running if self._boards[rank].words[ProgressBoard.WAITS]}
-        self._hanging.look(now, progress, waiting | self._keeper.waiting().keys(), self.learners)
-
     # -- statistics --------------------------------------------------------------------------------------
 
     def _questioned(self, number: int) -> None:
         """As the learners' boards show it; at the end exact."""
-        shown = [ProgressBoard(region).read() for region in self._boards]
+        shown = [read_board(region.words) for region in self._boards]
         first = shown[0]
         clock = StalenessClock()
         clock.histogram.update(first.histogram)
-        waiting = {
-            rank: first.version for rank in self.learners if self._boards[rank].words[ProgressBoard.WAITS]
-        }
+        waits = [rank for rank in self.learners if self._boards[rank].words[WAITS]]
+        waiting = dict.fromkeys(waits, first.version)
         missing = [rank for rank in self.learners if rank not in waiting] if waiting else []
         table = m.TableStatistics(
             first.version, first.gradients, 0, first.examples, clock.account(), waiting, missing, 0
         )
         steps = {rank: progress.started for rank, progress in enumerate(shown)}
-        losses = {
-            rank: each.loss for rank, each in enumerate(shown) if each.loss == each.loss and each.started
-        }
+        said = [(rank, each.loss) for rank, each in enumerate(shown) if each.started]
+        losses = {rank: loss for rank, loss in said if not math.isnan(loss)}
         tables = {0: table} if self._keeper.layouts else {}
         self._answer(self._complete(m.Statistics(number, tables, steps, losses), waiting))
 

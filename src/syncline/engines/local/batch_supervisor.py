@@ -7,6 +7,7 @@ Scalars and decisions pass here, never a vector. Decisions are the coordinator's
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,16 +17,22 @@ from syncline.batch import messages as b
 from syncline.batch.coordinator import slots_of
 from syncline.batch.portions import Cancel
 from syncline.dial import Sync
-from syncline.engines.batch_lifecycle import BatchCrew, BatchSupervision
 from syncline.engines.batch_record import BatchRecord, coordinator_of, state_of, write_first
-from syncline.engines.local.batch_learner import BatchLearnerSpec
-from syncline.engines.local.batch_shard import BatchShardSpec, Pool, slot_bytes
+from syncline.engines.local.batch_processes import (
+    BatchLearnerSpec,
+    BatchShardSpec,
+    Pool,
+    run_batch_learner,
+    run_batch_shard,
+    slot_bytes,
+)
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_memory import Region
 from syncline.engines.local.supervisor_base import HangDetection, RunSupervisor
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec
+from syncline.engines.supervision import BatchCrew, BatchSupervision
 from syncline.errors import LostError, RunError, UsageError
 from syncline.roles.checkpoint_manifest import Restored
 
@@ -42,7 +49,7 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
         self.recorder = Recorder(spec, now=self.now, evaluate=self._evaluate, stop=self._stop)
         self._coordinator = coordinator_of(spec)
         self._record = BatchRecord(spec, self.recorder, self._coordinator, self.now)
-        self._life = BatchSupervision(spec, self, self._coordinator, self.recorder, self._record)
+        self._life = BatchSupervision(self, self._record)
         self._point = Region(self._plan.layout.parameters.nbytes)
         self._pools: list[Region] = []
         self._beats: dict[tuple[str, int], Region] = {}
@@ -56,13 +63,6 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
         self._hanging_shards = HangDetection(
             self, "all wait for it", "goes back to the last checkpoint", least=SHARD_PATIENCE
         )
-
-    def command(self, command: Any) -> None:
-        if isinstance(command, Sync):
-            raise UsageError(
-                "sandblaster has no dial to change: every iteration takes all portions of its batch"
-            )
-        super().command(command)
 
     # -- the run -----------------------------------------------------------------------------------------
 
@@ -85,27 +85,17 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
             write_first(plan, self._x())
         source = (restored.name, restored.batch["files"]) if restored and restored.batch else None
         self._shards, self._ready = [], 0
+        names, folder = tuple(plan.method.vectors), self.spec.storage.folder
         for shard in range(plan.layout.shards):
-            spec = BatchShardSpec(
-                shard,
-                plan.layout,
-                tuple(plan.method.vectors),
-                self._point,
-                self._pools,
-                self._beat("shard", shard),
-                self.spec.storage.folder,
-                source,
-            )
-            self._shards.append(self._processes.fork("shard", shard, shard, spec, None, 1))
+            common = plan.layout, names, self._point, self._pools, self._beat("shard", shard)
+            run = partial(run_batch_shard, spec=BatchShardSpec(shard, *common, folder, source))
+            self._shards.append(self._processes.fork("shard", shard, shard, run, None, 1))
 
     def start_learner(self, learner: int, rank: int) -> None:
-        spec = BatchLearnerSpec(
-            self.spec.devices[rank % len(self.spec.devices)],
-            self._point,
-            self._pools,
-            self._beat("learner", learner),
-        )
-        process = self._processes.fork("learner", learner, rank, spec, None, self._threads())
+        device = self.spec.devices[rank % len(self.spec.devices)]
+        spec = BatchLearnerSpec(device, self._point, self._pools, self._beat("learner", learner))
+        run = partial(run_batch_learner, spec=spec)
+        process = self._processes.fork("learner", learner, rank, run, None, self._threads())
         self._learners[learner] = process
         assert self._task is not None
         process.channel.post(self._task)
@@ -181,13 +171,10 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
     # -- what is heard -------------------------------------------------------------------------------------
 
     def _heard(self, process: Process, message: Any) -> None:
-        if process.role == "shard":
-            self._from_shard(message)
-        elif self._finished is None:
-            self._from_learner(process, message)
-
-    def _from_shard(self, message: Any) -> None:
-        if isinstance(message, b.Ready):
+        if process.role == "learner":
+            if self._finished is None:
+                self._from_learner(process, message)
+        elif isinstance(message, b.Ready):
             self._ready += 1
             if self._ready == len(self._shards):
                 self.do(self._coordinator.begin())
@@ -196,7 +183,7 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
         elif isinstance(message, b.Added):
             self.do(self._coordinator.added(message))
         elif isinstance(message, m.Saved):
-            self._life.checkpointed(self._record.saved(message))
+            self._life.saved(message)
         elif isinstance(message, m.ShardRaised):
             self.fail(RunError(f"shard {message.shard} failed:\n{message.traceback}"))
 
@@ -217,37 +204,31 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
 
     def _ended(self, process: Process, how: str) -> None:
         process.state = "lost"
-        if process.role == "shard":
-            self._shard_lost(process, how)
-        elif process.role == "learner":
-            self._learner_lost(process, how)
-        else:
-            self.fail(LostError(f"{process.role} {process.rank} (pid {process.pid}) ended with {how}"))
-
-    def _learner_lost(self, process: Process, how: str) -> None:
-        self._learners.pop(process.number, None)
-        why = f"its process (pid {process.pid}) ended with {how}"
-        if self._finished is not None:
-            self.recorder.event(f"lost: {why}", process.rank, kind="lost", pid=process.pid)
+        role, rank, pid = process.role, process.rank, process.pid
+        if role == "learner":
+            self._learners.pop(process.number, None)
+            why = f"its process (pid {pid}) ended with {how}"
+            if self._finished is not None:
+                self.recorder.event(f"lost: {why}", rank, kind="lost", pid=pid)
+                return
+            stepped = self._beats["learner", process.number].words[0] > 0
+            self._life.lost(process.number, why, stepped=stepped, pid=pid)
             return
-        stepped = self._beats["learner", process.number].words[0] > 0
-        self._life.lost(process.number, why, stepped=stepped, pid=process.pid)
-
-    def _shard_lost(self, process: Process, how: str) -> None:
-        """All shards go back to the last checkpoint together, with its history vectors (S7)."""
-        lost = f"shard {process.rank} (pid {process.pid}) ended with {how}"
-        if self._finished is not None and not self._record.cutting:
-            self.recorder.event(lost, kind="shard lost", shard=process.rank, pid=process.pid)
-            return
-        self._life.shard_lost(lost, shard=process.rank, pid=process.pid)
+        lost = f"{role} {rank} (pid {pid}) ended with {how}"
+        if role != "shard":
+            self.fail(LostError(lost))
+        elif self._finished is not None and not self._record.cutting:
+            self.recorder.event(lost, kind="shard lost", shard=rank, pid=pid)
+        else:  # all shards go back to the last checkpoint together, with its history vectors (S7)
+            self._life.shard_lost(lost, shard=rank, pid=pid)
 
     # -- the caller's --------------------------------------------------------------------------------------
 
-    def _asked(self, command: Any) -> None:
-        if isinstance(command, int):
-            self._life.add(command)
-        else:
-            super()._asked(command)
+    def add_learners(self, count: int) -> None:
+        self.command(lambda: self._life.add(count))
+
+    def change(self, sync: Sync) -> None:
+        raise UsageError("sandblaster has no dial to change: every iteration takes all portions of its batch")
 
     def _stop(self) -> None:
         self._life.ask_stop()

@@ -84,7 +84,8 @@ class Channel:
         try:
             while self._unsent:
                 data, fds = self._unsent[0]
-                sent = _send_some(self._socket, data, fds)
+                control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+                sent = self._socket.sendmsg([data], control, socket.MSG_DONTWAIT)  # send_fds has no flags
                 _close_all(fds)
                 self._unsent.popleft()
                 if sent < len(data):
@@ -107,33 +108,23 @@ class Channel:
 
     def _read(self, flags: int) -> Any:
         try:
-            while missing := self._missing():
-                if not self._read_some(missing, flags):
+            while (missing := _HEAD.size - len(self._head)) > 0:
+                got, control, _, _ = self._socket.recvmsg(missing, _ROOM, flags)  # recv_fds forgets the flags
+                self._head += got
+                for _, _, packed in control:
+                    self._fds += array.array("i", packed[: len(packed) // 4 * 4])
+                if not got:
+                    raise Closed
+            length = int(_HEAD.unpack(self._head)[0])
+            while (missing := length - len(self._body)) > 0:
+                got = self._socket.recv(min(1 << 20, missing), flags)
+                self._body += got
+                if not got:
                     raise Closed
         except BlockingIOError:
             return NOTHING
         except OSError as error:
             raise Closed from error
-        return self._finish()
-
-    def _read_some(self, missing: int, flags: int) -> int:
-        if len(self._head) < _HEAD.size:
-            got, control, _, _ = self._socket.recvmsg(missing, _ROOM, flags)  # recv_fds forgets the flags
-            self._head += got
-            for _, _, packed in control:
-                self._fds += array.array("i", packed[: len(packed) // 4 * 4])
-        else:
-            got = self._socket.recv(min(1 << 20, missing), flags)
-            self._body += got
-        return len(got)
-
-    def _missing(self) -> int:
-        """Bytes of the message that has begun."""
-        if len(self._head) < _HEAD.size:
-            return _HEAD.size - len(self._head)
-        return int(_HEAD.unpack(self._head)[0]) - len(self._body)
-
-    def _finish(self) -> Any:
         body, fds = self._body, self._fds
         self._head, self._body, self._fds = bytearray(), bytearray(), []
         pickled, sizes, inline, bulk = pickle.loads(body)
@@ -153,11 +144,6 @@ class Channel:
 def _written(parcel: Parcel) -> tuple[bytes, list[int]]:
     body = pickle.dumps((parcel.pickled, parcel.sizes, parcel.inline, parcel.bulk))
     return _HEAD.pack(len(body), len(parcel.fds)) + body, parcel.fds
-
-
-def _send_some(end: socket.socket, data: bytes, fds: list[int]) -> int:
-    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    return end.sendmsg([data], control, socket.MSG_DONTWAIT)  # send_fds forgets the flags
 
 
 def _close_all(fds: list[int]) -> None:

@@ -58,22 +58,22 @@ class LocalHandle(Handle):
         return self._run.done.is_set()
 
     def stop(self) -> None:
-        self._run.command("stop")
+        self._run.stop()
 
     def interrupt(self, signal: int) -> None:
-        self._run.command("interrupt")
+        self._run.stop(interrupted=True)
 
     def end(self, seconds: float) -> None:
         if not self._run.done.wait(seconds):
-            self._run.command("kill")
+            self._run.command(lambda: self._run.fail(KeyboardInterrupt()))
             self._run.done.wait(10)
         self._thread.join(1)
 
     def add_learners(self, count: int) -> None:
-        self._run.command(count)
+        self._run.add_learners(count)
 
     def change(self, sync: Sync) -> None:
-        self._run.command(sync)
+        self._run.change(sync)
 
     def statistics(self) -> Statistics:
         return self._run.ask_statistics()

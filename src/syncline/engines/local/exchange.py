@@ -8,8 +8,10 @@ that tests can run it over every interleaving.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+from syncline.table.version_memory import WRITTEN
 
 LINE = 8  # words in a cache line: words of different writers do not share one
 RECORD = 16  # words
@@ -26,8 +28,17 @@ class WordsLike(Protocol):
     def read(self, cell: int, nbytes: int) -> bytes: ...
 
 
+def lines(words: int) -> int:
+    """As many words, in whole cache lines."""
+    return -(-words // LINE) * LINE
+
+
 class Ring:
-    """Records from one writer to one or more readers, in order; a full ring refuses."""
+    """Records from one writer to one or more readers, in order; a full ring refuses.
+
+    Without readers of its own it is an outbox: records stay for whoever reads them next and keeps the place itself. Its writer is
+    known to have few that are still needed: it asks nobody for room.
+    """
 
     def __init__(
         self, cells: WordsLike, base: int, *, capacity: int, form: struct.Struct, readers: int = 1
@@ -43,19 +54,18 @@ class Ring:
     def words(capacity: int, readers: int = 1) -> int:
         return LINE * (1 + readers) + RECORD * capacity
 
-    # the writer's side
-
     def push(self, record: Sequence[int | float]) -> bool:
-        head = self._cells.load(self._head)
-        if head - min(self._cells.load(tail) for tail in self._tails) >= self._capacity:
+        """The writer's."""
+        load = self._cells.load
+        head = load(self._head)
+        if head - min(map(load, self._tails), default=head) >= self._capacity:
             return False
         self._cells.write(self._records + RECORD * (head % self._capacity), self._form.pack(*record))
         self._cells.store(self._head, head + 1)
         return True
 
-    # a reader's side
-
     def pop(self, reader: int = 0) -> tuple[int | float, ...] | None:
+        """A reader's."""
         tail = self._cells.load(self._tails[reader])
         if tail == self._cells.load(self._head):
             return None
@@ -63,36 +73,13 @@ class Ring:
         self._cells.store(self._tails[reader], tail + 1)
         return self._form.unpack(packed)
 
-    def empty(self, reader: int = 0) -> bool:
-        return self._cells.load(self._tails[reader]) == self._cells.load(self._head)
-
-
-class Outbox:
-    """Records from one writer that stay there for whoever reads them next; readers keep their own place.
-
-    The writer is known to have few that are still needed: it asks nobody for room.
-    """
-
-    def __init__(self, cells: WordsLike, base: int, *, capacity: int, form: struct.Struct) -> None:
-        self._cells, self._form, self._capacity = cells, form, capacity
-        self._head, self._records = base, base + LINE
-
-    @staticmethod
-    def words(capacity: int) -> int:
-        return LINE + RECORD * capacity
-
     @property
     def written(self) -> int:
         """How many records so far."""
         return self._cells.load(self._head)
 
-    def push(self, record: Sequence[int | float]) -> None:
-        head = self._cells.load(self._head)
-        self._cells.write(self._records + RECORD * (head % self._capacity), self._form.pack(*record))
-        self._cells.store(self._head, head + 1)
-
     def read(self, index: int) -> tuple[int | float, ...]:
-        """One of the last records."""
+        """One of the last records, of an outbox."""
         cell = self._records + RECORD * (index % self._capacity)
         return self._form.unpack(self._cells.read(cell, self._form.size))
 
@@ -153,15 +140,11 @@ class Drafts:
 
     def __init__(self, cells: WordsLike, base: int, *, shards: int, slots: int) -> None:
         self._cells = cells
-        self._places = [base + shard * self._room(slots) for shard in range(shards)]
+        self._places = [base + shard * lines(slots) for shard in range(shards)]
 
     @staticmethod
-    def _room(slots: int) -> int:
-        return -(-slots // LINE) * LINE
-
-    @classmethod
-    def words(cls, shards: int, slots: int) -> int:
-        return shards * cls._room(slots)
+    def words(shards: int, slots: int) -> int:
+        return shards * lines(slots)
 
     def free(self, shard: int, slot: int, number: int) -> None:
         self._cells.store(self._places[shard] + slot, number + 1)
@@ -186,11 +169,11 @@ class Shares:
         position = base + LINE * len(sizes)
         for size in sizes:
             self._places.append(position)
-            position += 2 * (-(-size // LINE) * LINE)  # two rounds: a fast shard may be one ahead
+            position += 2 * lines(size)  # two rounds: a fast shard may be one ahead
 
     @staticmethod
     def words(sizes: Sequence[int]) -> int:
-        return LINE * len(sizes) + sum(2 * (-(-size // LINE) * LINE) for size in sizes)
+        return LINE * len(sizes) + 2 * sum(map(lines, sizes))
 
     def clear(self) -> None:
         """The rounds begin again; legal while no shard is there."""
@@ -198,7 +181,7 @@ class Shares:
             self._cells.store(counter, 0)
 
     def tell(self, shard: int, number: int, values: Sequence[float]) -> None:
-        place = self._places[shard] + (number % 2) * (-(-self._sizes[shard] // LINE) * LINE)
+        place = self._places[shard] + number % 2 * lines(self._sizes[shard])
         self._cells.write(place, struct.pack(f"{len(values)}d", *values))
         self._cells.store(self._counters[shard], number)
 
@@ -209,11 +192,90 @@ class Shares:
 
     def _values(self, shard: int, number: int) -> list[float]:
         size = self._sizes[shard]
-        start = self._places[shard] + (number % 2) * (-(-size // LINE) * LINE)
-        return list(struct.unpack(f"{size}d", self._cells.read(start, size * 8)))
+        place = self._places[shard] + number % 2 * lines(size)
+        return list(struct.unpack(f"{size}d", self._cells.read(place, size * 8)))
 
     def all(self, number: int) -> list[list[float]] | None:
         """Everybody's values of this round, once all are there."""
         if any(self._cells.load(counter) < number for counter in self._counters):
             return None
         return [self._values(shard, number) for shard in range(len(self._sizes))]
+
+
+# -- a table's ring of versions: shards write their parts of its places, readers copy them for themselves (M13) -------
+
+
+class Words:
+    """For each shard and place: the version that lies there. A reader looks at the word before and after it copies."""
+
+    def __init__(self, cells: WordsLike, base: int, *, shards: int, places: int) -> None:
+        self._cells, self._places = cells, range(places)
+        self._first = [base + shard * lines(places) for shard in range(shards)]
+
+    @staticmethod
+    def words(shards: int, places: int) -> int:
+        return shards * lines(places)
+
+    def offer(self, shard: int, place: int, version: int) -> None:
+        cell = self._first[shard] + place
+        self._cells.store(cell, version + 1)
+        if version == WRITTEN:
+            self._cells.load(cell)  # what is written into the place comes after it
+
+    def find(self, shard: int, version: int) -> int | None:
+        """The place of a version."""
+        first, load = self._first[shard], self._cells.load
+        for place in self._places:
+            if load(first + place) == version + 1:
+                return place
+        return None
+
+    def held(self, shard: int) -> dict[int, int]:
+        """All its versions, and where they lie."""
+        first, load = self._first[shard], self._cells.load
+        return {load(first + place) - 1: place for place in self._places}
+
+    def lies(self, version: int, where: Iterable[tuple[int, int]]) -> bool:
+        """It still lies there, in these shards, each with its place: what was copied is whole."""
+        load, cells = self._cells.load, [self._first[shard] + place for shard, place in where]
+        for cell in cells:
+            load(cell)  # all that was copied was read before the words are
+        return set(map(load, cells)) <= {version + 1}
+
+
+class Marks:
+    """For each shard: its newest version, wherever that can be read; and which of its places are to be left alone for a while."""
+
+    def __init__(self, cells: WordsLike, base: int, *, shards: int, places: int) -> None:
+        self._cells, self._places = cells, places
+        self._newest = [base + LINE * shard for shard in range(shards)]
+        self._kept = [base + LINE * shards + lines(places) * shard for shard in range(shards)]
+
+    @staticmethod
+    def words(shards: int, places: int) -> int:
+        return LINE * shards + Words.words(shards, places)
+
+    def clear(self) -> None:
+        """Legal while no shard is there."""
+        for shard, newest in enumerate(self._newest):
+            self._cells.store(newest, 0)
+            for place in range(self._places):
+                self.keep(shard, place, False)
+
+    def reach(self, shard: int, version: int) -> None:
+        self._cells.store(self._newest[shard], version + 1)
+
+    def reached(self, shard: int) -> int:
+        return self._cells.load(self._newest[shard]) - 1
+
+    def ahead(self, shard: int) -> int:
+        """Of the slowest shard, in versions."""
+        load = self._cells.load
+        return load(self._newest[shard]) - min(map(load, self._newest))
+
+    def keep(self, shard: int, place: int, kept: bool) -> None:
+        """Somebody reads there slowly; one writer says so. It is a wish: whoever reads looks afterwards whether it was heard."""
+        self._cells.store(self._kept[shard] + place, kept)
+
+    def kept(self, shard: int, place: int) -> bool:
+        return bool(self._cells.load(self._kept[shard] + place))

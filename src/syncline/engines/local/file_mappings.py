@@ -106,61 +106,58 @@ class _Range:
         return same and self.offset + self.high - self.low == other.offset
 
 
-class Files:
+class Files(NamedTuple):
     """The files that hold pieces of memory. `mappings` and `descriptors` have to travel."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.mappings: list[FileMapping] = []
-        self.descriptors: list[int] = []  # of the mappings without a path, in their order
-        now = _ranges() if pieces else []
-        ranges = [_range_of(piece, now) for piece in pieces]
-        opened = _confirmed(_opened(found for found in ranges if found is not None))
-        try:
-            self._numbers = self._list(opened)
-            self.places = [self._place(*pair) for pair in zip(pieces, ranges, strict=True)]
-        except BaseException:
-            self.close()
-            raise
+    places: list[FilePlace | None]
+    mappings: list[FileMapping]
+    descriptors: list[int]  # of the mappings without a path, in their order
 
-    def close(self) -> None:
-        for fd in self.descriptors:
+
+def find_files(pieces: Sequence[Piece]) -> Files:
+    now = _ranges() if pieces else []
+    ranges = [_range_of(piece, now) for piece in pieces]
+    opened = _confirmed(_opened(found for found in ranges if found is not None))
+    written = {found.file for found in opened if found.shared and found.writable}
+    files = Files([], [], [])
+    for found, (fd, path) in opened.items():
+        state = os.fstat(fd)
+        mapping = FileMapping(
+            path=path,
+            file=(state.st_dev, state.st_ino),
+            changed=None if found.file in written else state.st_mtime_ns,
+            offset=found.offset,
+            length=max(0, min(found.high - found.low, state.st_size - found.offset)),
+            shared=found.shared,
+            writable=found.writable,
+        )
+        files.mappings.append(mapping)
+        if path is None:
+            files.descriptors.append(fd)
+        else:
             os.close(fd)
-        self.descriptors = []
-
-    def _list(self, opened: dict[_Range, tuple[int, str | None]]) -> dict[_Range, int]:
-        """The mappings, numbered; descriptors of files that have a path are closed."""
-        written = {found.file for found in opened if found.shared and found.writable}
-        for found, (fd, path) in opened.items():
-            state = os.fstat(fd)
-            self.mappings.append(
-                FileMapping(
-                    path=path,
-                    file=(state.st_dev, state.st_ino),
-                    changed=None if found.file in written else state.st_mtime_ns,
-                    offset=found.offset,
-                    length=max(0, min(found.high - found.low, state.st_size - found.offset)),
-                    shared=found.shared,
-                    writable=found.writable,
-                )
-            )
-            if path is None:
-                self.descriptors.append(fd)
+    numbers = {found: number for number, found in enumerate(opened)}
+    try:
+        for piece, lies in zip(pieces, ranges, strict=True):
+            if lies is not None and lies in numbers:
+                files.places.append(_place(piece, lies, numbers[lies], files.mappings))
             else:
-                os.close(fd)
-        return {found: number for number, found in enumerate(opened)}
+                files.places.append(None)
+    except UsageError:
+        for fd in files.descriptors:
+            os.close(fd)
+        raise
+    return files
 
-    def _place(self, piece: Piece, found: _Range | None) -> FilePlace | None:
-        if found not in self._numbers:
-            return None
-        assert found is not None
-        number = self._numbers[found]
-        position, length = piece.address - found.low, self.mappings[number].length
-        beyond = position + piece.nbytes - length
-        if beyond > -length % PAGE:  # reading there kills the process
-            raise UsageError(
-                f"{found.path}, given to the learners, was cut after it was mapped: {beyond:,} bytes are missing"
-            )
-        return FilePlace(number, position) if beyond <= 0 else None
+
+def _place(piece: Piece, found: _Range, number: int, mappings: list[FileMapping]) -> FilePlace | None:
+    position, length = piece.address - found.low, mappings[number].length
+    beyond = position + piece.nbytes - length
+    if beyond > -length % PAGE:  # reading there kills the process
+        raise UsageError(
+            f"{found.path}, given to the learners, was cut after it was mapped: {beyond:,} bytes are missing"
+        )
+    return FilePlace(number, position) if beyond <= 0 else None
 
 
 def _ranges() -> list[_Range]:
@@ -214,20 +211,19 @@ def _written(piece: Piece) -> bool:
 def _opened(ranges: Iterable[_Range]) -> dict[_Range, tuple[int, str | None]]:
     """A descriptor of each range's file, by its path or through one that is open; None in place of that path."""
     found: dict[_Range, tuple[int, str | None]] = {}
-    unnamed = [each for each in dict.fromkeys(ranges) if not _open_path(each, found)]
+    unnamed = []
+    for each in dict.fromkeys(ranges):
+        with suppress(OSError):
+            if stat.S_ISREG(os.stat(each.path).st_mode):  # opening a device could do anything
+                found[each] = _open(each.path, write=each.shared and each.writable), each.path
+        if each not in found:
+            unnamed.append(each)
     by_inode = _open_inodes() if unnamed else {}
     for each in unnamed[:MOST_DESCRIPTORS]:
         with suppress(OSError, KeyError):
             name = by_inode[each.file[1]]
             found[each] = _open(name, write=each.shared and each.writable), None
     return found
-
-
-def _open_path(wanted: _Range, found: dict[_Range, tuple[int, str | None]]) -> bool:
-    with suppress(OSError):
-        if stat.S_ISREG(os.stat(wanted.path).st_mode):  # opening a device could do anything
-            found[wanted] = _open(wanted.path, write=wanted.shared and wanted.writable), wanted.path
-    return wanted in found
 
 
 def _open_inodes() -> dict[bytes, str]:
@@ -244,21 +240,19 @@ def _open_inodes() -> dict[bytes, str]:
 
 def _confirmed(opened: dict[_Range, tuple[int, str | None]]) -> dict[_Range, tuple[int, str | None]]:
     """Those whose file is the mapped one: mapped again, both look alike; the others are closed."""
-    probes = {wanted: _probe(fd) for wanted, (fd, _) in opened.items()}
+    probes: dict[_Range, np.ndarray] = {}
+    for wanted, (fd, _) in opened.items():
+        with suppress(OSError, ValueError):  # it is empty by now
+            area = mmap.mmap(fd, 1, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            probes[wanted] = np.frombuffer(area, np.uint8)
     now = _ranges() if opened else []  # reading it takes milliseconds, and most messages map nothing
     kept = {}
     for wanted, (fd, path) in opened.items():
-        if _file_of(probes[wanted], fd, now) == wanted.file:
+        if _file_of(probes.get(wanted), fd, now) == wanted.file:
             kept[wanted] = fd, path
         else:
             os.close(fd)
     return kept
-
-
-def _probe(fd: int) -> np.ndarray | None:
-    with suppress(OSError, ValueError):
-        return np.frombuffer(mmap.mmap(fd, 1, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ), np.uint8)
-    return None  # empty by now
 
 
 def _file_of(probe: np.ndarray | None, fd: int, now: list[_Range]) -> tuple[bytes, bytes] | None:

@@ -2,7 +2,8 @@
 
 It never imports the caller's `__main__` and never touches CUDA, so no main guard is needed and children may
 use GPUs. It imports everything a child needs first (an optimizer's first step pulls in a second of torch), runs one thread, and lives as long
-as the caller. Children that end are reaped here, then announced.
+as the caller. Children that end are reaped here, then announced. A child sets itself up, then runs what it is told to; it watches the
+caller's life line (a pipe whose only write end is the caller's) and ends when it breaks.
 """
 
 from __future__ import annotations
@@ -17,13 +18,22 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
-from syncline.engines.local.control_channel import Channel
+import torch
+
+from syncline.engines.local.control_channel import Channel, Closed
+from syncline.engines.local.shared_memory import crash_at
+from syncline.engines.malloc_tuning import keep_freed_memory
 from syncline.errors import RunError
 
 CHILD_FDS = 4  # control socket, stdout, stderr, the caller's life line
 MANY = 24  # children after which it pays to make the next ones cheaper
+TERM_GRACE = 20.0  # seconds that a child goes on after SIGTERM
+
+Run = Callable[[Channel], int | None]  # what a child does; gives its exit code
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,23 +155,22 @@ def shutdown() -> None:
         _server = None
 
 
-def send_fork(channel: Channel, fds: list[int]) -> None:
-    """Ask for a child on these descriptors (control, stdout, stderr, life line); answered by `Started`."""
-    socket.send_fds(channel._socket, [b"f"], fds)
-
-
 # -- the server's side -------------------------------------------------------------------------------------
 
 
 def _warm_up() -> None:
     """Everything that children would otherwise import one by one."""
-    import torch
-
     torch.set_num_threads(1)
     parameter = torch.nn.Parameter(torch.zeros(4))
     parameter.grad = torch.ones(4)
     torch.optim.SGD([parameter], lr=0.1).step()  # not Adam: it counts GPUs, and then no child could use one
-    import syncline.engines.local.child_process  # noqa: F401
+    from syncline.engines.local import (  # noqa: F401 - all that children do
+        allreduce_learner,
+        batch_processes,
+        seat_processes,
+        server,
+        tree_node,
+    )
 
 
 def serve(fd: int) -> None:
@@ -203,24 +212,24 @@ class _Server:
         while True:
             for fd, _ in poll.poll():
                 if fd == self._caller.fileno():
-                    if not self._accept(poll):
-                        self._end()
+                    data, fds, _, _ = socket.recv_fds(self._caller, 1, 1)
+                    if not data:
+                        children = [child for child, _ in self._children.values()]
+                        for child in children:
+                            os.kill(child, signal.SIGKILL)
+                        for child in children:
+                            os.waitpid(child, 0)
                         return
+                    channel = Channel(socket.socket(fileno=fds[0]))
+                    self._runs[channel.fileno()] = channel
+                    poll.register(channel.fileno(), select.POLLIN)
                 elif fd in self._children:
                     self._reap(fd, poll)
                 elif fd in self._runs:
                     self._serve(fd, poll)
 
-    def _accept(self, poll: select.poll) -> bool:
-        data, fds, _, _ = socket.recv_fds(self._caller, 1, 1)
-        if not data:
-            return False
-        channel = Channel(socket.socket(fileno=fds[0]))
-        self._runs[channel.fileno()] = channel
-        poll.register(channel.fileno(), select.POLLIN)
-        return True
-
     def _serve(self, fd: int, poll: select.poll) -> None:
+        """A run asks for a child on these descriptors (control, stdout, stderr, life line), or has ended."""
         channel = self._runs[fd]
         try:
             data, fds, _, _ = socket.recv_fds(channel._socket, 1, CHILD_FDS)
@@ -229,7 +238,9 @@ class _Server:
         if not data:
             poll.unregister(fd)
             self._runs.pop(fd).close()
-            self._kill(fd)
+            for child, owner in self._children.values():
+                if owner == fd:
+                    os.kill(child, signal.SIGKILL)
             self._rest()
             return
         self._started += 1
@@ -253,8 +264,6 @@ class _Server:
             for pidfd in self._children:
                 os.close(pidfd)
             gc.enable()
-            from syncline.engines.local.child_process import main
-
             code = main(*fds)
         finally:
             sys.stdout.flush()
@@ -269,22 +278,11 @@ class _Server:
         if run in self._runs:
             self._runs[run].try_send(Ended(pid, os.waitstatus_to_exitcode(status)))
 
-    def _kill(self, run: int) -> None:
-        for pid, owner in self._children.values():
-            if owner == run:
-                os.kill(pid, signal.SIGKILL)
-
     def _rest(self) -> None:
         """Between two runs of many."""
         if self._started >= MANY and not self._runs:
             self._started = -(1 << 62)  # once is enough
             _join_pages()
-
-    def _end(self) -> None:
-        for pid, _ in self._children.values():
-            os.kill(pid, signal.SIGKILL)
-        for pid, _ in self._children.values():
-            os.waitpid(pid, 0)
 
 
 def describe(code: int) -> str:
@@ -295,3 +293,82 @@ def describe(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
+
+
+# -- a child -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to a child."""
+
+    role: str  # "learner", "shard", "node" or "evaluator"
+    threads: int
+    path: list[str]
+    folder: str
+    environment: dict[str, str]
+    crash: int | None  # for tests: the operation it dies in
+    run: Run  # what the process does, until it is told that nothing more comes
+
+
+def main(control: int, out: int, err: int, life_line: int) -> int:
+    """The whole life of a child; the exit code comes back."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _outlive_sigterm()
+    _redirect(out, err)
+
+    def watch() -> None:
+        os.read(life_line, 1)
+        os._exit(3)
+
+    threading.Thread(target=watch, daemon=True).start()
+    channel = Channel(socket.socket(fileno=control))
+    try:
+        setup: Setup = channel.receive()
+        _settle(setup)
+        if setup.role in ("learner", "relay"):
+            keep_freed_memory()
+        return setup.run(channel) or 0
+    except Closed:
+        return 1
+
+
+def _outlive_sigterm() -> None:
+    """Schedulers send it to all processes at once: it is the caller's to end the run well, while this one works on.
+
+    Whoever means this one alone has it gone a while later. What the user's code forks goes at once, as anywhere.
+    """
+    own = os.getpid()
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        end = threading.Timer(TERM_GRACE, os.kill, (own, signal.SIGKILL))
+        end.daemon = True
+        end.start()
+
+    signal.signal(signal.SIGTERM, heed)
+    signal.siginterrupt(signal.SIGTERM, False)
+
+
+def _redirect(out: int, err: int) -> None:
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+
+
+def _settle(setup: Setup) -> None:
+    sys.path[:] = setup.path
+    os.environ.clear()
+    os.environ.update(setup.environment)
+    if os.path.isdir(setup.folder):
+        os.chdir(setup.folder)
+    torch.set_num_threads(setup.threads)
+    if setup.crash is not None:
+        crash_at(setup.crash)

@@ -178,9 +178,9 @@ class Linked:
 class Vitals:
     """What a machine shows of its processes: notes of learners, and who of them waits; how often servers have looked for work."""
 
-    learners: Mapping[int, tuple[int, bool]]
-    shards: Mapping[int, int]
-    nodes: Mapping[int, int]
+    learners: dict[int, tuple[int, bool]]
+    shards: dict[int, int]
+    nodes: dict[int, int]
 
 
 class Host(ABC):

@@ -5,14 +5,13 @@ Also the evaluator's process, which tests snapshots beside the learners (R6).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,32 +21,23 @@ from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.exchange import DELIVERED, KEEP, Replies
 from syncline.engines.local.packing import Parcel, pack, unpack
 from syncline.engines.local.record_codec import Record, encode
-from syncline.engines.local.shared_cuda_memory import StreamOrder
-from syncline.engines.local.shared_memory import Region, Waiter, WakeUp
-from syncline.engines.local.table_memory import EVENT, Geometry, Lane, Mailbox, TableMemory
-from syncline.engines.local.version_flow import VersionFlow, swappable
-from syncline.engines.local.version_ring import Reader
+from syncline.engines.local.shared_cuda_memory import EVENT, StreamOrder
+from syncline.engines.local.shared_memory import YIELDS, Region, Waiter, WakeUp
+from syncline.engines.local.table_memory import LEAF, WAITS, Geometry, Lane, Mailbox, TableMemory
+from syncline.engines.local.version_reader import Reader, VersionFlow, swappable
 from syncline.engines.run import Task
 from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.server_session import ServerSession
 from syncline.learn.session import UNSAID
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
-from syncline.ports import (
-    Computing,
-    Draft,
-    LearnerPort,
-    Portion,
-    Reading,
-    Reset,
-    RunStopped,
-    Serving,
-    TablePort,
-)
+from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, RunStopped, TablePort
 from syncline.roles.run_plan import Seat
 
 # words of the hub: the run is to end; how often the servers were started; how often learners were called
 STOP, GENERATION, CALLS = 0, 1, 2
 TRIES = 4  # to read a version before it is asked for
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +50,9 @@ class LearnerSpec:
     bell: WakeUp
     shard_bell: WakeUp  # of the leading shard
     geometry: Geometry
-    yields: int
     generation: int
     seat: Seat
     leaves: Sequence[WakeUp] = ()  # over a tree
-
-
-def _copy(into: list[Tensor], source: list[Tensor]) -> None:
-    """All of it is there afterwards; from card to card, for whatever follows on the stream."""
-    on_gpu = any(tensor.is_cuda for tensor in into)
-    torch._foreach_copy_(into, source, non_blocking=on_gpu)
-    if on_gpu and not any(tensor.is_cuda for tensor in source):
-        torch.cuda.current_stream().synchronize()
 
 
 class LocalTable(TablePort):
@@ -79,109 +60,71 @@ class LocalTable(TablePort):
 
     def __init__(self, opened: m.Opened | m.Initialise, geometry: Geometry, port: LocalLearnerPort) -> None:
         self.layout, self._first = opened.layout, isinstance(opened, m.Initialise)
-        self._shelf = TableMemory(opened.handle, opened.layout, places=geometry.places)
-        self._lane = Lane(opened.lane, opened.layout, slots=geometry.slots)
-        self._replies: Replies = self._lane.replies
-        self._port, self._sleeper = port, port.sleeper
+        self.shelf = TableMemory(opened.handle, opened.layout, places=geometry.places)
+        self.lane = Lane(opened.lane, opened.layout, slots=geometry.slots)
+        self._replies: Replies = self.lane.replies
+        self._port = port
         self._order: StreamOrder | None = None
         if geometry.card is not None and not self._first:  # else the shards have nothing there yet
             self._to_card(geometry.card)
-        flat = opened.layout.parameters
-        self._inbox = flat.views(self._lane.inbox)
-        self._reader = Reader(opened.layout, self._shelf.ring, self._shelf.versions, self._lane.inbox)
+        self._inbox = opened.layout.parameters.views(self.lane.inbox)
+        self._reader = Reader(opened.layout, self.shelf.ring, self.shelf.versions, self.lane.inbox)
         self._number = 0  # of the last ticket that was released
         self._has = -1  # the version that was read last
         self._flow: VersionFlow | None = None
-        self.buffers, self.others = self._shelf.buffers, self._shelf.others
-        self._places = range(geometry.slots)
+        self.buffers, self.others = self.shelf.buffers, self.shelf.others
         self._published: list[int | None] = [-1] * geometry.slots  # tickets by slot; None: being filled
         self._written = [-1] * geometry.slots  # which group options lie in each slot
-        self._ordered = [
-            -1
-        ] * geometry.slots  # on a card: tickets after whose use whatever is done here comes
+        self._ordered = [-1] * geometry.slots  # on a card: after these tickets' use comes what is done here
         self._own: Callable[[list[Tensor]], list[Tensor]] = list  # what is read of a version
         opened.handle.close()
         opened.lane.close()
 
+    # -- on a card ---------------------------------------------------------------------------------------
+
     def _to_card(self, card: str) -> None:
         """Where the shards have their memory there."""
-        for block in (self._shelf, self._lane):
-            block.to_card(card, owner=False, wait=self._await_handle)
-        self._order = StreamOrder(card, self._lane.handles, EVENT)
-        _pin([self._lane.losses.page])
-        self._shards = range(EVENT, EVENT + self.layout.shards)
+        for block in (self.shelf, self.lane):
+            block.to_card(card, owner=False, check=self._port.check)
+        self._order = StreamOrder(card, self.lane.handles, EVENT)
+        _pin([self.lane.losses.page])
 
-    def _await_handle(self) -> None:
-        self._port.check()
-        time.sleep(0.001)
+    def _after_shards(self, order: StreamOrder) -> None:
+        """What shards did before they said so comes before what is done now."""
+        for place, number in enumerate(self._published):
+            if number is not None and number >= 0 and self._freed(place, number):
+                self._ordered[place] = number
+        order.after(self.shelf.handles, range(EVENT, EVENT + self.layout.shards))
 
-    def _after_shards(self) -> None:
-        """On a card: what shards did before they said so comes before what is done now."""
-        if self._order is not None:
-            for place in self._places:
-                number = self._published[place]
-                if number is not None and number >= 0 and self._freed(place, number):
-                    self._ordered[place] = number
-            self._order.after(self._shelf.handles, self._shards)
-
-    def _signal(self) -> None:
-        """On a card: what was done comes before what shards do once they hear of it."""
-        if self._order is not None:
-            self._order.signal()
-
-    @property
-    def on_card(self) -> bool:
-        return self._order is not None
-
-    def narrow_to(
-        self, own: Callable[[list[Tensor]], list[Tensor]], reads: Sequence[Sequence[tuple[int, int]]]
-    ) -> None:
-        """Only this is read; in memory of its own, since other processes of this learner read at the same time."""
-        self._own, scratch = own, self.layout.parameters.new(torch.device("cpu"))
-        self._reader = Reader(self.layout, self._shelf.ring, self._shelf.versions, scratch, reads)
-
-    def memory(self) -> list[Tensor]:
-        """The blocks that a GPU copies to and from."""
-        return [self._lane.memory, self._shelf.memory]
+    # -- what is published -------------------------------------------------------------------------------
 
     def draft(self, *, block: bool = True) -> Draft | None:
         place = self._free()
         if place is None:
             if not block:
                 return None
-            self._wait_for(lambda: self._free() is not None)
-            place = self._free()
-            assert place is not None
+            place = self._port.until(self._free)
         number, self._published[place] = self._published[place], None
-        if number != self._ordered[place]:
-            self._after_shards()
+        if self._order is not None and number != self._ordered[place]:
+            self._after_shards(self._order)
         return self.at(place)
-
-    def _wait_for(self, there: Callable[[], bool]) -> None:
-        with self._port.waiting():
-            while not there():
-                self._port.check()
-                self._port.answer_call()
-                self._sleeper.wait()
-        self._sleeper.busy()
 
     def at(self, place: int) -> Draft:
         """A draft by its place."""
-        slot = self._lane.slots[place]
+        slot = self.lane.slots[place]
         if self._first:
-            return Draft(slot.gradients, self._shelf.buffers, place, self._shelf.others)
+            return Draft(slot.gradients, self.shelf.buffers, place, self.shelf.others)
         return Draft(slot.gradients, slot.buffers, place)
 
     def _free(self) -> int | None:
         """The first: what the dial in force does not need is never touched."""
-        for place in self._places:
-            number = self._published[place]
+        for place, number in enumerate(self._published):
             if number is not None and (number < 0 or self._freed(place, number)):
                 return place
         return None
 
     def _freed(self, place: int, number: int) -> bool:
-        return self._lane.drafts.freed(place, number) or self._lane.passed.freed(place, number)
+        return self.lane.drafts.freed(place, number) or self.lane.passed.freed(place, number)
 
     def publish(
         self,
@@ -190,11 +133,11 @@ class LocalTable(TablePort):
         options: bytes = b"",
         present: Sequence[bool] = (),
     ) -> None:
-        place = draft.place
+        place, port = draft.place, self._port
         if isinstance(message, m.Initialised):  # its shards look there when they hear of it
             return
         if isinstance(message, Gradient):
-            slot = self._lane.slots[place]
+            slot = self.lane.slots[place]
             if self._written[place] != message.options:
                 slot.write_options(options)
                 self._written[place] = message.options
@@ -203,15 +146,25 @@ class LocalTable(TablePort):
             if message.states:
                 slot.write_states(message.states)
             if self._order is not None and isinstance(message.loss, Tensor):
-                self._lane.losses.write(message.number, message.loss)
+                self.lane.losses.write(message.number, message.loss)
                 message = message._replace(loss=UNSAID)
-        self._signal()
-        self._port.publish(encode(message, place), gradient=isinstance(message, Gradient))
+        if self._order is not None:
+            self._order.signal()  # what was done comes before what shards do once they hear of it
+        if port.leaves and isinstance(message, Gradient):  # over a tree
+            port.desk.gradients.push(encode(message, place))
+            port.leaves[port.desk.words[LEAF]].ring()
+        else:
+            port.push(encode(message, place))
         self._published[place] = message.number
 
-    def write_states(self, states: bytes) -> None:
-        """Of a message without a draft."""
-        self._lane.slots[0].write_states(states)
+    # -- what is read ------------------------------------------------------------------------------------
+
+    def narrow_to(
+        self, own: Callable[[list[Tensor]], list[Tensor]], reads: Sequence[Sequence[tuple[int, int]]]
+    ) -> None:
+        """Only this is read; in memory of its own, since other processes of this learner read at the same time."""
+        self._own, scratch = own, self.layout.parameters.new(torch.device("cpu"))
+        self._reader = Reader(self.layout, self.shelf.ring, self.shelf.versions, scratch, reads)
 
     def close(self) -> None:
         """Nothing is read any more."""
@@ -222,28 +175,24 @@ class LocalTable(TablePort):
     def overtaken(self) -> bool:  # type: ignore[override]
         return self._flow is not None and self._flow.overtaken
 
-    def _under_way(self) -> bool:
-        places = [(place, number) for place, number in enumerate(self._published) if number is not None]
-        return any(number >= 0 and not self._freed(place, number) for place, number in places)
+    def _all_freed(self) -> bool | None:
+        """Nothing is under way any more; None: something is."""
+        for place, number in enumerate(self._published):
+            if number is not None and number >= 0 and not self._freed(place, number):
+                return None
+        return True
 
     def wait(self, number: int | None, *, block: bool = True) -> Reading | None:
         if number is None:
-            self._wait_for(lambda: not self._under_way())
+            self._port.until(self._all_freed)
             return None
-        if (found := self._replies.released(number)) is None:
+        found = self._replies.released(number)
+        if found is None:
             if not block:
                 return None
-            desk = self._port.desk  # not `waiting()`: this is on every step's path
-            desk.wait(True)
-            try:
-                while (found := self._replies.released(number)) is None:
-                    self._port.check()
-                    self._port.answer_call()
-                    self._sleeper.wait()
-            finally:
-                desk.wait(False)
-        if block:
-            self._sleeper.busy()
+            found = self._port.until(partial(self._replies.released, number))
+        elif block:
+            self._port.sleeper.busy()
         self._number = number
         version, dial, flags = found
         return Reading(version, dial, bool(flags & KEEP), bool(flags & DELIVERED))
@@ -252,54 +201,58 @@ class LocalTable(TablePort):
         if reading is None:
             return self._read_newest(into)
         version = self.copy(reading, into) if into else reading.version
-        self.has_read()
+        self._replies.has_read(self._number)
         if version is not None and into:
             self._has = version
             if self._flow is not None:
                 self._flow.has(version)
         return version
 
+    def has_read(self) -> None:
+        self._replies.has_read(self._number)
+
+    def copy(self, reading: Reading, into: list[Tensor]) -> int | None:
+        """`read`, without saying so."""
+        if reading.delivered:
+            self._take(into, None)
+            return reading.version
+        for _ in range(TRIES):
+            found = self._reader.choose(reading.version)
+            if found is None:  # shards are between two versions
+                os.sched_yield()
+                continue
+            self._take(into, found[1])
+            if self._reader.hold(*found):
+                return found[0]
+        return None
+
+    def _take(self, into: list[Tensor], places: list[int] | None) -> None:
+        """What lies in these places, or was delivered. All of it is there afterwards; from card to card, for what follows on the stream."""
+        if self._order is not None:
+            self._after_shards(self._order)
+        source = self._own(self._inbox if places is None else self._reader.sources(places))
+        on_gpu = any(tensor.is_cuda for tensor in into)
+        torch._foreach_copy_(into, source, non_blocking=on_gpu)
+        if on_gpu and not any(tensor.is_cuda for tensor in source):
+            torch.cuda.current_stream().synchronize()
+        if self._order is not None:
+            self._order.signal()
+
     def _read_newest(self, parameters: list[Tensor]) -> int | None:
         """Not said to the shards: what they said last stays unread, so that they make versions beside each other (M13)."""
         if self._flow is None and swappable(parameters):
             scratch = self.layout.parameters.new(torch.device("cpu"))
-            reader = Reader(self.layout, self._shelf.ring, self._shelf.versions, scratch)
+            reader = Reader(self.layout, self.shelf.ring, self.shelf.versions, scratch)
             self._flow = VersionFlow(reader, parameters, self._has)
         if self._flow is not None:
             return self._flow.swap(parameters)
         for _ in range(TRIES):
             if (found := self._reader.newest(self._has)) is None:
                 return None
-            _copy([parameter.data for parameter in parameters], self._reader.sources(found[1]))
+            self._take([parameter.data for parameter in parameters], found[1])
             if self._reader.hold(*found):
                 self._has = found[0]
                 return self._has
-        return None
-
-    def copy(self, reading: Reading, into: list[Tensor]) -> int | None:
-        """`read`, without saying so."""
-        if reading.delivered:
-            self._after_shards()
-            _copy(into, self._own(self._inbox))
-            self._signal()
-            return reading.version
-        return self._read(reading.version, into)
-
-    def has_read(self) -> None:
-        self._replies.has_read(self._number)
-
-    def _read(self, released: int, into: list[Tensor]) -> int | None:
-        for _ in range(TRIES):
-            found = self._reader.choose(released)
-            if found is None:  # shards are between two versions
-                os.sched_yield()
-                continue
-            version, places = found
-            self._after_shards()
-            _copy(into, self._own(self._reader.sources(places)))
-            self._signal()
-            if self._reader.hold(version, places):
-                return version
         return None
 
 
@@ -307,42 +260,40 @@ class LocalLearnerPort(LearnerPort):
     """All that a session asks, on shared memory and one control channel."""
 
     def __init__(self, channel: Channel, spec: LearnerSpec) -> None:
-        self.learner, self.rank = spec.learner, spec.seat.rank
+        self.learner, self.rank, self.leaves = spec.learner, spec.seat.rank, spec.leaves
         self._channel, self._spec = channel, spec
         self.desk = Mailbox(spec.desk)
         self._hub = spec.hub.words
-        self.sleeper = Waiter(spec.bell, yields=spec.yields)
+        self.sleeper = Waiter(spec.bell, yields=YIELDS["learner"])
         self._generation, self._calls = spec.generation, self._hub[CALLS]
         self._portions: dict[int, dict[int, Portion]] = {}
         self._tables: dict[int, LocalTable] = {}
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """It waits for others meanwhile: it does not hang."""
-        desk = self.desk
-        desk.wait(True)
-        try:
-            yield
-        finally:
-            desk.wait(False)
 
     def check(self) -> None:
         """Nobody waits for servers that are gone."""
         if self._hub[GENERATION] != self._generation:
             raise Reset
 
-    def answer_call(self) -> None:
-        """Ask, where it was called while it waits in a step; raises what it is refused with."""
-        if self._hub[CALLS] != self._calls:
-            self._calls = self._hub[CALLS]
-            self.ask(m.Called())
-
-    def spend(self, work: Computing | Serving) -> None:
-        pass
+    def until(self, attempt: Callable[[], Found | None]) -> Found:
+        """Wait in a step for others; raises what it is refused with when it was called meanwhile."""
+        words, hub = self.desk.words, self._hub
+        words[WAITS] = True
+        try:
+            while (found := attempt()) is None:
+                if hub[GENERATION] != self._generation:
+                    raise Reset
+                if hub[CALLS] != self._calls:
+                    self._calls = hub[CALLS]
+                    self.ask(m.Called())
+                self.sleeper.wait()
+        finally:
+            words[WAITS] = False
+        self.sleeper.busy()
+        return found
 
     def post(self, message: ToLeader, *, later: bool = False) -> None:
-        if isinstance(message, Rest | Reread | Farewell) and message.states:
-            self._tables[message.table].write_states(message.states)
+        if isinstance(message, Rest | Reread | Farewell) and message.states:  # it has no draft
+            self._tables[message.table].lane.slots[0].write_states(message.states)
         self.push(encode(message), later=later)
 
     def push(self, record: Record, *, later: bool = False) -> None:
@@ -353,32 +304,20 @@ class LocalLearnerPort(LearnerPort):
         if not later:
             self._spec.shard_bell.ring()
 
-    def publish(self, record: Record, *, gradient: bool) -> None:
-        """A draft; over a tree gradients go to the leaf."""
-        if gradient and self._spec.leaves:
-            self.desk.gradients.push(record)
-            self._spec.leaves[self.desk.leaf].ring()
-        else:
-            self.push(record)
-
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
-        if not block:
-            return self._portion(loader, index, block=False)
-        with self.waiting():
-            return self._portion(loader, index, block=True)
-
-    def _portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
-        mine = self._portions.setdefault(loader, {})
-        while True:
-            while (record := self.desk.portions.pop()) is not None:
-                portion = Portion._make(record)  # type: ignore[arg-type]
-                self._portions.setdefault(portion.loader, {})[portion.number] = portion
-            if index in mine or not block:
-                return mine.pop(index, None)
-            if self.stopping():
-                return None
-            self.check()
-            self.sleeper.wait()
+        mine, words = self._portions.setdefault(loader, {}), self.desk.words
+        words[WAITS] = block
+        try:
+            while True:
+                while (record := self.desk.portions.pop()) is not None:
+                    portion = Portion._make(record)  # type: ignore[arg-type]
+                    self._portions.setdefault(portion.loader, {})[portion.number] = portion
+                if index in mine or not block or self.stopping():
+                    return mine.pop(index, None)
+                self.check()
+                self.sleeper.wait()
+        finally:
+            words[WAITS] = False
 
     def ask(self, message: Any) -> Any:
         self._channel.send(message)
@@ -387,16 +326,12 @@ class LocalLearnerPort(LearnerPort):
             raise answer.error
         if isinstance(answer, m.Stale):
             raise Reset
-        if isinstance(answer, m.Rejoined):
-            self._meet_again(answer)
+        if isinstance(answer, m.Rejoined):  # new servers read what is said from here on elsewhere
+            self._generation, desk = answer.desk
+            self.desk = Mailbox(desk)
+            desk.close()
+            self._portions.clear()
         return answer
-
-    def _meet_again(self, answer: m.Rejoined) -> None:
-        """New servers read what is said from here on elsewhere."""
-        self._generation, desk = answer.desk
-        self.desk = Mailbox(desk)
-        desk.close()
-        self._portions.clear()
 
     def tell(self, message: Any) -> None:
         self._channel.send(message)
@@ -408,8 +343,8 @@ class LocalLearnerPort(LearnerPort):
         if opened.table in self._tables:
             self._tables[opened.table].close()
         self._tables[opened.table] = table
-        if torch.device(self._spec.seat.device).type == "cuda" and not table.on_card:
-            _pin(table.memory())
+        if torch.device(self._spec.seat.device).type == "cuda" and self._spec.geometry.card is None:
+            _pin([table.lane.memory, table.shelf.memory])  # the blocks that a GPU copies to and from
         return table
 
     def stopping(self) -> bool:

@@ -32,22 +32,20 @@ from syncline.engines.local.host_interface import (
     TableHere,
     Vitals,
 )
-from syncline.engines.local.learner import LearnerSpec
+from syncline.engines.local.learner import LearnerSpec, run_learner
 from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process, Processes
-from syncline.engines.local.server import LOG_ENTRIES, AddLearner, ServerSpec
-from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.local.seat_processes import run_group
+from syncline.engines.local.server import LOG_ENTRIES, Call, LocalServer, ServerSpec, run_server
+from syncline.engines.local.shared_memory import YIELDS, Region, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox, TableMemory
-from syncline.engines.local.tree_launcher import Around, NodeCrew
+from syncline.engines.local.tree_launcher import SERVERS, NodeCrew
 from syncline.engines.run import RunSpec
 from syncline.table.layout import Layout
 from syncline.table.store import places_for
 from syncline.topologies import Trees
 
-SHARED, SERVERS = 0, -1  # owners of memory that are no learners
-YIELDS = {"learner": 1000, "shard": 200}
-"""A learner yields for the length of a small fold, a shard for the time between two learners' gradients: waking a sleeping
-core costs more than either."""
+SHARED = 0  # owns memory that goes with the run; learners own theirs
 ROOMY = 10  # times as many for a shard, where every process has a core of its own
 
 
@@ -79,7 +77,7 @@ class LocalHost(Host):
         seat: Seats | None = None,
     ) -> None:
         self._spec, self._forks, self._task = spec, processes, task
-        self._heard, self._ended, self._relay_of, self._seats = heard, ended, relay, seat or Seats()
+        self._heard, self._ended, self.relay_of, self._seats = heard, ended, relay, seat or Seats()
         self.site = site
         self.sites = sites or Sites((0,) * spec.plan.topology.shards)
         self.geometry = geometry_of(spec, self.sites)  # whatever becomes of them
@@ -101,15 +99,13 @@ class LocalHost(Host):
         self._hub = self.region(8 * LINE)
         self._words = self._hub.words
         self._shard_bells = {shard: WakeUp() for shard in self.sites.of(site)}
-        self._relay_bell = WakeUp()
+        self.relay_bell = WakeUp()
         shards = spec.plan.topology.shards
         self._beats = self.region(8 * LINE * shards)
         self._relay_beats = self.region(8 * LINE)
         self._casts = isinstance(spec.plan.topology, Trees) and spec.plan.topology.broadcast
         if isinstance(spec.plan.topology, Trees):
-            own, bell = partial(self.region, owner=SERVERS), self._relay_bell if relay is not None else None
-            around = Around(site, own, self._post_all, self._tell_relay, bell)
-            self.nodes = NodeCrew(spec, processes, self.geometry, around)
+            self.nodes = NodeCrew(spec, processes, self)
 
     @property
     def processes(self) -> list[Process]:  # type: ignore[override]
@@ -136,7 +132,7 @@ class LocalHost(Host):
     def _make_lane(self, table: int, learner: int, layout: Layout) -> Region:
         lane = self.region(Lane.nbytes(layout, slots=self.geometry.slots), learner)
         self._lanes[table, learner] = lane
-        self._tell_relay(LaneHere(table, learner, layout, lane))
+        self.tell_relay(LaneHere(table, learner, layout, lane))
         return lane
 
     def _concerns(self, learner: int) -> bool:
@@ -149,7 +145,8 @@ class LocalHost(Host):
         self, generation: int, sites: Sites, learners: Mapping[int, int], *, again: bool
     ) -> list[Process]:
         self.generation, self.sites = generation, sites
-        self._shard_bells = {shard: self._bell(shard) for shard in sites.of(self.site)}
+        bells = self._shard_bells
+        self._shard_bells = {shard: bells.get(shard) or WakeUp() for shard in sites.of(self.site)}
         self.shards.clear()
         self._release(SERVERS)
         self._known.clear()
@@ -164,23 +161,21 @@ class LocalHost(Host):
         others = len(self.sites.shards) - here
         readers = (here - 1 + (others > 0)) if leads else here
         log = self.region(8 * Ring.words(LOG_ENTRIES, max(1, readers)), SERVERS)
-        if self._relay_of is not None:
+        if self.relay_of is not None:
             reader = readers - 1 if leads and others else None
             self._start_relay(generation, log, readers, reader)
         for index, shard in enumerate(self._shard_bells):
             self._start_shard(shard, log, readers, index - leads)
         if self.nodes is None:
             return list(self.shards.values())
-        self.nodes.start(self._shard_bells.get(0, self._relay_bell))
+        self.nodes.start(self._shard_bells.get(0, self.relay_bell))
         return [*self.shards.values(), *self.nodes.processes.values()]
-
-    def _bell(self, shard: int) -> WakeUp:
-        return self._shard_bells.get(shard) or WakeUp()
 
     def _start_shard(self, shard: int, log: Region, readers: int, reader: int) -> None:
         others = [bell for each, bell in self._shard_bells.items() if each != shard]
-        if self._relay_of is not None:
-            others.append(self._relay_bell)
+        if self.relay_of is not None:
+            others.append(self.relay_bell)
+        roomy = len(os.sched_getaffinity(0)) > self._computing() + len(self._shard_bells)
         spec = ServerSpec(
             shard,
             len(self.sites.shards),
@@ -189,16 +184,16 @@ class LocalHost(Host):
             reader,
             self._shard_bells[shard],
             others,
-            self._relay_bell if self._relay_of is not None and (shard or self._casts) else None,
+            self.relay_bell if self.relay_of is not None and (shard or self._casts) else None,
             self.geometry,
-            YIELDS["shard"] * (ROOMY if self._roomy() else 1),
+            YIELDS["shard"] * (ROOMY if roomy else 1),
             self._beats,
             self._spec.storage.folder,
         )
-        self.shards[shard] = self._forks.fork("shard", shard, shard, spec, None, 1)
+        self.shards[shard] = self._forks.fork("shard", shard, shard, partial(run_server, spec=spec))
 
     def _start_relay(self, generation: int, log: Region, readers: int, reader: int | None) -> None:
-        assert self._relay_of is not None
+        assert self.relay_of is not None
         parts = RelayParts(
             self.site,
             self.sites,
@@ -207,17 +202,17 @@ class LocalHost(Host):
             log,
             readers,
             reader,
-            self._relay_bell,
+            self.relay_bell,
             self._shard_bells,
             self._relay_beats,
             self.nodes.near if self.nodes is not None else frozenset(),
             self._casts,
         )
         self._relay_beats.words[0] = 0  # it has not begun
-        self.relay = self._forks.fork("relay", self.site, self.site, self._relay_of(parts), None, 1)
+        self.relay = self._forks.fork("relay", self.site, self.site, self.relay_of(parts))
         for learner, held in self._held.items():
             for _ in held:  # nothing of theirs is under way any more
-                self._tell_relay(SendOut(learner))
+                self.tell_relay(SendOut(learner))
 
     def end_servers(self) -> None:
         relay = [self.relay] if self.relay is not None else []
@@ -225,19 +220,33 @@ class LocalHost(Host):
         self._forks.kill_and_reap([*self.shards.values(), *nodes, *relay])
 
     def tell_shards(self, message: Any) -> None:
-        message = self._with_memory(message)
-        self._post_all(message)
-        if isinstance(message, m.Dial):
-            self._tell_relay(message)
-        if self.nodes is None:
-            return
+        """With the memory that belongs to it."""
         if isinstance(message, m.MakeTable):
+            region = self._table(message.table, message.layout)
+            # in a mapping of its own: the run's could not be closed while tensors look at it
+            own = Region(region.nbytes, os.dup(region.fd))
+            TableMemory(own, message.layout, places=self.geometry.places).clear()
+            self.tell_relay(TableHere(message.table, message.layout, region, made=True))
+            message = replace(message, handle=region)
+        elif isinstance(message, m.JoinTable) and self._concerns(message.learner):
+            self._know(message.learner)
+            key = message.table, message.learner
+            if not message.first:  # else it has published there already
+                self._make_lane(*key, self._tables[message.table][0])
+            message = replace(message, lane=self._lanes[key])
+        elif isinstance(message, m.JoinLoader):
+            for learner in message.learners:
+                self._know(learner)
+        self.post_all(message)
+        if isinstance(message, m.Dial):
+            self.tell_relay(message)
+        elif isinstance(message, m.MakeTable) and self.nodes is not None:
             self.nodes.make_table(message.table, message.layout)
-        elif isinstance(message, m.JoinTable):
+        elif isinstance(message, m.JoinTable) and self.nodes is not None:
             layout = self._tables[message.table][0]
             self.nodes.join_table(message.learner, message.table, layout, message.lane)
 
-    def _post_all(self, message: Any) -> None:
+    def post_all(self, message: Any) -> None:
         """Once for all: a table's state is as large as the model."""
         if not self.shards:
             return
@@ -249,31 +258,10 @@ class LocalHost(Host):
     def tell_shard(self, shard: int, message: Any) -> None:
         self.shards[shard].channel.post(message)
 
-    def _tell_relay(self, message: Any) -> None:
+    def tell_relay(self, message: Any) -> None:
+        """If there are several machines."""
         if self.relay is not None:
             self.relay.channel.post(message)
-
-    def _with_memory(self, message: Any) -> Any:
-        if isinstance(message, m.MakeTable):
-            region = self._table(message.table, message.layout)
-            _clear(region, message.layout, self.geometry)
-            self._tell_relay(TableHere(message.table, message.layout, region, made=True))
-            return replace(message, handle=region)
-        if isinstance(message, m.JoinTable):
-            return self._with_lane(message)
-        if isinstance(message, m.JoinLoader):
-            for learner in message.learners:
-                self._know(learner)
-        return message
-
-    def _with_lane(self, message: m.JoinTable) -> m.JoinTable:
-        if not self._concerns(message.learner):
-            return message
-        self._know(message.learner)
-        key = message.table, message.learner
-        if not message.first:  # else it has published there already
-            self._make_lane(*key, self._tables[message.table][0])
-        return replace(message, lane=self._lanes[key])
 
     # -- learners ----------------------------------------------------------------------------------------
 
@@ -293,10 +281,10 @@ class LocalHost(Host):
         desk = self._desks[learner] = self.region(Mailbox.nbytes(), learner)
         self._known.add(learner)
         rank, site = self._who[learner]
-        bell = self._bells.get(learner, self._relay_bell)
+        bell = self._bells.get(learner, self.relay_bell)
         for shard in self.shards.values():
-            shard.channel.post(AddLearner(learner, desk, bell))
-        self._tell_relay(LearnerKnown(learner, site, desk, bell))
+            shard.channel.post(Call(LocalServer.add_learner, (learner, desk, bell)))
+        self.tell_relay(LearnerKnown(learner, site, desk, bell))
         if self.nodes is not None and site == self.site:
             self.nodes.add(learner, rank, desk, bell)
 
@@ -310,37 +298,30 @@ class LocalHost(Host):
             self._hub,
             self._desks[learner],
             self._bells[learner],
-            self._shard_bells.get(0, self._relay_bell),
+            self._shard_bells.get(0, self.relay_bell),
             self.geometry,
-            YIELDS["learner"],
             self.generation,
             self._seats(self._spec, learner, rank),
             self.nodes.bells if self.nodes is not None else (),
         )
-        process = self._forks.fork("learner", learner, rank, spec, self._bells[learner], self._threads())
+        threads = self._spec.threads
+        if threads is None:  # the leading shard works while learners compute
+            threads = max(1, (len(os.sched_getaffinity(0)) - 1) // self._computing())
+        run = partial(run_group if spec.seat.seats > 1 else run_learner, spec=spec)
+        process = self._forks.fork("learner", learner, rank, run, spec.bell, threads)
         self.learners[learner] = process
         process.channel.post(self._task)
         return process
-
-    def _threads(self) -> int:
-        """Of a learner."""
-        if self._spec.threads is not None:
-            return self._spec.threads
-        spare = len(os.sched_getaffinity(0)) - 1  # the leading shard works while learners compute
-        return max(1, spare // self._computing())
 
     def _computing(self) -> int:
         """Processes of learners here."""
         return -(-self._spec.plan.learners // len(self.sites.live)) * self._spec.group
 
-    def _roomy(self) -> bool:
-        return len(os.sched_getaffinity(0)) > self._computing() + len(self._shard_bells)
-
     def forget(self, learner: int) -> None:
         process = self.learners.pop(learner, None)
         if self.nodes is not None:
             self.nodes.leave(learner)
-        self._tell_relay(Forget(learner))
+        self.tell_relay(Forget(learner))
         self._release(learner)
         self._known.discard(learner)
         self._seats.forget(learner)
@@ -349,7 +330,7 @@ class LocalHost(Host):
 
     def initialise(self, learner: int, message: m.Initialise) -> None:
         region = self._table(message.table, message.layout)
-        self._tell_relay(TableHere(message.table, message.layout, region))
+        self.tell_relay(TableHere(message.table, message.layout, region))
         if not self._concerns(learner):
             return
         lane = self._make_lane(message.table, learner, message.layout)
@@ -360,22 +341,16 @@ class LocalHost(Host):
         process = self.learners.get(learner)
         if process is None:
             return
-        if isinstance(message, m.Opened) and not self._has_first(message.table):
-            self._opening.append((learner, message))
-        else:
-            process.channel.post(self._with_own(learner, message))
-
-    def _has_first(self, table: int) -> bool:
-        return self.relay is None or 0 in self._shard_bells or table in self._begun
-
-    def _with_own(self, learner: int, message: Any) -> Any:
         if isinstance(message, m.Opened):
-            return self._opened(learner, message)
-        if isinstance(message, m.Rejoined):
+            if self.relay is not None and 0 not in self._shard_bells and message.table not in self._begun:
+                self._opening.append((learner, message))
+                return
+            message = self._opened(learner, message)
+        elif isinstance(message, m.Rejoined):
             tables = [self._opened(learner, opened) for opened in message.tables]
             self._know(learner)
-            return replace(message, tables=tables, desk=(self.generation, self._desks[learner]))
-        return message
+            message = replace(message, tables=tables, desk=(self.generation, self._desks[learner]))
+        process.channel.post(message)
 
     def _opened(self, learner: int, opened: m.Opened) -> m.Opened:
         lane = self._lanes.pop((opened.table, learner))
@@ -393,13 +368,9 @@ class LocalHost(Host):
         """Whatever a learner has said on other ways reaches the others before what is told of it."""
         if process.role == "relay":
             self._from_relay(process, message)
-        elif self.relay is not None and process.role == "learner":
-            self._from_learner(process, message)
-        else:
+        elif self.relay is None or process.role != "learner":
             self._heard(process, message)
-
-    def _from_learner(self, process: Process, message: Any) -> None:
-        if isinstance(message, m.Initialised):
+        elif isinstance(message, m.Initialised):
             self._hold(process, message, message.table)
         elif isinstance(message, m.Returned | m.Raised):
             process.state = "returned" if isinstance(message, m.Returned) else "raised"
@@ -409,7 +380,7 @@ class LocalHost(Host):
 
     def _hold(self, process: Process, message: Any, table: int | None = None) -> None:
         self._held[process.number].append((process, message))
-        self._tell_relay(SendOut(process.number, table))
+        self.tell_relay(SendOut(process.number, table))
 
     def _from_relay(self, relay: Process, message: Any) -> None:
         if isinstance(message, Begun):
@@ -449,7 +420,7 @@ class LocalHost(Host):
 
     def lose_site(self, site: int) -> None:
         self.sites = self.sites.without(site)
-        self._tell_relay(SiteGone(site))
+        self.tell_relay(SiteGone(site))
         if self.nodes is not None:
             self.nodes.lose_site(site)
 
@@ -460,23 +431,17 @@ class LocalHost(Host):
     def gain_site(self, site: int, address: Any = None) -> None:
         self.sites = self.sites.joined_by(site)
         if address is not None:
-            self._tell_relay(SiteJoined(site, address))
+            self.tell_relay(SiteJoined(site, address))
 
     @property
     def relay_beats(self) -> int:
         return self._relay_beats.words[0]
 
     def close(self) -> None:
-        for bell in (*self._shard_bells.values(), self._relay_bell):
+        for bell in (*self._shard_bells.values(), self.relay_bell):
             bell.close()
         if self.nodes is not None:
             self.nodes.close()
         del self._words
         for owner in list(self._regions):
             self._release(owner)
-
-
-def _clear(handle: Region, layout: Layout, geometry: Geometry) -> None:
-    """In a mapping of its own: the run's could not be closed while tensors look at it."""
-    region = Region(handle.nbytes, os.dup(handle.fd))
-    TableMemory(region, layout, places=geometry.places).clear()

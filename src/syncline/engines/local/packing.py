@@ -5,19 +5,19 @@ privately (copy on write), so a data set given to eight learners lies in memory 
 its tensors use travels; tensors of one storage stay so. With `mapped`, what lies in a file already is not
 collected but mapped from there, in the way it is mapped here: shared memory and `r+` stay shared, `r` and `c` as they are
 (`mappings`). Tensors of modules and those that require gradients are never shared. Regions and bells travel by
-descriptor. Not responsible for sockets.
+descriptor. What of a run's task cannot travel is named, before a process starts. Not responsible for sockets.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import mmap
 import os
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,21 +27,24 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _rebuild_tensor_v2
 
-from syncline.engines.local.file_mappings import FilePlace, Files, Piece
+from syncline.engines.local.file_mappings import FilePlace, Piece, find_files
 from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.run import RunSpec
+from syncline.errors import UsageError
+from syncline.learn.gradient_ways import Supervised
 
 ALIGN = 64
 INLINE = 16384  # bytes of bulk data that travel in the message itself
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class Parcel:
     """A packed object: its pickle, its bulk data, its descriptors."""
 
     pickled: bytes
     sizes: list[int]
     inline: bytes
-    fds: list[int] = field(default_factory=list)  # the bulk file first, if there is one
+    fds: list[int] = dataclasses.field(default_factory=list)  # the bulk file first, if there is one
     bulk: int = -1  # size of the bulk file, -1: none
     made: int = 0  # how many of the descriptors packing made
 
@@ -52,7 +55,7 @@ class Parcel:
         self.bulk, self.made = -1, 0
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _Memory:
     """Memory that travels, and which of its bytes are used."""
 
@@ -204,7 +207,11 @@ def pack(obj: Any, *, mapped: bool = False) -> Parcel:
     pickler = _Pickler(file, mapped=mapped)
     pickler.dump(obj)
     memories = pickler.memories
-    files = Files([_piece(memory) for memory in memories] if mapped else [])
+    pieces = []
+    for memory in memories if mapped else ():
+        used = memory.used
+        pieces.append(Piece(_address(used) if used.nbytes else 0, used.nbytes, memory.trained))
+    files = find_files(pieces)
     places = files.places if mapped else [None] * len(memories)
     sources, buffers = [], []
     for memory, place in zip(memories, places, strict=True):
@@ -228,11 +235,6 @@ def pack(obj: Any, *, mapped: bool = False) -> Parcel:
     return parcel
 
 
-def _piece(memory: _Memory) -> Piece:
-    used = memory.used
-    return Piece(_address(used) if used.nbytes else 0, used.nbytes, memory.trained)
-
-
 def _write_bulk(buffers: list[memoryview]) -> tuple[int, int]:
     total = sum(-(-buffer.nbytes // ALIGN) * ALIGN for buffer in buffers)
     fd = os.memfd_create("syncline-cargo", os.MFD_CLOEXEC)
@@ -246,34 +248,12 @@ def _write_bulk(buffers: list[memoryview]) -> tuple[int, int]:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, found: _Found, fds: list[int]) -> None:
-        super().__init__(file, buffers=found.plain())
-        self._found, self._fds = found, fds
+    def __init__(
+        self, pickled: bytes, sources: list[_Source], bulk: Any, areas: list[mmap.mmap], fds: list[int]
+    ) -> None:
+        self._sources, self._fds = sources, fds
+        self._places: list[tuple[Any, int]] = []  # where the memories have arrived
         self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, index, detail = pid
-        if kind == "region":
-            return Region(detail, self._fds[index])
-        if kind == "bell":
-            return WakeUp(self._fds[index])
-        if kind == "array":
-            return self._found.array(index)
-        if index not in self._storages:
-            self._storages[index] = _as_tensor(self._found.view(index)).untyped_storage()
-        storage = self._storages[index]
-        if kind == "untyped":
-            return storage
-        typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=detail, _internal=True)
-        return typed if kind == "typed" else (typed, self._found.sources[index].low)
-
-
-class _Found:
-    """The memories of a parcel, where they have arrived."""
-
-    def __init__(self, sources: list[_Source], bulk: Any, areas: list[mmap.mmap]) -> None:
-        self.sources = sources
-        self._places: list[tuple[Any, int]] = []
         position = 0
         for source in sources:
             if source.place is not None:
@@ -281,18 +261,29 @@ class _Found:
             else:
                 self._places.append((bulk, position))
                 position += -(-source.size // ALIGN) * ALIGN
+        plain = [self._view(index) for index, source in enumerate(sources) if source.plain]
+        super().__init__(io.BytesIO(pickled), buffers=plain)
 
-    def view(self, index: int) -> memoryview:
+    def _view(self, index: int) -> memoryview:
         area, position = self._places[index]
-        return memoryview(area)[position : position + self.sources[index].size]
+        return memoryview(area)[position : position + self._sources[index].size]
 
-    def plain(self) -> list[memoryview]:
-        return [self.view(index) for index, source in enumerate(self.sources) if source.plain]
-
-    def array(self, index: int) -> tuple[Any, int]:
-        """What an array can look at, and where its memory map would begin in it."""
-        area, position = self._places[index]
-        return area, position - self.sources[index].low
+    def persistent_load(self, pid: Any) -> Any:
+        kind, index, detail = pid
+        if kind == "region":
+            return Region(detail, self._fds[index])
+        if kind == "bell":
+            return WakeUp(self._fds[index])
+        if kind == "array":  # what it can look at, and where its memory map would begin in that
+            area, position = self._places[index]
+            return area, position - self._sources[index].low
+        if index not in self._storages:
+            self._storages[index] = _as_tensor(self._view(index)).untyped_storage()
+        storage = self._storages[index]
+        if kind == "untyped":
+            return storage
+        typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=detail, _internal=True)
+        return typed if kind == "typed" else (typed, self._sources[index].low)
 
 
 def _as_tensor(buffer: memoryview) -> Tensor:
@@ -338,4 +329,45 @@ def unpack(parcel: Parcel) -> Any:
     unnamed = sum(mapping.path is None for mapping in mappings)
     given = iter(fds[:unnamed])
     areas = [mapping.map(next(given) if mapping.path is None else None) for mapping in mappings]
-    return _Unpickler(io.BytesIO(pickled), _Found(sources, bulk, areas), fds[unnamed:]).load()
+    return _Unpickler(pickled, sources, bulk, areas, fds[unnamed:]).load()
+
+
+# -- a run's task --------------------------------------------------------------------------------------------
+
+
+def pack_task(spec: RunSpec) -> tuple[Parcel, Parcel | None]:
+    """What learners run, and the evaluator."""
+    task = _packed(spec.task, list(_parts(spec)))
+    if spec.evaluate is None:
+        return task, None
+    return task, _packed(spec.evaluate, [("evaluate", spec.evaluate)])
+
+
+def _packed(whole: Any, parts: list[tuple[str, Any]]) -> Parcel:
+    try:
+        return pack(whole, mapped=True)
+    except Exception as error:  # whatever the user's objects raise when they are pickled
+        name = next((name for name, part in parts if not _travels(part)), "something")
+        raise UsageError(
+            f"{name} cannot travel to the learners' processes: {' '.join(str(error).split())}; what cannot be pickled has to be "
+            "made there, inside the function that learners run (launch) or that makes the model (model=)"
+        ) from error
+
+
+def _parts(spec: RunSpec) -> Iterator[tuple[str, Any]]:
+    for index, argument in enumerate(spec.task.arguments):
+        if dataclasses.is_dataclass(argument):
+            for part in dataclasses.fields(argument):
+                value = getattr(argument, part.name)
+                yield ("loss" if isinstance(value, Supervised) else part.name), value
+        yield f"argument {index + 1}", argument
+    yield from spec.task.keywords.items()
+    yield getattr(spec.task.function, "__name__", "the function"), spec.task.function
+
+
+def _travels(part: Any) -> bool:
+    try:
+        pack(part).close()
+    except Exception:
+        return False
+    return True

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import selectors
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,6 @@ from functools import partial
 from typing import Any, TextIO
 
 from syncline.engines.local import forkserver
-from syncline.engines.local.child_process import Setup
 from syncline.engines.local.control_channel import NOTHING, Channel, Closed
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.errors import LostError
@@ -89,24 +89,28 @@ class Processes:
     # -- starting ----------------------------------------------------------------------------------------
 
     def fork(
-        self, role: str, number: int, rank: int, spec: Any, bell: WakeUp | None, threads: int
+        self,
+        role: str,
+        number: int,
+        rank: int,
+        run: forkserver.Run,
+        bell: WakeUp | None = None,
+        threads: int = 1,
     ) -> Process:
         channel, theirs = Channel.pair()
-        forkserver.send_fork(self._server, [theirs.fileno(), self._out[0][1], self._out[1][1], self._life[0]])
-        pid = self._await_start()
+        fds = [theirs.fileno(), self._out[0][1], self._out[1][1], self._life[0]]
+        socket.send_fds(self._server._socket, [b"f"], fds)
+        while not isinstance(answer := self._from_server(), forkserver.Started):
+            self._deferred.append(answer)
+        pid = answer.pid
         theirs.close()
         process = self.by_pid[pid] = Process(role, number, rank, pid, channel, bell)
         crash = self._crashes.pop(f"{role} {rank}", None)
-        channel.post(Setup(role, threads, list(sys.path), os.getcwd(), dict(os.environ), crash, spec))
+        channel.post(
+            forkserver.Setup(role, threads, list(sys.path), os.getcwd(), dict(os.environ), crash, run)
+        )
         self.watch(channel.fileno(), partial(self._hear, process))
         return process
-
-    def _await_start(self) -> int:
-        while True:
-            answer = self._from_server()
-            if isinstance(answer, forkserver.Started):
-                return answer.pid
-            self._deferred.append(answer)
 
     def _from_server(self, *, wait: bool = True) -> Any:
         try:
@@ -187,7 +191,9 @@ class Processes:
             if process.channel.fileno() >= 0:
                 process.channel.close()
         self._reap_all()
-        self._drain_prints()
+        for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
+            while self._print(end, stream):
+                pass
         for pair in (*self._out, self._life):
             for end in pair:
                 os.close(end)
@@ -209,11 +215,6 @@ class Processes:
                 time.sleep(0.002)
             else:
                 alive.discard(ended.pid)
-
-    def _drain_prints(self) -> None:
-        for (end, _), stream in zip(self._out, ("stdout", "stderr"), strict=True):
-            while self._print(end, stream):
-                pass
 
 
 def say(target: TextIO, text: str) -> None:

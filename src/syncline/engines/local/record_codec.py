@@ -50,12 +50,10 @@ _STATED = {kind for kind in _KINDS[1:] if any(field.name == "states" for field i
 _PAD = (0,) * BESIDE
 
 
-def _place(kind: type, name: str) -> int | None:
-    """Of a field in its record."""
-    return 1 + _NUMBERS[kind].index(name) if name in _NUMBERS[kind] else None
-
-
-_PLACES = [(_place(kind, "table"), _place(kind, "loader")) for kind in _KINDS]
+_PLACES = [  # of the table and the loader in a record
+    tuple(1 + names.index(name) if name in names else None for name in ("table", "loader"))
+    for names in _NUMBERS.values()
+]
 
 
 def speaks_of(record: Record) -> tuple[int | None, int]:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from syncline import messages as m
-from syncline.engines.collectives import LONG, gloo_devices
+from syncline.engines.collectives import gloo_group
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.forkserver import describe
 from syncline.engines.local.learner import LearnerSpec, LocalLearnerPort, call, returned, say
@@ -57,20 +57,17 @@ class FirstLine(Line):
         self.seat, self.seats, self._mates = 0, 1 + len(mates), mates
 
     def tell(self, answer: Any) -> None:
-        with _alive():
-            self._tell(answer)
-
-    def _tell(self, answer: Any) -> None:
         try:
             data = pickle.dumps(answer, protocol=5)
         except Exception:  # memory by descriptor, or an error that does not travel so
             data = None
-        for mate in self._mates:
-            if data is not None:
-                mate.line.sendall(_HEAD.pack(len(data)) + data)
-            else:
-                mate.line.sendall(_HEAD.pack(-1))
-                mate.channel.send(answer)
+        with _alive():
+            for mate in self._mates:
+                if data is not None:
+                    mate.line.sendall(_HEAD.pack(len(data)) + data)
+                else:
+                    mate.line.sendall(_HEAD.pack(-1))
+                    mate.channel.send(answer)
 
     def hear(self) -> Any:
         raise AssertionError("the first seat has nobody to hear")
@@ -79,8 +76,12 @@ class FirstLine(Line):
         raise AssertionError("the first seat gathers")
 
     def gather(self) -> list[bytes]:
+        found = []
         with _alive():
-            return [_receive(mate.line) for mate in self._mates]
+            for mate in self._mates:
+                (size,) = _HEAD.unpack(_exactly(mate.line, _HEAD.size))
+                found.append(_exactly(mate.line, size))
+        return found
 
 
 @contextlib.contextmanager
@@ -131,11 +132,6 @@ def _exactly(end: socket.socket, size: int) -> bytes:
     return bytes(found)
 
 
-def _receive(end: socket.socket) -> bytes:
-    (size,) = _HEAD.unpack(_exactly(end, _HEAD.size))
-    return _exactly(end, size)
-
-
 class Seats:
     """The other seats of this process's learner: forked, watched, waited for."""
 
@@ -163,19 +159,17 @@ class Seats:
             self._mates.append(_Mate(seat, pid, os.pidfd_open(pid), mine, channel))
         threading.Thread(target=self._watch, name="syncline-seats", daemon=True).start()
 
-    def session(self) -> SeatSession:
-        """The first seat's."""
-        return self._sit(FirstLine(self._mates), os.getpid())
-
-    def _sit(self, line: Line, first: int) -> SeatSession:
-        """Join the group; the session of this seat."""
+    def sit(self, line: Line | None = None, first: int | None = None) -> SeatSession:
+        """Join the group; the session of this seat, by itself the first one's."""
+        line, first = line or FirstLine(self._mates), first or os.getpid()
         config = self._spec.seat
         devices = config.devices or (config.device,)
         config = replace(config, device=devices[line.seat % len(devices)], reader=False)
         if torch.device(config.device).type == "cuda":
             torch.cuda.set_device(config.device)
         store = dist.FileStore(f"/proc/{first}/fd/{self._meeting}", config.seats)
-        join(Joined(_joined(store, line.seat, config.seats), config.cut, config.plan.seed + config.rank))
+        group = _Seated(gloo_group(store, line.seat, config.seats, "127.0.0.1"))
+        join(Joined(group, config.cut, config.plan.seed + config.rank))
         port = SeatPort(LocalLearnerPort(self._channel, self._spec), line)
         return SeatSession(port, config, line.seat)
 
@@ -191,7 +185,7 @@ class Seats:
             mate.line.close()
             mate.channel.close()
         try:
-            _call(task, self._sit(line, first))
+            _call(task, self.sit(line, first))
             line.channel.send(None)
         except Closed:
             return 1
@@ -214,7 +208,11 @@ class Seats:
             for fd, _ in poll.poll():
                 mate = by_fd[fd]
                 if fd == mate.pidfd:
-                    self._lost(mate)
+                    _, status = os.waitpid(mate.pid, 0)
+                    how = describe(os.waitstatus_to_exitcode(status))
+                    whose = f"learner {self._spec.seat.rank}: its seat {mate.seat} (pid {mate.pid})"
+                    print(f"{whose} ended with {how}, and its group with it", file=sys.stderr, flush=True)
+                    os.kill(os.getpid(), signal.SIGKILL)
                 poll.unregister(fd)
                 try:
                     word = mate.channel.receive()
@@ -224,13 +222,6 @@ class Seats:
                     self._raised(mate, word)
                 running.discard(mate.seat)
         self._finished.set()
-
-    def _lost(self, mate: _Mate) -> None:
-        _, status = os.waitpid(mate.pid, 0)
-        how = describe(os.waitstatus_to_exitcode(status))
-        words = f"learner {self._spec.seat.rank}: its seat {mate.seat} (pid {mate.pid}) ended with {how}, and its group with it"
-        print(words, file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def _raised(self, mate: _Mate, raised: m.Raised) -> None:
         time.sleep(GRACE)  # the first may have the same to say
@@ -254,14 +245,6 @@ class Seats:
         self._reporting.acquire()  # for good: whoever has it ends the process
 
 
-def _joined(store: Any, rank: int, size: int) -> Group:
-    kind: Any = dist.ProcessGroupGloo
-    options = kind._Options()
-    options._timeout = LONG
-    options._devices = gloo_devices(kind, "127.0.0.1")
-    return _Seated(kind(store, rank, size, options))
-
-
 def _call(task: Task, session: SeatSession) -> Any:
     """Who raises says nothing more: the others may be elsewhere."""
     value = call(task, session)
@@ -278,7 +261,7 @@ def run_group(channel: Channel, spec: LearnerSpec) -> int:
     seats = Seats(spec, channel)
     seats.fork(task)
     try:
-        value = _call(task, seats.session())
+        value = _call(task, seats.sit())
         seats.wait()
         channel.send(returned(value))
     except Closed:

@@ -23,6 +23,9 @@ from syncline.errors import RunError
 PAGE = 4096
 LONG_YIELD = 0.0002  # seconds
 LOOK_EVERY = 0.002  # seconds of work between looks at watched descriptors
+YIELDS = {"learner": 1000, "shard": 200}
+"""A learner yields for the length of a small fold, a shard for the time between two learners' gradients: waking a sleeping
+core costs more than either."""
 
 
 class Region:
@@ -114,12 +117,12 @@ class Waiter:
         """
         if not worked:
             return self.wait(seconds)
-        self.busy()
+        self._tries = 0
         now = time.monotonic()
         if now - self._looked < LOOK_EVERY:
             return set()
         self._looked = now
-        return self.peek()
+        return {fd for fd, _ in self._poll.poll(0)} & self._others
 
     def wait(self, seconds: float = 1.0) -> set[int]:
         """Yield or sleep once; the watched descriptors that are ready come back."""
@@ -133,10 +136,6 @@ class Waiter:
         ready = self._poll.poll(seconds * 1000)
         self._bell.quiet()
         return {fd for fd, _ in ready} & self._others
-
-    def peek(self) -> set[int]:
-        """The watched descriptors that are ready now."""
-        return {fd for fd, _ in self._poll.poll(0)} & self._others
 
 
 def _find_fence() -> Callable[[int], None] | None:

@@ -18,10 +18,11 @@ from typing import Any
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.local.packing import Parcel
+from syncline.dial import Sync
+from syncline.engines.local.learner import run_evaluator
+from syncline.engines.local.packing import Parcel, pack_task
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
-from syncline.engines.local.task_packing import pack_task
 from syncline.engines.recorder import Recorder, said
 from syncline.engines.run import Outcome, RunSpec
 from syncline.errors import RunError, raised_in
@@ -43,13 +44,14 @@ class RunSupervisor(ABC):
         self._begun = False  # its processes are started
         self.done = threading.Event()
         self.elsewhere: list[list[Process]] = []  # what was started on other machines
-        self._commands: list[Any] = []
+        self._commands: list[Callable[[], None]] = []
         self._asked_for = 0  # statistics, so far
         self._answers: dict[int, m.Statistics | None] = {}  # of whom a caller waits for
         self._changed = threading.Condition()  # commands and their answers; notified at the end
         self._wake = WakeUp()
         self._task: Parcel | None = None
-        self._evaluator: Evaluator | None = None
+        self._evaluator: Process | None = None  # tests snapshots beside the learners (R6)
+        self._snapshots: deque[tuple[int, dict[str, Tensor]]] = deque()  # the first is being tested
         self._urgent = False  # timers are looked at whenever something has happened
 
     def now(self) -> float:
@@ -102,7 +104,9 @@ class RunSupervisor(ABC):
         self._processes.watch(self._wake.fd, self._take_commands)
         self._start(self._task)
         if evaluate is not None:
-            self._evaluator = Evaluator(self._processes, evaluate, self.recorder)
+            self._evaluator = self._processes.fork("evaluator", 0, 0, run_evaluator)
+            self._evaluator.channel.post(evaluate)
+            evaluate.close()
 
     def _loop(self) -> None:
         while self.error is None and not self._over():
@@ -122,15 +126,23 @@ class RunSupervisor(ABC):
             self._task.close()
 
     def _hear(self, process: Process, message: Any) -> None:
-        if process.role == "evaluator":
-            assert self._evaluator is not None
-            self._evaluator.hear(message)
-        else:
+        if process.role != "evaluator":
             self._heard(process, message)
+        elif isinstance(message, m.Raised):
+            what = said(message.error) if message.error is not None else raised_in(message.traceback)
+            self.fail(RunError(f"evaluation failed: {what}\n\n{message.traceback}"))
+        else:
+            self._snapshots.popleft()
+            if self._snapshots:
+                process.channel.post(self._snapshots[0])
+            self.recorder.evaluated(*message)
 
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
+        """Snapshots wait here: a slow test must not fill its channel."""
         assert self._evaluator is not None
-        self._evaluator.give(epoch, state)
+        self._snapshots.append((epoch, state))
+        if len(self._snapshots) == 1:
+            self._evaluator.channel.post(self._snapshots[0])
 
     def kill(self, process: Process, why: str) -> None:
         """Its end will be noticed."""
@@ -181,10 +193,10 @@ class RunSupervisor(ABC):
 
     # -- the caller's ------------------------------------------------------------------------------------
 
-    def command(self, command: Any) -> None:
-        """From any thread; in vain when the run has ended."""
+    def command(self, action: Callable[[], None]) -> None:
+        """To be done on the run's thread; in vain when the run has ended. The others, too, are for any thread."""
         with self._changed:
-            self._commands.append(command)
+            self._commands.append(action)
             if self._wake.fd >= 0:
                 self._wake.ring()
 
@@ -192,25 +204,29 @@ class RunSupervisor(ABC):
         self._wake.quiet()
         with self._changed:
             commands, self._commands = self._commands, []
-        for command in commands:
-            self._asked(command)
+        for action in commands:
+            action()
 
-    def _asked(self, command: Any) -> None:
-        if isinstance(command, m.AskStatistics):
-            self._questioned(command.number)
-        elif command == "kill":
-            self.fail(KeyboardInterrupt())
-        else:
-            self.outcome.interrupted |= command == "interrupt"
+    def stop(self, *, interrupted: bool = False) -> None:
+        def ask() -> None:
+            self.outcome.interrupted |= interrupted
             self._stop()
 
+        self.command(ask)
+
+    @abstractmethod
+    def add_learners(self, count: int) -> None: ...
+
+    @abstractmethod
+    def change(self, sync: Sync) -> None: ...
+
     def ask_statistics(self) -> m.Statistics:
-        """From any thread; at the end of a run, those of its end."""
+        """At the end of a run, those of its end."""
         with self._changed:
             self._asked_for += 1
             number = self._asked_for
             self._answers[number] = None
-            self.command(m.AskStatistics(number))
+            self.command(lambda: self._questioned(number))
             self._changed.wait_for(lambda: self._begun)  # a busy machine starts processes slowly
             self._changed.wait_for(lambda: self._answers[number] is not None or self.done.is_set(), PATIENCE)
             return self._answers.pop(number) or self.outcome.statistics
@@ -225,15 +241,12 @@ class RunSupervisor(ABC):
         """The same with all processes in it; `state` says what a running learner does."""
         found = []
         for process in self.processes:
-            learner = process.role == "learner"
-            now = state(process) if learner and process.state == "running" else process.state
-            steps = statistics.steps.get(process.rank, 0) if learner else 0
-            loss = statistics.losses.get(process.rank) if learner else None
-            found.append(
-                m.ProcessStatistics(
-                    process.role, process.rank, process.pid, now, steps, loss, process.machine
-                )
-            )
+            now, steps, loss = process.state, 0, None
+            if process.role == "learner":
+                now = state(process) if now == "running" else now
+                steps, loss = statistics.steps.get(process.rank, 0), statistics.losses.get(process.rank)
+            numbers = process.rank, process.pid, now, steps, loss
+            found.append(m.ProcessStatistics(process.role, *numbers, process.machine))
         return dataclasses.replace(statistics, processes=tuple(found))
 
 
@@ -268,33 +281,3 @@ class HangDetection:
                     self._run.kill(process, decision.why)
                 else:
                     self._run.recorder.say(decision)
-
-
-class Evaluator:
-    """The process that tests snapshots beside the learners (R6). They wait here: a slow test must not fill its channel."""
-
-    def __init__(self, processes: Processes, evaluate: Parcel, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._waiting: deque[tuple[int, dict[str, Tensor]]] = deque()  # the first is being tested
-        self._process = processes.fork("evaluator", 0, 0, None, None, 1)
-        self._process.channel.post(evaluate)
-        evaluate.close()
-
-    def give(self, epoch: int, state: dict[str, Tensor]) -> None:
-        self._waiting.append((epoch, state))
-        if len(self._waiting) == 1:
-            self._next()
-
-    def _next(self) -> None:
-        if self._waiting:
-            self._process.channel.post(self._waiting[0])
-
-    def hear(self, message: Any) -> None:
-        if isinstance(message, m.Raised):
-            what = said(message.error) if message.error is not None else raised_in(message.traceback)
-            error = RunError(f"evaluation failed: {what}\n\n{message.traceback}")
-            self._recorder.error = self._recorder.error or error
-            return
-        self._waiting.popleft()
-        self._next()
-        self._recorder.evaluated(*message)

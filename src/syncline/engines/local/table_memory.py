@@ -7,57 +7,35 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from torch import Tensor
-
-from syncline.engines.local.exchange import LINE, Drafts, Outbox, Replies, Ring, Shares
-from syncline.engines.local.late_losses import NBYTES as LOSSES
-from syncline.engines.local.late_losses import LateLosses
+from syncline.engines.local.exchange import LINE, Drafts, Marks, Replies, Ring, Shares, Words
 from syncline.engines.local.record_codec import NOTE
-from syncline.engines.local.shared_cuda_memory import Handles, share
+from syncline.engines.local.shared_cuda_memory import LOSSES, Handles, LateLosses, share
 from syncline.engines.local.shared_memory import Region, SharedWords
-from syncline.engines.local.version_ring import Marks, Words
 from syncline.table.gradient_slot import Slot, slot_bytes
 from syncline.table.layout import Layout
 
 PORTION = struct.Struct("=6q")
 DESK_NOTES, DESK_PORTIONS = 64, 256
-WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)  # a word of a desk
-LEAF = WAITS + LINE  # another, the supervisor's
+# a word of a desk: its learner waits for others, and does not hang
+WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)
+LEAF = WAITS + LINE  # another, the supervisor's: who is to be woken for a gradient
 GRADIENTS = LEAF + LINE
-MEMORY, EVENT = 0, 1  # handles of a lane: its block, its learner; of a shelf: its block, its shards
 
 
-@dataclass(slots=True)
 class Mailbox:
     """Between one learner and the leading shard: notes there, portions back. Over a tree gradients lie here for its leaf."""
 
-    region: Region
-    notes: Ring = field(init=False)
-    portions: Ring = field(init=False)
-    gradients: Outbox = field(init=False)
-    _words: memoryview = field(init=False)
-
-    def __post_init__(self) -> None:
-        cells = SharedWords(self.region)
+    def __init__(self, region: Region) -> None:
+        cells, self.words = SharedWords(region), region.words
         self.notes = Ring(cells, 0, capacity=DESK_NOTES, form=NOTE)
         self.portions = Ring(cells, Ring.words(DESK_NOTES), capacity=DESK_PORTIONS, form=PORTION)
-        self.gradients = Outbox(cells, GRADIENTS, capacity=DESK_NOTES, form=NOTE)
-        self._words = self.region.words
+        self.gradients = Ring(cells, GRADIENTS, capacity=DESK_NOTES, form=NOTE, readers=0)
 
     @staticmethod
     def nbytes() -> int:
-        return 8 * (GRADIENTS + Outbox.words(DESK_NOTES))
-
-    @property
-    def leaf(self) -> int:
-        """Who is to be woken for a gradient."""
-        return self._words[LEAF]
-
-    def wait(self, waiting: bool) -> None:
-        """The learner says that it waits for others, so that nobody takes it for hanging."""
-        self._words[WAITS] = waiting
+        return 8 * (GRADIENTS + Ring.words(DESK_NOTES, 0))
 
     @staticmethod
     def heard(region: Region) -> tuple[int, bool]:
@@ -72,54 +50,40 @@ class Lane:
     """
 
     def __init__(self, region: Region, layout: Layout, *, slots: int) -> None:
-        memory = region.tensor()
-        cells, shards = SharedWords(region), layout.shards
+        memory, size = region.tensor(), slot_bytes(layout)
+        cells, shards, drafts = SharedWords(region), layout.shards, Replies.words(layout.shards)
         self.replies = Replies(cells, 0, shards=shards)
-        self.drafts = Drafts(cells, Replies.words(shards), shards=shards, slots=slots)
-        passed = Replies.words(shards) + Drafts.words(shards, slots)
+        self.drafts = Drafts(cells, drafts, shards=shards, slots=slots)
+        passed = drafts + Drafts.words(shards, slots)
         self.passed = Drafts(cells, passed, shards=1, slots=slots)  # over a tree: the leaf's word
-        self.handles = Handles(region, 8 * self._words(layout, slots))
-        self._layout, self._slots, self.start = layout, slots, self._head(layout, slots)
+        self.handles = Handles(region, 8 * (passed + Drafts.words(1, slots)))
+        self.start = self._start(layout, slots)
+        self.losses = LateLosses(region, self.start - LOSSES)
         self.numbers = [-1] * slots  # a shard's own: tickets whose drafts lie in the slots
         self.reads = True  # a shard's own, on a card: it may be reading since it published last
-        self.memory = memory
-        self.losses = LateLosses(region, self.start - LOSSES)
-        self._lay(None)
+        self.memory, self._layout = memory, layout
+        self.slots = [Slot(layout, memory[self.start + index * size :][:size]) for index in range(slots)]
+        self.inbox = layout.parameters.segments(memory[self.start + slots * size :])
 
-    def _lay(self, card: Tensor | None) -> None:
-        """Slots and inbox, in the shared memory or with their values on a card."""
-        layout, size, values = self._layout, slot_bytes(self._layout), self._values(self._layout)
-        host = [self.memory[self.start + index * size :][:size] for index in range(self._slots)]
-        if card is None:
-            self.slots = [Slot(layout, block) for block in host]
-            inbox = self.memory[self.start + self._slots * size :]
-        else:
-            self.slots = [Slot(layout, block, card[index * values :]) for index, block in enumerate(host)]
-            inbox = card[self._slots * values :]
-        self.inbox = layout.parameters.segments(inbox)
-
-    def to_card(self, device: str, *, owner: bool, wait: Callable[[], None]) -> None:
+    def to_card(self, device: str, *, owner: bool, check: Callable[[], None] | None = None) -> None:
         """Gradients and inbox lie there from now on."""
-        nbytes = self._slots * self._values(self._layout) + self._layout.parameters.nbytes
-        what = f"{self._slots} gradients and an inbox of a learner"
-        self._lay(share(self.handles, MEMORY, device, nbytes, what, owner=owner, wait=wait))
+        layout, slots = self._layout, self.slots
+        size = layout.parameters.nbytes + layout.buffers.nbytes
+        nbytes = len(slots) * size + layout.parameters.nbytes
+        what = f"{len(slots)} gradients and an inbox of a learner"
+        card = share(self.handles, device, nbytes, what, owner=owner, check=check)
+        self.slots = [Slot(layout, slot.memory, card[index * size :]) for index, slot in enumerate(slots)]
+        self.inbox = layout.parameters.segments(card[len(slots) * size :])
 
     @staticmethod
-    def _values(layout: Layout) -> int:
-        return layout.parameters.nbytes + layout.buffers.nbytes
-
-    @staticmethod
-    def _words(layout: Layout, slots: int) -> int:
-        return Replies.words(layout.shards) + Drafts.words(layout.shards + 1, slots)
-
-    @classmethod
-    def _head(cls, layout: Layout, slots: int) -> int:
-        head = 8 * cls._words(layout, slots) + Handles.nbytes(2)
-        return -(-head // 4096) * 4096 + LOSSES
+    def _start(layout: Layout, slots: int) -> int:
+        """Of the first slot, in bytes."""
+        words = Replies.words(layout.shards) + Drafts.words(layout.shards + 1, slots)
+        return -(-(8 * words + Handles.nbytes(2)) // 4096) * 4096 + LOSSES
 
     @classmethod
     def nbytes(cls, layout: Layout, *, slots: int) -> int:
-        return cls._head(layout, slots) + slots * slot_bytes(layout) + layout.parameters.nbytes
+        return cls._start(layout, slots) + slots * slot_bytes(layout) + layout.parameters.nbytes
 
 
 class TableMemory:
@@ -142,11 +106,11 @@ class TableMemory:
         words += Marks.words(layout.shards, places)
         self.handles = Handles(region, position + 8 * words)
 
-    def to_card(self, device: str, *, owner: bool, wait: Callable[[], None]) -> None:
+    def to_card(self, device: str, *, owner: bool, check: Callable[[], None] | None = None) -> None:
         """The ring lies there from now on."""
         layout, size = self._layout, self._layout.parameters.nbytes
         what = f"{self._places} versions of a table"
-        card = share(self.handles, MEMORY, device, self._places * size, what, owner=owner, wait=wait)
+        card = share(self.handles, device, self._places * size, what, owner=owner, check=check)
         self.ring = [layout.parameters.segments(card[place * size :]) for place in range(self._places)]
 
     def clear(self) -> None:

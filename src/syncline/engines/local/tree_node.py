@@ -1,7 +1,8 @@
 """A process of a tree's node (R7, M14): it adds what its children published where that lies in shared memory, and publishes the mean in a slot of its own.
 
 When is decided by `protocols.tree_up`. A gradient stays its learner's until the root has taken it, so nothing is lost with a node: whoever
-takes a leaf's learners over reads the same outboxes. Versions do not pass here: learners read the shards' ring.
+takes a leaf's learners over reads the same outboxes. Versions do not pass here: learners read the shards' ring. Also the desk of a node,
+and the leading shard's end of it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,19 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.exchange import Ring
-from syncline.engines.local.record_codec import WHOLE, Answers, Part, Record, Whole, decode, encode_answer
-from syncline.engines.local.shared_memory import Region, Waiter, WakeUp
+from syncline.engines.local.record_codec import (
+    ANSWER,
+    PART,
+    WHOLE,
+    Answers,
+    Part,
+    Record,
+    Whole,
+    decode,
+    encode_answer,
+)
+from syncline.engines.local.shared_memory import YIELDS, Region, SharedWords, Waiter, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox
-from syncline.engines.local.tree_root_end import NodeDesk, NodeTable
 from syncline.messages.to_leader import Gradient
 from syncline.messages.to_tree_nodes import Counted, Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
@@ -32,6 +42,63 @@ from syncline.table.gradient_slot import Slot
 from syncline.table.layout import Layout
 
 FREE = -1  # in place of a sum's number
+PARTS, ANSWERS = 64, 256  # records of a desk; what has no room waits with who writes
+
+
+def name_of(node: int) -> int:
+    """Where learners have theirs."""
+    return -1 - node
+
+
+class NodeDesk:
+    """Between one node and the leading shard: sums there, answers back; and the same with the node above it."""
+
+    def __init__(self, region: Region) -> None:
+        cells = SharedWords(region)
+        both = Ring.words(PARTS) + Ring.words(ANSWERS)
+        self.sums = Ring(cells, 0, capacity=PARTS, form=PART)
+        self.answers = Ring(cells, Ring.words(PARTS), capacity=ANSWERS, form=ANSWER)
+        self.over = Ring(cells, both, capacity=PARTS, form=PART)
+        self.back = Ring(cells, both + Ring.words(PARTS), capacity=ANSWERS, form=ANSWER)
+        region.close()
+
+    @staticmethod
+    def nbytes() -> int:
+        return 16 * (Ring.words(PARTS) + Ring.words(ANSWERS))
+
+
+class NodeEnd:
+    """A node, for the leading shard or the node above it: its sums come in, answers go out.
+
+    A sum is many records, the last of which makes it one. With a `way` those of another are void.
+    """
+
+    def __init__(self, sums: Ring, answers: Ring, way: int | None = None) -> None:
+        self._sums, self._answers, self._way = sums, answers, way
+        self._parts: list[Part] = []
+        self._unsaid: deque[Record] = deque()  # what there is no room for
+
+    def pop(self) -> list[Part] | None:
+        """All of its next sum."""
+        while (record := self._sums.pop()) is not None:
+            part = Part.of(record)
+            if self._way in (None, part.way):
+                self._parts.append(part)
+                if part.learner == WHOLE:
+                    parts, self._parts = self._parts, []
+                    return parts
+        return None
+
+    def tell(self, records: Iterable[Record]) -> None:
+        self._unsaid.extend(records)
+
+    def flush(self) -> bool:
+        """Say what there is room for; it has something to read now."""
+        said = False
+        while self._unsaid and self._answers.push(self._unsaid[0]):
+            self._unsaid.popleft()
+            said = True
+        return said
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,62 +113,7 @@ class NodeSpec:
     root: WakeUp  # of the leading shard
     above: WakeUp  # of the node above, or of the leading shard; on another machine the relay's
     geometry: Geometry
-    yields: int
     beats: Region  # its first word counts that it lives
-
-
-# -- from the supervisor -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AddLearnerBelow:
-    """A learner sends here from now on; what it has published and nobody has passed on lies in its outbox."""
-
-    child: int
-    rank: int
-    desk: Region
-    bell: WakeUp
-
-
-@dataclass(frozen=True, slots=True)
-class AddNodeBelow:
-    """A node sends here from now on; `way` counts its parents so far: what it sent to another is void."""
-
-    child: int
-    desk: Region
-    way: int
-    bell: WakeUp
-
-
-@dataclass(frozen=True, slots=True)
-class ChildLane:
-    """Where a child's gradients of a table, or its sums, lie."""
-
-    child: int
-    table: int
-    layout: Layout
-    lane: Region
-
-
-@dataclass(frozen=True, slots=True)
-class LoseChild:
-    child: int
-
-
-@dataclass(frozen=True, slots=True)
-class Below:
-    """Whose gradients each child passes on."""
-
-    learners: Mapping[int, Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """The node above is another."""
-
-    parent: int
-    way: int
-    above: WakeUp
 
 
 # -- what it has ---------------------------------------------------------------------------------------------
@@ -122,11 +134,6 @@ class Brought:
     @property
     def slot(self) -> Slot:
         return self.child.lanes[self.table].slots[self.place]
-
-    @property
-    def furthest(self) -> tuple[int, int]:
-        """Of the learner whose options hold."""
-        return min((-ticket.step, ticket.rank) for ticket in self.tickets)
 
     def weighted(self) -> tuple[Lying, tuple[bool, ...], int]:
         slot = self.slot
@@ -149,10 +156,10 @@ class Lying:
 class LearnerBelow:
     """A leaf's child."""
 
-    def __init__(self, event: AddLearnerBelow, slots: int) -> None:
-        self.child, self._rank, self.bell = event.child, event.rank, event.bell
-        self._outbox = Mailbox(event.desk).gradients
-        event.desk.close()
+    def __init__(self, child: int, desk: Region, bell: WakeUp, rank: int, slots: int) -> None:
+        self.child, self._rank, self.bell = child, rank, bell
+        self._outbox = Mailbox(desk).gradients
+        desk.close()
         self.lanes: dict[int, Lane] = {}
         self._next = max(0, self._outbox.written - slots)  # no more than that can still be needed
 
@@ -175,55 +182,34 @@ class LearnerBelow:
         self.lanes[brought.table].passed.free(0, brought.place, brought.number)
         self.bell.ring()
 
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.bell.close()
-
 
 class NodeBelow:
     """An inner node's child."""
 
-    def __init__(self, event: AddNodeBelow) -> None:
-        self.child, self._way, self._bell = event.child, event.way, event.bell
-        self._desk = NodeDesk(event.desk)
+    def __init__(self, child: int, desk: Region, bell: WakeUp, way: int) -> None:
+        self.child, self._way, self.bell = child, way, bell
+        own = NodeDesk(desk)
+        self._end = NodeEnd(own.over, own.back, way)
         self.lanes: dict[int, Lane] = {}
-        self._parts: list[Part] = []
-        self._unsaid: deque[Record] = deque()
 
     def pop(self) -> Brought | None:
-        while (record := self._desk.over.pop()) is not None:
-            part = Part.of(record)
-            if part.way != self._way:
-                continue
-            if part.learner != WHOLE:
-                self._parts.append(part)
-                continue
-            whole, parts = Whole.of(part), self._parts
-            self._parts = []
-            tickets = tuple(each.ticket(whole.iteration) for each in parts)
-            return Brought(self, whole.table, whole.number, parts, whole.slot, bool(whole.full), tickets)
-        return None
-
-    def passed(self, brought: Brought) -> bool:
-        return False
+        if (found := self._end.pop()) is None:
+            return None
+        *parts, last = found
+        whole = Whole.of(last)
+        tickets = tuple(each.ticket(whole.iteration) for each in parts)
+        return Brought(self, whole.table, whole.number, parts, whole.slot, bool(whole.full), tickets)
 
     def free(self, brought: Brought) -> None:
         self.tell(Taken(brought.table, brought.number))
 
     def tell(self, message: ToNodes) -> None:
-        self._unsaid += encode_answer(message, self._way)
+        self._end.tell(encode_answer(message, self._way))
         self.flush()
 
     def flush(self) -> None:
-        """Say what there is room for."""
-        while self._unsaid and self._desk.back.push(self._unsaid[0]):
-            self._unsaid.popleft()
-            self._bell.ring()
-
-    def close(self) -> None:
-        self._bell.close()
+        if self._end.flush():
+            self.bell.ring()
 
 
 @dataclass(slots=True, eq=False)
@@ -262,7 +248,7 @@ class LocalNode:
         self._below: Mapping[int, Sequence[int]] = {}
         self._tables: dict[int, Table] = {}
         self._outgoing: deque[Record] = deque()
-        self._sleeper = Waiter(spec.bell, yields=spec.yields)
+        self._sleeper = Waiter(spec.bell, yields=YIELDS["shard"])
         self._sleeper.watch(channel.fileno())
 
     def run(self) -> None:
@@ -278,11 +264,13 @@ class LocalNode:
     def _read_children(self) -> bool:
         worked = False
         for child in list(self._children.values()):
-            child.flush()
+            if isinstance(child, NodeBelow):
+                child.flush()
             while (brought := child.pop()) is not None:
                 while brought.table not in child.lanes and child.child in self._children:
                     self._control()  # it was sent before the child could say this
-                if child.child in self._children and not child.passed(brought):
+                known = isinstance(child, LearnerBelow) and child.passed(brought)
+                if child.child in self._children and not known:
                     table = self._tables[brought.table]
                     table.brought[child.child, brought.number] = brought
                     sum_ = Sum(child.child, brought.number, brought.tickets)
@@ -295,10 +283,8 @@ class LocalNode:
             if isinstance(each, Up):
                 table.unsent = each.sum
                 continue
-            brought, child = (
-                table.brought.pop((each.child, each.number), None),
-                self._children.get(each.child),
-            )
+            brought = table.brought.pop((each.child, each.number), None)
+            child = self._children.get(each.child)
             if brought is None or child is None:
                 continue
             if isinstance(each, SumDone):
@@ -328,7 +314,8 @@ class LocalNode:
         full = all(mean.present)
         if not full:
             slot.mask.copy_(torch.tensor(mean.present, dtype=torch.uint8))
-        text = min(brought, key=lambda each: each.furthest).slot.options_text()
+        furthest = min(brought, key=lambda each: min((-ticket.step, ticket.rank) for ticket in each.tickets))
+        text = furthest.slot.options_text()  # those options hold
         if text != table.text:
             table.options, table.text = table.options + 1, text
         slot.write_options(text)
@@ -340,19 +327,16 @@ class LocalNode:
     # -- what comes back -------------------------------------------------------------------------------------
 
     def _read_answers(self) -> bool:
-        worked = self._read(self._desk.answers, self._from_root)
-        return self._read(self._desk.back, self._from_parent) or worked
-
-    def _read(self, ring: Ring, answers: Answers) -> bool:
-        worked = False
-        while (record := ring.pop()) is not None:
-            if ring is self._desk.back and int(record[3]) != self._way:
-                continue  # of a node that was above before
-            if (message := answers.add(record)) is not None:
-                while message.table not in self._tables:
-                    self._control()
-                self._hear(message)
-            worked = True
+        worked, desk = False, self._desk
+        for ring, answers in ((desk.answers, self._from_root), (desk.back, self._from_parent)):
+            while (record := ring.pop()) is not None:
+                if ring is desk.back and int(record[3]) != self._way:
+                    continue  # of a node that was above before
+                if (message := answers.add(record)) is not None:
+                    while message.table not in self._tables:
+                        self._control()
+                    self._hear(message)
+                worked = True
         return worked
 
     def _hear(self, message: ToNodes) -> None:
@@ -374,13 +358,12 @@ class LocalNode:
         """Whom the leader waits for, as far as they are below."""
         if (counted := table.counted) is None:
             return
-        active = {  # those too that it has not heard of: of a leaf that begins anew all come one by one
-            child: [
-                counted.active[each] for each in self._below.get(child, (child,)) if each in counted.active
-            ]
-            for child in {*self._children, *self._below}
-        }
-        first = {child: min(at) for child, at in active.items() if at}
+        first = {}
+        every = {*self._children, *self._below}  # whom it has not heard of, too: a new leaf's come one by one
+        for child in every:
+            below = self._below.get(child, (child,))
+            if active := [counted.active[each] for each in below if each in counted.active]:
+                first[child] = min(active)
         self._pass_on(table, table.node.count(first, lockstep=counted.lockstep))
 
     def _forget(self, table: Table) -> None:
@@ -389,55 +372,58 @@ class LocalNode:
         for key in [key for key in table.brought if key[0] not in self._children and key not in needed]:
             del table.brought[key]
 
-    # -- the supervisor --------------------------------------------------------------------------------------
+    # -- the supervisor: what it says is a call of one of these -----------------------------------------------
 
     def _control(self) -> None:
-        event = self._channel.receive()
-        if isinstance(event, AddLearnerBelow):
-            self._add(LearnerBelow(event, self._spec.geometry.slots))
-        elif isinstance(event, AddNodeBelow):
-            self._add(NodeBelow(event))
-        elif isinstance(event, ChildLane):
-            slots = self._spec.geometry.slots if self._spec.leaf else self._spec.geometry.sums
-            lane = Lane(event.lane, event.layout, slots=slots)
-            event.lane.close()
-            if event.child in self._children:
-                self._children[event.child].lanes[event.table] = lane
-        elif isinstance(event, NodeTable):
-            self._make_table(event)
-        elif isinstance(event, LoseChild):
-            self._lose(event.child)
-        elif isinstance(event, Below):
-            self._below = event.learners
-            for table in self._tables.values():
-                self._count(table)
-        elif isinstance(event, Moved):
-            self._move(event)
+        method, *arguments = self._channel.receive()
+        method(self, *arguments)
 
-    def _add(self, child: LearnerBelow | NodeBelow) -> None:
-        self._children[child.child] = child
+    def add_child(self, child: int, desk: Region, bell: WakeUp, rank: int | None, way: int = 0) -> None:
+        """It sends here from now on; what a learner (of that rank) has published and nobody has passed on lies in its outbox.
+
+        `way` counts a node's parents so far: what it sent to another is void.
+        """
+        if rank is None:
+            self._children[child] = NodeBelow(child, desk, bell, way)
+        else:
+            self._children[child] = LearnerBelow(child, desk, bell, rank, self._spec.geometry.slots)
         for table in self._tables.values():
-            table.node.welcome(child.child)
+            table.node.welcome(child)
             self._count(table)
 
-    def _make_table(self, event: NodeTable) -> None:
-        sums = self._spec.geometry.sums
-        node = Node(self._spec.node, leaf=self._spec.leaf, lockstep=event.lockstep)
-        self._tables[event.table] = Table(node, Lane(event.lane, event.layout, slots=sums), [FREE] * sums)
-        event.lane.close()
+    def add_lane(self, child: int, table: int, layout: Layout, lane: Region) -> None:
+        """Where a child's gradients of a table, or its sums, lie."""
+        slots = self._spec.geometry.slots if self._spec.leaf else self._spec.geometry.sums
+        found = Lane(lane, layout, slots=slots)
+        lane.close()
+        if child in self._children:
+            self._children[child].lanes[table] = found
 
-    def _lose(self, child: int) -> None:
+    def add_table(self, table: int, layout: Layout, lane: Region, lockstep: bool) -> None:
+        """Where its own sums of it lie."""
+        sums = self._spec.geometry.sums
+        node = Node(self._spec.node, leaf=self._spec.leaf, lockstep=lockstep)
+        self._tables[table] = Table(node, Lane(lane, layout, slots=sums), [FREE] * sums)
+        lane.close()
+
+    def lose_child(self, child: int) -> None:
         lost = self._children.pop(child, None)
         if lost is not None:
-            lost.close()
+            lost.bell.close()
             for table in self._tables.values():
                 self._pass_on(table, table.node.lose(child))
                 self._forget(table)
 
-    def _move(self, event: Moved) -> None:
-        """What was said to the one that is lost, and by it, is void."""
+    def hear_below(self, learners: Mapping[int, Sequence[int]]) -> None:
+        """Whose gradients each child passes on."""
+        self._below = learners
+        for table in self._tables.values():
+            self._count(table)
+
+    def move(self, parent: int, way: int, above: WakeUp) -> None:
+        """The node above is another; what was said to the one that is lost, and by it, is void."""
         self._above.close()
-        self._parent, self._way, self._above = event.parent, event.way, event.above
+        self._parent, self._way, self._above = parent, way, above
         self._outgoing.clear()
         self._from_parent = Answers()
         for table in self._tables.values():

@@ -19,8 +19,7 @@ from syncline.cluster.record import Cluster
 from syncline.engines.authentication import Secret
 from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.host_interface import Sites
-from syncline.engines.local.packing import Parcel, pack
-from syncline.engines.local.task_packing import pack_task
+from syncline.engines.local.packing import Parcel, pack, pack_task
 from syncline.engines.ray.agent import About, Begin, describe, versions
 from syncline.engines.ray.agent_client import Way
 from syncline.engines.ray.cluster import READY, Agents, RayCluster, load_ray

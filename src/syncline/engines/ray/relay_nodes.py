@@ -15,7 +15,7 @@ from syncline.engines.local.exchange import Ring
 from syncline.engines.local.host_interface import NodeKnown, NodeMoved
 from syncline.engines.local.record_codec import ANSWER, BESIDE, PART, WHOLE, Part, Record, Whole
 from syncline.engines.local.shared_memory import WakeUp
-from syncline.engines.local.tree_root_end import NodeDesk
+from syncline.engines.local.tree_node import NodeDesk
 from syncline.engines.ray.bulk_connection import Frame
 from syncline.engines.ray.frame_kinds import Kind, place_of, unplaced
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from greenlet import getcurrent, greenlet
 
-from syncline.engines.local.exchange import LINE, RECORD, Drafts, Outbox, Replies, Ring, Shares
+from syncline.engines.local.exchange import LINE, RECORD, Drafts, Replies, Ring, Shares
 from syncline.engines.local.shared_memory import Region, SharedWords
 
 FORM = struct.Struct("=2q")
@@ -204,7 +204,7 @@ def ring_case(kind: type[Ring], *, capacity: int, readers: int, records: int) ->
 
         def check() -> None:
             assert got == [[record_of(number) for number in range(records)]] * readers
-            assert all(ring.empty(reader) and ring.pop(reader) is None for reader in range(readers))
+            assert all(ring.pop(reader) is None for reader in range(readers))
 
         return [write, *(lambda reader=reader: read(reader) for reader in range(readers))], check
 
@@ -263,11 +263,11 @@ def test_words_of_different_writers_share_no_cache_line() -> None:
 def test_who_takes_an_outbox_over_finds_what_nobody_has_passed_on(dies_after: int) -> None:
     """One slot: each record is passed on before the next is written; the first reader dies before it passes one on."""
     capacity, rounds = 2, 3
-    lost = Outbox.words(capacity)
+    lost = Ring.words(capacity, 0)
     passed = lost + LINE
 
     def case(memory: Memory) -> tuple[list[Process], Callable[[], None]]:
-        outbox = Outbox(memory, 0, capacity=capacity, form=FORM)
+        outbox = Ring(memory, 0, capacity=capacity, form=FORM, readers=0)
         drafts = Drafts(memory, passed, shards=1, slots=1)
         taken: list[int] = []
 
@@ -517,6 +517,10 @@ for fd in map(int, sys.argv[1:]):
 """
 
 
+def record_at(number: int) -> tuple[int, ...]:
+    return tuple(number * 7 + i for i in range(RECORD))
+
+
 def pop_all(ring: Ring, upto: int, first: int = 0) -> int:
     """Read up to that record, checking each; the number of the next one comes back."""
     while first < upto:
@@ -524,7 +528,7 @@ def pop_all(ring: Ring, upto: int, first: int = 0) -> int:
         if record is None:
             os.sched_yield()
             continue
-        assert record == tuple(first * 7 + i for i in range(RECORD))
+        assert record == record_at(first)
         first += 1
     return first
 
@@ -545,7 +549,8 @@ def test_a_killed_writer_leaves_only_whole_records() -> None:
                 os.kill(pid, signal.SIGKILL)
             status = int(writers.stdout.readline())
             assert os.WIFSIGNALED(status) == bool(index)
-            while not ring.empty():  # what it had committed is there
-                read = pop_all(ring, read + 1, read)
-            assert stop <= read <= stop + CAPACITY and ring.pop() is None
+            while (record := ring.pop()) is not None:  # what it had committed is there
+                assert record == record_at(read)
+                read += 1
+            assert stop <= read <= stop + CAPACITY
     assert writers.returncode == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from syncline.engines.local.learner import run_evaluator
 from syncline.engines.local.processes import Process, Processes, say
 from syncline.errors import LostError
 
@@ -28,7 +29,7 @@ def processes(ended: list[tuple[int, str]]) -> Iterator[Processes]:
 
 def idle(processes: Processes) -> Process:
     """A process that waits for something to test."""
-    return processes.fork("evaluator", 0, 0, None, None, 1)
+    return processes.fork("evaluator", 0, 0, run_evaluator)
 
 
 def wait_readable(fd: int) -> None:

@@ -31,6 +31,7 @@ class Slow(RunSupervisor):
     def _end(self) -> None:
         pass
 
+    add_learners = change = None  # type: ignore[assignment]
     _start = _over = _look = _heard = _ended = _stop = _questioned = None  # type: ignore[assignment]
 
 

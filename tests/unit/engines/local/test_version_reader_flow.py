@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncline.engines.local.version_flow import LEAST, TORN, VersionFlow, swappable
+from syncline.engines.local.version_reader import LEAST, TORN, VersionFlow, swappable
 
 SIZES = (700, 1800)  # floats, of two parameters
 

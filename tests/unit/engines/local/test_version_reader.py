@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from syncline.engines.local.exchange import LINE
-from syncline.engines.local.version_ring import Reader, Words
+from syncline.engines.local.exchange import LINE, Words
+from syncline.engines.local.version_reader import Reader
 from syncline.ports import WRITTEN
 from syncline.table.layout import Layout, lay_out
 from tests.unit.engines.local.test_exchange import Case, Memory, Process, explore
@@ -47,9 +47,8 @@ def words_case(kind: type[Words], *, versions: int) -> tuple[Case, int]:
 
         def read() -> None:
             for _ in range(2):
-                version = words.newest(0)
-                place = words.find(0, version) if version >= 0 else None
-                if place is not None:
+                version, place = max(words.held(0).items())
+                if version >= 0:
                     got = [memory.load(data + 2 * place), memory.load(data + 2 * place + 1)]
                     assert not words.lies(version, [(0, place)]) or got == [version + 10] * 2
 
