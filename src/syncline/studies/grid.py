@@ -13,6 +13,7 @@ from syncline.dial import Course, Sync
 from syncline.errors import DialError, UsageError
 
 MOST_POINTS = 100_000
+Skipped = tuple[str, int, str]  # a dial, a number of learners that it cannot have, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +30,6 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
-    """A dial that cannot be with so many learners."""
-
-    sync: str
-    learners: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """What is combined with what; each list without repetitions, in the order given."""
 
@@ -48,31 +40,27 @@ class Grid:
 
     def points(self) -> tuple[list[Point], list[Skipped]]:
         """All that can be, in order, and what is left out; a dial that can be with none of the λ is refused."""
-        skipped = self._skipped()
-        out = {(each.sync, each.learners) for each in skipped}
+        points: list[Point] = []
+        skipped: list[Skipped] = []
         for sync in self.syncs:
-            reasons = [each.reason for each in skipped if each.sync == sync]
+            reasons: dict[int, str] = {}
+            for learners in self.learners:
+                try:
+                    for _, dial in Course.of(sync).dials:
+                        dial.check(learners, self.batch_sizes[0])
+                except DialError as error:
+                    reasons[learners] = str(error)
             if len(reasons) == len(self.learners):
-                raise DialError(reasons[0])
-        every = product(self.syncs, self.learners, self.batch_sizes, self.seeds)
-        points = [
-            Point(sync=sync, learners=learners, batch_size=size, seed=seed)
-            for sync, learners, size, seed in every
-            if (sync, learners) not in out
-        ]
+                raise DialError(reasons[self.learners[0]])
+            skipped += [(sync, learners, reason) for learners, reason in reasons.items()]
+            points += [
+                Point(sync=sync, learners=learners, batch_size=size, seed=seed)
+                for learners, size, seed in product(self.learners, self.batch_sizes, self.seeds)
+                if learners not in reasons
+            ]
         if len(points) > MOST_POINTS:
             raise UsageError(f"{len(points):,} runs are too many for one study, at most {MOST_POINTS:,}")
         return points, skipped
-
-    def _skipped(self) -> list[Skipped]:
-        found = []
-        for sync, learners in product(self.syncs, self.learners):
-            try:
-                for _, dial in Course.of(sync).dials:
-                    dial.check(learners, self.batch_sizes[0])
-            except DialError as error:
-                found.append(Skipped(sync=sync, learners=learners, reason=str(error)))
-        return found
 
 
 def splits_of(point: Point) -> int | None:
@@ -99,15 +87,16 @@ def parse_dials(text: str, reference_batch: int | None = None) -> tuple[str, ...
             pieces.append(piece.strip())
     if not all(pieces):
         raise UsageError(f"--sync {text}: an empty name between commas; write hardsync,softsync:1,async")
-    return tuple(dict.fromkeys(str(_referred(Course.of(piece), reference_batch)) for piece in pieces))
 
-
-def _referred(course: Course, batch: int | None) -> Course:
     def referred(dial: Sync) -> Sync:
-        wants = batch is not None and dial.lockstep and dial.reference_batch is None
-        return replace(dial, reference_batch=batch) if wants else dial
+        wants = reference_batch is not None and dial.lockstep and dial.reference_batch is None
+        return replace(dial, reference_batch=reference_batch) if wants else dial
 
-    return Course(tuple((epoch, referred(dial)) for epoch, dial in course.dials))
+    courses = []
+    for piece in pieces:
+        dials = Course.of(piece).dials
+        courses.append(str(Course(tuple((epoch, referred(dial)) for epoch, dial in dials))))
+    return tuple(dict.fromkeys(courses))
 
 
 def parse_numbers(option: str, text: str, *, least: int = 1) -> tuple[int, ...]:
