@@ -10,8 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from syncline.cli.compare import comparison, write_plot
-from syncline.cli.display import panel
+from syncline.cli.display import comparison, panel, write_plot
 from syncline.cli.error_output import told, warn_shortly, write_all_letters
 from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where, Wish, load
 from syncline.cli.plain_output import duration, event_line, how, print_line, print_rows, summary
@@ -183,12 +182,12 @@ def show(
             return
         if graph:
             raise UsageError("--graph draws the net of a job file or of a .safetensors file; name one")
+        folder = run if run is not None else _newest()
         if clocks:
-            for line in clock_lines(run if run is not None else _newest()):
+            for line in clock_lines(folder):
                 print(line)
             return
-        record = read_run(run if run is not None else _newest())
-        console = Console()
+        record, console = read_run(folder), Console()
         console.print(panel(record))
         print_line(console, how(record), "bold")
         took = [("simulating took", duration(record.took))] if record.took is not None else []
