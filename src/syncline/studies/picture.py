@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from syncline.report.html_page import STYLE, measure, table
+from syncline.report.html_page import document, measure, table
 from syncline.report.svg_plots import COLOURS, FAINT, Curve, Mark, Scale, Spot, curves, scale, side_by_side
 from syncline.studies.rows import StudyRow
 from syncline.studies.summary import RankedPoint, baseline, groups, places, wanted
@@ -228,14 +228,11 @@ def page(rows: Sequence[StudyRow], *, title: str, unit: str) -> str:
     shown = [number for number, name in enumerate(head) if name != "error" or any(row.error for row in rows)]
     body = table([head[n] for n in shown], [[line[n] for n in shown] for line in cells])
     plots = "".join(panels(rows, unit=unit))
-    top = (
-        f"<meta charset='utf-8'/><title>{escape(title)}</title><style>{STYLE}body{{max-width:1240px}}</style>"
+    inner = (
+        f"<h1>{escape(title)}</h1><p class='faint'>{len(rows)} runs; time in {escape(unit)}</p>"
+        f"<div class='plots'>{plots}</div><h2>Runs</h2>{body}"
     )
-    return (
-        f"<!DOCTYPE html>\n<html lang='en'><head>{top}</head><body><h1>{escape(title)}</h1>"
-        f"<p class='faint'>{len(rows)} runs; time in {escape(unit)}</p><div class='plots'>{plots}</div>"
-        f"<h2>Runs</h2>{body}</body></html>\n"
-    )
+    return document(title, inner, "body{max-width:1240px}")
 
 
 def _number(value: float | None, digits: int) -> str:
