@@ -20,7 +20,7 @@ from syncline.report.event_lines import EVENTS, read_lines
 
 MOST_SAMPLES = 2000  # beyond, every second one goes
 # Events that are no faults: changes, and what is only said.
-QUIET = ("joined", "left", "replaced", "recovered", "paused", "cut", "delay", "dial")
+QUIET: tuple[str, ...] = ("joined", "left", "replaced", "recovered", "paused", "cut", "delay", "dial")
 QUIET += ("checkpoint", "missed", "warning")
 SILENCE = 15.0  # seconds without a line after which a run on another machine counts as gone
 GONE = ("lost", "raised", "killed")  # states of learners that are no more

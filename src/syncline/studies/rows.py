@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -75,18 +76,19 @@ _OPTIONAL = {entry.name for entry in fields(StudyRow) if str(entry.type).endswit
 
 def line_of(row: StudyRow) -> str:
     """One line with its end; texts are kept on it."""
-    return _line([_cell(getattr(row, name)) for name in COLUMNS])
+    cells = []
+    for name in COLUMNS:
+        value = getattr(row, name)
+        text = repr(value) if isinstance(value, float) else " ".join(str(value).split())
+        cells.append("" if value is None else text)
+    return _line(cells)
 
 
 def head() -> str:
     return _line(COLUMNS)
 
 
-def _cell(value: Any) -> str:
-    return "" if value is None else repr(value) if isinstance(value, float) else " ".join(str(value).split())
-
-
-def _line(cells: Sequence[str]) -> str:
+def _line(cells: Iterable[str]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue()
@@ -96,22 +98,15 @@ def rows_of(lines: Iterable[str]) -> list[StudyRow]:
     """The rows of complete lines, head first; of several rows of one point the last. What is no row is left out."""
     found: dict[Point, StudyRow] = {}
     for cells in csv.DictReader(lines):
-        row = _row(cells)
-        if row is not None:
+        values: dict[str, Any] = {}
+        with suppress(TypeError, ValueError):
+            for name, read in _KINDS.items():
+                text = cells.get(name) or ""
+                values[name] = None if text == "" and name in _OPTIONAL else read(text)
+            row = StudyRow(**values)
             found.pop(row.point, None)
             found[row.point] = row
     return list(found.values())
-
-
-def _row(cells: dict[str, Any]) -> StudyRow | None:
-    values: dict[str, Any] = {}
-    try:
-        for name, read in _KINDS.items():
-            text = cells.get(name) or ""
-            values[name] = None if text == "" and name in _OPTIONAL else read(text)
-    except (TypeError, ValueError):
-        return None
-    return StudyRow(**values)
 
 
 def ordered(rows: Iterable[StudyRow], points: Sequence[Point]) -> list[StudyRow]:

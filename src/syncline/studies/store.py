@@ -24,13 +24,7 @@ from syncline.studies.rows import StudyRow, head, line_of, ordered, rows_of
 TABLE, JOB, LOG, LOCK = "tradeoff.csv", "job.toml", "log.txt", ".lock"
 MARK = "# syncline tradeoff, job "
 VARIED = ("sync", "learners", "batch_size", "seed")  # keys that the grid sets
-ELSEWHERE = (
-    "run_dir",
-    "resume",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "clocks",
-)  # a study's runs leave rows only
+ELSEWHERE = ("run_dir", "resume", "checkpoint_every", "keep_checkpoints", "clocks")  # runs leave rows only
 
 
 def common(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,12 +51,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = 
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             found += differences(old, new, f"{path}.")
         elif old != new:
-            found.append(f"{path}: {_said(old)} there, {_said(new)} here")
+            there, here = ("none" if value is None else repr(value) for value in (old, new))
+            found.append(f"{path}: {there} there, {here} here")
     return found
-
-
-def _said(value: Any) -> str:
-    return "none" if value is None else repr(value)
 
 
 class StudyStore:
@@ -77,10 +68,13 @@ class StudyStore:
                     self._refuse_other_jobs()  # before anything is left there
                 folder.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(self._locked())
-                if fresh:
-                    self._set_aside()
+                for name in (JOB, TABLE) if fresh else ():  # what was there is kept once, under another name
+                    with suppress(FileNotFoundError):  # a job without a table would be somebody else's
+                        os.replace(folder / name, folder / f"{name}.old")
                 self._refuse_other_jobs()
-                self.rows = self._begin()
+                self.rows = read_rows(folder) if (folder / TABLE).exists() else []
+                self._write(self.rows)  # now the file ends with a whole line
+                write_whole(folder / JOB, dumps(self.job))
             except OSError as error:
                 raise RunError(
                     f"cannot use {folder} for a study: {error.strerror}; give another --out"
@@ -98,12 +92,6 @@ class StudyStore:
             ) from None
         return file
 
-    def _set_aside(self) -> None:
-        """What was there is kept once, under another name."""
-        for name in (JOB, TABLE):  # a job without a table would be somebody else's
-            with suppress(FileNotFoundError):
-                os.replace(self.folder / name, self.folder / f"{name}.old")
-
     def _refuse_other_jobs(self) -> None:
         path = self.folder / TABLE
         if not path.exists():
@@ -117,25 +105,14 @@ class StudyStore:
         if not first.startswith(MARK):
             raise UsageError(f"{path} is no table of a study; give another --out")
         if first.removeprefix(MARK).split()[0] != digest(self.job):
-            told = "; ".join(self._differences()) or "its job.toml is gone"
+            told = ""
+            with suppress(OSError, ValueError):
+                before = tomllib.loads((self.folder / JOB).read_text(encoding="utf-8"))
+                told = "; ".join(differences(common(before), self.job))
             raise UsageError(
-                f"{self.folder} holds the rows of another job ({told}); give another --out, or start anew with --fresh"
+                f"{self.folder} holds the rows of another job ({told or 'its job.toml is gone'}); give another --out, or "
+                "start anew with --fresh"
             )
-
-    def _differences(self) -> list[str]:
-        try:
-            before = tomllib.loads((self.folder / JOB).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return []
-        return differences(common(before), self.job)
-
-    def _begin(self) -> list[StudyRow]:
-        """The rows that are there; the file then ends with a whole line."""
-        path = self.folder / TABLE
-        rows = read_rows(self.folder) if path.exists() else []
-        self._write(rows)
-        write_whole(self.folder / JOB, dumps(self.job))
-        return rows
 
     def _write(self, rows: Sequence[StudyRow]) -> None:
         text = f"{MARK}{digest(self.job)}\n{head()}{''.join(map(line_of, rows))}"
