@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from syncline.dial import SANDBLASTER, Sync
 from syncline.engines.run import Engine
 from syncline.jobs.keys import Named
 from syncline.jobs.names import NAMES, one_line, resolve, takes_model
-from syncline.jobs.nets import located, make_net
 from syncline.learn.gradient_ways import OwnLosses, parse_way
 from syncline.learn.loader import reader
 from syncline.learn.server_session import check_batches, make_optimizer, refuse_sparse
@@ -35,7 +34,7 @@ READY: Mapping[str, tuple[type, ...]] = {  # what a name may stand for instead o
     "evaluate": (Dataset,),
     "engine": (Engine,),
 }
-Problem = tuple[tuple[str, ...], str]
+Problem = tuple[tuple[str, ...], str]  # the key's path, what is wrong
 
 
 class Failed(Exception):
@@ -52,7 +51,8 @@ def build(job: Job) -> dict[str, Any]:
     plain = [each.name for each in fields(job) if each.name not in others]
     made: dict[str, Any] = {name: getattr(job, name) for name in (*plain, "gradient")}
     made["sync"] = Sync(**job.sync) if isinstance(job.sync, dict) else job.sync
-    made["engine"] = job.engine.name if _plainly_named(job.engine) else _make(job, "engine", Engine)
+    plainly_named = ":" not in job.engine.name and not job.engine.arguments
+    made["engine"] = job.engine.name if plainly_named else _make(job, "engine", Engine)
     made["data"] = _data(job, "data")
     made["collate"] = _function(job, "collate", job.collate)
     made["model"] = _net(job, made) if job.layers else _make(job, "model", nn.Module)
@@ -72,10 +72,6 @@ def build(job: Job) -> dict[str, Any]:
     ):  # such a module does not travel: learners make it
         made["model"] = _function(job, "model", job.model)
     return made
-
-
-def _plainly_named(engine: Named) -> bool:
-    return ":" not in engine.name and not engine.arguments
 
 
 def _function(job: Job, key: str, named: Named | None) -> Callable[..., Any] | None:
@@ -110,10 +106,18 @@ def _net(job: Job, made: dict[str, Any]) -> Net:
     if shapes and not isinstance(made["data"], IterableDataset):
         example = _attempt("data", "the first examples cannot be read: ", _examples, job, made, "data")
     try:
-        return make_net(job.layers, job.seed, example)
+        with torch.random.fork_rng(devices=[]):  # as a plain script would after `torch.manual_seed(seed)`
+            torch.manual_seed(job.seed)
+            return Net(job.layers, example=example)
     except NetError as error:
         (problem,) = located(error)
         raise Failed(*problem) from error
+
+
+def located(error: NetError) -> Iterator[Problem]:
+    """Where in the job's list of layers."""
+    for place, key, words in error.problems:
+        yield ("layers", str(place), *([key] if key else [])), words
 
 
 def _by_layer(job: Job, made: dict[str, Any]) -> Any:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import date, datetime, time
 from typing import Any
 
 from syncline.errors import UsageError
 
 BARE = re.compile(r"[A-Za-z0-9_-]+")
-ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
 LONGEST = 100  # lines of one value; beyond, lines are not looked for any more
 Path = tuple[str, ...]
 
@@ -56,7 +56,7 @@ def _value(value: Any) -> str:
     if isinstance(value, int):
         return str(int(value))
     if isinstance(value, float):
-        return repr(float(value)) if math.isfinite(value) else f"{float(value)}"
+        return repr(float(value))
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, list | tuple):
@@ -65,15 +65,11 @@ def _value(value: Any) -> str:
         inner = ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items())
         return f"{{{inner}}}"
     if isinstance(value, datetime | date | time):
-        return _moment(value)
+        zone = value.utcoffset() if isinstance(value, datetime | time) else None
+        if zone is not None and (isinstance(value, time) or zone.total_seconds() % 60):
+            raise UsageError(f"TOML has no way to write the time zone of {value!r}")
+        return value.isoformat()
     raise UsageError(f"TOML has no way to write {type(value).__name__} {value!r}")
-
-
-def _moment(value: datetime | date | time) -> str:
-    zone = value.utcoffset() if isinstance(value, datetime | time) else None
-    if zone is not None and (isinstance(value, time) or zone.total_seconds() % 60):
-        raise UsageError(f"TOML has no way to write the time zone of {value!r}")
-    return value.isoformat()
 
 
 def _text(value: str) -> str:
@@ -81,12 +77,7 @@ def _text(value: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"TOML is UTF-8 and has no way to write {value!r}") from error
-    return f'"{"".join(ESCAPES.get(letter) or _plain(letter) for letter in value)}"'
-
-
-def _plain(letter: str) -> str:
-    code = ord(letter)
-    return f"\\u{code:04x}" if code < 0x20 or code == 0x7F else letter
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's texts, but for that
 
 
 # -- lines ---------------------------------------------------------------------------------------------------
@@ -169,15 +160,12 @@ def parse_override(text: str) -> tuple[Path, Any]:
         path = ()
     if not path:
         raise UsageError(f"{text!r} is no key=value, as learners=4 or optimizer.lr=0.1")
-    return path, _override_value(value.strip()) if value.strip() else None
-
-
-def _override_value(value: str) -> Any:
-    try:
+    value = value.strip()
+    read: dict[str, Any] = {}
+    with suppress(tomllib.TOMLDecodeError, RecursionError):
         read = tomllib.loads(f"value = {value}")
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return value
-    return read["value"] if len(read) == 1 else value
+    found = read["value"] if len(read) == 1 else value or None
+    return path, found
 
 
 def override(table: dict[str, Any], path: Path, value: Any) -> Path:
@@ -188,7 +176,11 @@ def override(table: dict[str, Any], path: Path, value: Any) -> Path:
     reached: list[str] = []
     for depth, key in enumerate(outer, 1):
         if isinstance(inner, list):
-            inner, key = _of_several(inner, key, ".".join(path[: depth - 1]))
+            names = [each.get("name") for each in inner]
+            if key not in names:
+                where, known = ".".join(path[: depth - 1]), ", ".join(map(str, names))
+                raise UsageError(f"{where} has none called {key!r}; there are: {known}")
+            inner, key = inner[names.index(key)], str(names.index(key))
         else:
             inner = table.setdefault(key, {})
         reached.append(key)
@@ -203,12 +195,3 @@ def override(table: dict[str, Any], path: Path, value: Any) -> Path:
     else:
         table[last] = value
     return (*reached, last)
-
-
-def _of_several(tables: list[dict[str, Any]], name: str, where: str) -> tuple[dict[str, Any], str]:
-    for number, each in enumerate(tables):
-        if each.get("name") == name:
-            return each, str(number)
-    raise UsageError(
-        f"{where} has none called {name!r}; there are: {', '.join(str(t.get('name')) for t in tables)}"
-    )
