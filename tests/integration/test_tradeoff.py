@@ -17,8 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from syncline.cli.app import app
-from syncline.studies.rows import CHANGING
-from syncline.studies.store import read_rows
+from syncline.studies.store import CHANGING, read_rows
 
 JOB = """
 epochs = 1

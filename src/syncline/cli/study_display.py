@@ -14,8 +14,7 @@ from rich.text import Text
 
 from syncline.cli.plain_output import duration, near, print_line
 from syncline.dial import Course
-from syncline.studies.grid import Point
-from syncline.studies.rows import StudyRow
+from syncline.studies.grid import Point, StudyRow
 from syncline.studies.summary import RankedPoint, best, fastest, frontier, groups, places, wanted
 
 SHOWN = 5  # rows of each table

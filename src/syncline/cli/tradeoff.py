@@ -42,12 +42,11 @@ from syncline.jobs.toml import parse_override
 from syncline.learn.server_session import check_batches
 from syncline.protocols.lifecycle import Faults
 from syncline.report.event_lines import write_whole
-from syncline.studies.grid import Grid, Point, parse_dials, parse_numbers
+from syncline.studies.grid import Grid, Point, StudyRow, parse_dials, parse_numbers
+from syncline.studies.grid import asked as row_of
 from syncline.studies.picture import page, picture
 from syncline.studies.point_run import work_on_points
-from syncline.studies.rows import StudyRow, left
-from syncline.studies.rows import asked as row_of
-from syncline.studies.store import JOB, LOG, VARIED, StudyStore, read_rows
+from syncline.studies.store import JOB, LOG, VARIED, StudyStore, left, read_rows
 from syncline.studies.worker_pool import Ended, Moved, News, Pool, Started
 from syncline.topologies import parse_topology
 

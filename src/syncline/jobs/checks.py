@@ -73,12 +73,10 @@ def _dial(job: Mapping[str, Any]) -> Iterator[Problem]:
     if value == SANDBLASTER:
         if job["steps"] is None:
             yield ("steps",), "missing; sandblaster ends after so many iterations, for example steps = 100"
-        if not batch and ":" not in job["optimizer"].name:
-            methods = ", ".join(METHODS)
-            yield (
-                ("optimizer", "name"),
-                f"{job['optimizer'].name!r} is no batch method; sandblaster takes {methods}",
-            )
+        name = job["optimizer"].name
+        if not batch and ":" not in name:
+            words = f"{name!r} is no batch method; sandblaster takes {', '.join(METHODS)}"
+            yield ("optimizer", "name"), words
         return
     if batch:
         yield ("sync",), f"{job['optimizer'].name!r} is a batch method: give sync = 'sandblaster' with it"
@@ -125,11 +123,9 @@ def _names(job: Mapping[str, Any], folder: str | None) -> Iterator[Problem]:
     wrong: set[str] = set()
     for key in NAMES:
         value = job[key]
-        if (
-            value is None
-            or isinstance(value, str)
-            or (key == "evaluate" and "data" in wrong and value.name == job["data"].name)
-        ):
+        if value is None or isinstance(value, str):
+            continue
+        if key == "evaluate" and "data" in wrong and value.name == job["data"].name:
             continue  # most likely the same mistake
         for named in value if isinstance(value, tuple) else (value,):
             for problem in _name(key, named, folder, job["sync"] == SANDBLASTER):
@@ -151,9 +147,11 @@ def _name(key: str, named: Named, folder: str | None, batch: bool) -> Iterator[P
     if not callable(found):
         yield (key, "name"), f"{named.name!r} is a {type(found).__name__}, not a callable"
         return
-    given = (
-        1 if key == "evaluate" and takes_model(found) else 0 if key == "optimizer" and batch else role.given
-    )
+    given = role.given  # positional arguments that come from the library
+    if key == "evaluate" and takes_model(found):
+        given = 1
+    elif key == "optimizer" and batch:
+        given = 0
     for argument, words in wrong_arguments(found, given, named.arguments):
         yield (key, argument) if argument else (key,), f"{named.name}: {words}"
 

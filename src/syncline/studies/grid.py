@@ -1,4 +1,4 @@
-"""The points of a study: every dial with every number of learners, batch size and seed.
+"""The points of a study, every dial with every number of learners, batch size and seed; and the record of a finished one.
 
 Pure. Says which combinations cannot be and why; not responsible for running any.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from syncline.dial import Course, Sync
 from syncline.errors import DialError, UsageError
@@ -61,6 +62,59 @@ class Grid:
         if len(points) > MOST_POINTS:
             raise UsageError(f"{len(points):,} runs are too many for one study, at most {MOST_POINTS:,}")
         return points, skipped
+
+
+# -- what came of one -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRow:
+    """One run of a study: what was asked, and what came of it. Seconds are virtual where the run was simulated."""
+
+    sync: str
+    n: int | None  # Rudra's n; none in lockstep
+    learners: int
+    batch_size: int
+    mu_lambda: int
+    seed: int
+    epochs: float | None = None  # passes over the data
+    seconds: float | None = None
+    updates: int | None = None
+    gradients: int | None = None
+    dropped: int | None = None
+    mean_staleness: float | None = None
+    max_staleness: int | None = None
+    test_error: float | None = None  # 1 − accuracy
+    test_accuracy: float | None = None
+    test_loss: float | None = None
+    loss: float | None = None  # of training, over the last epoch
+    throughput: float | None = None  # examples per second
+    overlap: float | None = None
+    wall_seconds: float | None = None
+    commit: str = ""
+    version: str = ""
+    error: str = ""  # why there are no numbers
+
+    @property
+    def point(self) -> Point:
+        return Point(sync=self.sync, learners=self.learners, batch_size=self.batch_size, seed=self.seed)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.error)
+
+
+def asked(point: Point, **known: Any) -> StudyRow:
+    """The row of a point, with what came of it."""
+    return StudyRow(
+        sync=point.sync,
+        n=splits_of(point),
+        learners=point.learners,
+        batch_size=point.batch_size,
+        mu_lambda=point.batch_size * point.learners,
+        seed=point.seed,
+        **known,
+    )
 
 
 def splits_of(point: Point) -> int | None:

@@ -10,7 +10,7 @@ from html import escape
 
 from syncline.report.html_page import document, measure, table
 from syncline.report.svg_plots import COLOURS, FAINT, Curve, Scale, Spot, curves, scale, side_by_side
-from syncline.studies.rows import StudyRow
+from syncline.studies.grid import StudyRow
 from syncline.studies.summary import RankedPoint, baseline, groups, places, wanted
 
 WIDE = 64  # largest over smallest number of learners, from which its axis is logarithmic

@@ -22,8 +22,7 @@ from syncline.learn.gradient_ways import Backprop, way_of
 from syncline.learn.training import evaluation_of
 from syncline.sim.engine import Sim
 from syncline.sim.timing.run_times import Follow, Timing
-from syncline.studies.grid import Point
-from syncline.studies.rows import StudyRow, asked
+from syncline.studies.grid import Point, StudyRow, asked
 from syncline.topologies import Servers, Trees, parse_topology
 from syncline.train import Result, train
 from syncline.train.groups import GroupBatches, check_group, simulated

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from syncline.studies.rows import StudyRow
+from syncline.studies.grid import StudyRow
 
 WANTED = ("test_error", "test_loss", "loss")  # what is compared, the first that there is
 

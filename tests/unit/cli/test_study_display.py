@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from syncline.cli.study_display import Progress, cost, last_words, panel, row_line
-from syncline.studies.grid import Point
-from syncline.studies.rows import StudyRow, asked
+from syncline.studies.grid import Point, StudyRow, asked
 from tests.unit.studies.studies import row, whole
 
 POINTS = [Point(sync="softsync:1", learners=4, batch_size=16, seed=seed) for seed in range(4)]

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from syncline.studies.grid import Point
-from syncline.studies.rows import asked
+from syncline.studies.grid import Point, asked
 from syncline.studies.summary import baseline, best, fastest, frontier, groups, places, wanted
 from tests.unit.studies.studies import row, whole
 
