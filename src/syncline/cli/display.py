@@ -65,24 +65,20 @@ def _progress(record: RunRecord) -> Table:
         f"{record.word} {min(len(record.epochs) + 1, epochs) if epochs else len(record.epochs) + 1}"
         + (f"/{epochs}" if epochs else ""),
         lasted(record),
-        _remaining(record, done),
+        _remaining(record),
     )
     return grid
 
 
-def _remaining(record: RunRecord, done: float | None) -> str:
+def _remaining(record: RunRecord) -> str:
     """From the rate since the first sample: the start is no measure of the rest."""
     if record.state != "running":
         return ""
-    samples = record.samples
-    if done is None or len(samples) < 3 or not record.rate("version", window=10.0):
+    if record.goal is None or len(record.samples) < 3:
         return "ETA –"
-    steps, version = record.options.get("steps"), record.last.get("version") or 0
-    if steps:
-        return f"ETA {duration((steps - version) / record.rate('version', window=10.0))}"
-    total = (record.options.get("epochs") or 0) * (record.options.get("examples") or 0)
-    rate = record.rate("examples", window=10.0)
-    return f"ETA {duration(max(0.0, total - record.examples) / rate)}" if total and rate else "ETA –"
+    key, end = record.goal
+    rate, left = record.rate(key, window=10.0), end - (record.last.get(key) or 0)
+    return f"ETA {duration(max(0.0, left) / rate)}" if rate else "ETA –"
 
 
 def _numbers(record: RunRecord) -> Text:

@@ -47,7 +47,7 @@ from syncline.studies.grid import asked as row_of
 from syncline.studies.picture import page, picture
 from syncline.studies.point_run import work_on_points
 from syncline.studies.store import JOB, LOG, VARIED, StudyStore, left, read_rows
-from syncline.studies.worker_pool import Ended, Moved, News, Pool, Started
+from syncline.studies.worker_pool import News, Pool
 from syncline.topologies import parse_topology
 
 PICTURE, PAGE = "tradeoff.svg", "tradeoff.html"
@@ -251,16 +251,15 @@ def _conduct(
 
 
 def _heard(news: News, epochs: int | None, store: StudyStore, progress: Progress, console: Console) -> None:
-    if isinstance(news, Started):
+    if news.kind == "started":
         progress.started(news.piece, time.monotonic())
-    elif isinstance(news, Moved):
+    elif news.kind == "moved":
         words = f"epoch {news.said}/{epochs}" if epochs else f"epoch {news.said}"
         progress.moved(news.piece, news.said / epochs if epochs else 0.0, words)
     else:
-        if isinstance(news, Ended):
-            row = news.answer
-        else:
-            row = row_of(news.piece, error=f"{news.how}; {store.folder / LOG} may say why")
+        row = news.said
+        if news.kind == "died":
+            row = row_of(news.piece, error=f"{news.said}; {store.folder / LOG} may say why")
         store.add(row)
         progress.ended(row)
         print_line(console, row_line(row, progress))

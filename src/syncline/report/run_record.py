@@ -218,16 +218,23 @@ class RunRecord:
         return [each for each in self.events if each.get("event") == "warning"]
 
     @property
+    def goal(self) -> tuple[str, float] | None:
+        """The number of the statistics that ends the run, and where it will be then; None: that is not known."""
+        steps, epochs = _number(self.options.get("steps")), _number(self.options.get("epochs"))
+        size = _number(self.options.get("examples"))
+        if steps:
+            return "version", steps
+        return ("examples", epochs * size) if epochs and size else None
+
+    @property
     def progress(self) -> float | None:
         """The part that is done, where the end is known."""
         if self.end is not None and self.end.get("how") == "finished":
             return 1.0
-        steps, epochs = _number(self.options.get("steps")), _number(self.options.get("epochs"))
-        size = _number(self.options.get("examples"))
-        if steps:
-            return min(1.0, (_number(self.last.get("version")) or 0) / steps)
-        if epochs and size:
-            return min(1.0, self.examples / (epochs * size))
+        if self.goal is not None:
+            key, end = self.goal
+            return min(1.0, (_number(self.last.get(key)) or 0) / end)
+        epochs = _number(self.options.get("epochs"))
         return len(self.epochs) / epochs if epochs else None
 
 

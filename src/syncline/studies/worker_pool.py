@@ -24,28 +24,12 @@ Work = Callable[[Any, Say], Any]  # a piece, and to whom it says how far it is; 
 Prepare = Callable[[], Work]  # travels to a worker, which begins with it
 
 
-class Started(NamedTuple):
+class News(NamedTuple):
+    """Of a piece of work."""
+
+    kind: str  # "started", "moved", "ended" or "died"
     piece: Any
-
-
-class Moved(NamedTuple):
-    piece: Any
-    said: Any
-
-
-class Ended(NamedTuple):
-    piece: Any
-    answer: Any
-
-
-class Died(NamedTuple):
-    """The process that had it, in words."""
-
-    piece: Any
-    how: str
-
-
-News = Started | Moved | Ended | Died
+    said: Any = None  # how far it is, its answer, or in words how the process ended that had it
 
 
 class Worker:
@@ -72,10 +56,10 @@ class Worker:
         with suppress(OSError):  # it has died: its answers will end
             self.connection.send(what)
 
-    def give(self, piece: Any) -> Started:
+    def give(self, piece: Any) -> News:
         self.piece = piece
         self._send(piece)
-        return Started(piece)
+        return News("started", piece)
 
     def end(self) -> str:
         """How it ended, in words."""
@@ -123,11 +107,10 @@ class Pool:
             with suppress(subprocess.TimeoutExpired):
                 worker.process.wait(1.0)  # who has said its last word is about to end
             self._workers.remove(worker)
-            return Died(piece, worker.end())
-        if not over:
-            return Moved(piece, what)
-        worker.piece = None
-        return Ended(piece, what)
+            return News("died", piece, worker.end())
+        if over:
+            worker.piece = None
+        return News("ended" if over else "moved", piece, what)
 
 
 # -- in the process --------------------------------------------------------------------------------------------
