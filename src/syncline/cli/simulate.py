@@ -193,9 +193,8 @@ def _time(job: Job, console: Console) -> None:
         ("busiest card", f"of {where}, in use {100 * share:.0f} % of the time"),
         ("moved", f"{timing.moved / 1e6:,.1f} MB between machines, {timing.events:,} events"),
     ]
-    console.print(
-        f"{job.model_name}, {job.sync}, {job.learners} learners × batch {job.batch_size}: sizes only"
-    )
+    model = job.model.name if job.model is not None else f"net of {len(job.layers)} layers"
+    console.print(f"{model}, {job.sync}, {job.learners} learners × batch {job.batch_size}: sizes only")
     for event in timing.happened:
         print_line(console, event_line({"seconds": event.seconds, "rank": event.rank, "what": event.what}))
     print_rows(console, rows)

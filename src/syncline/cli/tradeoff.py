@@ -101,7 +101,11 @@ def tradeoff(
         console = Console(width=120)  # in a file or a pipe there is room for the tables
     with told(debug):
         if plot is not None:
-            raise typer.Exit(redraw(plot, console))
+            rows = read_rows(plot)
+            if not rows:
+                raise UsageError(f"{plot}: no run of this study has ended yet")
+            _show(plot, rows, rows, console)
+            raise typer.Exit()
         sets = set_ or []
         _refuse_varied(sets)
         if engine == "sim":
@@ -173,15 +177,6 @@ def study(
         print_line(console, f"{done}; the same command goes on with the rest")
         return INTERRUPTED
     return FAILURE if progress.failed else 0
-
-
-def redraw(folder: Path, console: Console) -> int:
-    """Draw what a study has so far."""
-    rows = read_rows(folder)
-    if not rows:
-        raise UsageError(f"{folder}: no run of this study has ended yet")
-    _show(folder, rows, rows, console)
-    return 0
 
 
 def _tried(job: Job, grid: Grid, first: Point) -> Job:

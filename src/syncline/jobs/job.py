@@ -11,7 +11,7 @@ import copy
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -206,11 +206,6 @@ class Job:
         found = {key.name: _plain(getattr(self, key.name)) for key in KEYS}
         return {name: value for name, value in found.items() if value is not None and value != []}
 
-    @property
-    def model_name(self) -> str:
-        """What is trained, in a word."""
-        return self.model.name if self.model is not None else f"net of {len(self.layers)} layers"
-
     def dumps(self) -> str:
         """The job as TOML; reading it gives an equal job."""
         return dumps(self.table())
@@ -223,7 +218,7 @@ class Job:
             raise JobError(self.source.told([failed.problem])) from failed
 
 
-KEYS = keys.keys_of(Job)
+KEYS = tuple(Key(name=f.name, default=f.default, **f.metadata) for f in fields(Job) if f.metadata)
 BY_NAME: Mapping[str, Key] = {each.name: each for each in KEYS}
 
 

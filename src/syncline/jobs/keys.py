@@ -9,7 +9,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from syncline.engines.checkpoint_options import AUTO, END
@@ -91,12 +91,6 @@ class Key:
         except Wrong as wrong:
             reason = f" ({wrong})" if str(wrong) else ""
             raise Wrong(f"expected {self.kind}, got {shown(value)}{reason}") from None
-
-
-def keys_of(record: type) -> tuple[Key, ...]:
-    """The keys among a record's fields."""
-    found = [each for each in fields(record) if each.metadata]
-    return tuple(Key(name=each.name, default=each.default, **each.metadata) for each in found)
 
 
 def shown(value: Any) -> str:

@@ -91,7 +91,7 @@ def lines_of(text: str) -> dict[Path, int]:
     for number, statement in _statements(text):
         table = tomllib.loads(statement)
         if statement.lstrip().startswith("["):
-            header = _first_path(table)
+            *_, header = _paths(table)
             if statement.lstrip().startswith("[["):
                 found.setdefault(header, number)
                 counts[header] = counts.get(header, -1) + 1
@@ -131,15 +131,6 @@ def _numbered(path: Path, counts: dict[Path, int]) -> Path:
     return tuple(found)
 
 
-def _first_path(table: Any) -> Path:
-    """The keys of a header alone."""
-    if isinstance(table, list):
-        table = table[0]
-    for key, inner in table.items():
-        return (key, *_first_path(inner))
-    return ()
-
-
 def _paths(table: dict[str, Any]) -> Iterator[Path]:
     """All keys of an assignment, outer ones too."""
     for key, value in table.items():
@@ -154,18 +145,17 @@ def _paths(table: dict[str, Any]) -> Iterator[Path]:
 def parse_override(text: str) -> tuple[Path, Any]:
     """`key.inner=value`: the path and the value as TOML, or as a text where it is none; None for an empty value."""
     key, equals, value = text.partition("=")
-    try:
-        path = _first_path(tomllib.loads(f"{key.strip()} = {{}}")) if equals and "\n" not in key else ()
-    except tomllib.TOMLDecodeError:
-        path = ()
-    if not path:
+    paths: list[Path] = []
+    if equals and "\n" not in key:
+        with suppress(tomllib.TOMLDecodeError):
+            paths = [*_paths(tomllib.loads(f"{key.strip()} = {{}}"))]
+    if not paths:
         raise UsageError(f"{text!r} is no key=value, as learners=4 or optimizer.lr=0.1")
     value = value.strip()
     read: dict[str, Any] = {}
     with suppress(tomllib.TOMLDecodeError, RecursionError):
         read = tomllib.loads(f"value = {value}")
-    found = read["value"] if len(read) == 1 else value or None
-    return path, found
+    return paths[-1], read["value"] if len(read) == 1 else value or None
 
 
 def override(table: dict[str, Any], path: Path, value: Any) -> Path:

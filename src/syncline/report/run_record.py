@@ -180,10 +180,6 @@ class RunRecord:
         return dict(sorted(found.items()))
 
     @property
-    def examples(self) -> int:
-        return int(_number(self.last.get("examples")) or 0)
-
-    @property
     def throughput(self) -> float:
         """Examples a second over the last session, from its first statistics on."""
         if self.end is not None and (given := _number(self.end.get("throughput"))) is not None:

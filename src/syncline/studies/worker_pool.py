@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,18 +37,15 @@ class Worker:
 
     def __init__(self, prepare: Prepare, log: Path | None) -> None:
         self.connection, theirs = Pipe()
-        output = log.open("ab") if log is not None else None
-        self.process = subprocess.Popen(
-            (sys.executable, "-m", "syncline.studies.worker_pool", str(theirs.fileno())),
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # the terminal's Ctrl-C is the caller's to handle
-        )
-        if output is not None:
-            output.close()
-        theirs.close()
+        with theirs, log.open("ab") if log is not None else nullcontext() as output:
+            self.process = subprocess.Popen(
+                (sys.executable, "-m", "syncline.studies.worker_pool", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # the terminal's Ctrl-C is the caller's to handle
+            )
         self.piece: Any = None
         self._send(prepare)
 
@@ -119,17 +116,17 @@ class Pool:
 def _main(caller: Connection) -> None:
     work: Work = caller.recv()()
     pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(caller, pieces), daemon=True).start()
+
+    def listen() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                pieces.put(caller.recv())
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
     while True:
         answer = work(pieces.get(), lambda said: caller.send((False, said)))
         caller.send((True, answer))
-
-
-def _listen(caller: Connection, pieces: queue.SimpleQueue[Any]) -> None:
-    with suppress(EOFError, OSError):
-        while True:
-            pieces.put(caller.recv())
-    os._exit(0)
 
 
 if __name__ == "__main__":
