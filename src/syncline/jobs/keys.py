@@ -58,18 +58,6 @@ class Named:
         return {"name": self.name, **copy.deepcopy(self.arguments)}
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What a key's value may be: in words, for messages and the reference; and how it is read, which may raise Wrong."""
-
-    words: str
-    read: Callable[[Any], Any]
-
-    def __call__(self, default: Any, meaning: str) -> Any:
-        """A field of the record that is a key of the file."""
-        return field(default=default, metadata={"kind": self.words, "read": self.read, "meaning": meaning})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
     """One key of a job."""
@@ -100,6 +88,13 @@ def shown(value: Any) -> str:
 
 
 # -- kinds ---------------------------------------------------------------------------------------------------
+
+
+def _kind(words: str, read: Callable[[Any], Any]) -> Callable[[Any, str], Any]:
+    """What a key's value may be: in words, and how it is read. With a default and a meaning it makes a field of the record."""
+    return lambda default, meaning: field(
+        default=default, metadata={"kind": words, "read": read, "meaning": meaning}
+    )
 
 
 def _if(fits: Callable[[Any], bool]) -> Callable[[Any], Any]:
@@ -191,26 +186,26 @@ def _stop(value: Any) -> dict[str, Any]:
 
 
 _NAME = "a name, or a table with a name and its arguments"
-DIAL = Kind('a dial such as "softsync:2", or a table of the fields of Sync', _dial)
-TOPOLOGY = Kind('a topology such as "servers:2"', _text)
-COUNT = Kind("a whole number of at least 1", _whole(1))
-NUMBER = Kind("a whole number of at least 0", _whole(0))
-POLICY = Kind("ledger, partition or sample", _text)
-POSITIVE = Kind(
+DIAL = _kind('a dial such as "softsync:2", or a table of the fields of Sync', _dial)
+TOPOLOGY = _kind('a topology such as "servers:2"', _text)
+COUNT = _kind("a whole number of at least 1", _whole(1))
+NUMBER = _kind("a whole number of at least 0", _whole(0))
+POLICY = _kind("ledger, partition or sample", _text)
+POSITIVE = _kind(
     "a finite number > 0",
     _if(lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf),
 )
-DEVICES = Kind('a device such as "cuda:0", or a list of them', _devices)
-TABLE_DEVICE = Kind('"cpu" or a GPU of the learners', _text)
-DATA_DEVICE = Kind('"cuda"', _text)
-CUT = Kind("auto, data, the file of a plan, or a table of layers and ways", _cut)
-FLAG = Kind("true or false", _if(lambda v: isinstance(v, bool)))
-PATH = Kind("a path", _text)
-CADENCE = Kind('a number of updates, seconds such as "30s", auto, or end', _cadence)
-ON_ERROR = Kind("raise or continue", _if(lambda v: v in ("raise", "continue")))
-NAMED = Kind(_NAME, _named)
-LAYERS = Kind("a list of layers, each a table with name and type", _layers)
-EVALUATE = Kind("a table of what differs from data, or " + _NAME, _named)
-GRADIENT = Kind("backprop, cd:k, pcd:k, or " + _NAME, _gradient)
-STOP = Kind("a table with loss, plateau or gradient_norm", _stop)
-NAMED_LIST = Kind("a list of names or tables", _several)
+DEVICES = _kind('a device such as "cuda:0", or a list of them', _devices)
+TABLE_DEVICE = _kind('"cpu" or a GPU of the learners', _text)
+DATA_DEVICE = _kind('"cuda"', _text)
+CUT = _kind("auto, data, the file of a plan, or a table of layers and ways", _cut)
+FLAG = _kind("true or false", _if(lambda v: isinstance(v, bool)))
+PATH = _kind("a path", _text)
+CADENCE = _kind('a number of updates, seconds such as "30s", auto, or end', _cadence)
+ON_ERROR = _kind("raise or continue", _if(lambda v: v in ("raise", "continue")))
+NAMED = _kind(_NAME, _named)
+LAYERS = _kind("a list of layers, each a table with name and type", _layers)
+EVALUATE = _kind("a table of what differs from data, or " + _NAME, _named)
+GRADIENT = _kind("backprop, cd:k, pcd:k, or " + _NAME, _gradient)
+STOP = _kind("a table with loss, plateau or gradient_norm", _stop)
+NAMED_LIST = _kind("a list of names or tables", _several)

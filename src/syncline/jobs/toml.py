@@ -95,7 +95,11 @@ def lines_of(text: str) -> dict[Path, int]:
             if statement.lstrip().startswith("[["):
                 found.setdefault(header, number)
                 counts[header] = counts.get(header, -1) + 1
-            above = _numbered(header, counts)
+            above = ()
+            for length, part in enumerate(header, 1):
+                above += (part,)
+                if header[:length] in counts:  # a list of tables: the last one's number
+                    above += (str(counts[header[:length]]),)
             found[above] = number
         else:
             for path in _paths(table):
@@ -119,16 +123,6 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
         if not empty:
             yield start, held
         held = ""
-
-
-def _numbered(path: Path, counts: dict[Path, int]) -> Path:
-    """With the number of the last one after each part that is a list of tables."""
-    found: list[str] = []
-    for length in range(1, len(path) + 1):
-        found.append(path[length - 1])
-        if path[:length] in counts:
-            found.append(str(counts[path[:length]]))
-    return tuple(found)
 
 
 def _paths(table: dict[str, Any]) -> Iterator[Path]:

@@ -44,7 +44,7 @@ from syncline.learn.training import Training
 from syncline.messages import Clocks, Statistics
 from syncline.nn.net import layer_notes
 from syncline.report.clock_file import CLOCKS, append_clocks, cut_clocks
-from syncline.report.event_lines import EVENTS, LineWriter, plain, read_lines, write_whole
+from syncline.report.event_lines import EVENTS, LineWriter, plain, read_lines, replacing, write_whole
 from syncline.report.html_page import page
 from syncline.report.run_record import Line, RunRecord, better, judged
 from syncline.table.checkpoints import CheckpointError, Folder, write_tensors
@@ -277,17 +277,14 @@ class Recording:
         if model is not None:
             own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
             state = {key: state.get(key, value) for key, value in own.items()}
-        temporary = path.with_name(f".{name}.tmp")
         texts = {key: str(value) for key, value in {**notes, **layer_notes(model)}.items()}
         try:
-            write_tensors(temporary, state, texts)
-            os.replace(temporary, path)
+            with replacing(path) as beside:
+                write_tensors(beside, state, texts)
         except CheckpointError as error:
             self._failed(str(error))
             return False
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
             self._failed(f"cannot write {path}: {error.strerror}")
             return False
         return True
@@ -368,11 +365,7 @@ def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
         "examples": _length(data),
         "method": repr(spec.batch.method) if spec.batch is not None else None,
         "machine": f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}",
-        "versions": {
-            "syncline": VERSION,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {"syncline": VERSION, "torch": torch.__version__, "python": platform.python_version()},
     }
 
 
