@@ -97,7 +97,7 @@ def _kind(words: str, read: Callable[[Any], Any]) -> Callable[[Any, str], Any]:
     )
 
 
-def _if(fits: Callable[[Any], bool]) -> Callable[[Any], Any]:
+def _fitting(fits: Callable[[Any], bool]) -> Callable[[Any], Any]:
     """As it is, where it fits."""
 
     def read(value: Any) -> Any:
@@ -109,10 +109,10 @@ def _if(fits: Callable[[Any], bool]) -> Callable[[Any], Any]:
 
 
 def _whole(least: int) -> Callable[[Any], int]:
-    return _if(lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= MOST)
+    return _fitting(lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= MOST)
 
 
-_text = _if(lambda v: isinstance(v, str) and bool(v.strip()) and "\0" not in v)
+_text = _fitting(lambda v: isinstance(v, str) and bool(v.strip()) and "\0" not in v)
 
 
 def _dial(value: Any) -> str | dict[str, Any]:
@@ -193,16 +193,16 @@ NUMBER = _kind("a whole number of at least 0", _whole(0))
 POLICY = _kind("ledger, partition or sample", _text)
 POSITIVE = _kind(
     "a finite number > 0",
-    _if(lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf),
+    _fitting(lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf),
 )
 DEVICES = _kind('a device such as "cuda:0", or a list of them', _devices)
 TABLE_DEVICE = _kind('"cpu" or a GPU of the learners', _text)
 DATA_DEVICE = _kind('"cuda"', _text)
 CUT = _kind("auto, data, the file of a plan, or a table of layers and ways", _cut)
-FLAG = _kind("true or false", _if(lambda v: isinstance(v, bool)))
+FLAG = _kind("true or false", _fitting(lambda v: isinstance(v, bool)))
 PATH = _kind("a path", _text)
 CADENCE = _kind('a number of updates, seconds such as "30s", auto, or end', _cadence)
-ON_ERROR = _kind("raise or continue", _if(lambda v: v in ("raise", "continue")))
+ON_ERROR = _kind("raise or continue", _fitting(lambda v: v in ("raise", "continue")))
 NAMED = _kind(_NAME, _named)
 LAYERS = _kind("a list of layers, each a table with name and type", _layers)
 EVALUATE = _kind("a table of what differs from data, or " + _NAME, _named)
