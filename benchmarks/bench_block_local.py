@@ -8,7 +8,6 @@ same run; of the fused update, to read and write weights and momentum. `bmm` wor
 alone meanwhile. JAX's conv_general_dilated_local is the second peer, in a process of its own.
 """
 
-import argparse
 import gc
 import json
 import statistics
@@ -319,9 +318,7 @@ def describe(commit: str | None) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--parts", default="products,networks,sizes,jax")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="where the tree is a copy without its repository")
@@ -345,8 +342,7 @@ def main() -> None:
     for part in chosen.parts.split(","):
         result[part] = made[part]()
         show(f"{part}, {IMAGES} images, bfloat16", result[part])
-        if chosen.json:
-            chosen.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        machine.keep(chosen.json, result)
 
 
 if __name__ == "__main__":

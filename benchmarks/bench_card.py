@@ -10,8 +10,6 @@ Leave the machine alone meanwhile.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -170,9 +168,7 @@ def train_rows(device: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--sizes", default="0,1,2,3")
     parser.add_argument("--learners", default="1,2")
     parser.add_argument("--seconds", type=float, default=2.0)
@@ -181,10 +177,8 @@ def main() -> None:
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    head = machine.describe()
-    if torch.cuda.is_available():
-        head["gpu"] = torch.cuda.get_device_name()
-    print(" · ".join(f"{key} {value}" for key, value in head.items()), flush=True)
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    head = machine.announce(" · ", **gpu)
     rows = []
     for size in map(int, given.sizes.split(",")):
         for learners in map(int, given.learners.split(",")):
@@ -193,12 +187,10 @@ def main() -> None:
                 f"{k} {v:,.0f} ({v / found['plain']:.2f})" for k, v in found.items() if isinstance(v, float)
             ]
             print(f"{found['parameters']:,} parameters, {learners} learners: {', '.join(shares)}", flush=True)
-            if given.json:
-                given.json.write_text(json.dumps({"head": head, "rows": rows}, indent=1))
+            machine.keep(given.json, {"head": head, "rows": rows})
     if given.train:
         found = train_rows(given.device)
-        if given.json:
-            given.json.write_text(json.dumps({"head": head, "rows": rows, "train": found}, indent=1))
+        machine.keep(given.json, {"head": head, "rows": rows, "train": found})
 
 
 if __name__ == "__main__":

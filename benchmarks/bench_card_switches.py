@@ -8,7 +8,6 @@ same back; words in shared memory say when. Beside it the same turns between two
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
@@ -70,13 +69,10 @@ def two_streams(rounds: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2000)
     rounds = parser.parse_args().rounds
-    head = {**machine.describe(), "gpu": torch.cuda.get_device_name()}
-    print(" · ".join(f"{key} {value}" for key, value in head.items()), flush=True)
+    machine.announce(" · ", gpu=torch.cuda.get_device_name())
     two_streams(100)
     print(f"two streams of one process: {1e6 * two_streams(rounds):.1f} µs a turn", flush=True)
     print(f"two processes: {1e6 * two_processes(rounds):.1f} µs a turn", flush=True)

@@ -8,7 +8,6 @@ and BernoulliRBM (persistent chains), same rate, batches and hidden units. sciki
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -163,9 +162,7 @@ def from_scikit(data: Tensor, hidden: int, rate: float, batch: int, epochs: int)
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--examples", type=int, default=20_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -173,7 +170,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--epochs", type=int, default=20, help="with --digits")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    print(" | ".join(f"{name} {value}" for name, value in machine.describe().items()))
+    head = machine.announce(" | ")
     found: dict[str, Any]
     if given.digits:
         found = qualities(given.epochs)
@@ -185,8 +182,7 @@ def main(arguments: list[str]) -> None:
         for name, values in found.items():
             middle = statistics.median(values)
             print(f"{name:14} median {middle:10,.0f} examples/s, {middle / base:.2f} of plain PyTorch")
-    if given.json:
-        given.json.write_text(json.dumps({"machine": machine.describe(), "found": found}, indent=1) + "\n")
+    machine.keep(given.json, {"machine": head, "found": found})
 
 
 if __name__ == "__main__":

@@ -221,9 +221,7 @@ def draw(found: dict[int, list[Recovery]], picture: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     question = parser.add_mutually_exclusive_group(required=True)
     question.add_argument("--cost", action="store_true")
     question.add_argument("--recovery", action="store_true")
@@ -239,8 +237,7 @@ def main() -> None:
     given.dims = tuple(int(width) for width in given.dims.split("-"))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    head = machine.describe()
-    print(", ".join(f"{key} {value}" for key, value in head.items()))
+    head = machine.announce()
     with kept(given.json, head) as keep:
         (cost if given.cost else recoveries)(given, keep)
 

@@ -166,9 +166,7 @@ def rows_on(bench: Bench, mbit: float | None, given: argparse.Namespace) -> None
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--rates", default="unlimited,1000", help="Mbit/s, or unlimited")
     parser.add_argument("--sizes", default="1,2,3", help="which models of bench_throughput")
     parser.add_argument("--workers", type=int, default=2, help="of each node")

@@ -8,7 +8,6 @@ a survivor until the loss was noticed and five steps later, less its usual time 
 for the faults of shards: there on nodes 0 and 1, with a checkpoint every 200 updates. A peer's worker is killed as a learner is.
 """
 
-import argparse
 import os
 import random
 import signal
@@ -127,9 +126,7 @@ def show(name: str, kills: list[Kill]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--faults", default=" ".join(FAULTS))
     parser.add_argument("--presets", default="hardsync async", help="with semicolons for commas within one")
@@ -141,8 +138,7 @@ def main() -> None:
         parser.error(f"--faults are {', '.join(FAULTS)}; not {', '.join(sorted(unknown))}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    head = machine.describe()
-    print(", ".join(f"{key} {value}" for key, value in head.items()))
+    head = machine.announce()
     print(f"{'':36} {'losses':>6} {'usual, ms':>10} {'stall, s':>9} {'max':>9} {'before it':>10}")
     rows: list[tuple[str, Callable[[random.Random], Kill]]] = [
         (f"{fault}, {preset}", partial(one, fault, preset))

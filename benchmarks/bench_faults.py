@@ -395,17 +395,13 @@ def kept(file: Path | None, head: dict[str, str]) -> Iterator[Callable[[dict[str
 
     def keep(row: dict[str, Any]) -> None:
         results[-1]["rows"].append(row)
-        if file:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(results, indent=1))
+        machine.keep(file, results)
 
     yield keep
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     question = parser.add_mutually_exclusive_group(required=True)
     question.add_argument("--stall", action="store_true")
     question.add_argument("--churn", action="store_true")
@@ -422,8 +418,7 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    head = machine.describe()
-    print(", ".join(f"{key} {value}" for key, value in head.items()))
+    head = machine.announce()
     with kept(given.json, head) as keep:
         (stall if given.stall else churn)(given, keep)
 

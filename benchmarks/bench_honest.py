@@ -14,9 +14,7 @@ Two and eight learners on 16 cores in under four minutes, from a checkout (torch
 Leave the machine alone meanwhile.
 """
 
-import argparse
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -181,9 +179,7 @@ def _told(values: dict[str, float], names: Sequence[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--learners", default="2", help="numbers of learners, e.g. 2,8")
     parser.add_argument("--sizes", default="0,1,2", help="which of the models of bench_throughput")
     parser.add_argument("--seconds", default="15,15,40", help="of measuring, for each of the models")
@@ -191,16 +187,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write all figures here")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    head = machine.describe()
-    print(", ".join(f"{key} {value}" for key, value in head.items()))
+    head = machine.announce()
     rows: list[dict[str, Any]] = []
     seconds = list(map(float, given.seconds.split(",")))
     for learners in map(int, given.learners.split(",")):
         for index in map(int, given.sizes.split(",")):
             rows += compare(index, learners, seconds[min(index, len(seconds) - 1)], given.window)
-            if given.json:
-                given.json.parent.mkdir(parents=True, exist_ok=True)
-                given.json.write_text(json.dumps({"machine": head, "rows": rows}, indent=1) + "\n")
+            machine.keep(given.json, {"machine": head, "rows": rows})
     errors = [abs(row["error"]) for row in rows]
     within = sum(error <= AIM for error in errors)
     print(f"\n{within} of {len(rows)} within {100 * AIM:.0f} %, the largest error {100 * max(errors):.1f} %")

@@ -230,9 +230,7 @@ def method_names(text: str) -> list[str]:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--models", default="alexnet,googlenet", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--rates", default="balanced,1000", help="Mbit/s, balanced, or loopback")
     parser.add_argument("--methods", type=method_names, default=list(METHODS), help=", ".join(METHODS))
@@ -255,15 +253,13 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def keep(file: Path, head: dict[str, str], row: dict[str, Any]) -> None:
     """At once, behind the rows of earlier commands."""
     rows = json.loads(file.read_text()) if file.exists() else []
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps([*rows, {"machine": head, **row}], indent=1) + "\n")
+    machine.keep(file, [*rows, {"machine": head, **row}])
 
 
 def main() -> None:
     given = arguments()
     prepare()
-    head = machine.describe()
-    print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
+    head = machine.announce()
     try:
         for row in rows_of(given):
             if given.json:

@@ -12,8 +12,6 @@ predicts for `ours` from what was measured just before, in both processes at onc
 Leave the machine alone meanwhile.
 """
 
-import argparse
-import json
 import os
 import statistics
 import time
@@ -31,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncline as sl
-from benchmarks import link, machine
+from benchmarks import machine
 from benchmarks.bench_overlap import Network, network_of
 from benchmarks.overlap_learner import Place
 from benchmarks.peers.team import Team
@@ -109,10 +107,7 @@ def prepared(task: Task) -> tuple[nn.Module, Tensor, Tensor]:
 
 def work(_: Connection, rank: int, place: Place, task: Task) -> Any:
     """One process: seconds of an update."""
-    if place.namespace is not None:
-        link.enter(place.namespace)
-    if place.core is not None:
-        os.sched_setaffinity(0, {place.core})
+    place.enter()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = place.interface
     if task.method == "group":
@@ -278,9 +273,7 @@ def show(row: Row) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--models", default="alexnet,dense")
     parser.add_argument("--batches", default="64,8")
     parser.add_argument("--rates", default="loopback,1000")
@@ -292,7 +285,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         vars(options).update(QUICK)
-    print(machine.describe())
+    head = machine.describe()
+    print(head)
     rows = []
     for rate in options.rates.split(","):
         for name in options.models.split(","):
@@ -300,9 +294,7 @@ def main() -> None:
                 row = measured(name, batch, rate, options.methods.split(","), options.repeats, options.steps)
                 show(row)
                 rows.append(row)
-    if options.json:
-        kept = {"machine": machine.describe(), "rows": [vars(row) for row in rows]}
-        options.json.write_text(json.dumps(kept, indent=1) + "\n")
+    machine.keep(options.json, {"machine": head, "rows": [vars(row) for row in rows]})
 
 
 if __name__ == "__main__":

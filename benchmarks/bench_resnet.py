@@ -8,8 +8,6 @@ per epoch (median, the first left out) and test accuracy. Leave the machine alon
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -132,17 +130,14 @@ def ours(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    head = {**machine.describe(), "gpu": torch.cuda.get_device_name()}
-    print(" · ".join(f"{key} {value}" for key, value in head.items()), flush=True)
+    head = machine.announce(" · ", gpu=torch.cuda.get_device_name())
     kept = np.load(given.file)
     data = images(kept["x_train"]), torch.from_numpy(kept["y_train"]).long()
     test = images(kept["x_test"]), torch.from_numpy(kept["y_test"]).long()
@@ -155,8 +150,7 @@ def main() -> None:
             f"{name}: {middle:.2f} s an epoch, accuracy {rows[name]['accuracy']:.4f}, mean staleness {sigma:.2f}",
             flush=True,
         )
-        if given.json:
-            given.json.write_text(json.dumps({"head": head, "rows": rows}, indent=1))
+        machine.keep(given.json, {"head": head, "rows": rows})
 
     say("one process, joint batch", *plain(data, 2 * given.batch, given.epochs, given.lr), 0.0)
     for sync in DIALS:

@@ -8,7 +8,6 @@ alone meanwhile.
 """
 
 import argparse
-import json
 import statistics
 import time
 from itertools import pairwise
@@ -109,9 +108,7 @@ def _middle(seconds: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--dims", default="784,2800,2800,1400,10")
     parser.add_argument("--examples", type=int, default=4096)
     parser.add_argument("--portion", type=int, default=256)
@@ -141,8 +138,7 @@ def main() -> None:
     print(
         f"computing portions alone takes {least:.3f} s: commands and messages {1 - least / ours['seconds']:.1%}"
     )
-    if args.json is not None:
-        args.json.write_text(json.dumps({"machine": about, "rows": rows, "least": least}, indent=2) + "\n")
+    machine.keep(args.json, {"machine": about, "rows": rows, "least": least})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ optimizer's step, `run` whole simulated runs. Every way is first compared with t
 import argparse
 import copy
 import cProfile
-import json
 import pstats
 import statistics
 import time
@@ -127,8 +126,7 @@ class Bench:
             for key, value in result.items()
         )
         print(f"{name:44} {shown}", flush=True)
-        if self.file is not None:
-            self.file.write_text(json.dumps(self.results, indent=1))
+        machine.keep(self.file, self.results)
 
 
 def plain_rows(bench: Bench, weights: list[list[Tensor]], batches: list[Tensor]) -> Tensor:

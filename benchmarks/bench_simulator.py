@@ -99,16 +99,14 @@ def main() -> None:
         cluster, sync, learners, gradients = given.case
         print(json.dumps(case(cluster, sync, int(learners), int(gradients))))
         return
-    head = machine.describe()
-    print(", ".join(f"{name} {value}" for name, value in head.items()), flush=True)
+    head = machine.announce()
     rows = []
     for cluster in given.clusters:
         for learners in given.learners:
             for sync in DIALS:
                 rows.append(in_a_process(cluster, sync, learners, given.gradients))
                 show(rows[-1])
-    if given.json:
-        given.json.write_text(json.dumps({"machine": head, "rows": rows}, indent=1) + "\n")
+    machine.keep(given.json, {"machine": head, "rows": rows})
 
 
 if __name__ == "__main__":

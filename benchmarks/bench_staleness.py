@@ -3,7 +3,6 @@
 python -m benchmarks.bench_staleness [--gradients 3000]
 """
 
-import argparse
 from functools import partial
 
 import torch
@@ -33,12 +32,10 @@ def run(engine: str, sync: str, learners: int, gradients: int) -> sl.Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--gradients", type=int, default=3000)
     given = parser.parse_args()
-    print(", ".join(f"{key} {value}" for key, value in machine.describe().items()))
+    machine.announce()
     print("engine  dial         λ   (λ−1)/c   mean σ   max σ   share beyond 2λ/c")
     for engine in ("local", "sim"):
         for learners in (4, 30):

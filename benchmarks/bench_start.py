@@ -5,7 +5,6 @@
 Each repeat starts a new fork server, as the first run of a program does, then a second run with it.
 """
 
-import argparse
 import os
 import statistics
 import time
@@ -64,14 +63,12 @@ def idle_use(learners: int, shards: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--learners", type=int, default=8)
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
-    print(", ".join(f"{key} {value}" for key, value in machine.describe().items()))
+    machine.announce()
     cold, warm = [], []
     for _ in range(given.repeats):
         forkserver.shutdown()

@@ -5,8 +5,6 @@
 The model is a ResNet of 20 layers for CIFAR-10 (convolutions, batch norm, one linear layer); one thread; the best of several repeats.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,24 +73,19 @@ def measure(kind: type, options: dict[str, Any], repeats: int) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    head = machine.describe()
-    print(", ".join(f"{key} {value}" for key, value in head.items()))
+    head = machine.announce()
     rows = [measure(kind, options, given.repeats) for kind, options in CASES]
     for row in rows:
         print(
             f"{row['optimizer']:<6} {row['parameters']} parameters: plain {row['plain_us']:.0f} µs, "
             f"joined {row['joined_us']:.0f} µs, {row['ratio']:.1f}x"
         )
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps({"machine": head, "rows": rows}, indent=1))
+    machine.keep(given.json, {"machine": head, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ Every row is one run of all contenders in turn, repeated; the table shows median
 Leave the machine alone meanwhile.
 """
 
-import argparse
 import importlib
-import json
 import os
 import statistics
 from collections.abc import Callable
@@ -76,9 +74,7 @@ def show(dims: tuple[int, ...], batch_size: int, workers: int, rates: dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--workers", default="2", help="numbers of workers, for example 2,4,8")
     parser.add_argument("--sizes", default="0,1,2,3", help="which of the four models")
     parser.add_argument("--repeats", type=int, default=3)
@@ -87,8 +83,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write all rates here")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    head = machine.describe()
-    print(", ".join(f"{key} {value}" for key, value in head.items()))
+    head = machine.announce()
     chosen = contenders(given.contenders.split(","))
     rows = []
     for index in map(int, given.sizes.split(",")):
@@ -97,9 +92,7 @@ def main() -> None:
             rates = measure(chosen, dims, batch_size, workers, given.seconds, given.repeats)
             show(dims, batch_size, workers, rates)
             rows.append({"dims": dims, "batch_size": batch_size, "workers": workers, "rates": rates})
-            if given.json:
-                given.json.parent.mkdir(parents=True, exist_ok=True)
-                given.json.write_text(json.dumps({"machine": head, "rows": rows}, indent=1))
+            machine.keep(given.json, {"machine": head, "rows": rows})
 
 
 if __name__ == "__main__":

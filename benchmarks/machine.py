@@ -1,14 +1,36 @@
-"""What a table of results was measured on: machine, versions, commit and date."""
+"""What every benchmark's command has: its options, the head of its table (machine, versions, commit, date), its file of results."""
 
+import argparse
+import json
 import os
 import platform
 import subprocess
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def parser(words: str | None) -> argparse.ArgumentParser:
+    """With a script's own words as its help."""
+    return argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def announce(between: str = ", ", **more: str) -> dict[str, str]:
+    """The head of a table, printed, with what else it was measured on."""
+    head = describe() | more
+    print(between.join(f"{key} {value}" for key, value in head.items()), flush=True)
+    return head
+
+
+def keep(file: Path | None, result: Any) -> None:
+    """In the file, if one was named."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def describe() -> dict[str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import syncline as sl
-from benchmarks.workload import backward, make_batch, make_model, make_optimizer
+from benchmarks.workload import make_batch, make_model, make_optimizer, rate, stepping
 
 WARM_UP_STEPS = 5
 
@@ -44,13 +44,7 @@ def work(
     model = make_model(dims)
     batch = make_batch(dims, batch_size, seed=session.rank)
     optimizer = session.optimizer(model, make_optimizer)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(model, batch)
-        optimizer.step()
-
-    return measure(session, step, seconds)
+    return measure(session, stepping(model, batch, optimizer), seconds)
 
 
 def lockstep_rate(session: sl.Session, step: Callable[[], None], seconds: float) -> float:
@@ -66,13 +60,7 @@ def free_rate(session: sl.Session, step: Callable[[], None], seconds: float) -> 
     """Each learner counts its steps in a window that all begin together."""
     timed(step, WARM_UP_STEPS)
     session.mean(0.0)
-    count = 0
-    start = now = time.perf_counter()
-    while now < start + seconds:
-        step()
-        count += 1
-        now = time.perf_counter()
-    return count / (now - start)
+    return rate(step, seconds)
 
 
 def timed(step: Callable[[], None], count: int) -> float:

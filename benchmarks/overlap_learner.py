@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncline as sl
 from benchmarks import link
-from benchmarks.workload import Batch, make_optimizer
+from benchmarks.workload import Batch, make_optimizer, stepping
 from syncline.models import AlexNet, GoogLeNet
 
 WARM_UP_STEPS = 4  # times k + 1: gradients in flight must have met the link's limit before the clock starts
@@ -91,6 +90,13 @@ class Place:
     interface: str
     core: int | None
 
+    def enter(self) -> None:
+        """With this process."""
+        if self.namespace is not None:
+            link.enter(self.namespace)
+        if self.core is not None:
+            os.sched_setaffinity(0, {self.core})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -117,10 +123,7 @@ def prepare() -> None:
 
 def work(_: Connection, rank: int, place: Place, task: Task, barrier: Barrier) -> Times:
     """Called in a fresh process, before it has started threads that compute or communicate."""
-    if place.namespace is not None:
-        link.enter(place.namespace)
-    if place.core is not None:
-        os.sched_setaffinity(0, {place.core})
+    place.enter()
     os.environ.update(environment(rank, place))
     workload = WORKLOADS[task.workload]
     if task.method in OURS:
@@ -185,18 +188,6 @@ def learner(session: sl.Session, workload: Workload, steps: int, delay: int) -> 
     optimizer = session.optimizer(model, make_optimizer)
     step = stepping(model, workload.batch(session.rank), optimizer)
     return timed(step, steps, lambda: session.mean(0.0), WARM_UP_STEPS * (1 + delay))
-
-
-def stepping(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    images, labels = batch
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss: Tensor = F.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-
-    return step
 
 
 def timed(

@@ -3,7 +3,8 @@
 Data loading is left out on purpose: what is compared is computing, exchanging and applying gradients.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import torch
@@ -32,6 +33,29 @@ def make_batch(dims: tuple[int, ...], batch_size: int, seed: int) -> Batch:
 
 def make_optimizer(parameters: Iterable[Tensor]) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=True)
+
+
+def stepping(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A step of training."""
+    inputs, labels = batch
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def rate(step: Callable[[], None], seconds: float) -> float:
+    """Steps per second, in about so many seconds."""
+    count = 0
+    start = now = time.perf_counter()
+    while now < start + seconds:
+        step()
+        count += 1
+        now = time.perf_counter()
+    return count / (now - start)
 
 
 def backward(model: nn.Module, batch: Batch) -> None:

@@ -33,14 +33,18 @@ def work(
     batch_size: int,
     seconds: float,
 ) -> float:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    timeout = timedelta(seconds=START_S)
-    store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=workers, timeout=timeout)
+    join(rank, workers, port, START_S)
     try:
         return lockstep_rate(dims, batch_size, rank, seconds)
     finally:
         dist.destroy_process_group()
+
+
+def join(rank: int, workers: int, port: int, timeout_s: float) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=workers, timeout=timeout)
 
 
 def lockstep_rate(dims: tuple[int, ...], batch_size: int, rank: int, seconds: float) -> float:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.peers.ddp import HOST, join
 from benchmarks.peers.team import Member, Team, wait_for_end
 from benchmarks.ticks import Ticker
 from benchmarks.workload import backward, make_batch, make_model, make_optimizer
 
-HOST = "127.0.0.1"
 Size = tuple[tuple[int, ...], int]  # widths, batch size
 
 
@@ -35,10 +35,7 @@ def ddp(folder: Path, size: Size, workers: int, timeout_s: float) -> Iterator[li
 def work_ddp(
     _: Connection, rank: int, workers: int, port: int, folder: Path, size: Size, timeout_s: float
 ) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=workers, timeout=timeout)
+    join(rank, workers, port, timeout_s)
     dims, batch_size = size
     model = DistributedDataParallel(make_model(dims), gradient_as_bucket_view=True)
     optimizer = make_optimizer(model.parameters())

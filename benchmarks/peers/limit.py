@@ -4,7 +4,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 
 from benchmarks.peers.team import Team, command_line, free_rate
-from benchmarks.workload import backward, make_batch, make_model, make_optimizer
+from benchmarks.workload import make_batch, make_model, make_optimizer, stepping
 
 
 def run(dims: tuple[int, ...], batch_size: int, workers: int, seconds: float) -> float:
@@ -19,13 +19,7 @@ def work(
 ) -> float:
     model = make_model(dims)
     batch = make_batch(dims, batch_size, seed=rank)
-    optimizer = make_optimizer(model.parameters())
-
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(model, batch)
-        optimizer.step()
-
+    step = stepping(model, batch, make_optimizer(model.parameters()))
     return free_rate(step, barrier, seconds)
 
 

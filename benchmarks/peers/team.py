@@ -20,6 +20,8 @@ from typing import Any, Self
 
 import torch
 
+from benchmarks.workload import rate
+
 START_S = 120.0  # for starting the processes, connecting them and warming up
 END_S = 5.0  # for a member to end by itself once it has answered
 WARM_UP_STEPS = 5
@@ -141,13 +143,7 @@ def free_rate(step: Callable[[], None], barrier: Barrier, seconds: float) -> flo
     """Steps per second of one worker that waits for no other, over a window that all begin together."""
     warm_up(step, min(0.5, seconds / 4))
     barrier.wait()
-    count = 0
-    start = now = time.perf_counter()
-    while now < start + seconds:
-        step()
-        count += 1
-        now = time.perf_counter()
-    return count / (now - start)
+    return rate(step, seconds)
 
 
 def warm_up(step: Callable[[], None], seconds: float) -> None:

@@ -17,8 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from syncline.cli.app import app
-from syncline.studies.rows import CHANGING
-from syncline.studies.store import read_rows
+from syncline.studies.store import CHANGING, read_rows
 from tests.integration.small_runs import alive
 from tests.ready_python import ReadyPython
 

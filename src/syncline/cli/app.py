@@ -10,15 +10,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from syncline.cli.compare import comparison, write_plot
-from syncline.cli.display import panel
+from syncline.cli.display import comparison, panel, write_plot
 from syncline.cli.error_output import told, warn_shortly, write_all_letters
-from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where
+from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where, Wish, load
 from syncline.cli.plain_output import duration, event_line, how, print_line, print_rows, summary
 from syncline.cli.plan import plan
 from syncline.cli.simulate import simulate
 from syncline.cli.tradeoff import tradeoff
-from syncline.cli.train import Wish, run_job
+from syncline.cli.train import run_job
 from syncline.dial import LATER, PRESETS
 from syncline.errors import UsageError
 from syncline.jobs import Job
@@ -125,18 +124,14 @@ def train(
         "learners": learners,
         "batch_size": batch_size,
         "epochs": epochs,
-        "device": _devices(device),
+        "device": device.split(",") if device and "," in device else device,
         "seed": seed,
     }
     with told(debug):
         sets = [*(set_ or []), *(["clocks=true"] if clocks else [])]
         wish = Wish(job=job, flags=flags, sets=sets, run_dir=run_dir, resume=resume)
-        code = run_job(wish, Console())
+        code = run_job(load(wish), wish, Console())
     raise typer.Exit(code)
-
-
-def _devices(text: str | None) -> str | list[str] | None:
-    return text.split(",") if text and "," in text else text
 
 
 @app.command()
@@ -187,12 +182,12 @@ def show(
             return
         if graph:
             raise UsageError("--graph draws the net of a job file or of a .safetensors file; name one")
+        folder = run if run is not None else _newest()
         if clocks:
-            for line in clock_lines(run if run is not None else _newest()):
+            for line in clock_lines(folder):
                 print(line)
             return
-        record = read_run(run if run is not None else _newest())
-        console = Console()
+        record, console = read_run(folder), Console()
         console.print(panel(record))
         print_line(console, how(record), "bold")
         took = [("simulating took", duration(record.took))] if record.took is not None else []

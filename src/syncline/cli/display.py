@@ -1,9 +1,11 @@
-"""A run as a panel: how far, how good, how stale, and one line per learner. Live, or once for `show`."""
+"""A run as a panel: how far, how good, how stale, and one line per learner. Live, or once for `show`. Several side by side."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 from rich import box
 from rich.columns import Columns
@@ -14,6 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from syncline.cli.plain_output import duration, event_line, headline, last_and_best, lasted
+from syncline.errors import RunError, UsageError
+from syncline.report import svg_plots as svg
+from syncline.report.event_lines import write_whole
+from syncline.report.html_page import measure
 from syncline.report.run_record import GONE, Line, RunRecord, learners_of
 
 MOST_BARS, BAR = 6, 24  # rows and widest bar of the histogram
@@ -26,8 +32,8 @@ def panel(record: RunRecord, *, note: str = "") -> Panel:
     state = record.state
     middle = Columns([_learners(record), _staleness(record)], padding=(0, 4))  # or below each other
     parts: list[RenderableType] = [_progress(record), _numbers(record), Text(""), middle]
-    if record.events and (events := _events(record)):
-        parts += [Text(""), events]
+    if events := _events(record):
+        parts += [Text(""), *events]
     if note:
         parts += [Text(""), Text(note, style="yellow")]
     return Panel(
@@ -59,24 +65,20 @@ def _progress(record: RunRecord) -> Table:
         f"{record.word} {min(len(record.epochs) + 1, epochs) if epochs else len(record.epochs) + 1}"
         + (f"/{epochs}" if epochs else ""),
         lasted(record),
-        _remaining(record, done),
+        _remaining(record),
     )
     return grid
 
 
-def _remaining(record: RunRecord, done: float | None) -> str:
+def _remaining(record: RunRecord) -> str:
     """From the rate since the first sample: the start is no measure of the rest."""
     if record.state != "running":
         return ""
-    samples = record.samples
-    if done is None or len(samples) < 3 or not record.rate("version", window=10.0):
+    if record.goal is None or len(record.samples) < 3:
         return "ETA –"
-    steps, version = record.options.get("steps"), record.last.get("version") or 0
-    if steps:
-        return f"ETA {duration((steps - version) / record.rate('version', window=10.0))}"
-    total = (record.options.get("epochs") or 0) * (record.options.get("examples") or 0)
-    rate = record.rate("examples", window=10.0)
-    return f"ETA {duration(max(0.0, total - record.examples) / rate)}" if total and rate else "ETA –"
+    key, end = record.goal
+    rate, left = record.rate(key, window=10.0), end - (record.last.get(key) or 0)
+    return f"ETA {duration(max(0.0, left) / rate)}" if rate else "ETA –"
 
 
 def _numbers(record: RunRecord) -> Text:
@@ -160,14 +162,75 @@ def _doing(learner: Line, missing: object) -> tuple[str, str]:
     ) else "green" if state == "computing" else "white"
 
 
-def _events(record: RunRecord) -> RenderableType | None:
+def _events(record: RunRecord) -> list[RenderableType]:
     shown = [each for each in record.events if each.get("event") not in ("left", "warning")][-MOST_EVENTS:]
-    parts: list[RenderableType] = []
-    if shown:
-        text = Text(overflow="ellipsis", no_wrap=True)
-        for number, each in enumerate(shown):
-            fault = each in record.faults
-            text.append(("\n" if number else "") + event_line(each), style="red" if fault else "grey50")
-        parts.append(text)
-    parts += [Text(event_line(each), style="yellow") for each in record.warnings[-MOST_EVENTS:]]
-    return Group(*parts) if parts else None
+    text = Text("\n", overflow="ellipsis", no_wrap=True).join(
+        Text(event_line(each), style="red" if each in record.faults else "grey50") for each in shown
+    )
+    warnings = [Text(event_line(each), style="yellow") for each in record.warnings[-MOST_EVENTS:]]
+    return [text, *warnings] if shown else [*warnings]
+
+
+# -- several runs -----------------------------------------------------------------------------------------------
+
+
+def comparison(records: Sequence[RunRecord]) -> Table:
+    """One column per run; where a row has a best value it is marked."""
+    table = Table(header_style="bold", title="", show_edge=False)
+    table.add_column("")
+    for record in records:
+        table.add_column(record.name, overflow="fold")
+    columns = [_facts(record) for record in records]
+    for name in columns[0]:
+        if name != "simulating took" or any(column[name] != "–" for column in columns):
+            table.add_row(name, *(column[name] for column in columns))
+    for name in dict.fromkeys(name for record in records for name in reversed(record.metrics)):
+        last = {n: points[-1][2] for n, each in enumerate(records) if (points := each.metric(name))}
+        pick = max if name.endswith("accuracy") else min
+        best = pick(last, key=lambda number: last[number]) if len(last) > 1 else None
+        cells = [last_and_best(record, name) for record in records]
+        table.add_row(name, *(f"[green]{c}[/]" if n == best else c for n, c in enumerate(cells)))
+    return table
+
+
+def _facts(record: RunRecord) -> dict[str, str]:
+    options, took, losses = record.options, record.took, record.metric("loss")
+    engine = str(options.get("engine"))
+    return {
+        "state": record.state,
+        "dial": str(options.get("sync")),
+        "learners × batch": f"{options.get('learners')} × {options.get('batch_size')}",
+        "engine": f"{engine}, {options['cluster']}" if options.get("cluster") else engine,
+        "epochs": str(len(record.epochs)),
+        "updates": f"{record.last.get('version') or 0:,}",
+        "mean staleness": f"{record.staleness.get('mean') or 0:.2f}",
+        "largest staleness": str(record.staleness.get("max") or 0),
+        "gradients dropped": f"{record.last.get('dropped') or 0:,}",
+        "examples/s": f"{record.throughput:,.0f}",
+        "time": lasted(record),
+        "simulating took": duration(took) if took is not None else "–",
+        "faults": str(len(record.faults)),
+        "training loss": measure("loss", losses[-1][2]) if losses else "–",
+    }
+
+
+def write_plot(records: Sequence[RunRecord], path: Path) -> None:
+    """Loss and test metrics of all runs over epochs and over time, as SVG."""
+    if path.suffix.lower() != ".svg":
+        raise UsageError(f"plots are SVG, which every browser shows: write --plot {path.with_suffix('.svg')}")
+    seconds = "virtual seconds" if any(record.virtual for record in records) else "seconds"
+    if len({record.virtual for record in records}) > 1:
+        seconds = "seconds, of simulated runs virtual"
+    plots = []
+    for name in dict.fromkeys(["loss", *(name for record in records for name in record.metrics)]):
+        title = "Training loss" if name == "loss" else name.capitalize()
+        for which, over, x in ((0, "epochs", "epochs"), (1, "time", seconds)):
+            series = []
+            for each in records:
+                points = sorted((point[which], point[2]) for point in each.metric(name))
+                series.append((f"{each.name} ({each.options.get('sync')})", points))
+            plots.append(svg.lines(f"{title} over {over}", series, x=x, y=name.removeprefix("test ")))
+    try:
+        write_whole(path, svg.side_by_side(plots))
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from error

@@ -12,7 +12,6 @@ import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import typer
 
@@ -76,11 +75,7 @@ def say(text: str) -> None:
 
 def warn_shortly() -> None:
     """Warnings are one line each: whoever is on the command line has no use for the place in our code."""
-
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        say(f"warning: {message}")
-
-    warnings.showwarning = show
+    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
 
 
 def write_all_letters() -> None:

@@ -150,27 +150,16 @@ def next_steps(
     others = [
         ("hardsync", [], "the same in lockstep: no staleness, everybody waits"),
         ("softsync:1", free, "the same softly synchronised: nobody waits for another"),
-        (
-            "async",
-            [*free, ("--learners", str(learners * 2))],
-            "free, and twice the learners: more staleness",
-        ),
+        ("async", [*free, ("--learners", str(learners * 2))], "free, and twice the learners: more staleness"),
     ]
-    steps = [
-        (_changed(command, given, [("--sync", dial), *changes]), words)
-        for dial, changes, words in others
-        if not sync.startswith(dial.partition(":")[0]) and record.word == "epoch"
-    ]
+    steps = []
+    for dial, changes, words in others:
+        if not sync.startswith(dial.partition(":")[0]) and record.word == "epoch":
+            options = [("--sync", dial), *changes]
+            options += [pair for pair in given if pair[0] not in dict(options)]
+            steps.append((shlex.join([*command, *(word for pair in options for word in pair)]), words))
     return [
         *steps[:2],
         (f"syncline compare {near(record.path)} RUN", "side by side with another run"),
         ("syncline presets", "the whole dial"),
     ]
-
-
-def _changed(
-    command: Sequence[str], given: Sequence[tuple[str, str]], changes: Sequence[tuple[str, str]]
-) -> str:
-    names = {option for option, _ in changes}
-    kept = [pair for pair in given if pair[0] not in names]
-    return shlex.join([*command, *(word for pair in [*changes, *kept] for word in pair)])

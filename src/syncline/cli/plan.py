@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
 from syncline.cli.error_output import told
-from syncline.cli.options import BatchSize, Cluster, Debug, JobFile, Learners, Sets
-from syncline.cli.train import Wish, load
+from syncline.cli.options import BatchSize, Cluster, Debug, JobFile, Learners, Sets, Wish, load
 from syncline.cluster.record import Cluster as Machines
 from syncline.errors import UsageError
 from syncline.learn.loader import reader
@@ -52,7 +51,17 @@ def plan(
         flags = {"learners": learners, "batch_size": batch_size}
         loaded = load(Wish(job=job, flags=flags, sets=set_ or []))
         made = loaded.build()
-        example = first_batch(made["data"], made["collate"], loaded.learners, loaded.batch_size)
+        data, examples = made["data"], loaded.learners * loaded.batch_size
+        if not isinstance(data, Dataset) or isinstance(data, IterableDataset):
+            raise UsageError("plan: a stream has no first batch to look at; use sl.plan(model, example, …)")
+        batch = reader(data, made["collate"])(torch.arange(min(2, len(data))))  # type: ignore[arg-type]
+        inputs = batch[0] if isinstance(batch, list | tuple) else batch
+
+        def joint(tensor: Tensor) -> Tensor:
+            """What the model reads of a joint batch, as shapes."""
+            return torch.empty((examples, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+        example = pytree.tree_map_only(Tensor, joint, inputs)
         machines = Machines.parse(cluster) if cluster is not None else None
         limit = math.inf if memory is None else memory
         seats = group if loaded.group == 1 else loaded.group
@@ -61,18 +70,3 @@ def plan(
         print(found)
         if out is not None:
             found.save(out)
-
-
-def first_batch(data: Any, collate: Any, learners: int, batch_size: int) -> Any:
-    """What the model reads of a joint batch, as shapes."""
-    if not isinstance(data, Dataset) or isinstance(data, IterableDataset):
-        raise UsageError("plan: a stream has no first batch to look at; use sl.plan(model, example, …)")
-    count = min(2, len(data))  # type: ignore[arg-type]
-    batch = reader(data, collate)(torch.arange(count))
-    inputs = batch[0] if isinstance(batch, list | tuple) else batch
-
-    def joint(tensor: Tensor) -> Tensor:
-        shape = (learners * batch_size, *tensor.shape[1:])
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
-
-    return pytree.tree_map_only(Tensor, joint, inputs)

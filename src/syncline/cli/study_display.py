@@ -2,57 +2,97 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from syncline.cli.plain_output import duration, near, print_line
-from syncline.studies.progress import Progress
-from syncline.studies.rows import StudyRow
+from syncline.dial import Course
+from syncline.studies.grid import Point, StudyRow
 from syncline.studies.summary import RankedPoint, best, fastest, frontier, groups, places, wanted
 
 SHOWN = 5  # rows of each table
 MOST_RUNNING = 16
+OVERHEAD = 32  # examples' worth of work in a gradient beside its examples: small batches cost more
 NAMES = {"test_error": "test error", "test_loss": "test loss", "loss": "training loss"}
 
 
-class StudyBoard:
-    """Shows a progress: live on a terminal, else only the lines that it is given."""
+def cost(point: Point, *, steps: bool = False) -> float:
+    """Work of a run against that of others: an epoch, or an update, of this dial."""
+    per_gradient = point.batch_size + OVERHEAD
+    if steps:
+        return Course.of(point.sync).first.quorum(point.learners) * per_gradient
+    return per_gradient / point.batch_size
 
-    def __init__(self, progress: Progress, console: Console) -> None:
-        self._console = console
-        self._live = Live(
-            console=console,
-            get_renderable=lambda: panel(progress, self.now()),
-            auto_refresh=False,
-            transient=True,
-        )
-        progress.began = self.now()
 
-    def now(self) -> float:
-        return time.monotonic()
+@dataclass(slots=True)
+class Running:
+    """A run under way."""
 
-    def __enter__(self) -> StudyBoard:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
+    point: Point
+    since: float
+    part: float = 0.0  # done, of 1
+    words: str = "starting"
 
-    def __exit__(self, *raised: object) -> None:
-        self._live.stop()
 
-    def show(self) -> None:
-        if self._console.is_terminal:
-            self._live.refresh()
+@dataclass(slots=True)
+class Progress:
+    """What of a study is done, running and left, and when it will end. Fed by whoever conducts; time is passed in."""
 
-    def line(self, text: str) -> None:
-        print_line(self._console, text)
+    points: Sequence[Point]  # to be done now
+    before: int = 0  # done by an earlier call
+    steps: bool = False
+    began: float = 0.0
+    running: dict[Point, Running] = field(default_factory=dict)
+    rows: list[StudyRow] = field(default_factory=list)
+
+    def started(self, point: Point, now: float) -> None:
+        self.running[point] = Running(point, now)
+
+    def moved(self, point: Point, part: float, words: str) -> None:
+        if (found := self.running.get(point)) is not None:
+            found.part, found.words = part, words
+
+    def ended(self, row: StudyRow) -> None:
+        self.running.pop(row.point, None)
+        self.rows.append(row)
+
+    @property
+    def done(self) -> int:
+        return self.before + len(self.rows)
+
+    @property
+    def total(self) -> int:
+        return self.before + len(self.points)
+
+    @property
+    def failed(self) -> int:
+        return sum(row.failed for row in self.rows)
+
+    def part(self) -> float:
+        """Of the work of this call."""
+        whole, worked = self._work()
+        return worked / whole if whole else 1.0
+
+    def remaining(self, now: float) -> float | None:
+        """Seconds to the end at the pace so far; None while there is none."""
+        (whole, worked), spent = self._work(), now - self.began
+        if worked <= 0 or spent <= 0:
+            return None
+        return max(0.0, whole - worked) * spent / worked
+
+    def _work(self) -> tuple[float, float]:
+        """In all, and of that done."""
+        costs = {point: cost(point, steps=self.steps) for point in self.points}
+        parts = [(row.point, 1.0) for row in self.rows]
+        parts += [(each.point, each.part) for each in self.running.values()]
+        return sum(costs.values()), sum(part * costs[point] for point, part in parts)
 
 
 def panel(progress: Progress, now: float) -> RenderableType:
@@ -81,21 +121,13 @@ def row_line(row: StudyRow, progress: Progress) -> str:
     left = f"{progress.done}/{progress.total}  {row.point}"
     if row.failed:
         return f"{left}: failed: {row.error}"
-    parts = [
-        _shown("test_error", row.test_error),
-        _shown("test_loss", row.test_loss),
-        _shown("loss", row.loss),
-    ]
-    said = next((words for words in parts if words), "")
-    sigma = f"σ {row.mean_staleness or 0:.2f} (max {row.max_staleness or 0})"
-    times = f"{row.seconds or 0:,.1f} s, {row.throughput or 0:,.0f} examples/s"
-    return "  ".join(
-        part for part in (f"{left}:", said, sigma, times, f"took {row.wall_seconds or 0:.1f} s") if part
-    )
-
-
-def _shown(column: str, value: float | None) -> str:
-    return f"{NAMES[column]} {value_text(column, value)}" if value is not None else ""
+    parts = [f"{left}:"]
+    column = wanted([row])
+    if column is not None:
+        parts.append(f"{NAMES[column]} {value_text(column, getattr(row, column))}")
+    parts.append(f"σ {row.mean_staleness or 0:.2f} (max {row.max_staleness or 0})")
+    parts.append(f"{row.seconds or 0:,.1f} s, {row.throughput or 0:,.0f} examples/s")
+    return "  ".join([*parts, f"took {row.wall_seconds or 0:.1f} s"])
 
 
 def value_text(column: str | None, value: float | None) -> str:
@@ -111,14 +143,25 @@ def last_words(rows: Sequence[StudyRow], folder: Path, unit: str, console: Conso
     """The best by error, the fastest, the groups of equal μλ, what failed, and where everything is."""
     column = wanted(rows)
     found = places(rows, column)
-    if found and column is not None:
+    if column is not None and found:
         console.print(_places(f"lowest {NAMES[column]}, time in {unit}", best(found, SHOWN), column))
     if found:
         console.print(_places(f"fastest, time in {unit}", fastest(found, SHOWN), column))
-    if found and column is not None:
+    if column is not None and found:
         title = f"to choose from: no other is both faster and better, time in {unit}"
         console.print(_places(title, frontier(found), column))
-        console.print(_groups(f"{NAMES[column]} of about equal μλ, time in {unit}", found, column))
+        title = f"{NAMES[column]} of about equal μλ, time in {unit}"
+        table = _table(title, "μλ", "of", "mean", "lowest", "highest", "fastest of them", "time")
+        for group in groups(found):
+            quick, values = group.fastest, (group.mean, group.of(min), group.of(max))
+            table.add_row(
+                f"≈ {group.size}",
+                str(len(group.places)),
+                *(value_text(column, value) for value in values),
+                f"{quick.sync} {quick.name}",
+                f"{quick.seconds:,.1f}",
+            )
+        console.print(table)
     for row in rows:
         if row.failed:
             print_line(console, f"failed: {row.point}: {row.error}", "red")
@@ -144,18 +187,4 @@ def _places(title: str, found: Sequence[RankedPoint], column: str | None) -> Tab
         values += [f"{value_text(column, each.low)} – {value_text(column, each.high)}"] if spread else []
         numbers = (f"{each.seconds:,.1f}", f"{each.updates:,}", f"{each.throughput:,.0f}")
         table.add_row(each.sync, each.name, str(each.mu_lambda), *values, *numbers)
-    return table
-
-
-def _groups(title: str, found: Sequence[RankedPoint], column: str) -> Table:
-    table = _table(title, "μλ", "of", "mean", "lowest", "highest", "fastest of them", "time")
-    for group in groups(found):
-        quick = group.fastest
-        table.add_row(
-            f"≈ {group.size}",
-            str(len(group.places)),
-            *(value_text(column, value) for value in (group.mean, group.of(min), group.of(max))),
-            f"{quick.sync} {quick.name}",
-            f"{quick.seconds:,.1f}",
-        )
     return table

@@ -5,7 +5,8 @@
     sl.train(**job.build())                 names become objects; what cannot work together is refused here
     job.dumps()                             the job as it ran
 
-Reading order: job (the record: what a job may say), keys (what each key may be), names (names to callables), build, toml.
+Reading order: job (the record: what a job may say), keys (what each key may be), checks (of several keys), names (names to
+callables), build, toml.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from syncline.dial import SANDBLASTER, Sync
 from syncline.engines.run import Engine
 from syncline.jobs.keys import Named
 from syncline.jobs.names import NAMES, one_line, resolve, takes_model
-from syncline.jobs.nets import located, make_net
 from syncline.learn.gradient_ways import OwnLosses, parse_way
 from syncline.learn.loader import reader
 from syncline.learn.server_session import check_batches, make_optimizer, refuse_sparse
@@ -29,13 +28,9 @@ if TYPE_CHECKING:
     from syncline.jobs.job import Job
 
 TRIED = 2  # examples
-READY: Mapping[str, tuple[type, ...]] = {  # what a name may stand for instead of a callable that makes it
-    "model": (nn.Module,),
-    "data": (Dataset,),
-    "evaluate": (Dataset,),
-    "engine": (Engine,),
-}
-Problem = tuple[tuple[str, ...], str]
+# What a name may stand for instead of a callable that makes it.
+READY: Mapping[str, type] = {"model": nn.Module, "data": Dataset, "evaluate": Dataset, "engine": Engine}
+Problem = tuple[tuple[str, ...], str]  # the key's path, what is wrong
 
 
 class Failed(Exception):
@@ -52,10 +47,11 @@ def build(job: Job) -> dict[str, Any]:
     plain = [each.name for each in fields(job) if each.name not in others]
     made: dict[str, Any] = {name: getattr(job, name) for name in (*plain, "gradient")}
     made["sync"] = Sync(**job.sync) if isinstance(job.sync, dict) else job.sync
-    made["engine"] = job.engine.name if _plainly_named(job.engine) else _make(job, "engine", Engine)
+    plainly_named = ":" not in job.engine.name and not job.engine.arguments
+    made["engine"] = job.engine.name if plainly_named else _make(job, "engine")
     made["data"] = _data(job, "data")
     made["collate"] = _function(job, "collate", job.collate)
-    made["model"] = _net(job, made) if job.layers else _make(job, "model", nn.Module)
+    made["model"] = _net(job, made) if job.layers else _make(job, "model")
     made["evaluate"] = _data(job, "evaluate") if job.evaluate else None
     for key in ("loss", "objective", "regulariser", "optimizer", "schedule"):
         made[key] = _function(job, key, getattr(job, key))
@@ -67,15 +63,9 @@ def build(job: Job) -> dict[str, Any]:
         made["optimizer"] = _attempt("optimizer", "", made["optimizer"])
     made["callbacks"] = tuple(_function(job, "callbacks", named) for named in job.callbacks)
     _try(job, made)
-    if job.model is not None and any(
-        map(is_parametrized, made["model"].modules())
-    ):  # such a module does not travel: learners make it
-        made["model"] = _function(job, "model", job.model)
+    if job.model is not None and any(map(is_parametrized, made["model"].modules())):
+        made["model"] = _function(job, "model", job.model)  # it does not travel: learners make it
     return made
-
-
-def _plainly_named(engine: Named) -> bool:
-    return ":" not in engine.name and not engine.arguments
 
 
 def _function(job: Job, key: str, named: Named | None) -> Callable[..., Any] | None:
@@ -85,11 +75,11 @@ def _function(job: Job, key: str, named: Named | None) -> Callable[..., Any] | N
     return partial(found, **copy.deepcopy(named.arguments)) if named.arguments else found
 
 
-def _make(job: Job, key: str, *kinds: type) -> Any:
+def _make(job: Job, key: str) -> Any:
     """Call what the job names, as a plain script would after `torch.manual_seed(seed)`."""
-    named: Named = getattr(job, key)
+    named, kind = getattr(job, key), READY[key]
     found = resolve(named.name, NAMES[key], job.source.folder)
-    if isinstance(found, kinds):
+    if isinstance(found, kind):
         return found
     try:
         with torch.random.fork_rng(devices=[]):
@@ -97,9 +87,9 @@ def _make(job: Job, key: str, *kinds: type) -> Any:
             made = found(**copy.deepcopy(named.arguments))
     except Exception as error:  # the user's code runs here
         raise Failed(key, f"{named} failed: {one_line(error)}") from error
-    if not isinstance(made, kinds):
-        names = " or ".join(f"{kind.__module__.split('.')[0]} {kind.__name__}" for kind in kinds)
-        raise Failed(key, f"{named} gave {type(made).__name__}, expected a {names}")
+    if not isinstance(made, kind):
+        wanted = f"{kind.__module__.split('.')[0]} {kind.__name__}"
+        raise Failed(key, f"{named} gave {type(made).__name__}, expected a {wanted}")
     return made
 
 
@@ -110,10 +100,18 @@ def _net(job: Job, made: dict[str, Any]) -> Net:
     if shapes and not isinstance(made["data"], IterableDataset):
         example = _attempt("data", "the first examples cannot be read: ", _examples, job, made, "data")
     try:
-        return make_net(job.layers, job.seed, example)
+        with torch.random.fork_rng(devices=[]):  # as a plain script would after `torch.manual_seed(seed)`
+            torch.manual_seed(job.seed)
+            return Net(job.layers, example=example)
     except NetError as error:
         (problem,) = located(error)
         raise Failed(*problem) from error
+
+
+def located(error: NetError) -> Iterator[Problem]:
+    """Where in the job's list of layers."""
+    for place, key, words in error.problems:
+        yield ("layers", str(place), *([key] if key else [])), words
 
 
 def _by_layer(job: Job, made: dict[str, Any]) -> Any:
@@ -121,10 +119,8 @@ def _by_layer(job: Job, made: dict[str, Any]) -> Any:
     if all((rate, decay) == (1.0, 1.0) for rate, decay, _ in made["model"].groups()):
         return made["optimizer"]
     if takes_model(resolve(job.optimizer.name, NAMES["optimizer"], job.source.folder)):
-        raise Failed(
-            "optimizer",
-            f"{job.optimizer.name} makes groups of its own; layers' rate and decay do not reach it",
-        )
+        words = f"{job.optimizer.name} makes groups of its own; layers' rate and decay do not reach it"
+        raise Failed("optimizer", words)
     return partial(by_layer, make=made["optimizer"])
 
 
@@ -132,7 +128,7 @@ def _data(job: Job, key: str) -> Any:
     named: Named = getattr(job, key)
     if key == "evaluate" and takes_model(resolve(named.name, NAMES[key], job.source.folder)):
         return _function(job, key, named)
-    return _make(job, key, Dataset)
+    return _make(job, key)
 
 
 # -- the trial -----------------------------------------------------------------------------------------------
@@ -149,10 +145,8 @@ def _try(job: Job, made: dict[str, Any]) -> None:
     twin = _attempt("model", f"{job.model} cannot be copied: ", copy.deepcopy, model)
     optimizer = scheduler = None
     if not batch:
-        optimizer = _attempt(
-            "optimizer", f"{job.optimizer} failed: ", make_optimizer, twin, made["optimizer"]
-        )
-        schedule = made["schedule"]
+        failed, schedule = f"{job.optimizer} failed: ", made["schedule"]
+        optimizer = _attempt("optimizer", failed, make_optimizer, twin, made["optimizer"])
         scheduler = schedule and _attempt("schedule", f"{job.schedule} failed: ", schedule, optimizer)
     if job.device is not None and job.device != "cpu":
         return  # the learners will see

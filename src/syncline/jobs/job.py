@@ -10,27 +10,21 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from syncline.dial import SANDBLASTER, Course, Sync, nearest
-from syncline.engines.checkpoint_options import AUTO, END
+from syncline.dial import nearest
+from syncline.engines.checkpoint_options import AUTO
 from syncline.errors import UsageError
-from syncline.jobs import build, keys, nets
-from syncline.jobs.keys import REQUIRED, JobError, Key, Named, Wrong, shown
-from syncline.jobs.names import METHODS, NAMES, one_line, resolve, takes_model
+from syncline.jobs import build, checks, keys
+from syncline.jobs.build import Problem
+from syncline.jobs.keys import REQUIRED, JobError, Key, Named, Wrong
+from syncline.jobs.names import one_line
 from syncline.jobs.toml import dumps, lines_of, override, parse_override
-from syncline.learn.gradient_ways import parse_way
-from syncline.learn.loader import POLICIES
-from syncline.nn.file_arguments import wrong_arguments
-from syncline.topologies import parse_topology
 
-Problem = tuple[tuple[str, ...], str]  # the key's path, what is wrong
 NO_MODEL = "missing; name a model, such as 'mlp' or 'package.module:callable', or list layers"
 LARGEST = 1 << 20  # bytes of a job file
 
@@ -149,7 +143,8 @@ class Job:
 
     def __post_init__(self) -> None:
         values, problems = _read(self.table())
-        self.source.refuse(problems or _problems(values, self.source.folder))
+        defaults = {key.name: None if key.required else key.default for key in KEYS}
+        self.source.refuse(problems or checks.problems(defaults | values, self.source.folder))
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -187,10 +182,20 @@ class Job:
         try:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise JobError([_not_toml(name, error)]) from error
+            words = " ".join(str(error).split())
+            found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", words)
+            line = f":{found[1]}" if found and found[1] else ""
+            raise JobError([f"{name}{line}: not TOML: {words}"]) from error
         except (RecursionError, ValueError) as error:  # nested beyond reason, numbers of thousands of digits
             raise JobError([f"{name}: not readable: {one_line(error)}"]) from error
-        origins = _override_all(table, overrides)
+        origins = {}
+        for given in overrides:
+            try:
+                path, value = parse_override(given)
+                path = override(table, path, value)
+            except UsageError as error:
+                raise JobError([f"--set: {one_line(error)}"]) from error
+            origins[path] = " ".join(given.split())
         source = Source(name=name, folder=folder, lines=lines_of(text), overrides=origins)
         values, problems = _read(_evaluate_from_data(table))
         source.refuse(problems)
@@ -200,11 +205,6 @@ class Job:
         """The job as plain values, defaults included: keys in the order of the reference, without those that are not set."""
         found = {key.name: _plain(getattr(self, key.name)) for key in KEYS}
         return {name: value for name, value in found.items() if value is not None and value != []}
-
-    @property
-    def model_name(self) -> str:
-        """What is trained, in a word."""
-        return self.model.name if self.model is not None else f"net of {len(self.layers)} layers"
 
     def dumps(self) -> str:
         """The job as TOML; reading it gives an equal job."""
@@ -218,30 +218,11 @@ class Job:
             raise JobError(self.source.told([failed.problem])) from failed
 
 
-KEYS = keys.keys_of(Job)
+KEYS = tuple(Key(name=f.name, default=f.default, **f.metadata) for f in fields(Job) if f.metadata)
 BY_NAME: Mapping[str, Key] = {each.name: each for each in KEYS}
 
 
 # -- reading -------------------------------------------------------------------------------------------------
-
-
-def _not_toml(name: str, error: tomllib.TOMLDecodeError) -> str:
-    words = " ".join(str(error).split())
-    found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", words)
-    line = f":{found[1]}" if found and found[1] else ""
-    return f"{name}{line}: not TOML: {words}"
-
-
-def _override_all(table: dict[str, Any], overrides: Iterable[str]) -> dict[tuple[str, ...], str]:
-    origins = {}
-    for text in overrides:
-        try:
-            path, value = parse_override(text)
-            path = override(table, path, value)
-        except UsageError as error:
-            raise JobError([f"--set: {one_line(error)}"]) from error
-        origins[path] = " ".join(text.split())
-    return origins
 
 
 def _evaluate_from_data(table: dict[str, Any]) -> dict[str, Any]:
@@ -283,141 +264,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return copy.deepcopy(value)
-
-
-# -- checks over several keys --------------------------------------------------------------------------------
-
-
-def _problems(values: Mapping[str, Any], folder: str | None) -> list[Problem]:
-    """What is wrong with a job whose single values are right."""
-    whole = {key.name: None if key.required else key.default for key in KEYS} | dict(values)
-    layers = whole["layers"] if whole["model"] is None else None
-    return [
-        *_contradictions(whole),
-        *_dial(whole),
-        *_words(whole),
-        *_names(whole, folder),
-        *nets.problems(layers or (), folder),
-    ]
-
-
-def _contradictions(job: Mapping[str, Any]) -> Iterator[Problem]:
-    if job["epochs"] is not None and job["steps"] is not None:
-        yield (
-            ("steps",),
-            f"give either epochs or steps, got epochs = {job['epochs']} and steps = {job['steps']}",
-        )
-    if job["model"] is not None and job["layers"]:
-        yield ("layers",), "give either model or layers, not both"
-    for key in ("loss", "objective"):
-        if job[key] is not None and nets.has_losses(job["layers"]):
-            yield (key,), "the layers have their own losses; take those away, or this"
-    if job["gradient"] != "backprop":
-        for key in ("loss", "objective"):
-            if job[key] is not None:
-                yield (
-                    (key,),
-                    f"gradient = {shown(str(job['gradient']))} needs none; take it away, or gradient",
-                )
-    elif job["loss"] is None and job["objective"] is None and not nets.has_losses(job["layers"]):
-        yield (
-            ("loss",),
-            "missing; give a loss of (output, target), such as 'cross_entropy', or an objective of (model, batch)",
-        )
-    if job["loss"] is not None and job["objective"] is not None:
-        yield ("objective",), "give either loss or objective, not both"
-    if job["checkpoint_every"] not in (AUTO, END) and job["run_dir"] is None and job["resume"] is None:
-        yield ("checkpoint_every",), "needs run_dir, the folder to write to"
-    if job["clocks"] and job["run_dir"] is None and job["resume"] is None:
-        yield ("clocks",), "needs run_dir, the folder to write to"
-
-
-def _dial(job: Mapping[str, Any]) -> Iterator[Problem]:
-    value = job["sync"]
-    batch = job["optimizer"] is not None and job["optimizer"].name in METHODS
-    if value == SANDBLASTER:
-        if job["steps"] is None:
-            yield ("steps",), "missing; sandblaster ends after so many iterations, for example steps = 100"
-        if not batch and ":" not in job["optimizer"].name:
-            methods = ", ".join(METHODS)
-            yield (
-                ("optimizer", "name"),
-                f"{job['optimizer'].name!r} is no batch method; sandblaster takes {methods}",
-            )
-        return
-    if batch:
-        yield ("sync",), f"{job['optimizer'].name!r} is a batch method: give sync = 'sandblaster' with it"
-    if isinstance(value, dict):
-        known = [entry.name for entry in fields(Sync)]
-        unknown = [key for key in value if key not in known]
-        for key in unknown:
-            yield ("sync", key), f"unknown field{nearest(key, known)}; there are: {', '.join(known)}"
-        each = value.get("one_from_each", False)
-        if not isinstance(each, bool):
-            yield ("sync", "one_from_each"), f"expected true or false, got {shown(each)}"
-        if unknown or not isinstance(each, bool):
-            return
-    try:
-        for _, dial in Course.of(Sync(**value) if isinstance(value, dict) else value).dials:
-            dial.check(job["learners"], job["batch_size"])
-    except UsageError as error:
-        yield ("sync",), one_line(error)
-
-
-def _words(job: Mapping[str, Any]) -> Iterator[Problem]:
-    try:
-        parse_topology(job["topology"])
-    except ValueError as error:  # a UsageError, or a number that int() does not take
-        yield ("topology",), one_line(error)
-    if isinstance(job["gradient"], str) and job["gradient"] != "backprop":
-        try:
-            parse_way(job["gradient"])
-        except UsageError as error:
-            yield ("gradient",), one_line(error)
-    policy = job["policy"]
-    if policy not in POLICIES:
-        yield ("policy",), f"expected one of {', '.join(POLICIES)}, got {policy!r}{nearest(policy, POLICIES)}"
-    for key in ("device", "table_device", "data_device"):
-        devices = job[key] or ()
-        for name in (devices,) if isinstance(devices, str) else devices:
-            try:
-                torch.device(name)
-            except RuntimeError:
-                yield (key,), f"{shown(name)} is no device that torch knows, as 'cpu' or 'cuda:0'"
-
-
-def _names(job: Mapping[str, Any], folder: str | None) -> Iterator[Problem]:
-    wrong: set[str] = set()
-    for key in NAMES:
-        value = job[key]
-        if (
-            value is None
-            or isinstance(value, str)
-            or (key == "evaluate" and "data" in wrong and value.name == job["data"].name)
-        ):
-            continue  # most likely the same mistake
-        for named in value if isinstance(value, tuple) else (value,):
-            for problem in _name(key, named, folder, job["sync"] == SANDBLASTER):
-                wrong.add(key)
-                yield problem
-
-
-def _name(key: str, named: Named, folder: str | None, batch: bool) -> Iterator[Problem]:
-    role = NAMES[key]
-    try:
-        found = resolve(named.name, role, folder)
-    except UsageError as error:
-        yield (key, "name"), one_line(error)
-        return
-    if isinstance(found, build.READY.get(key, ())):
-        if named.arguments:
-            yield (key,), f"{named.name!r} is made already and takes no arguments"
-        return
-    if not callable(found):
-        yield (key, "name"), f"{named.name!r} is a {type(found).__name__}, not a callable"
-        return
-    given = (
-        1 if key == "evaluate" and takes_model(found) else 0 if key == "optimizer" and batch else role.given
-    )
-    for argument, words in wrong_arguments(found, given, named.arguments):
-        yield (key, argument) if argument else (key,), f"{named.name}: {words}"

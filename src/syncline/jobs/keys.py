@@ -9,7 +9,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from syncline.engines.checkpoint_options import AUTO, END
@@ -58,19 +58,7 @@ class Named:
         return {"name": self.name, **copy.deepcopy(self.arguments)}
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What a key's value may be: in words, for messages and the reference; and how it is read, which may raise Wrong."""
-
-    words: str
-    read: Callable[[Any], Any]
-
-    def __call__(self, default: Any, meaning: str) -> Any:
-        """A field of the record that is a key of the file."""
-        return field(default=default, metadata={"kind": self, "meaning": meaning})
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
     """One key of a job."""
 
@@ -93,14 +81,6 @@ class Key:
             raise Wrong(f"expected {self.kind}, got {shown(value)}{reason}") from None
 
 
-def keys_of(record: type) -> tuple[Key, ...]:
-    """The keys among a record's fields."""
-    kinds = [(each, each.metadata["kind"]) for each in fields(record) if each.metadata]
-    return tuple(
-        Key(each.name, kind.words, kind.read, each.default, each.metadata["meaning"]) for each, kind in kinds
-    )
-
-
 def shown(value: Any) -> str:
     """A value on one short line."""
     text = repr(value)
@@ -110,47 +90,42 @@ def shown(value: Any) -> str:
 # -- kinds ---------------------------------------------------------------------------------------------------
 
 
-def _whole(least: int) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+def _kind(words: str, read: Callable[[Any], Any]) -> Callable[[Any, str], Any]:
+    """What a key's value may be: in words, and how it is read. With a default and a meaning it makes a field of the record."""
+    return lambda default, meaning: field(
+        default=default, metadata={"kind": words, "read": read, "meaning": meaning}
+    )
+
+
+def _fitting(fits: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """As it is, where it fits."""
+
+    def read(value: Any) -> Any:
+        if not fits(value):
             raise Wrong
         return value
 
     return read
 
 
-def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise Wrong
-    return value
+def _whole(least: int) -> Callable[[Any], int]:
+    return _fitting(lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= MOST)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise Wrong
-    return value
+_text = _fitting(lambda v: isinstance(v, str) and bool(v.strip()) and "\0" not in v)
 
 
 def _dial(value: Any) -> str | dict[str, Any]:
-    if isinstance(value, dict) and value:
-        return dict(value)
-    return _text(value)
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise Wrong
-    return value
+    return dict(value) if isinstance(value, dict) and value else _text(value)
 
 
 def _cadence(value: Any) -> int | str:
-    if isinstance(value, str):
-        if value in (AUTO, END):
-            return value
-        if re.fullmatch(r"\d+(\.\d+)?\s*s", value.strip()) and float(value.strip()[:-1]) > 0:
-            return value
+    if not isinstance(value, str):
+        return _whole(1)(value)
+    seconds = re.fullmatch(r"(\d+(\.\d+)?)\s*s", value.strip())
+    if value not in (AUTO, END) and not (seconds and float(seconds[1]) > 0):
         raise Wrong
-    return _whole(1)(value)
+    return value
 
 
 def _cut(value: Any) -> str | dict[str, str]:
@@ -161,16 +136,8 @@ def _cut(value: Any) -> str | dict[str, str]:
     raise Wrong
 
 
-def _on_error(value: Any) -> str:
-    if value not in ("raise", "continue"):
-        raise Wrong
-    return value
-
-
 def _devices(value: Any) -> str | tuple[str, ...]:
-    if isinstance(value, list | tuple) and value:
-        return tuple(map(_text, value))
-    return _text(value)
+    return tuple(map(_text, value)) if isinstance(value, list | tuple) and value else _text(value)
 
 
 def _named(value: Any) -> Named:
@@ -219,23 +186,26 @@ def _stop(value: Any) -> dict[str, Any]:
 
 
 _NAME = "a name, or a table with a name and its arguments"
-DIAL = Kind('a dial such as "softsync:2", or a table of the fields of Sync', _dial)
-TOPOLOGY = Kind('a topology such as "servers:2"', _text)
-COUNT = Kind("a whole number of at least 1", _whole(1))
-NUMBER = Kind("a whole number of at least 0", _whole(0))
-POLICY = Kind("ledger, partition or sample", _text)
-POSITIVE = Kind("a finite number > 0", _positive)
-DEVICES = Kind('a device such as "cuda:0", or a list of them', _devices)
-TABLE_DEVICE = Kind('"cpu" or a GPU of the learners', _text)
-DATA_DEVICE = Kind('"cuda"', _text)
-CUT = Kind("auto, data, the file of a plan, or a table of layers and ways", _cut)
-FLAG = Kind("true or false", _flag)
-PATH = Kind("a path", _text)
-CADENCE = Kind('a number of updates, seconds such as "30s", auto, or end', _cadence)
-ON_ERROR = Kind("raise or continue", _on_error)
-NAMED = Kind(_NAME, _named)
-LAYERS = Kind("a list of layers, each a table with name and type", _layers)
-EVALUATE = Kind("a table of what differs from data, or " + _NAME, _named)
-GRADIENT = Kind("backprop, cd:k, pcd:k, or " + _NAME, _gradient)
-STOP = Kind("a table with loss, plateau or gradient_norm", _stop)
-NAMED_LIST = Kind("a list of names or tables", _several)
+DIAL = _kind('a dial such as "softsync:2", or a table of the fields of Sync', _dial)
+TOPOLOGY = _kind('a topology such as "servers:2"', _text)
+COUNT = _kind("a whole number of at least 1", _whole(1))
+NUMBER = _kind("a whole number of at least 0", _whole(0))
+POLICY = _kind("ledger, partition or sample", _text)
+POSITIVE = _kind(
+    "a finite number > 0",
+    _fitting(lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf),
+)
+DEVICES = _kind('a device such as "cuda:0", or a list of them', _devices)
+TABLE_DEVICE = _kind('"cpu" or a GPU of the learners', _text)
+DATA_DEVICE = _kind('"cuda"', _text)
+CUT = _kind("auto, data, the file of a plan, or a table of layers and ways", _cut)
+FLAG = _kind("true or false", _fitting(lambda v: isinstance(v, bool)))
+PATH = _kind("a path", _text)
+CADENCE = _kind('a number of updates, seconds such as "30s", auto, or end', _cadence)
+ON_ERROR = _kind("raise or continue", _fitting(lambda v: v in ("raise", "continue")))
+NAMED = _kind(_NAME, _named)
+LAYERS = _kind("a list of layers, each a table with name and type", _layers)
+EVALUATE = _kind("a table of what differs from data, or " + _NAME, _named)
+GRADIENT = _kind("backprop, cd:k, pcd:k, or " + _NAME, _gradient)
+STOP = _kind("a table with loss, plateau or gradient_norm", _stop)
+NAMED_LIST = _kind("a list of names or tables", _several)

@@ -112,7 +112,18 @@ def _imported(name: str, folder: str | None) -> Any:
     parts = path.split(".")
     if not all(part.isidentifier() for part in (*module.split("."), *parts)):
         raise UsageError(f"{name!r} is no 'package.module:callable'")
-    found = _module(module, folder)
+    for place in (folder, os.getcwd()):  # they stay on the path: the learners' processes get a copy of it
+        if place is not None and place not in sys.path:
+            sys.path.append(place)
+    try:
+        found: Any = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # the module's own code runs here
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module}.".startswith(f"{missing}."):
+            raise UsageError(
+                f"no module {missing!r}; it is looked for on Python's path, beside the job file and in the current folder"
+            ) from error
+        raise UsageError(f"importing {module!r} failed: {one_line(error)}") from error
     for part in parts:
         try:
             found = getattr(found, part)
@@ -120,22 +131,6 @@ def _imported(name: str, folder: str | None) -> Any:
             hint = nearest(part, [known for known in dir(found) if not known.startswith("_")])
             raise UsageError(f"{name!r}: {module} has no {path!r}{hint}") from error
     return found
-
-
-def _module(module: str, folder: str | None) -> Any:
-    for place in (folder, os.getcwd()):  # they stay on the path: the learners' processes get a copy of it
-        if place is not None and place not in sys.path:
-            sys.path.append(place)
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
-            raise UsageError(
-                f"no module {error.name!r}; it is looked for on Python's path, beside the job file and in the current folder"
-            ) from error
-        raise UsageError(f"importing {module!r} failed: {one_line(error)}") from error
-    except (Exception, SystemExit) as error:  # the module's own code runs here
-        raise UsageError(f"importing {module!r} failed: {one_line(error)}") from error
 
 
 def takes_model(function: Any) -> bool:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import date, datetime, time
 from typing import Any
 
 from syncline.errors import UsageError
 
 BARE = re.compile(r"[A-Za-z0-9_-]+")
-ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
 LONGEST = 100  # lines of one value; beyond, lines are not looked for any more
 Path = tuple[str, ...]
 
@@ -56,7 +56,7 @@ def _value(value: Any) -> str:
     if isinstance(value, int):
         return str(int(value))
     if isinstance(value, float):
-        return repr(float(value)) if math.isfinite(value) else f"{float(value)}"
+        return repr(float(value))
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, list | tuple):
@@ -65,15 +65,11 @@ def _value(value: Any) -> str:
         inner = ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items())
         return f"{{{inner}}}"
     if isinstance(value, datetime | date | time):
-        return _moment(value)
+        zone = value.utcoffset() if isinstance(value, datetime | time) else None
+        if zone is not None and (isinstance(value, time) or zone.total_seconds() % 60):
+            raise UsageError(f"TOML has no way to write the time zone of {value!r}")
+        return value.isoformat()
     raise UsageError(f"TOML has no way to write {type(value).__name__} {value!r}")
-
-
-def _moment(value: datetime | date | time) -> str:
-    zone = value.utcoffset() if isinstance(value, datetime | time) else None
-    if zone is not None and (isinstance(value, time) or zone.total_seconds() % 60):
-        raise UsageError(f"TOML has no way to write the time zone of {value!r}")
-    return value.isoformat()
 
 
 def _text(value: str) -> str:
@@ -81,12 +77,7 @@ def _text(value: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"TOML is UTF-8 and has no way to write {value!r}") from error
-    return f'"{"".join(ESCAPES.get(letter) or _plain(letter) for letter in value)}"'
-
-
-def _plain(letter: str) -> str:
-    code = ord(letter)
-    return f"\\u{code:04x}" if code < 0x20 or code == 0x7F else letter
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's texts, but for that
 
 
 # -- lines ---------------------------------------------------------------------------------------------------
@@ -100,11 +91,15 @@ def lines_of(text: str) -> dict[Path, int]:
     for number, statement in _statements(text):
         table = tomllib.loads(statement)
         if statement.lstrip().startswith("["):
-            header = _first_path(table)
+            *_, header = _paths(table)
             if statement.lstrip().startswith("[["):
                 found.setdefault(header, number)
                 counts[header] = counts.get(header, -1) + 1
-            above = _numbered(header, counts)
+            above = ()
+            for length, part in enumerate(header, 1):
+                above += (part,)
+                if header[:length] in counts:  # a list of tables: the last one's number
+                    above += (str(counts[header[:length]]),)
             found[above] = number
         else:
             for path in _paths(table):
@@ -130,25 +125,6 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
         held = ""
 
 
-def _numbered(path: Path, counts: dict[Path, int]) -> Path:
-    """With the number of the last one after each part that is a list of tables."""
-    found: list[str] = []
-    for length in range(1, len(path) + 1):
-        found.append(path[length - 1])
-        if path[:length] in counts:
-            found.append(str(counts[path[:length]]))
-    return tuple(found)
-
-
-def _first_path(table: Any) -> Path:
-    """The keys of a header alone."""
-    if isinstance(table, list):
-        table = table[0]
-    for key, inner in table.items():
-        return (key, *_first_path(inner))
-    return ()
-
-
 def _paths(table: dict[str, Any]) -> Iterator[Path]:
     """All keys of an assignment, outer ones too."""
     for key, value in table.items():
@@ -163,21 +139,17 @@ def _paths(table: dict[str, Any]) -> Iterator[Path]:
 def parse_override(text: str) -> tuple[Path, Any]:
     """`key.inner=value`: the path and the value as TOML, or as a text where it is none; None for an empty value."""
     key, equals, value = text.partition("=")
-    try:
-        path = _first_path(tomllib.loads(f"{key.strip()} = {{}}")) if equals and "\n" not in key else ()
-    except tomllib.TOMLDecodeError:
-        path = ()
-    if not path:
+    paths: list[Path] = []
+    if equals and "\n" not in key:
+        with suppress(tomllib.TOMLDecodeError):
+            paths = [*_paths(tomllib.loads(f"{key.strip()} = {{}}"))]
+    if not paths:
         raise UsageError(f"{text!r} is no key=value, as learners=4 or optimizer.lr=0.1")
-    return path, _override_value(value.strip()) if value.strip() else None
-
-
-def _override_value(value: str) -> Any:
-    try:
+    value = value.strip()
+    read: dict[str, Any] = {}
+    with suppress(tomllib.TOMLDecodeError, RecursionError):
         read = tomllib.loads(f"value = {value}")
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return value
-    return read["value"] if len(read) == 1 else value
+    return paths[-1], read["value"] if len(read) == 1 else value or None
 
 
 def override(table: dict[str, Any], path: Path, value: Any) -> Path:
@@ -188,7 +160,11 @@ def override(table: dict[str, Any], path: Path, value: Any) -> Path:
     reached: list[str] = []
     for depth, key in enumerate(outer, 1):
         if isinstance(inner, list):
-            inner, key = _of_several(inner, key, ".".join(path[: depth - 1]))
+            names = [each.get("name") for each in inner]
+            if key not in names:
+                where, known = ".".join(path[: depth - 1]), ", ".join(map(str, names))
+                raise UsageError(f"{where} has none called {key!r}; there are: {known}")
+            inner, key = inner[names.index(key)], str(names.index(key))
         else:
             inner = table.setdefault(key, {})
         reached.append(key)
@@ -203,12 +179,3 @@ def override(table: dict[str, Any], path: Path, value: Any) -> Path:
     else:
         table[last] = value
     return (*reached, last)
-
-
-def _of_several(tables: list[dict[str, Any]], name: str, where: str) -> tuple[dict[str, Any], str]:
-    for number, each in enumerate(tables):
-        if each.get("name") == name:
-            return each, str(number)
-    raise UsageError(
-        f"{where} has none called {name!r}; there are: {', '.join(str(t.get('name')) for t in tables)}"
-    )

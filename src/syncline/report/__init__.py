@@ -4,7 +4,7 @@
     event_lines.py    events.jsonl, written line by line, read while it grows
     run_record.py     a run as its lines tell it: what displays, reports and comparisons render
     folder_writer.py  follows a run and writes its folder, with model.safetensors and best.safetensors
-    svg_plots.py      plots; html_page.py: report.html; tensorboard.py: the same curves for TensorBoard
+    svg_plots.py      plots; html_page.py: report.html; net_graph.py: a net as a picture
 
 docs/exact/run_folder.md describes the files. Not responsible for checkpoints (table/checkpoints.py).
 """

@@ -46,19 +46,15 @@ def _rows(path: Path) -> Rows:
 
 def append_clocks(folder: Path, rows: bytes) -> None:
     """More updates; where the run went back they take the place of what is there. Raises OSError and leaves whole rows."""
+    path, last = folder / CLOCKS, 0
+    if path.is_file() and path.stat().st_size >= ROW.itemsize:
+        with path.open("rb") as file:
+            file.seek(-ROW.itemsize, SEEK_END)
+            last = int(np.frombuffer(file.read(ROW.itemsize), dtype=ROW)["version"][0])
     first = int(np.frombuffer(rows, dtype=ROW, count=1)["version"][0])
-    if first <= _last(folder / CLOCKS):
+    if first <= last:
         cut_clocks(folder, first - 1)
-    append_whole(folder / CLOCKS, rows)
-
-
-def _last(path: Path) -> int:
-    """The version of the last row."""
-    if not path.is_file() or path.stat().st_size < ROW.itemsize:
-        return 0
-    with path.open("rb") as file:
-        file.seek(-ROW.itemsize, SEEK_END)
-        return int(np.frombuffer(file.read(ROW.itemsize), dtype=ROW)["version"][0])
+    append_whole(path, rows)
 
 
 def cut_clocks(folder: Path, version: int) -> None:

@@ -9,14 +9,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from syncline.engines.checkpoint_options import EVENTS
 from syncline.errors import RunError
 
-__all__ = ["EVENTS", "LineWriter", "append_whole", "plain", "read_lines", "write_whole"]
+__all__ = ["EVENTS", "LineWriter", "append_whole", "plain", "read_lines", "replacing", "write_whole"]
 
 
 def plain(value: Any) -> Any:
@@ -84,16 +84,22 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield value
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A file that is there in whole or not at all; raises OSError."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place to write to, beside; then it is renamed. An OSError leaves nothing."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
         os.replace(temporary, path)
     except OSError:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there in whole or not at all; raises OSError."""
+    with replacing(path) as beside, beside.open("w", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

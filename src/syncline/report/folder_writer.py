@@ -9,6 +9,7 @@ Models are safetensors; each loads into the plain module with one line:
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import platform
@@ -17,14 +18,14 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from syncline.engines.run import (
     Began,
@@ -43,10 +44,9 @@ from syncline.learn.training import Training
 from syncline.messages import Clocks, Statistics
 from syncline.nn.net import layer_notes
 from syncline.report.clock_file import CLOCKS, append_clocks, cut_clocks
-from syncline.report.event_lines import EVENTS, LineWriter, plain, read_lines, write_whole
+from syncline.report.event_lines import EVENTS, LineWriter, plain, read_lines, replacing, write_whole
 from syncline.report.html_page import page
 from syncline.report.run_record import Line, RunRecord, better, judged
-from syncline.report.tensorboard import TensorBoardWriter, installed
 from syncline.table.checkpoints import CheckpointError, Folder, write_tensors
 from syncline.version import VERSION
 
@@ -61,6 +61,7 @@ class Recording:
     """The folder of one run while it is written; `record` is what it holds, for displays."""
 
     def __init__(self, folder: Path, spec: RunSpec, engine: Engine, model: nn.Module | None) -> None:
+        restored = spec.storage.restored
         self.folder, self._model = folder, model
         self.record = RunRecord(folder)
         self.problem = ""  # why something could not be written
@@ -70,37 +71,30 @@ class Recording:
         self._thread: threading.Thread | None = None
         self._virtual = engine.virtual
         self._lock = spec.storage.lock
-        self._best = best_so_far(folder) if spec.storage.restored else None
-        self._board: TensorBoardWriter | None = None
+        self._best = best_so_far(folder) if restored else None
+        self._board: Any = None  # TensorBoard's writer
         self._gone: dict[int, str] = {}  # rank -> how, in a simulated run
-        restored = spec.storage.restored
         self._before = restored.counts.examples.get(0, 0) if restored else 0  # examples
         self._first: tuple[int, float] | None = None  # examples and seconds when the first were folded
         if (folder / EVENTS).exists():  # a run that goes on appends
             for line in read_lines(folder / EVENTS):
                 self.record.feed(line)
-        self._keep_clocks(None, restored.version if restored else 0)
+        with self._writing(CLOCKS):
+            cut_clocks(folder, restored.version if restored else 0)
         self._lines = LineWriter(folder / EVENTS)
         options = describe(spec, engine, model)
-        started = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
-        self._kept = {**options, "started": started}
+        process = {"pid": os.getpid(), "host": socket.gethostname()}
+        self._kept: Line = {**options, "started": {**process, "time": time.time()}}
         self._began, self._took = time.monotonic(), self.record.took or 0.0  # of the sessions before
-        self._keep()
-        self._add("start", **self._beginning(spec, options))
-
-    def _keep(self) -> None:
         self.keep("run.json", json.dumps(plain(self._kept), indent=2) + "\n")
-
-    def _beginning(self, spec: RunSpec, options: Line) -> Line:
-        restored = spec.storage.restored
-        line: Line = {"run": options, "resumed": None, "seconds": 0.0}
+        resumed = None
         if restored is not None:
             known = {each["epoch"] for each in self.record.epochs}
             early = sorted(each for each in known if each > restored.epoch and restored.has_done(each))
-            line["resumed"] = {"version": restored.version, "epoch": restored.epoch, "early": early}
-        if not self._virtual:  # else run.json has it: these lines are the same every time
-            line.update(pid=os.getpid(), host=socket.gethostname())
-        return line
+            resumed = {"version": restored.version, "epoch": restored.epoch, "early": early}
+        if self._virtual:  # run.json has it: these lines are the same every time
+            process = {}
+        self._add("start", run=options, resumed=resumed, seconds=0.0, **process)
 
     # -- what the run says (on its own thread) ------------------------------------------------------------
 
@@ -127,7 +121,10 @@ class Recording:
     # -- the thread --------------------------------------------------------------------------------------
 
     def _main(self, handle: Handle) -> None:
-        self._open_board()
+        try:
+            self._board = open_board(self.folder)
+        except Exception as error:  # an installation may be broken in ways that are not ours
+            self._failed(f"TensorBoard: {error}")
         outcome: Outcome | None = None
         failure: BaseException | None = None
         sampled = 0.0
@@ -138,7 +135,7 @@ class Recording:
                 self._take(self._inbox.get(timeout=max(0.0, sampled + period - now)))
             except queue.Empty:
                 sampled = now
-                self._sample(handle)
+                self._look(handle)
             try:
                 outcome = handle.wait(0)
             except TimeoutError:
@@ -147,22 +144,18 @@ class Recording:
                 failure = raised
         self._end(outcome, failure)
 
-    def _open_board(self) -> None:
-        try:
-            self._board = TensorBoardWriter(self.folder) if installed() else None
-        except Exception as error:  # an installation may be broken in ways that are not ours
-            self._failed(f"TensorBoard: {error}")
-
     def _take(self, record: Any) -> None:
         if isinstance(record, EpochRecord):
             known = dataclasses.asdict(record)
             self._add("epoch", **{key: value for key, value in known.items() if value or key != "notes"})
         elif isinstance(record, Clocks):
-            self._keep_clocks(record.rows)
+            with self._writing(CLOCKS):
+                append_clocks(self.folder, record.rows)
         elif isinstance(record, Event):
             self._look_who_is_gone(record)
             if record.kind == "recovered":
-                self._keep_clocks(None, record.details["version"])
+                with self._writing(CLOCKS):
+                    cut_clocks(self.folder, record.details["version"])
             self._add(
                 "event",
                 seconds=record.seconds,
@@ -176,7 +169,11 @@ class Recording:
         elif isinstance(record, Snapshot):
             self._keep_best(record)
         elif isinstance(record, Sampled):
-            self._sampled(record.statistics, record.seconds)
+            found = of_statistics(record.statistics, self._gone)
+            if found and self._first is None and found["examples"] > self._before:
+                self._first = found["examples"], record.seconds
+            if found:
+                self._add("statistics", seconds=record.seconds, **found)
 
     def _look_who_is_gone(self, event: Event) -> None:
         """Simulated learners are no processes whose state one could ask for."""
@@ -190,37 +187,27 @@ class Recording:
         elif event.kind in ("joined", "replaced"):
             self._gone.pop(event.rank, None)
 
-    def _sample(self, handle: Handle) -> None:
+    def _look(self, handle: Handle) -> None:
         if self._virtual:  # it says by itself how it stands, at moments of its own time
             return
         try:
             statistics = handle.statistics()
         except Exception:  # it has not begun
             return
-        self._sampled(statistics, self._now())
-
-    def _sampled(self, statistics: Statistics, seconds: float) -> None:
-        if found := of_statistics(statistics, self._gone):
-            if self._first is None and found["examples"] > self._before:
-                self._first = found["examples"], seconds
-            self._add("statistics", seconds=seconds, **found)
+        self._take(Sampled(self._now(), statistics))
 
     def _keep_best(self, snapshot: Snapshot) -> None:
-        found = judged(snapshot.record.metrics)
+        record = snapshot.record
+        found = judged(record.metrics)
         if found is None:
             return
         metric, value = found
         if not better(metric, value, self._best[1] if self._best and self._best[0] == metric else None):
             return
-        notes = {
-            "metric": metric,
-            "value": value,
-            "epoch": snapshot.record.epoch,
-            "version": snapshot.record.version,
-        }
+        notes = {"metric": metric, "value": value, "epoch": record.epoch, "version": record.version}
         if self._save(BEST, snapshot.state, notes):
             self._best = found
-            self._add("best", seconds=snapshot.record.seconds, **notes)
+            self._add("best", seconds=record.seconds, **notes)
 
     def _end(self, outcome: Outcome | None, error: BaseException | None) -> None:
         try:
@@ -236,7 +223,7 @@ class Recording:
                 self._save(name, state, {"version": version}, table)
             if self._virtual:
                 self._kept["took"] = self._took + time.monotonic() - self._began
-                self._keep()
+                self.keep("run.json", json.dumps(plain(self._kept), indent=2) + "\n")
             self.keep(REPORT, page(self.record))
         except Exception as raised:  # the run's result must not depend on its report
             self._failed(f"{type(raised).__name__}: {raised}")
@@ -248,57 +235,57 @@ class Recording:
                 self._lock.release()
 
     def _ending(self, outcome: Outcome) -> Line:
+        """With the examples a second since the first update: starting processes is no training."""
         found = of_statistics(outcome.statistics, self._gone) or {}
-        return {
-            "seconds": outcome.seconds,
-            "how": "stopped" if outcome.interrupted or self.stopped else "finished",
-            "throughput": self._throughput(found.get("examples", 0), outcome.seconds),
-            **found,
-        }
-
-    def _throughput(self, examples: int, seconds: float) -> float:
-        """Examples a second since the first update: starting processes is no training."""
+        examples, seconds = found.get("examples", 0), outcome.seconds
         first, since = self._first or (self._before, 0.0)
         if first >= examples:  # all in one look
             first, since = self._before, 0.0
-        return (examples - first) / (seconds - since) if seconds > since else 0.0
+        return {
+            "seconds": seconds,
+            "how": "stopped" if outcome.interrupted or self.stopped else "finished",
+            "throughput": (examples - first) / (seconds - since) if seconds > since else 0.0,
+            **found,
+        }
 
     # -- writing: nothing of it may hurt the run -----------------------------------------------------------
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._failed(f"{self.folder / name}: {error.strerror}")
 
     def _add(self, kind: str, **content: Any) -> None:
         now = {} if self._virtual else {"time": time.time()}  # a simulated run is the same every time
         line = plain({"kind": kind, **now, **content})
         self.record.feed(line)
-        try:
+        with self._writing(EVENTS):
             self._lines.write(line)
             if self._board is not None:
-                self._board.feed(line)
-        except OSError as error:
-            self._failed(f"{self.folder / EVENTS}: {error.strerror}")
-
-    def _keep_clocks(self, rows: bytes | None, version: int = 0) -> None:
-        """More of them; or (None) the run goes on from that version."""
-        try:
-            if rows is None:
-                cut_clocks(self.folder, version)
-            else:
-                append_clocks(self.folder, rows)
-        except OSError as error:
-            self._failed(f"{self.folder / CLOCKS}: {error.strerror}")
+                feed_board(self._board, line)
 
     def keep(self, name: str, text: str) -> None:
         """A file of the folder, in whole or not at all."""
-        try:
+        with self._writing(name):
             write_whole(self.folder / name, text)
-        except OSError as error:
-            self._failed(f"{self.folder / name}: {error.strerror}")
 
     def _save(self, name: str, state: dict[str, torch.Tensor], notes: Line, table: int = 0) -> bool:
+        """What `model.load_state_dict` expects, with what is not trained, without what is not kept; beside, then renamed."""
+        model, path = self._model if table == 0 else None, self.folder / name
+        if model is not None:
+            own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+            state = {key: state.get(key, value) for key, value in own.items()}
+        texts = {key: str(value) for key, value in {**notes, **layer_notes(model)}.items()}
         try:
-            model = self._model if table == 0 else None
-            save(self.folder / name, whole_state(model, state), {**notes, **layer_notes(model)})
+            with replacing(path) as beside:
+                write_tensors(beside, state, texts)
         except CheckpointError as error:
             self._failed(str(error))
+            return False
+        except OSError as error:
+            self._failed(f"cannot write {path}: {error.strerror}")
             return False
         return True
 
@@ -307,11 +294,9 @@ class Recording:
         if self.problem:
             return
         self.problem = words
-        try:
-            text = f"the run folder is not complete: {words}. The run goes on; this is said once."
+        text = f"the run folder is not complete: {words}. The run goes on; this is said once."
+        with suppress(SynclineWarning):  # warnings may be errors here, and this thread has to go on
             warnings.warn(text, SynclineWarning, stacklevel=2)
-        except SynclineWarning:  # warnings are errors here, and this thread has to go on
-            pass
 
 
 def record_run(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Recording | None:
@@ -328,30 +313,22 @@ def of_statistics(statistics: Statistics, gone: Mapping[int, str]) -> Line | Non
     if table is None:
         return None
     staleness = table.staleness
-    missing = list(table.missing)
     return {
         "version": table.version,
         "gradients": table.gradients,
         "dropped": table.dropped,
         "examples": table.examples,
         "staleness": {"mean": staleness.mean, "max": staleness.max, "histogram": dict(staleness.histogram)},
-        "missing": missing,
+        "missing": list(table.missing),
         "learners": _learners(statistics, gone),
     }
 
 
 def _learners(statistics: Statistics, gone: Mapping[int, str]) -> list[Line]:
     """One for each rank: the last process that had it."""
-    found: dict[int, Line] = {}
-    for each in statistics.processes:
-        if each.role == "learner":
-            found[each.rank] = {
-                "rank": each.rank,
-                "pid": each.pid,
-                "state": each.state,
-                "steps": each.steps,
-                "loss": each.loss,
-            }
+    known = ("rank", "pid", "state", "steps", "loss")
+    learners = [each for each in statistics.processes if each.role == "learner"]
+    found: dict[int, Line] = {each.rank: {key: getattr(each, key) for key in known} for each in learners}
     if not found:  # simulated learners are no processes
         for rank, steps in (dict.fromkeys(gone, 0) | statistics.steps).items():
             loss = statistics.losses.get(rank)
@@ -388,11 +365,7 @@ def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
         "examples": _length(data),
         "method": repr(spec.batch.method) if spec.batch is not None else None,
         "machine": f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}",
-        "versions": {
-            "syncline": VERSION,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {"syncline": VERSION, "torch": torch.__version__, "python": platform.python_version()},
     }
 
 
@@ -411,29 +384,6 @@ def _short(error: BaseException | None) -> str:
     return f"{lines[0]} {lines[-1]}"
 
 
-# -- models -------------------------------------------------------------------------------------------------
-
-
-def whole_state(model: nn.Module | None, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `model.load_state_dict` expects: with what is not trained, without what is not kept."""
-    if model is None:
-        return dict(state)
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    return {name: state.get(name, value) for name, value in own.items()}
-
-
-def save(path: Path, state: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
-    """Write beside, then rename; raises CheckpointError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    write_tensors(temporary, state, {key: str(value) for key, value in notes.items()})
-    try:
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
-
-
 def best_so_far(folder: Path) -> tuple[str, float] | None:
     """The metric and value that best.safetensors was kept for."""
     try:
@@ -442,3 +392,31 @@ def best_so_far(folder: Path) -> tuple[str, float] | None:
         return notes["metric"], float(notes["value"])
     except (OSError, SafetensorError, KeyError, ValueError):
         return None
+
+
+# -- TensorBoard, where it is installed ---------------------------------------------------------------------
+
+
+def open_board(folder: Path) -> Any:
+    """A writer of its files; None where it is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter  # late: takes a second
+
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+def feed_board(board: Any, line: Line) -> None:
+    """The curves that are in one line of events.jsonl."""
+    curves: Line = {}
+    if line["kind"] == "epoch":
+        curves = {"train/loss": line["loss"]}
+        curves |= {f"test/{name}": value for name, value in line["metrics"].items()}
+    elif line["kind"] == "statistics":
+        curves = {"staleness/mean": line["staleness"]["mean"], "examples": line["examples"]}
+        curves |= {f"loss of learner/{each['rank']}": each["loss"] for each in line["learners"]}
+    for tag, value in curves.items():
+        if value is not None:
+            board.add_scalar(tag, value, line["version"], walltime=line.get("time"))
+    if line["kind"] == "epoch":
+        board.flush()

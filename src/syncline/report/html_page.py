@@ -25,9 +25,15 @@ vertical-align:top}td.n,th.n{text-align:right}code{background:#f3f4f6;padding:.1
 """
 
 
+NOTES = {  # what a batch method says of its iterations
+    "step": "Step lengths",
+    "evaluations": "Function evaluations",
+    "gradient": "Largest entry of the gradient",
+}
+
+
 def page(record: RunRecord) -> str:
     """The whole page; it is well-formed XML too."""
-    title = f"{record.name} · Syncline"
     body = [
         f"<h1>{escape(record.name)}</h1>",
         f"<p class='faint'>{escape(_subtitle(record))}</p>",
@@ -42,60 +48,45 @@ def page(record: RunRecord) -> str:
         "<h2>Options</h2>",
         _options(record),
     ]
-    head = f"<meta charset='utf-8'/><title>{escape(title)}</title><style>{STYLE}</style>"
-    text = f"<!DOCTYPE html>\n<html lang='en'><head>{head}</head><body>{''.join(body)}</body></html>\n"
+    text = document(f"{record.name} · Syncline", "".join(body))
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def document(title: str, body: str, style: str = "") -> str:
+    head = f"<meta charset='utf-8'/><title>{escape(title)}</title><style>{STYLE}{style}</style>"
+    return f"<!DOCTYPE html>\n<html lang='en'><head>{head}</head><body>{body}</body></html>\n"
 
 
 def plots(record: RunRecord) -> list[str]:
     """Loss and metrics over epochs and over time, staleness, rates."""
-    losses: list[str] = [name for name in ("loss", "test loss") if name == "loss" or name in record.metrics]
-    others = [name for name in record.metrics if name != "test loss"]
+    marks = [(each["seconds"], _event_words(each)) for each in record.faults]
+    over, seconds = f"{record.word}s", _seconds(record)
+    wanted = {"Loss": ["loss", *(name for name in record.metrics if name == "test loss")]}
+    wanted |= {f"Test {n.removeprefix('test ')}": [n] for n in record.metrics if n != "test loss"}
     drawn = []
-    wanted: dict[str, list[str]] = {
-        "Loss": losses,
-        **{f"Test {each.removeprefix('test ')}": [each] for each in others},
-    }
-    for name, names in wanted.items():
-        series = {each: record.metric(each) for each in names}
-        by_epoch = [(_called(each), [(e, v) for e, _, v in points]) for each, points in series.items()]
-        by_time = [(_called(each), sorted((s, v) for _, s, v in points)) for each, points in series.items()]
-        y = name.split()[-1].lower()
-        over = f"{record.word}s"
-        drawn.append(svg.lines(f"{name} over {over}", by_epoch, x=over, y=y))
-        drawn.append(
-            svg.lines(f"{name} over time", by_time, x=_seconds(record), y=y, marks=fault_marks(record))
-        )
-    return [*drawn, *(batch_plots(record) or [staleness_plot(record)]), rates_plot(record)]
-
-
-NOTES = {
-    "step": "Step lengths",
-    "evaluations": "Function evaluations",
-    "gradient": "Largest entry of the gradient",
-}
-
-
-def batch_plots(record: RunRecord) -> list[str]:
-    """What a batch method says of its iterations; nothing for other runs."""
-    found = {name: record.noted(name) for name in NOTES}
-    return [
-        svg.lines(NOTES[name], [(name, points)], x="iterations", y=name)
-        for name, points in found.items()
-        if points
+    for title, names in wanted.items():
+        by_epoch: list[svg.Series] = []
+        by_time: list[svg.Series] = []
+        for name in names:
+            called, points = "training loss" if name == "loss" else name, record.metric(name)
+            by_epoch.append((called, [(epoch, value) for epoch, _, value in points]))
+            by_time.append((called, sorted((when, value) for _, when, value in points)))
+        y = title.split()[-1].lower()
+        drawn.append(svg.lines(f"{title} over {over}", by_epoch, x=over, y=y))
+        drawn.append(svg.lines(f"{title} over time", by_time, x=seconds, y=y, marks=marks))
+    notes = [
+        svg.lines(title, [(name, noted)], x="iterations", y=name)
+        for name, title in NOTES.items()
+        if (noted := record.noted(name))
     ]
+    rates = svg.lines(
+        "Rates of learners", learner_rates(record), x=seconds, y="gradients/s", marks=marks, zero=True
+    )
+    return [*drawn, *(notes or [staleness_plot(record)]), rates]
 
 
 def _seconds(record: RunRecord) -> str:
     return "virtual seconds" if record.virtual else "seconds"
-
-
-def _called(name: str) -> str:
-    return "training loss" if name == "loss" else name
-
-
-def fault_marks(record: RunRecord) -> list[svg.Mark]:
-    return [(each["seconds"], _event_words(each)) for each in record.faults]
 
 
 def staleness_plot(record: RunRecord) -> str:
@@ -108,33 +99,23 @@ def staleness_plot(record: RunRecord) -> str:
     return svg.bars("Staleness of gradients", values[:60], x="σ, versions behind", y="% of gradients")
 
 
-def rates_plot(record: RunRecord) -> str:
+def learner_rates(record: RunRecord) -> list[svg.Series]:
     """Gradients a second of each learner, between samples half a second or more apart."""
-    thin = spaced(record.samples, max(0.5, record.seconds / 120))
+    apart = max(0.5, record.seconds / 120)
+    kept: list[Line] = []
+    for each in record.samples:
+        since = each["seconds"] - kept[-1]["seconds"] if kept else apart
+        if since >= apart or since < 0:
+            kept.append(each)
     series: dict[int, list[svg.Point]] = {}
-    for before, after in pairwise(thin):
+    for before, after in pairwise(kept):
         steps = {each["rank"]: each.get("steps") or 0 for each in learners_of(before)}
         span = after["seconds"] - before["seconds"]
         for each in learners_of(after):
             done = (each.get("steps") or 0) - steps.get(each["rank"], 0)
             if span > 0 and done >= 0 and each.get("state") not in GONE:
                 series.setdefault(each["rank"], []).append((after["seconds"], done / span))
-    drawn = [(f"learner {rank}", series[rank]) for rank in sorted(series)[: len(svg.COLOURS)]]
-    marks = fault_marks(record)
-    return svg.lines("Rates of learners", drawn, x=_seconds(record), y="gradients/s", marks=marks, zero=True)
-
-
-def spaced(samples: Sequence[Line], seconds: float) -> list[Line]:
-    """Samples that are at least so far apart."""
-    kept: list[Line] = []
-    for each in samples:
-        if (
-            not kept
-            or each["seconds"] - kept[-1]["seconds"] >= seconds
-            or each["seconds"] < kept[-1]["seconds"]
-        ):
-            kept.append(each)
-    return kept
+    return [(f"learner {rank}", series[rank]) for rank in sorted(series)[: len(svg.COLOURS)]]
 
 
 # -- words and tables ------------------------------------------------------------------------------------------
@@ -159,9 +140,8 @@ def _numbers(record: RunRecord) -> str:
     last, staleness = record.last, record.staleness
     shown: list[tuple[str, str]] = []
     for name in record.metrics:
-        values = [value for _, _, value in record.metric(name)]
-        if values:
-            shown.append((measure(name, values[-1]), name))
+        if points := record.metric(name):
+            shown.append((measure(name, points[-1][2]), name))
     shown += [
         (f"{len(record.epochs)}", f"{record.word}s"),
         (f"{last.get('version', 0):,}", "updates"),
@@ -215,16 +195,9 @@ def _learners(record: RunRecord) -> str:
     rates = record.learner_rates(window=float("inf"))
     rows = []
     for each in learners_of(record.last):
-        loss = each.get("loss")
-        rows.append(
-            [
-                str(each["rank"]),
-                str(each.get("state")),
-                str(each.get("steps")),
-                f"{rates.get(each['rank'], 0.0):.1f}",
-                f"{loss:.4g}" if loss is not None else "–",
-            ]
-        )
+        loss = f"{each['loss']:.4g}" if each.get("loss") is not None else "–"
+        rate = f"{rates.get(each['rank'], 0.0):.1f}"
+        rows.append([str(each["rank"]), str(each.get("state")), str(each.get("steps")), rate, loss])
     return table(["learner", "at the end", "gradients", "gradients/s", "last loss"], rows)
 
 

@@ -83,16 +83,12 @@ def _untangle(levels: list[list[Node]], lines: Sequence[Sequence[Node]]) -> None
             at: dict[Node, float] = {}
             for level in order:
                 own = {node: (number + 0.5) / len(level) for number, node in enumerate(level)}
-                means = {
-                    node: _mean([at[each] for each in beside.get(node, []) if each in at], own[node])
-                    for node in level
-                }
+                means = {}
+                for node in level:
+                    near = [at[each] for each in beside.get(node, []) if each in at]
+                    means[node] = sum(near) / len(near) if near else own[node]
                 level.sort(key=means.__getitem__)
                 at.update({node: (number + 0.5) / len(level) for number, node in enumerate(level)})
-
-
-def _mean(values: Sequence[float], otherwise: float) -> float:
-    return sum(values) / len(values) if values else otherwise
 
 
 def _places(levels: Sequence[Sequence[Node]], wide: dict[str, float]) -> tuple[Places, float]:

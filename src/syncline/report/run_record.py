@@ -19,19 +19,9 @@ from syncline.errors import UsageError
 from syncline.report.event_lines import EVENTS, read_lines
 
 MOST_SAMPLES = 2000  # beyond, every second one goes
-QUIET = (
-    "checkpoint",
-    "left",
-    "warning",
-    "delay",
-    "dial",
-    "joined",
-    "missed",
-    "replaced",
-    "recovered",
-    "paused",
-    "cut",
-)  # events that are no faults
+# Events that are no faults: changes, and what is only said.
+QUIET: tuple[str, ...] = ("joined", "left", "replaced", "recovered", "paused", "cut", "delay", "dial")
+QUIET += ("checkpoint", "missed", "warning")
 SILENCE = 15.0  # seconds without a line after which a run on another machine counts as gone
 GONE = ("lost", "raised", "killed")  # states of learners that are no more
 Line = dict[str, Any]
@@ -46,12 +36,11 @@ class RunRecord:
     epochs: list[Line] = field(default_factory=list)
     events: list[Line] = field(default_factory=list)
     samples: list[Line] = field(default_factory=list)  # statistics
-    best: Line | None = None
     end: Line | None = None
     starts: list[Line] = field(default_factory=list)
     last_time: float = 0.0  # of the last line, by the machine's clock
+    seconds: float = 0.0
     _offset: float = 0.0  # seconds of the sessions before this one
-    _seconds: float = 0.0
 
     def feed(self, line: Line) -> None:
         """One line; a kind that is not known is passed over, so that later versions may add some."""
@@ -60,17 +49,16 @@ class RunRecord:
         if kind == "start":
             self._start(line)
         line = {**line, "seconds": self._offset + (_number(line.get("seconds")) or 0.0)}
-        self._seconds = max(self._seconds, line["seconds"])
+        self.seconds = max(self.seconds, line["seconds"])
         if kind == "epoch" and isinstance(line.get("epoch"), int):
-            self._epoch(line)
+            self.epochs = [each for each in self.epochs if each["epoch"] != line["epoch"]] + [line]
+            self.epochs.sort(key=lambda each: each["epoch"])
         elif kind == "event":
             self.events.append(line)
         elif kind == "statistics" and isinstance(line.get("version"), int):
             self.samples.append(line)
             if len(self.samples) > MOST_SAMPLES:
                 del self.samples[1:-1:2]
-        elif kind == "best":
-            self.best = line
         elif kind == "end":
             self.end = line
 
@@ -89,13 +77,9 @@ class RunRecord:
             self.samples = [each for each in self.samples if each["version"] <= version]
         if before == self.options.get("engine") == "sim":  # virtual time goes on from the checkpoint's moment
             kept = (each["seconds"] for each in (*self.epochs, *self.samples))
-            self._seconds = max(kept, default=self._offset)
+            self.seconds = max(kept, default=self._offset)
         else:
-            self._offset = self._seconds
-
-    def _epoch(self, line: Line) -> None:
-        self.epochs = [each for each in self.epochs if each["epoch"] != line["epoch"]] + [line]
-        self.epochs.sort(key=lambda each: each["epoch"])
+            self._offset = self.seconds
 
     # -- what follows from it ----------------------------------------------------------------------------
 
@@ -147,10 +131,6 @@ class RunRecord:
         return True
 
     @property
-    def seconds(self) -> float:
-        return self._seconds
-
-    @property
     def last(self) -> Line:
         """The newest statistics; the end's where there is one."""
         if self.end is not None and isinstance(self.end.get("version"), int):
@@ -161,13 +141,10 @@ class RunRecord:
         """(epochs done, seconds, value) of a test metric, or of `loss`, the training loss."""
         found = []
         for each in self.epochs:
-            value = (
-                each.get("loss")
-                if name == "loss"
-                else _inner(each, "metrics").get(name.removeprefix("test "))
-            )
-            if (number := _number(value)) is not None:
-                found.append((each["epoch"] + 1.0, each["seconds"], number))
+            metrics = _inner(each, "metrics")
+            value = _number(each.get("loss") if name == "loss" else metrics.get(name.removeprefix("test ")))
+            if value is not None:
+                found.append((each["epoch"] + 1.0, each["seconds"], value))
         return found
 
     @property
@@ -203,10 +180,6 @@ class RunRecord:
         return dict(sorted(found.items()))
 
     @property
-    def examples(self) -> int:
-        return int(_number(self.last.get("examples")) or 0)
-
-    @property
     def throughput(self) -> float:
         """Examples a second over the last session, from its first statistics on."""
         if self.end is not None and (given := _number(self.end.get("throughput"))) is not None:
@@ -222,9 +195,8 @@ class RunRecord:
         points: dict[int, list[tuple[float, float]]] = {}
         for sample in self._recent(window):
             for each in learners_of(sample):
-                points.setdefault(each["rank"], []).append(
-                    (sample["seconds"], _number(each.get("steps")) or 0.0)
-                )
+                steps = _number(each.get("steps")) or 0.0
+                points.setdefault(each["rank"], []).append((sample["seconds"], steps))
         return {rank: _growth(values) for rank, values in sorted(points.items())}
 
     def _recent(self, window: float) -> list[Line]:
@@ -242,28 +214,32 @@ class RunRecord:
         return [each for each in self.events if each.get("event") == "warning"]
 
     @property
+    def goal(self) -> tuple[str, float] | None:
+        """The number of the statistics that ends the run, and where it will be then; None: that is not known."""
+        steps, epochs = _number(self.options.get("steps")), _number(self.options.get("epochs"))
+        size = _number(self.options.get("examples"))
+        if steps:
+            return "version", steps
+        return ("examples", epochs * size) if epochs and size else None
+
+    @property
     def progress(self) -> float | None:
         """The part that is done, where the end is known."""
         if self.end is not None and self.end.get("how") == "finished":
             return 1.0
-        steps, epochs = _number(self.options.get("steps")), _number(self.options.get("epochs"))
-        size = _number(self.options.get("examples"))
-        if steps:
-            return min(1.0, (_number(self.last.get("version")) or 0) / steps)
-        if epochs and size:
-            return min(1.0, self.examples / (epochs * size))
+        if self.goal is not None:
+            key, end = self.goal
+            return min(1.0, (_number(self.last.get(key)) or 0) / end)
+        epochs = _number(self.options.get("epochs"))
         return len(self.epochs) / epochs if epochs else None
 
 
 def learners_of(sample: Mapping[str, Any]) -> list[Line]:
     """The learners of one line of statistics, by rank."""
     found = sample.get("learners")
-    rows = (
-        [each for each in found if isinstance(each, dict) and isinstance(each.get("rank"), int)]
-        if isinstance(found, list)
-        else []
-    )
-    return sorted(rows, key=lambda each: each["rank"])
+    rows = found if isinstance(found, list) else []
+    known = [each for each in rows if isinstance(each, dict) and isinstance(each.get("rank"), int)]
+    return sorted(known, key=lambda each: each["rank"])
 
 
 def read_run(folder: str | Path) -> RunRecord:

@@ -130,7 +130,7 @@ def curves(
     across = across or scale([spot.x for spot in spots])
     up = up or scale([spot.y for spot in spots] + ([level[0]] if level else []))
     area = _Area(size, across, up, rows)
-    parts = [*area.rules(), *area.ticks(), *area.names(x, y), *area.marks(marks)]
+    parts = [*area.axes(x, y), *area.marks(marks)]
     if level is not None:
         parts += area.level(*level, spots)
     for curve in drawn:
@@ -145,17 +145,12 @@ def lines(
     found = [(name, points) for name, points in series if points]
     if not found:
         return _empty(title, SMALL)
-    drawn = [
-        Curve(
-            spots=[
-                Spot(*at, tip=f"{name}: {number_text(at[1], 4)} at {number_text(at[0], 4)}") for at in points
-            ],
-            colour=COLOURS[number % len(COLOURS)],
-            name=name if len(found) > 1 else "",
-            dots=len(points) <= MANY,
-        )
-        for number, (name, points) in enumerate(found)
-    ]
+    drawn = []
+    for number, (name, points) in enumerate(found):
+        tips = (f"{name}: {number_text(at[1], 4)} at {number_text(at[0], 4)}" for at in points)
+        spots = [Spot(*at, tip=tip) for at, tip in zip(points, tips, strict=True)]
+        colour, named = COLOURS[number % len(COLOURS)], name if len(found) > 1 else ""
+        drawn.append(Curve(spots=spots, colour=colour, name=named, dots=len(points) <= MANY))
     spots = [spot for curve in drawn for spot in curve.spots]
     across = scale([spot.x for spot in spots] + [place for place, _ in marks], log=False)
     up = scale([0.0] * zero + [spot.y for spot in spots], log=False)
@@ -168,7 +163,7 @@ def bars(title: str, values: Sequence[tuple[str, float, str]], *, x: str, y: str
         return _empty(title, SMALL)
     up = scale([0.0, max(value for _, value, _ in values)], log=False)
     area = _Area(SMALL, Scale(0, len(values)), up)
-    parts = [*area.rules(), *area.names(x, y)]
+    parts = [*area.axes(x, y)]
     room = area.x(1) - area.x(0)
     wide, every = min(46.0, room * 0.72), max(1, math.ceil(26 / room))
     for number, (label, value, tip) in enumerate(values):
@@ -218,15 +213,17 @@ class _Area:
     def y(self, value: float) -> float:
         return self._up.place(value, self.low, self.high)
 
-    def rules(self) -> Iterator[str]:
+    def axes(self, x: str, y: str) -> Iterator[str]:
+        """With a line at every tick, and their names."""
         for tick in self._up.ticks:
             yield self._across_all(self.y(tick), f"stroke='{RULE}'")
             yield _text(LEFT - 6, self.y(tick) + 4, number_text(tick), anchor="end")
-
-    def ticks(self) -> Iterator[str]:
         for tick in self._across.ticks:
             yield self._upright(self.x(tick), f"stroke='{RULE}'")
             yield _text(self.x(tick), self.low + 16, number_text(tick), anchor="middle")
+        yield _text((LEFT + self.right) / 2, self.size[1] - 11, x, anchor="middle", colour=FAINT)
+        turned = f"translate(14 {(self.high + self.low) / 2:.0f}) rotate(-90)"
+        yield f"<text transform='{turned}' text-anchor='middle' fill='{FAINT}'>{escape(y)}</text>"
 
     def _across_all(self, y: float, style: str, tip: str = "") -> str:
         return f"<line x1='{LEFT}' x2='{self.right}' y1='{y:.1f}' y2='{y:.1f}' {style}>{_title(tip)}</line>"
@@ -236,17 +233,10 @@ class _Area:
             f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{self.high}' y2='{self.low}' {style}>{_title(tip)}</line>"
         )
 
-    def names(self, x: str, y: str) -> Iterator[str]:
-        """Of the axes."""
-        yield _text((LEFT + self.right) / 2, self.size[1] - 11, x, anchor="middle", colour=FAINT)
-        turned = f"translate(14 {(self.high + self.low) / 2:.0f}) rotate(-90)"
-        yield f"<text transform='{turned}' text-anchor='middle' fill='{FAINT}'>{escape(y)}</text>"
-
     def marks(self, marks: Sequence[Mark]) -> Iterator[str]:
+        style = f"stroke='{FAULT}' stroke-dasharray='3 3' class='fault'"
         for place, words in marks:
-            yield self._upright(
-                self.x(place), f"stroke='{FAULT}' stroke-dasharray='3 3' class='fault'", words
-            )
+            yield self._upright(self.x(place), style, words)
             yield _text(self.x(place), self.high + 3, "×", anchor="middle", colour=FAULT)
 
     def level(self, value: float, words: str, spots: Sequence[Spot]) -> Iterator[str]:
@@ -321,9 +311,8 @@ def _legend(drawn: Sequence[Curve], width: int) -> tuple[list[str], int]:
 
 
 def _empty(title: str, size: Size) -> str:
-    return _frame(
-        title, size, [_text(size[0] / 2, size[1] / 2, "no data yet", anchor="middle", colour=FAINT)]
-    )
+    words = _text(size[0] / 2, size[1] / 2, "no data yet", anchor="middle", colour=FAINT)
+    return _frame(title, size, [words])
 
 
 def _frame(title: str, size: Size, parts: Sequence[str]) -> str:

@@ -1,9 +1,7 @@
 """Trade-off curves: error against time over dials, learners and batch sizes, (σ, μ, λ) as in Rudra.
 
-    grid.py      the points of a study, and which cannot be
-    rows.py      what is known of a finished point; CSV
+    grid.py      the points of a study, which cannot be, and the record of a finished one
     store.py     the study's folder: rows as they come, going on where it stopped
-    progress.py  what is done, running and left; when it will end
     summary.py   means over seeds, the best, groups of equal μλ
     point_run.py one point as a run
     worker_pool.py  processes that do pieces of work, such as points

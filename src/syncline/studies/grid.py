@@ -1,4 +1,4 @@
-"""The points of a study: every dial with every number of learners, batch size and seed.
+"""The points of a study, every dial with every number of learners, batch size and seed; and the record of a finished one.
 
 Pure. Says which combinations cannot be and why; not responsible for running any.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from syncline.dial import Course, Sync
 from syncline.errors import DialError, UsageError
 
 MOST_POINTS = 100_000
+Skipped = tuple[str, int, str]  # a dial, a number of learners that it cannot have, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +31,6 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
-    """A dial that cannot be with so many learners."""
-
-    sync: str
-    learners: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """What is combined with what; each list without repetitions, in the order given."""
 
@@ -48,31 +41,80 @@ class Grid:
 
     def points(self) -> tuple[list[Point], list[Skipped]]:
         """All that can be, in order, and what is left out; a dial that can be with none of the λ is refused."""
-        skipped = self._skipped()
-        out = {(each.sync, each.learners) for each in skipped}
+        points: list[Point] = []
+        skipped: list[Skipped] = []
         for sync in self.syncs:
-            reasons = [each.reason for each in skipped if each.sync == sync]
+            reasons: dict[int, str] = {}
+            for learners in self.learners:
+                try:
+                    for _, dial in Course.of(sync).dials:
+                        dial.check(learners, self.batch_sizes[0])
+                except DialError as error:
+                    reasons[learners] = str(error)
             if len(reasons) == len(self.learners):
-                raise DialError(reasons[0])
-        every = product(self.syncs, self.learners, self.batch_sizes, self.seeds)
-        points = [
-            Point(sync=sync, learners=learners, batch_size=size, seed=seed)
-            for sync, learners, size, seed in every
-            if (sync, learners) not in out
-        ]
+                raise DialError(reasons[self.learners[0]])
+            skipped += [(sync, learners, reason) for learners, reason in reasons.items()]
+            points += [
+                Point(sync=sync, learners=learners, batch_size=size, seed=seed)
+                for learners, size, seed in product(self.learners, self.batch_sizes, self.seeds)
+                if learners not in reasons
+            ]
         if len(points) > MOST_POINTS:
             raise UsageError(f"{len(points):,} runs are too many for one study, at most {MOST_POINTS:,}")
         return points, skipped
 
-    def _skipped(self) -> list[Skipped]:
-        found = []
-        for sync, learners in product(self.syncs, self.learners):
-            try:
-                for _, dial in Course.of(sync).dials:
-                    dial.check(learners, self.batch_sizes[0])
-            except DialError as error:
-                found.append(Skipped(sync=sync, learners=learners, reason=str(error)))
-        return found
+
+# -- what came of one -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRow:
+    """One run of a study: what was asked, and what came of it. Seconds are virtual where the run was simulated."""
+
+    sync: str
+    n: int | None  # Rudra's n; none in lockstep
+    learners: int
+    batch_size: int
+    mu_lambda: int
+    seed: int
+    epochs: float | None = None  # passes over the data
+    seconds: float | None = None
+    updates: int | None = None
+    gradients: int | None = None
+    dropped: int | None = None
+    mean_staleness: float | None = None
+    max_staleness: int | None = None
+    test_error: float | None = None  # 1 − accuracy
+    test_accuracy: float | None = None
+    test_loss: float | None = None
+    loss: float | None = None  # of training, over the last epoch
+    throughput: float | None = None  # examples per second
+    overlap: float | None = None
+    wall_seconds: float | None = None
+    commit: str = ""
+    version: str = ""
+    error: str = ""  # why there are no numbers
+
+    @property
+    def point(self) -> Point:
+        return Point(sync=self.sync, learners=self.learners, batch_size=self.batch_size, seed=self.seed)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.error)
+
+
+def asked(point: Point, **known: Any) -> StudyRow:
+    """The row of a point, with what came of it."""
+    return StudyRow(
+        sync=point.sync,
+        n=splits_of(point),
+        learners=point.learners,
+        batch_size=point.batch_size,
+        mu_lambda=point.batch_size * point.learners,
+        seed=point.seed,
+        **known,
+    )
 
 
 def splits_of(point: Point) -> int | None:
@@ -99,15 +141,16 @@ def parse_dials(text: str, reference_batch: int | None = None) -> tuple[str, ...
             pieces.append(piece.strip())
     if not all(pieces):
         raise UsageError(f"--sync {text}: an empty name between commas; write hardsync,softsync:1,async")
-    return tuple(dict.fromkeys(str(_referred(Course.of(piece), reference_batch)) for piece in pieces))
 
-
-def _referred(course: Course, batch: int | None) -> Course:
     def referred(dial: Sync) -> Sync:
-        wants = batch is not None and dial.lockstep and dial.reference_batch is None
-        return replace(dial, reference_batch=batch) if wants else dial
+        wants = reference_batch is not None and dial.lockstep and dial.reference_batch is None
+        return replace(dial, reference_batch=reference_batch) if wants else dial
 
-    return Course(tuple((epoch, referred(dial)) for epoch, dial in course.dials))
+    courses = []
+    for piece in pieces:
+        dials = Course.of(piece).dials
+        courses.append(str(Course(tuple((epoch, referred(dial)) for epoch, dial in dials))))
+    return tuple(dict.fromkeys(courses))
 
 
 def parse_numbers(option: str, text: str, *, least: int = 1) -> tuple[int, ...]:

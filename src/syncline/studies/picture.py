@@ -5,12 +5,12 @@ Rows in, SVG and HTML text out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from syncline.report.html_page import STYLE, measure, table
-from syncline.report.svg_plots import COLOURS, FAINT, Curve, Mark, Scale, Spot, curves, scale, side_by_side
-from syncline.studies.rows import StudyRow
+from syncline.report.html_page import document, measure, table
+from syncline.report.svg_plots import COLOURS, FAINT, Curve, Scale, Spot, curves, scale, side_by_side
+from syncline.studies.grid import StudyRow
 from syncline.studies.summary import RankedPoint, baseline, groups, places, wanted
 
 WIDE = 64  # largest over smallest number of learners, from which its axis is logarithmic
@@ -28,13 +28,13 @@ def panels(rows: Sequence[StudyRow], *, unit: str = "virtual seconds") -> list[s
     column = wanted(rows)
     found = places(rows, column)
     syncs = list(dict.fromkeys(each.sync for each in found))
+    colours = {sync: COLOURS[number % len(COLOURS)] for number, sync in enumerate(syncs)}
     drawn = []
     known = [each for each in found if each.value is not None]
     if known and column is not None:
-        look = _Look(known, column, unit)
-        drawn += [look.against_time(sync) for sync in syncs]
-        drawn.append(look.over_product(syncs))
-    return [*drawn, _staleness(found, syncs), *_speed_up(found, syncs)]
+        errors = _Errors(known, column, unit)
+        drawn = [*(errors.against_time(sync) for sync in syncs), errors.over_product(colours)]
+    return [*drawn, _staleness(found, colours), *_speed_up(found, colours)]
 
 
 def ramp(count: int) -> list[str]:
@@ -44,81 +44,68 @@ def ramp(count: int) -> list[str]:
     return [RAMP[round(number * (len(RAMP) - 1) / max(1, count - 1))] for number in range(count)]
 
 
-class _Look:
-    """What the panels of a study share: limits, colours, the baseline."""
+class _Errors:
+    """What the panels of errors or losses share: limits, colours, the baseline."""
 
     def __init__(self, found: Sequence[RankedPoint], column: str, unit: str) -> None:
-        self._found, self._column, self._unit = found, column, unit
+        self._found, self._unit, self._name = found, unit, NAMES[column]
+        self._error = column == "test_error"
+        self._factor = 100 if self._error else 1
         self._times = scale([each.seconds for each in found])
-        self._values = scale([self._y(each) for each in found])
-        sizes = sorted({each.batch_size for each in found})
-        self._colours = dict(zip(sizes, ramp(len(sizes)), strict=True))
-        self._baseline = baseline(found)
+        self._values = scale([self._y(each.value) for each in found])
 
-    def _y(self, place: RankedPoint) -> float:
-        assert place.value is not None
-        return 100 * place.value if self._column == "test_error" else place.value
+    def _y(self, value: float | None) -> float:
+        assert value is not None
+        return self._factor * value
+
+    def _spot(self, place: RankedPoint, x: float, label: str = "", weight: float = 0.0) -> Spot:
+        y = self._y(place.value)
+        seeds = f", mean of {place.runs} seeds" if place.runs > 1 else ""
+        after = f"after {place.seconds:.4g} s, {place.updates} updates{seeds}"
+        tip = f"{place.sync} {place.name}: {y:.3g}{' %' if self._error else ''} {after}"
+        return Spot(x, y, label, tip, weight)
 
     def against_time(self, sync: str) -> str:
         """Lines of equal μ, and of equal λ across them."""
         found = [each for each in self._found if each.sync == sync]
-        drawn = [
-            Curve(spots=self._along(found, "batch_size", size), colour=colour, name=f"μ = {size}")
-            for size, colour in self._colours.items()
-        ]
+        spots = {each: self._spot(each, each.seconds, each.name, _weight(each, found)) for each in found}
+
+        def along(key: str, other: str, value: int) -> list[Spot]:
+            line = [each for each in found if getattr(each, key) == value]
+            return [spots[each] for each in sorted(line, key=lambda each: getattr(each, other))]
+
+        drawn: list[Curve] = []
         for number, learners in enumerate(sorted({each.learners for each in found})):
-            spots = self._along(found, "learners", learners)
+            line = along("learners", "batch_size", learners)
             name = "equal λ" if number == 0 else ""
-            drawn.insert(0, Curve(spots=spots, colour=FAINT, name=name, dashed=True, dots=False))
+            drawn.insert(0, Curve(spots=line, colour=FAINT, name=name, dashed=True, dots=False))
+        sizes = sorted({each.batch_size for each in self._found})
+        for size, colour in zip(sizes, ramp(len(sizes)), strict=True):
+            line = along("batch_size", "learners", size)
+            drawn.append(Curve(spots=line, colour=colour, name=f"μ = {size}"))
+        base = baseline(self._found)
         return curves(
             f"{sync}: error and time, points are (σ, μ, λ)" if self._error else f"{sync}: (σ, μ, λ)",
             drawn,
             x=self._unit,
-            y=NAMES[self._column],
+            y=self._name,
             across=self._times,
             up=self._values,
-            level=self._level(),
+            level=(self._y(base.value), f"baseline {base.name}") if base is not None else None,
         )
 
-    @property
-    def _error(self) -> bool:
-        return self._column == "test_error"
-
-    def _along(self, found: Sequence[RankedPoint], key: str, value: int) -> list[Spot]:
-        other = "learners" if key == "batch_size" else "batch_size"
-        line = sorted((e for e in found if getattr(e, key) == value), key=lambda e: getattr(e, other))
-        return [self._spot(each, found) for each in line]
-
-    def _spot(self, place: RankedPoint, among: Sequence[RankedPoint]) -> Spot:
-        return Spot(place.seconds, self._y(place), place.name, self._tip(place), _weight(place, among))
-
-    def _tip(self, place: RankedPoint) -> str:
-        value = f"{self._y(place):.3g}" + (" %" if self._error else "")
-        seeds = f", mean of {place.runs} seeds" if place.runs > 1 else ""
-        return (
-            f"{place.sync} {place.name}: {value} after {place.seconds:.4g} s, {place.updates} updates{seeds}"
-        )
-
-    def _level(self) -> Mark | None:
-        found = self._baseline
-        return (self._y(found), f"baseline {found.name}") if found is not None else None
-
-    def over_product(self, syncs: Sequence[str]) -> str:
+    def over_product(self, colours: Mapping[str, str]) -> str:
         """Rudra's rule: what counts is μλ. A dot for each, a line through the means of groups."""
         drawn = []
-        for sync, colour in zip(syncs, _cycle(len(syncs)), strict=True):
+        for sync, colour in colours.items():
             found = [each for each in self._found if each.sync == sync]
-            dots = [Spot(e.mu_lambda, self._y(e), "", self._tip(e)) for e in found]
-            means = [
-                Spot(group.middle, 100 * group.mean if self._error else group.mean)
-                for group in groups(found)
-                if group.mean is not None
-            ]
+            dots = [self._spot(each, each.mu_lambda) for each in found]
+            means = [Spot(group.middle, self._y(group.mean)) for group in groups(found)]
             drawn.append(Curve(spots=means, colour=colour, name=sync, dots=False))
             drawn.append(Curve(spots=dots, colour=colour, line=False))
         across = scale([each.mu_lambda for each in self._found], powers=True)
         title = "The rule: error follows μλ (lines: means of about equal μλ)"
-        return curves(title, drawn, x="μλ", y=NAMES[self._column], across=across, up=self._values)
+        return curves(title, drawn, x="μλ", y=self._name, across=across, up=self._values)
 
 
 def _weight(place: RankedPoint, among: Sequence[RankedPoint]) -> float:
@@ -129,17 +116,13 @@ def _weight(place: RankedPoint, among: Sequence[RankedPoint]) -> float:
     return 2.0 * corner + 1.0 * lowest + place.learners / (1 + max(counts))
 
 
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[number % len(COLOURS)] for number in range(count)]
-
-
 # -- the dials side by side ------------------------------------------------------------------------------------
 
 
-def _staleness(found: Sequence[RankedPoint], syncs: Sequence[str]) -> str:
+def _staleness(found: Sequence[RankedPoint], colours: Mapping[str, str]) -> str:
     """Mean over all μ."""
     drawn = []
-    for sync, colour in zip(syncs, _cycle(len(syncs)), strict=True):
+    for sync, colour in colours.items():
         counts = sorted({each.learners for each in found if each.sync == sync})
         spots = []
         for learners in counts:
@@ -152,21 +135,29 @@ def _staleness(found: Sequence[RankedPoint], syncs: Sequence[str]) -> str:
     return curves("Mean staleness", drawn, x="λ, learners", y="σ", across=across, up=up)
 
 
-def _speed_up(found: Sequence[RankedPoint], syncs: Sequence[str]) -> list[str]:
+def _speed_up(found: Sequence[RankedPoint], colours: Mapping[str, str]) -> list[str]:
     """Against one learner of the same μ, for the largest and the smallest μ that have one."""
     alone = {each.batch_size: each for each in reversed(found) if each.learners == 1}
-    sizes = sorted(alone, reverse=True)
-    picked = dict.fromkeys([sizes[0], sizes[-1]]) if sizes else {}
-    drawn = {size: _speed_curves(found, syncs, size, alone[size]) for size in picked}
+    drawn: dict[int, list[Curve]] = {}
+    for size in (max(alone), min(alone)) if alone else ():
+        drawn[size] = []
+        for sync, colour in colours.items():
+            line = [e for e in found if e.sync == sync and e.batch_size == size and e.throughput > 0]
+            line.sort(key=lambda e: e.learners)
+            once = alone[size].throughput
+            spots = [Spot(e.learners, e.throughput / once, "", f"{sync} {e.name}") for e in line]
+            drawn[size].append(Curve(spots=spots, colour=colour, name=sync))
     spots = [spot for each in drawn.values() for curve in each for spot in curve.spots]
     if len({spot.x for spot in spots}) < 2:
         return []
     across = _learners([spot.x for spot in spots])
     up = scale([s.y for s in spots] if across.log else [0.0, *(s.y for s in spots)], log=across.log)
+    end = min(across.high, up.high)
+    ideal = Curve(spots=[Spot(1, 1), Spot(end, end)], colour=FAINT, dashed=True, dots=False)
     return [
         curves(
             f"Speed-up at μ = {size} (dashed: as many times as learners)",
-            [*each, _ideal(across, up)],
+            [*each, ideal],
             x="λ, learners",
             y=f"times as fast as {alone[size].name}",
             across=across,
@@ -179,25 +170,6 @@ def _speed_up(found: Sequence[RankedPoint], syncs: Sequence[str]) -> list[str]:
 def _learners(counts: Sequence[float]) -> Scale:
     """Logarithmic where otherwise all but the largest would be in one place."""
     return scale(counts, log=max(counts) > WIDE * min(counts))
-
-
-def _speed_curves(
-    found: Sequence[RankedPoint], syncs: Sequence[str], size: int, alone: RankedPoint
-) -> list[Curve]:
-    drawn = []
-    for sync, colour in zip(syncs, _cycle(len(syncs)), strict=True):
-        line = sorted(
-            (e for e in found if e.sync == sync and e.batch_size == size and e.throughput > 0),
-            key=lambda e: e.learners,
-        )
-        spots = [Spot(e.learners, e.throughput / alone.throughput, "", f"{sync} {e.name}") for e in line]
-        drawn.append(Curve(spots=spots, colour=colour, name=sync))
-    return drawn
-
-
-def _ideal(across: Scale, up: Scale) -> Curve:
-    end = min(across.high, up.high)
-    return Curve(spots=[Spot(1, 1), Spot(end, end)], colour=FAINT, dashed=True, dots=False)
 
 
 # -- a page ----------------------------------------------------------------------------------------------------
@@ -223,19 +195,14 @@ COLUMNS: tuple[tuple[str, Callable[[StudyRow], str]], ...] = (
 
 def page(rows: Sequence[StudyRow], *, title: str, unit: str) -> str:
     """The picture and all rows, on one page that needs nothing else."""
-    cells = [[value(row) for _, value in COLUMNS] for row in rows]
-    head = [name for name, _ in COLUMNS]
-    shown = [number for number, name in enumerate(head) if name != "error" or any(row.error for row in rows)]
-    body = table([head[n] for n in shown], [[line[n] for n in shown] for line in cells])
+    shown = COLUMNS if any(row.error for row in rows) else COLUMNS[:-1]  # the last is the error
+    body = table([name for name, _ in shown], [[value(row) for _, value in shown] for row in rows])
     plots = "".join(panels(rows, unit=unit))
-    top = (
-        f"<meta charset='utf-8'/><title>{escape(title)}</title><style>{STYLE}body{{max-width:1240px}}</style>"
+    inner = (
+        f"<h1>{escape(title)}</h1><p class='faint'>{len(rows)} runs; time in {escape(unit)}</p>"
+        f"<div class='plots'>{plots}</div><h2>Runs</h2>{body}"
     )
-    return (
-        f"<!DOCTYPE html>\n<html lang='en'><head>{top}</head><body><h1>{escape(title)}</h1>"
-        f"<p class='faint'>{len(rows)} runs; time in {escape(unit)}</p><div class='plots'>{plots}</div>"
-        f"<h2>Runs</h2>{body}</body></html>\n"
-    )
+    return document(title, inner, "body{max-width:1240px}")
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -21,8 +22,7 @@ from syncline.learn.gradient_ways import Backprop, way_of
 from syncline.learn.training import evaluation_of
 from syncline.sim.engine import Sim
 from syncline.sim.timing.run_times import Follow, Timing
-from syncline.studies.grid import Point
-from syncline.studies.rows import StudyRow, asked
+from syncline.studies.grid import Point, StudyRow, asked
 from syncline.topologies import Servers, Trees, parse_topology
 from syncline.train import Result, train
 from syncline.train.groups import GroupBatches, check_group, simulated
@@ -53,16 +53,16 @@ def _prepare(source: Source, *, local: bool, timing: bool) -> Callable[[Point, M
         forkserver.start_here()  # before there is another thread
     else:
         torch.set_num_threads(1)
-    return partial(_work, source, timing)
-
-
-def _work(source: Source, timing: bool, point: Point, moved: Moved) -> StudyRow:
     text, name, folder = source
-    try:
-        job = Job.parse(text, overrides(point), name=name, folder=folder)
-    except SynclineError as error:
-        return asked(point, error=said(error))
-    return run_point(job, point, moved, timing=timing)
+
+    def work(point: Point, moved: Moved) -> StudyRow:
+        try:
+            job = Job.parse(text, overrides(point), name=name, folder=folder)
+        except SynclineError as error:
+            return asked(point, error=said(error))
+        return run_point(job, point, moved, timing=timing)
+
+    return work
 
 
 def run_point(
@@ -71,10 +71,28 @@ def run_point(
     """Run a job that is set to the point, or only time it; what goes wrong is in the row."""
     began = time.monotonic()
     try:
-        known = _timed(job) if timing else _trained(job, moved)
+        if timing:
+            timed = time_job(job)
+            epochs = None if job.steps else float(len(timed.history))
+            known = {**_counted(timed), "epochs": epochs, "overlap": round(timed.overlap, 6)}
+        else:
+            known = _trained(job, moved)
     except Exception as error:
         known = {"error": said(error)}
     return asked(point, **known, wall_seconds=round(time.monotonic() - began, 3), **made_by())
+
+
+def _counted(run: Result | Timing) -> dict[str, Any]:
+    """What every run knows of itself."""
+    return {
+        "seconds": round(run.seconds, 9),
+        "updates": run.updates,
+        "gradients": run.gradients,
+        "dropped": run.dropped,
+        "mean_staleness": run.staleness.mean,
+        "max_staleness": run.staleness.max,
+        "throughput": round(run.throughput, 6),
+    }
 
 
 def _trained(job: Job, moved: Moved) -> dict[str, Any]:
@@ -82,36 +100,21 @@ def _trained(job: Job, moved: Moved) -> dict[str, Any]:
     done = count(1)  # epochs; they need not be done in order
     arguments["callbacks"] = (*arguments["callbacks"], lambda record: moved(next(done)))
     result: Result = train(**arguments)
-    return _known(result, arguments)
-
-
-def _known(result: Result, arguments: dict[str, Any]) -> dict[str, Any]:
     metrics = _metrics(result, arguments)
-    accuracy = metrics.get("accuracy")
-    table = result.statistics.tables.get(0)
-    size = _size(arguments["data"])
+    accuracy, table = metrics.get("accuracy"), result.statistics.tables.get(0)
+    try:
+        size = len(arguments["data"])
+    except TypeError:  # a stream
+        size = 0
     return {
+        **_counted(result),
         "epochs": round(table.examples / size, 6) if table and size else float(len(result.history)),
-        "seconds": round(result.seconds, 9),
-        "updates": result.updates,
-        "gradients": result.gradients,
-        "dropped": result.dropped,
-        "mean_staleness": result.staleness.mean,
-        "max_staleness": result.staleness.max,
         "test_error": None if accuracy is None else round(1 - accuracy, 9),
         "test_accuracy": accuracy,
         "test_loss": metrics.get("loss"),
         "loss": result.history[-1].loss if result.history else None,
-        "throughput": round(result.throughput, 6),
         "overlap": round(result.simulated.overlap, 6) if result.simulated is not None else None,
     }
-
-
-def _size(data: Any) -> int | None:
-    try:
-        return len(data)
-    except TypeError:
-        return None
 
 
 def _metrics(result: Result, arguments: dict[str, Any]) -> dict[str, float]:
@@ -171,21 +174,6 @@ def time_job(job: Job, follow: Follow | None = None) -> Timing:
     )
 
 
-def _timed(job: Job) -> dict[str, Any]:
-    timing = time_job(job)
-    return {
-        "epochs": None if job.steps else float(len(timing.history)),
-        "seconds": round(timing.seconds, 9),
-        "updates": timing.updates,
-        "gradients": timing.gradients,
-        "dropped": timing.dropped,
-        "mean_staleness": timing.staleness.mean,
-        "max_staleness": timing.staleness.max,
-        "throughput": round(timing.throughput, 6),
-        "overlap": round(timing.overlap, 6),
-    }
-
-
 # -- what went wrong, who made it ------------------------------------------------------------------------------
 
 
@@ -202,16 +190,12 @@ def said(error: BaseException) -> str:
 @cache
 def made_by() -> dict[str, str]:
     """The library's version, and its commit where it runs from a checkout."""
-    return {"commit": _commit(), "version": VERSION}
-
-
-def _commit() -> str:
-    here = Path(__file__).resolve()
-    if not (here.parents[3] / ".git").exists():
-        return ""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=here.parent, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    here, commit = Path(__file__).resolve(), ""
+    if (here.parents[3] / ".git").exists():
+        command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(
+                command, cwd=here.parent, capture_output=True, text=True, timeout=10, check=True
+            )
+            commit = done.stdout.strip()
+    return {"commit": commit, "version": VERSION}

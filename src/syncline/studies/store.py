@@ -1,36 +1,32 @@
 """The folder of a study: job.toml, tradeoff.csv with a row for each run as it ends, pictures.
 
 One process writes at a time. A line that was torn is cut off, so that what is there is whole; a folder of another job is
-refused with the difference. Not responsible for what rows mean (rows.py).
+refused with the difference. Not responsible for what rows mean (grid.py).
 """
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import hashlib
+import io
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
 from syncline.errors import RunError, UsageError
 from syncline.jobs.toml import dumps
 from syncline.report.event_lines import append_whole, write_whole
-from syncline.studies.grid import Point
-from syncline.studies.rows import StudyRow, head, line_of, ordered, rows_of
+from syncline.studies.grid import Point, StudyRow
 
 TABLE, JOB, LOG, LOCK = "tradeoff.csv", "job.toml", "log.txt", ".lock"
 MARK = "# syncline tradeoff, job "
 VARIED = ("sync", "learners", "batch_size", "seed")  # keys that the grid sets
-ELSEWHERE = (
-    "run_dir",
-    "resume",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "clocks",
-)  # a study's runs leave rows only
+ELSEWHERE = ("run_dir", "resume", "checkpoint_every", "keep_checkpoints", "clocks")  # runs leave rows only
 
 
 def common(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,12 +53,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = 
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             found += differences(old, new, f"{path}.")
         elif old != new:
-            found.append(f"{path}: {_said(old)} there, {_said(new)} here")
+            there, here = ("none" if value is None else repr(value) for value in (old, new))
+            found.append(f"{path}: {there} there, {here} here")
     return found
-
-
-def _said(value: Any) -> str:
-    return "none" if value is None else repr(value)
 
 
 class StudyStore:
@@ -77,10 +70,13 @@ class StudyStore:
                     self._refuse_other_jobs()  # before anything is left there
                 folder.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(self._locked())
-                if fresh:
-                    self._set_aside()
+                for name in (JOB, TABLE) if fresh else ():  # what was there is kept once, under another name
+                    with suppress(FileNotFoundError):  # a job without a table would be somebody else's
+                        os.replace(folder / name, folder / f"{name}.old")
                 self._refuse_other_jobs()
-                self.rows = self._begin()
+                self.rows = read_rows(folder) if (folder / TABLE).exists() else []
+                self._write(self.rows)  # now the file ends with a whole line
+                write_whole(folder / JOB, dumps(self.job))
             except OSError as error:
                 raise RunError(
                     f"cannot use {folder} for a study: {error.strerror}; give another --out"
@@ -98,12 +94,6 @@ class StudyStore:
             ) from None
         return file
 
-    def _set_aside(self) -> None:
-        """What was there is kept once, under another name."""
-        for name in (JOB, TABLE):  # a job without a table would be somebody else's
-            with suppress(FileNotFoundError):
-                os.replace(self.folder / name, self.folder / f"{name}.old")
-
     def _refuse_other_jobs(self) -> None:
         path = self.folder / TABLE
         if not path.exists():
@@ -117,25 +107,14 @@ class StudyStore:
         if not first.startswith(MARK):
             raise UsageError(f"{path} is no table of a study; give another --out")
         if first.removeprefix(MARK).split()[0] != digest(self.job):
-            told = "; ".join(self._differences()) or "its job.toml is gone"
+            told = ""
+            with suppress(OSError, ValueError):
+                before = tomllib.loads((self.folder / JOB).read_text(encoding="utf-8"))
+                told = "; ".join(differences(common(before), self.job))
             raise UsageError(
-                f"{self.folder} holds the rows of another job ({told}); give another --out, or start anew with --fresh"
+                f"{self.folder} holds the rows of another job ({told or 'its job.toml is gone'}); give another --out, or "
+                "start anew with --fresh"
             )
-
-    def _differences(self) -> list[str]:
-        try:
-            before = tomllib.loads((self.folder / JOB).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return []
-        return differences(common(before), self.job)
-
-    def _begin(self) -> list[StudyRow]:
-        """The rows that are there; the file then ends with a whole line."""
-        path = self.folder / TABLE
-        rows = read_rows(self.folder) if path.exists() else []
-        self._write(rows)
-        write_whole(self.folder / JOB, dumps(self.job))
-        return rows
 
     def _write(self, rows: Sequence[StudyRow]) -> None:
         text = f"{MARK}{digest(self.job)}\n{head()}{''.join(map(line_of, rows))}"
@@ -153,8 +132,9 @@ class StudyStore:
             ) from error
 
     def finish(self, points: Sequence[Point]) -> None:
-        """Rows in the order of the grid, one for each point, whoever ended first."""
-        self.rows = ordered(self.rows, points)
+        """Rows in the order of the grid, whoever ended first; those outside it come after, in their own order."""
+        places = {point: place for place, point in enumerate(points)}
+        self.rows.sort(key=lambda row: places.get(row.point, len(places)))
         try:
             self._write(self.rows)
         except OSError as error:
@@ -165,6 +145,12 @@ class StudyStore:
 
     def __exit__(self, *raised: object) -> None:
         self._opened.close()
+
+
+def left(points: Sequence[Point], rows: Iterable[StudyRow]) -> list[Point]:
+    """What is to be done: points without a row, and those that failed."""
+    done = {row.point for row in rows if not row.failed}
+    return [point for point in points if point not in done]
 
 
 def read_rows(folder: Path) -> list[StudyRow]:
@@ -178,3 +164,47 @@ def read_rows(folder: Path) -> list[StudyRow]:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     whole = content[: content.rfind("\n") + 1].splitlines()
     return rows_of(line for line in whole if not line.startswith("#"))
+
+
+# -- CSV: numbers read back equal, an empty cell is a number that is not known ----------------------------------
+
+COLUMNS: tuple[str, ...] = tuple(entry.name for entry in fields(StudyRow))
+CHANGING = ("wall_seconds", "commit", "version")  # columns that may differ between equal studies
+_READ: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+_KINDS = {entry.name: _READ[str(entry.type).removesuffix(" | None")] for entry in fields(StudyRow)}
+_OPTIONAL = {entry.name for entry in fields(StudyRow) if str(entry.type).endswith("| None")}
+
+
+def line_of(row: StudyRow) -> str:
+    """One line with its end; texts are kept on it."""
+    cells = []
+    for name in COLUMNS:
+        value = getattr(row, name)
+        text = repr(value) if isinstance(value, float) else " ".join(str(value).split())
+        cells.append("" if value is None else text)
+    return _line(cells)
+
+
+def head() -> str:
+    return _line(COLUMNS)
+
+
+def _line(cells: Iterable[str]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
+
+
+def rows_of(lines: Iterable[str]) -> list[StudyRow]:
+    """The rows of complete lines, head first; of several rows of one point the last. What is no row is left out."""
+    found: dict[Point, StudyRow] = {}
+    for cells in csv.DictReader(lines):
+        values: dict[str, Any] = {}
+        with suppress(TypeError, ValueError):
+            for name, read in _KINDS.items():
+                text = cells.get(name) or ""
+                values[name] = None if text == "" and name in _OPTIONAL else read(text)
+            row = StudyRow(**values)
+            found.pop(row.point, None)
+            found[row.point] = row
+    return list(found.values())

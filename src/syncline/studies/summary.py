@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from syncline.studies.rows import StudyRow
+from syncline.studies.grid import StudyRow
 
 WANTED = ("test_error", "test_loss", "loss")  # what is compared, the first that there is
 
@@ -50,27 +51,26 @@ def places(rows: Iterable[StudyRow], column: str | None) -> list[RankedPoint]:
     for row in rows:
         if not row.failed and row.seconds is not None:
             groups.setdefault((row.sync, row.learners, row.batch_size), []).append(row)
-    return [_place(key, found, column) for key, found in groups.items()]
-
-
-def _place(key: tuple[str, int, int], rows: Sequence[StudyRow], column: str | None) -> RankedPoint:
-    found = [getattr(row, column) for row in rows] if column else [None]
-    values = [value for value in found if value is not None and math.isfinite(value)]
-    known = len(values) == len(found)
-    sync, learners, batch_size = key
-    return RankedPoint(
-        sync=sync,
-        learners=learners,
-        batch_size=batch_size,
-        runs=len(rows),
-        value=_mean(values) if known else None,
-        low=min(values) if known else None,
-        high=max(values) if known else None,
-        seconds=_mean([row.seconds or 0.0 for row in rows]),
-        staleness=_mean([row.mean_staleness or 0.0 for row in rows]),
-        throughput=_mean([row.throughput or 0.0 for row in rows]),
-        updates=round(_mean([row.updates or 0 for row in rows])),
-    )
+    ranked = []
+    for (sync, learners, batch_size), found in groups.items():
+        values: list[Any] = [getattr(row, column) for row in found] if column else [None]
+        known = all(value is not None and math.isfinite(value) for value in values)
+        ranked.append(
+            RankedPoint(
+                sync=sync,
+                learners=learners,
+                batch_size=batch_size,
+                runs=len(found),
+                value=_mean(values) if known else None,
+                low=min(values) if known else None,
+                high=max(values) if known else None,
+                seconds=_mean([row.seconds or 0.0 for row in found]),
+                staleness=_mean([row.mean_staleness or 0.0 for row in found]),
+                throughput=_mean([row.throughput or 0.0 for row in found]),
+                updates=round(_mean([row.updates or 0 for row in found])),
+            )
+        )
+    return ranked
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -86,15 +86,14 @@ def best(found: Iterable[RankedPoint], count: int) -> list[RankedPoint]:
     return sorted(known, key=lambda each: (_value(each), each.seconds))[:count]
 
 
-def fastest(found: Iterable[RankedPoint], count: int) -> list[RankedPoint]:
+def fastest(found: Iterable[RankedPoint], count: int | None = None) -> list[RankedPoint]:
     return sorted(found, key=lambda each: (each.seconds, _value(each)))[:count]
 
 
 def frontier(found: Iterable[RankedPoint]) -> list[RankedPoint]:
     """Those that no other beats in both, from the fastest on: all that is worth choosing from."""
     kept: list[RankedPoint] = []
-    every = list(found)
-    for each in fastest(every, len(every)):
+    for each in fastest(found):
         if each.value is not None and (not kept or each.value < _value(kept[-1])):
             kept.append(each)
     return kept

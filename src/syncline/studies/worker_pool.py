@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,28 +24,12 @@ Work = Callable[[Any, Say], Any]  # a piece, and to whom it says how far it is; 
 Prepare = Callable[[], Work]  # travels to a worker, which begins with it
 
 
-class Started(NamedTuple):
+class News(NamedTuple):
+    """Of a piece of work."""
+
+    kind: str  # "started", "moved", "ended" or "died"
     piece: Any
-
-
-class Moved(NamedTuple):
-    piece: Any
-    said: Any
-
-
-class Ended(NamedTuple):
-    piece: Any
-    answer: Any
-
-
-class Died(NamedTuple):
-    """The process that had it, in words."""
-
-    piece: Any
-    how: str
-
-
-News = Started | Moved | Ended | Died
+    said: Any = None  # how far it is, its answer, or in words how the process ended that had it
 
 
 class Worker:
@@ -53,18 +37,15 @@ class Worker:
 
     def __init__(self, prepare: Prepare, log: Path | None) -> None:
         self.connection, theirs = Pipe()
-        output = log.open("ab") if log is not None else None
-        self.process = subprocess.Popen(
-            (sys.executable, "-m", "syncline.studies.worker_pool", str(theirs.fileno())),
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # the terminal's Ctrl-C is the caller's to handle
-        )
-        if output is not None:
-            output.close()
-        theirs.close()
+        with theirs, log.open("ab") if log is not None else nullcontext() as output:
+            self.process = subprocess.Popen(
+                (sys.executable, "-m", "syncline.studies.worker_pool", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # the terminal's Ctrl-C is the caller's to handle
+            )
         self.piece: Any = None
         self._send(prepare)
 
@@ -72,10 +53,10 @@ class Worker:
         with suppress(OSError):  # it has died: its answers will end
             self.connection.send(what)
 
-    def give(self, piece: Any) -> Started:
+    def give(self, piece: Any) -> News:
         self.piece = piece
         self._send(piece)
-        return Started(piece)
+        return News("started", piece)
 
     def end(self) -> str:
         """How it ended, in words."""
@@ -123,11 +104,10 @@ class Pool:
             with suppress(subprocess.TimeoutExpired):
                 worker.process.wait(1.0)  # who has said its last word is about to end
             self._workers.remove(worker)
-            return Died(piece, worker.end())
-        if not over:
-            return Moved(piece, what)
-        worker.piece = None
-        return Ended(piece, what)
+            return News("died", piece, worker.end())
+        if over:
+            worker.piece = None
+        return News("ended" if over else "moved", piece, what)
 
 
 # -- in the process --------------------------------------------------------------------------------------------
@@ -136,17 +116,17 @@ class Pool:
 def _main(caller: Connection) -> None:
     work: Work = caller.recv()()
     pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(caller, pieces), daemon=True).start()
+
+    def listen() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                pieces.put(caller.recv())
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
     while True:
         answer = work(pieces.get(), lambda said: caller.send((False, said)))
         caller.send((True, answer))
-
-
-def _listen(caller: Connection, pieces: queue.SimpleQueue[Any]) -> None:
-    with suppress(EOFError, OSError):
-        while True:
-            pieces.put(caller.recv())
-    os._exit(0)
 
 
 if __name__ == "__main__":

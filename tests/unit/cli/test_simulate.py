@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from syncline.cli.app import app
-from syncline.cli.simulate import SimulationProgress
+from syncline.cli.simulate import timing_progress
 from syncline.report import read_run
 from syncline.sim.timing.run_times import SoFar
 from syncline.testing.hunt import Case, Failure, Found, random_case
@@ -116,8 +116,8 @@ def test_a_timing_s_progress_is_a_line_on_a_terminal_and_nothing_elsewhere() -> 
 
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
-        with SimulationProgress(console) as progress:
-            progress.follow(look)
+        with timing_progress(console) as follow:
+            follow(look)
         said = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("25 %  1,500 updates  1:30 virtual" in said) is terminal
         assert bool(said) is terminal

@@ -1,16 +1,15 @@
-"""What a study shows while it runs, and what it says at its end."""
+"""What a study shows while it runs, when it will end, and what it says at its end."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from syncline.cli.study_display import last_words, panel, row_line
-from syncline.studies.grid import Point
-from syncline.studies.progress import Progress
-from syncline.studies.rows import StudyRow, asked
+from syncline.cli.study_display import Progress, cost, last_words, panel, row_line
+from syncline.studies.grid import Point, StudyRow, asked
 from tests.unit.studies.studies import row, whole
 
 POINTS = [Point(sync="softsync:1", learners=4, batch_size=16, seed=seed) for seed in range(4)]
@@ -65,3 +64,30 @@ def test_of_times_only_there_is_only_the_fastest() -> None:
     text = said([row(each.point, test_error=None, test_loss=None, loss=None) for each in whole()])
     assert "fastest" in text and "lowest" not in text and "equal" not in text
     assert "out: tradeoff.csv" in said([])
+
+
+# -- progress --------------------------------------------------------------------------------------------------
+
+
+def test_progress_counts_and_foresees() -> None:
+    points = [Point(sync="hardsync", learners=2, batch_size=32, seed=seed) for seed in range(4)]
+    progress = Progress(points, before=3, began=100.0)
+    assert (progress.done, progress.total, progress.part()) == (3, 7, 0.0)
+    assert progress.remaining(100.0) is None
+    progress.started(points[0], 100.0)
+    progress.moved(points[0], 0.5, "epoch 1/2")
+    assert progress.remaining(105.0) == pytest.approx(35.0), "an eighth took five seconds"
+    progress.ended(row(points[0]))
+    progress.started(points[1], 110.0)
+    progress.ended(asked(points[1], error="no luck"))
+    assert (progress.done, progress.failed, progress.part()) == (5, 1, 0.5) and not progress.running
+    assert progress.remaining(120.0) == pytest.approx(20.0)
+    progress.moved(points[3], 0.5, "was never started")
+    assert progress.part() == 0.5
+
+
+def test_small_batches_cost_more_of_an_epoch_and_large_quorums_more_of_an_update() -> None:
+    small, large = (Point(sync="hardsync", learners=4, batch_size=size) for size in (4, 128))
+    assert cost(small) > 5 * cost(large)
+    one = Point(sync="async", learners=4, batch_size=4)
+    assert cost(small, steps=True) == 4 * cost(one, steps=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from syncline.studies.grid import Grid, Point
-from syncline.studies.rows import StudyRow, asked
+from syncline.studies.grid import Grid, Point, StudyRow, asked
 
 SYNCS = ("hardsync", "softsync:1", "async")
 

@@ -34,7 +34,7 @@ def test_every_combination_is_a_point_or_left_out_with_its_reason(
     assert len(points) + each * len(skipped) == len(syncs) * len(learners) * each
     assert len(set(points)) == len(points)
     assert all(_fits(point.sync, point.learners) for point in points)
-    assert not any(_fits(each.sync, each.learners) for each in skipped)
+    assert not any(_fits(sync, learners) for sync, learners, _ in skipped)
     assert [p for s in syncs for p in points if p.sync == s] == points, "dial by dial"
 
 
@@ -49,7 +49,7 @@ def _fits(sync: str, learners: int) -> bool:
 def test_more_parts_than_learners_are_left_out_and_said() -> None:
     points, skipped = Grid(syncs=("softsync:4",), learners=(2, 4), batch_sizes=(8,)).points()
     assert [point.learners for point in points] == [4]
-    assert "n = 4 with 2 learners" in skipped[0].reason
+    assert "n = 4 with 2 learners" in skipped[0][2]
     with pytest.raises(DialError, match="n = 4 with 2 learners"):
         Grid(syncs=("softsync:4",), learners=(2,), batch_sizes=(8,)).points()
 

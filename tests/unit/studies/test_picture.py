@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.report.svg_plots import Curve, Spot, curves, scale
+from syncline.studies.grid import asked
 from syncline.studies.picture import page, panels, picture, ramp
-from syncline.studies.rows import asked
 from tests.unit.studies.studies import grid, row, whole
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -1,4 +1,4 @@
-"""Means over seeds, the best, the frontier, Rudra's groups; and when a study will end."""
+"""Means over seeds, the best, the frontier, Rudra's groups."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 
 import pytest
 
-from syncline.studies.grid import Point
-from syncline.studies.progress import Progress, cost
-from syncline.studies.rows import asked
+from syncline.studies.grid import Point, asked
 from syncline.studies.summary import baseline, best, fastest, frontier, groups, places, wanted
 from tests.unit.studies.studies import row, whole
 
@@ -78,30 +76,3 @@ def test_the_baseline_is_one_learner_with_the_largest_batch() -> None:
     found = baseline(places(whole(), "test_error"))
     assert found is not None and (found.sync, found.name) == ("hardsync", "(0, 128, 1)")
     assert baseline(places(whole(learners=(4,)), "test_error")) is None
-
-
-# -- progress --------------------------------------------------------------------------------------------------
-
-
-def test_progress_counts_and_foresees() -> None:
-    points = [Point(sync="hardsync", learners=2, batch_size=32, seed=seed) for seed in range(4)]
-    progress = Progress(points, before=3, began=100.0)
-    assert (progress.done, progress.total, progress.part()) == (3, 7, 0.0)
-    assert progress.remaining(100.0) is None
-    progress.started(points[0], 100.0)
-    progress.moved(points[0], 0.5, "epoch 1/2")
-    assert progress.remaining(105.0) == pytest.approx(35.0), "an eighth took five seconds"
-    progress.ended(row(points[0]))
-    progress.started(points[1], 110.0)
-    progress.ended(asked(points[1], error="no luck"))
-    assert (progress.done, progress.failed, progress.part()) == (5, 1, 0.5) and not progress.running
-    assert progress.remaining(120.0) == pytest.approx(20.0)
-    progress.moved(points[3], 0.5, "was never started")
-    assert progress.part() == 0.5
-
-
-def test_small_batches_cost_more_of_an_epoch_and_large_quorums_more_of_an_update() -> None:
-    small, large = (Point(sync="hardsync", learners=4, batch_size=size) for size in (4, 128))
-    assert cost(small) > 5 * cost(large)
-    one = Point(sync="async", learners=4, batch_size=4)
-    assert cost(small, steps=True) == 4 * cost(one, steps=True)

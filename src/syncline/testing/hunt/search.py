@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from syncline.errors import RunError
-from syncline.studies.worker_pool import Died, Ended, Pool, Work
+from syncline.studies.worker_pool import Pool, Work
 from syncline.testing.hunt.case import Case, random_case
 from syncline.testing.hunt.case_player import Failure, digest, play, run
 from syncline.testing.hunt.scratch_folders import scratch_place, sweep
@@ -70,10 +70,10 @@ def _in_order(pool: Pool, batches: Sequence[Batch]) -> Iterator[Result]:
     given = 0
     for news in pool.run(list(enumerate(batches))):
         for each in news:
-            if isinstance(each, Died):
-                raise RunError(f"the hunt cannot go on: {each.how}, with seeds {each.piece[1][0]}")
-            if isinstance(each, Ended):
-                answers[each.piece[0]] = each.answer
+            if each.kind == "died":
+                raise RunError(f"the hunt cannot go on: {each.said}, with seeds {each.piece[1][0]}")
+            if each.kind == "ended":
+                answers[each.piece[0]] = each.said
         while given in answers:
             yield answers.pop(given)
             given += 1
