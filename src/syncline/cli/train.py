@@ -52,7 +52,7 @@ def run_job(job: Job, wish: Wish, console: Console) -> int:
             if console.is_terminal:
                 _live(run, record, console)
             else:
-                _plain(run, record, console, goes_on=job.resume is not None)
+                _plain(run, record, console)
         result = _result(run)
     except SynclineError:
         print_line(console, f"failed; what was recorded is in {near(record.path)}")
@@ -97,11 +97,11 @@ def _live(run: Run, record: RunRecord, console: Console) -> None:
         live.refresh()
 
 
-def _plain(run: Run, record: RunRecord, console: Console, *, goes_on: bool) -> None:
-    """One line per epoch and event; of a run that goes on, what it has new."""
+def _plain(run: Run, record: RunRecord, console: Console) -> None:
+    """One line per epoch and event; of a run that goes on, what is new since its start, which may be over by now."""
     print_line(console, f"{near(record.path)}: {headline(record)}")
-    printed = {each["epoch"] for each in record.epochs} if goes_on else set()
-    events = len(record.events) if goes_on else 0
+    known, events = record.earlier
+    printed = set(known)
     ended = False
     while not ended:
         ended = _ended(run)

@@ -40,6 +40,10 @@ class RunRecord:
     starts: list[Line] = field(default_factory=list)
     last_time: float = 0.0  # of the last line, by the machine's clock
     seconds: float = 0.0
+    earlier: tuple[frozenset[int], int] = (
+        frozenset(),
+        0,
+    )  # epochs, and how many events, before the last start
     _offset: float = 0.0  # seconds of the sessions before this one
 
     def feed(self, line: Line) -> None:
@@ -75,6 +79,7 @@ class RunRecord:
             ahead = early if isinstance(early, list) else []
             self.epochs = [each for each in self.epochs if each["epoch"] < epoch or each["epoch"] in ahead]
             self.samples = [each for each in self.samples if each["version"] <= version]
+        self.earlier = frozenset(each["epoch"] for each in self.epochs), len(self.events)
         if before == self.options.get("engine") == "sim":  # virtual time goes on from the checkpoint's moment
             kept = (each["seconds"] for each in (*self.epochs, *self.samples))
             self.seconds = max(kept, default=self._offset)
