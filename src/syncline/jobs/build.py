@@ -21,7 +21,8 @@ from syncline.jobs.names import NAMES, one_line, resolve, takes_model
 from syncline.jobs.nets import located, make_net
 from syncline.learn.gradient_ways import OwnLosses, parse_way
 from syncline.learn.loader import reader
-from syncline.learn.server_session import check_batches, make_optimizer, refuse_sparse
+from syncline.learn.server_session import check_batches
+from syncline.learn.session import make_optimizer, refuse_sparse
 from syncline.nn.layer_records import NetError
 from syncline.nn.net import Net, by_layer
 

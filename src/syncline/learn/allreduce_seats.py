@@ -40,13 +40,13 @@ class GroupOptimizer(AllReduceOptimizer):
     @torch.no_grad()
     def _clip(self, limit: float) -> None:
         """By the norm of the whole model's gradient: slices are added over the seats, copies counted once."""
-        gradients = [parameter.grad for parameter in self._parameters]
+        gradients = [parameter.grad for parameter in self.parameters]
         squares = torch.zeros(2, dtype=torch.float64, device=self._session.device)  # of copies, of slices
         for gradient, part in zip(gradients, self._parts, strict=True):
             if gradient is not None:
                 squares[int(not part.replicated)] += gradient.double().square().sum()
         norm = (squares[0] + self._model.group.add(squares)[1]).sqrt()
-        torch.nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
 
     def applications(self) -> Any:
         raise UsageError("applications in any order are not for seats of a group: use step()")
@@ -58,7 +58,7 @@ class GroupOptimizer(AllReduceOptimizer):
 
     def values(self) -> list[Tensor]:
         names = self._names(self.layout.parameters)
-        return [self._model.whole(name, p) for name, p in zip(names, self._parameters, strict=True)]
+        return [self._model.whole(name, p) for name, p in zip(names, self.parameters, strict=True)]
 
     def buffers(self) -> list[Tensor]:
         names = self._names(self.layout.buffers)
@@ -75,7 +75,7 @@ class GroupOptimizer(AllReduceOptimizer):
         names, states = self._names(self.layout.parameters), super().states()
         cut = {index: names[index] for index, part in enumerate(self._parts) if not part.replicated}
         meet = partial(self._port.meet, "the optimizer's state of what is cut")
-        return states | whole_states(self._model, cut, self._parameters, states, meet)
+        return states | whole_states(self._model, cut, self.parameters, states, meet)
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.inner.state_dict(), "state": self.states()}

@@ -6,7 +6,8 @@ state of the slices when a checkpoint follows, and at the end. Not responsible f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,6 @@ from syncline import messages as m
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.parallel.module import Part, Partitioned
 from syncline.ports import Reset, RunStopped, TablePort
-from syncline.table.layout import Tensors
 from syncline.table.optimizer_template import bare_step, beside, merge, split
 
 if TYPE_CHECKING:
@@ -29,17 +29,9 @@ class SeatOptimizer(SharedOptimizer):
     _session: SeatSession
 
     def __init__(
-        self,
-        session: SeatSession,
-        number: int,
-        inner: torch.optim.Optimizer,
-        table: TablePort,
-        tensors: Tensors,
-        steps: int = 0,
-        *,
-        wraps: bool = False,
+        self, session: SeatSession, number: int, inner: torch.optim.Optimizer, *given: Any, **options: Any
     ) -> None:
-        super().__init__(session, number, inner, table, tensors, steps, wraps=wraps)
+        super().__init__(session, number, inner, *given, **options)
         self._inner, self._step_own = inner, bare_step(inner)  # with the same groups
         self._own: dict[int, Part] = {}  # entries that it updates itself
 
@@ -51,8 +43,8 @@ class SeatOptimizer(SharedOptimizer):
         if self._own:
             self._session.insist(self._take_over)
 
-    def rejoin(self, table: TablePort) -> None:
-        super().rejoin(table)
+    def rejoin(self, table: TablePort, personal: m.Personal | None) -> None:
+        super().rejoin(table, personal)
         if self._own:
             self._take_over()
 
@@ -68,8 +60,7 @@ class SeatOptimizer(SharedOptimizer):
         again = (lambda: loss) if closure is not None else None
         if not self._own:
             return super()._stepped(again)
-        if (name := self.untouched.written()) is not None:
-            self._warn_of_write(name)
+        self._look_for_writes()
         if self._session.ending:
             raise RunStopped
         self._session.committed = True  # slices and the rest make this step together, or neither
@@ -79,37 +70,34 @@ class SeatOptimizer(SharedOptimizer):
             self._session.committed = False
 
     def _step_both(self, again: Callable[[], Any] | None, loss: Any) -> Any:
-        own = [parameter for index, parameter in enumerate(self._parameters) if index in self._own]
-        rest = [parameter for index, parameter in enumerate(self._parameters) if index not in self._own]
-        gradients = without_gradients(rest)
-        self._step_own()
-        given_back(rest, gradients)
+        own = [parameter for index, parameter in enumerate(self.parameters) if index in self._own]
+        rest = [parameter for index, parameter in enumerate(self.parameters) if index not in self._own]
+        with without_gradients(rest):
+            self._step_own()
         self.untouched.note(self.stepper.steps)
-        gradients = without_gradients(own)
-        try:
-            if self.stepper.keeping:
-                self.hand_over()
-            return super()._stepped(again)
-        except Reset:  # while it was handed over: this step is lost with the servers
-            self._session.rejoin()
-            return loss
-        finally:
-            given_back(own, gradients)
+        with without_gradients(own):
+            try:
+                if self.stepper.keep:
+                    self.hand_over()
+                return super()._stepped(again)
+            except Reset:  # while it was handed over: this step is lost with the servers
+                self._session.rejoin()
+                return loss
 
     # -- between the table and its own -------------------------------------------------------------------
 
     def hand_over(self) -> None:
         """The table's next version has this seat's slices too, and the optimizer's state of them."""
         if self._own:
-            self._put([parameter.detach().clone() for parameter in self._parameters])
+            self._put([parameter.detach().clone() for parameter in self.parameters])
             self._hand_state()
 
     def _hand_state(self) -> None:
         """Of what other seats than the first say to the servers nothing is heard."""
         names = {index: self._table.layout.parameters.entries[index].name for index in self._own}
-        states = {index: self._inner.state.get(self._parameters[index], {}) for index in self._own}
-        found = whole_states(self._model, names, self._parameters, states, self._session.port.agree)
-        whole = self._whole_state(self._state_parts())
+        states = {index: self._inner.state.get(self.parameters[index], {}) for index in self._own}
+        found = whole_states(self._model, names, self.parameters, states, self._session.port.agree)
+        whole = self._whole_state()
         for number, index in self._numbers():
             if index in found:
                 whole["state"][number] = found[index]
@@ -117,9 +105,9 @@ class SeatOptimizer(SharedOptimizer):
 
     def _take_over(self) -> None:
         """Its slices of the optimizer's state, out of the table's; it has read the values."""
-        whole = self._whole_state(self._state_parts())["state"]
+        whole = self._whole_state()["state"]
         for number, index in self._numbers():
-            parameter = self._parameters[index]
+            parameter = self.parameters[index]
             self._inner.state.pop(parameter, None)
             if number in whole:
                 part, rank = self._own[index], self._model.group.rank
@@ -127,7 +115,8 @@ class SeatOptimizer(SharedOptimizer):
                 self._inner.state[parameter] = beside(parameter, found)
         self._session.port.tables[self.number].own = frozenset(self._own)
 
-    def _whole_state(self, parts: list[m.StatePart]) -> dict[str, Any]:
+    def _whole_state(self) -> dict[str, Any]:
+        parts = self._state_parts()
         options = [dict(option) for option in parts[0].options]
         return merge(self._table.layout, options, [part.state for part in parts])
 
@@ -160,43 +149,38 @@ def whole_states(
 
     First each says what it has, of a slice its dtype: who holds nothing of a parameter may have no state of it.
     """
-    said = {
-        index: {
-            key: value.dtype if _like(value, parameters[index]) else value for key, value in state.items()
+
+    def as_said(value: Any, parameter: Tensor) -> Any:
+        return value.dtype if isinstance(value, Tensor) and value.shape == parameter.shape else value
+
+    everybody = meet(
+        {
+            index: {key: as_said(value, parameters[index]) for key, value in state.items()}
+            for index in names
+            if (state := states.get(index))
         }
-        for index in names
-        if (state := states.get(index))
-    }
-    everybody, found = meet(said), {}
+    )
+    found: dict[int, dict[str, Any]] = {}
     for index, name in names.items():
         shape = model.parts[name].local_shape
         holds = (seat for rank, seat in enumerate(everybody) if index in seat and 0 not in shape(rank))
-        own = states.get(index, {})
-        found[index] = {
-            key: _gathered(model, name, own.get(key), parameters[index], value)
-            for key, value in next(holds, {index: {}})[index].items()
-        }
-    return {index: state for index, state in found.items() if state}
-
-
-def _gathered(model: Partitioned, name: str, own: Any, parameter: Tensor, said: Any) -> Any:
-    if not isinstance(said, torch.dtype):
-        return said
-    return model.whole(name, torch.zeros_like(parameter, dtype=said) if own is None else own)
-
-
-def _like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
-
-
-def without_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """They have none any more; those that they had."""
-    found = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
+        for key, value in next(holds, {index: {}})[index].items():
+            if isinstance(value, torch.dtype):
+                own = states.get(index, {}).get(key)
+                own = torch.zeros_like(parameters[index], dtype=value) if own is None else own
+                value = model.whole(name, own)
+            found.setdefault(index, {})[key] = value
     return found
 
 
-def given_back(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+@contextlib.contextmanager
+def without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """They have none meanwhile."""
+    found = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient

@@ -96,17 +96,14 @@ class SeatPort(LearnerPort):
 
     def told(self, what: str, action: Callable[[], Any]) -> Any:
         """The first seat's answer, or what it raised, in every seat."""
-        if not self.leads:
-            return self._heard(what)
-        try:
-            answer = action()
-        except BaseException as error:
-            self.line.tell(("", error))
-            raise
-        self.line.tell((what, answer))
-        return answer
-
-    def _heard(self, what: str) -> Any:
+        if self.leads:
+            try:
+                answer = action()
+            except BaseException as error:
+                self.line.tell(("", error))
+                raise
+            self.line.tell((what, answer))
+            return answer
         said, answer = self.line.hear()
         if isinstance(answer, BaseException) and said == "":
             raise answer
@@ -148,14 +145,14 @@ class SeatPort(LearnerPort):
             self._port.tell(message)
 
     def ask(self, message: Any) -> Any:
-        answer = self.told(type(message).__name__, lambda: self._asked(message))
+        def asked() -> Any:
+            answer = self._port.ask(message)
+            return replace(answer, desk=None) if isinstance(answer, m.Rejoined) else answer
+
+        answer = self.told(type(message).__name__, asked)
         if isinstance(answer, m.Rejoined):
             return replace(answer, tables=[self._own(each) for each in answer.tables])
         return self._own(answer) if isinstance(answer, m.Opened) else answer
-
-    def _asked(self, message: Any) -> Any:
-        answer = self._port.ask(message)
-        return replace(answer, desk=None) if isinstance(answer, m.Rejoined) else answer
 
     def _own(self, opened: m.Opened) -> m.Opened:
         """With this seat's part of the buffers that a checkpoint holds."""
@@ -236,28 +233,23 @@ class SeatTable(TablePort):
         self._drafts: dict[int, SeatDraft] = {}
         self.buffers = shares.buffers.read(whole.buffers)
         self.others = shares.others.read(whole.others)
-        whole.narrow_to(self._narrow, shares.parameters.reads)
-        self.own: frozenset[int] = (
-            frozenset()
-        )  # entries that seats update themselves: they have been read once
-
-    def _narrow(self, version: list[Tensor]) -> list[Tensor]:
-        return self._rest(self._shares.parameters.read(version))
+        whole.narrow_to(lambda version: self._rest(shares.parameters.read(version)), shares.parameters.reads)
+        self.own: frozenset[int] = frozenset()  # entries that seats update themselves: they were read once
 
     def _rest(self, tensors: list[Tensor]) -> list[Tensor]:
         return [each for index, each in enumerate(tensors) if index not in self.own] if self.own else tensors
 
     def draft(self, *, block: bool = True) -> Draft | None:
-        place = self._port.told("draft", lambda: self._place(block))
-        if place is None:
-            return None
-        if place not in self._drafts:
-            self._drafts[place] = SeatDraft(self._whole.at(place), self._shares)
-        return self._drafts[place].own
+        def place() -> Any:
+            found = self._whole.draft(block=block)
+            return None if found is None else found.place
 
-    def _place(self, block: bool) -> Any:
-        draft = self._whole.draft(block=block)
-        return None if draft is None else draft.place
+        found = self._port.told("draft", place)
+        if found is None:
+            return None
+        if found not in self._drafts:
+            self._drafts[found] = SeatDraft(self._whole.at(found), self._shares)
+        return self._drafts[found].own
 
     def publish(
         self,
@@ -366,7 +358,7 @@ class SeatSession(ServerSession):
 
     def close(self) -> None:
         self.settle()
-        for table in self._tables if self._refused is None else ():
+        for table in self._tables if self.refused is None else ():
             with contextlib.suppress(Reset):
                 table.hand_over()
         super().close()
