@@ -152,30 +152,26 @@ class Evaluation:
         return self._test(model)
 
     def _test(self, model: nn.Module) -> dict[str, float]:
-        total, right, count = 0.0, 0.0, 0
-        scores = True
+        """Mean loss; how many are right too, where every output is scores of classes."""
+        total, right, count, way = 0.0, 0.0, 0, self._way
+        scores = isinstance(way, Backprop) and isinstance(way.objective, Supervised)
         batches = DataLoader(self._data, batch_size=self._batch_size, collate_fn=Counted(self._collate))
         with torch.no_grad():
             for examples, read in batches:
-                loss, found = self._one(model, to_device(read, self._device))
-                total += loss * examples
+                batch = to_device(read, self._device)
+                if isinstance(way, Backprop) and isinstance(way.objective, Supervised):
+                    value, output, targets = way.objective.parts(model, batch)
+                    found = _right(output, targets)
+                    scores = scores and found is not None
+                    right += found or 0.0
+                else:
+                    value = way.test(model, batch)
+                check_scalar(value)
+                total += float(value) * examples
                 count += examples
-                scores = scores and found is not None
-                right += found or 0.0
         if count == 0:
             raise UsageError("evaluate: the data set gave no example")
         return {"loss": total / count, **({"accuracy": right / count} if scores else {})}
-
-    def _one(self, model: nn.Module, batch: Any) -> tuple[float, float | None]:
-        """A batch's loss, and how many of it are right, where the output is scores of classes."""
-        right, way = None, self._way
-        if isinstance(way, Backprop) and isinstance(way.objective, Supervised):
-            value, output, targets = way.objective.parts(model, batch)
-            right = _right(output, targets)
-        else:
-            value = way.test(model, batch)
-        check_scalar(value)
-        return float(value), right
 
 
 def _right(output: Any, targets: Any) -> float | None:
@@ -193,15 +189,14 @@ def check_metrics(found: Any) -> dict[str, float]:
         raise UsageError(
             f'evaluate must return its metrics as a dictionary, such as {{"accuracy": 0.9}}, got {got}'
         )
-    return {str(name): _number(name, value) for name, value in found.items()}
-
-
-def _number(name: Any, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise UsageError(f"evaluate must return numbers, got {what} for {name!r}") from error
+    numbers = {}
+    for name, value in found.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise UsageError(f"evaluate must return numbers, got {what} for {name!r}") from error
+    return numbers
 
 
 def evaluation_of(
@@ -216,7 +211,12 @@ def evaluation_of(
 
 
 NORM = "gradient_norm"
-RULES = ("loss", "plateau", NORM, "metric")
+RULES = {
+    "loss": "a finite number",
+    "plateau": "a whole number of epochs, at least 1",
+    NORM: "a finite number above 0",
+    "metric": "the name of a metric",
+}
 EXAMPLES = 4096  # of which the gradient's norm is taken
 
 
@@ -246,19 +246,17 @@ class Stop:
     def _stands(self, record: Any) -> bool:
         if self.plateau is None:
             return False
-        value = self._value(record)
+        if self.metric is None:
+            value = float(record.metrics.get("loss", record.loss))
+        elif self.metric in record.metrics:
+            value = float(record.metrics[self.metric])
+        else:
+            there = ", ".join(record.metrics) or "none"
+            raise UsageError(f"stop: no metric is called {self.metric!r}; there are: {there}")
+        value = -value if self.metric == "accuracy" else value
         better = value < self._best
         self._best, self._since = min(value, self._best), 0 if better else self._since + 1
         return self._since >= self.plateau
-
-    def _value(self, record: Any) -> float:
-        if self.metric is None:
-            return float(record.metrics.get("loss", record.loss))
-        if self.metric not in record.metrics:
-            there = ", ".join(record.metrics) or "none"
-            raise UsageError(f"stop: no metric is called {self.metric!r}; there are: {there}")
-        value = float(record.metrics[self.metric])
-        return -value if self.metric == "accuracy" else value
 
 
 def read_stop(given: Any) -> Stop | None:
@@ -274,36 +272,22 @@ def read_stop(given: Any) -> Stop | None:
             raise UsageError(
                 f"stop: unknown rule {name!r}{nearest(str(name), RULES)}; there are: {', '.join(RULES)}"
             )
-        if not _fits(name, value):
-            raise UsageError(f"stop: {name} must be {WANTED[name]}, got {value!r}")
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        fits = {
+            "loss": number,
+            "plateau": number and isinstance(value, int) and value >= 1,
+            NORM: number and value > 0,
+            "metric": isinstance(value, str) and bool(value),
+        }
+        if not fits[name]:
+            raise UsageError(f"stop: {name} must be {RULES[name]}, got {value!r}")
     return Stop(**given)
-
-
-WANTED = {
-    "loss": "a finite number",
-    "plateau": "a whole number of epochs, at least 1",
-    NORM: "a finite number above 0",
-    "metric": "the name of a metric",
-}
-
-
-def _fits(name: str, value: Any) -> bool:
-    if name == "metric":
-        return isinstance(value, str) and bool(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return False
-    return name == "loss" or (value > 0 if name == NORM else isinstance(value, int) and value >= 1)
 
 
 class GradientNorm:
     """An evaluation that also tells the norm of the mean gradient over examples of the training data, evenly spread."""
 
-    def __init__(
-        self,
-        inner: Evaluation | None,
-        plan: Training,
-        device: torch.device = CPU,
-    ) -> None:
+    def __init__(self, inner: Evaluation | None, plan: Training, device: torch.device = CPU) -> None:
         self._inner, self._plan, self._device = inner, plan, device
         self._made: nn.Module | None = None
 
