@@ -133,13 +133,8 @@ def make(
     if pixels == "unit":
         made = Images(images, labels)
     else:
-        train = arrays if split == "train" else read(place, "train")
-        made = Images(images, labels, scale=1.0, mean=_mean(train["images"]))
+        train = arrays["images"] if split == "train" else read(place, "train")["images"]
+        total = train.sum(0, dtype=np.int64)  # per pixel, over all images; sums of bytes are exact
+        mean = torch.from_numpy(total / max(1, len(train))).float()
+        made = Images(images, labels, scale=1.0, mean=mean.unsqueeze(0) if mean.dim() == 2 else mean)
     return made.floats() if floats else made
-
-
-def _mean(images: np.ndarray) -> Tensor:
-    """Per pixel, over all images, as (C, H, W); sums of bytes are exact."""
-    total = images.sum(0, dtype=np.int64)
-    mean = torch.from_numpy(total / max(1, len(images))).float()
-    return mean.unsqueeze(0) if mean.dim() == 2 else mean
