@@ -280,7 +280,7 @@ class AllReduceOptimizer(TableOptimizer):
         """The real optimizer on one bucket's parameters."""
         bucket = current.buckets[number]
         if not current.waited:
-            self.reducer.wait_for(current, number)
+            self.reducer.wait(current.reductions[number])
             bucket.open()
             bucket.scale(self.reducer.factor(current))
             self.reducer.give(bucket)

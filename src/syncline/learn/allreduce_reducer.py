@@ -127,9 +127,7 @@ class Round:
     epochs: list[int] = field(default_factory=list)  # that end with this gradient
     loss: tuple[float, int] = (0.0, 0)  # (sum over examples, examples)
     waited: bool = False  # all is there, and scaled
-    seen: dict[int, tuple[Tensor, int]] = field(
-        default_factory=dict
-    )  # gradients as they were started, by index
+    seen: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # gradients as started, by index
     options: list[dict[str, Any]] = field(default_factory=list)  # of the groups, where it is applied later
     factor: float | None = None  # from the sum to the mean, where another run has summed it
 
@@ -257,8 +255,10 @@ class Reducer:
         self._backward = None
         return finished
 
-    def _start(self, numbers: range) -> None:
+    def _start(self, numbers: range, *, backward: bool = False) -> None:
         """Start these buckets' reductions; gradients that were not put there yet are."""
+        for number in numbers if backward else ():
+            self._port.spend(Computing(self._computing, (1 - FORWARD) * self._shares[number]))
         current = self._round
         assert current is not None
         for number in numbers:
@@ -308,10 +308,7 @@ class Reducer:
             bucket.put(at, parameter.grad, current.divisor)
             if self.early_bird:
                 current.seen[index] = (parameter.grad, parameter.grad._version)
-        ready = self._filling.come(index)
-        for number in ready:
-            self._port.spend(Computing(self._computing, (1 - FORWARD) * self._shares[number]))
-        self._start(ready)
+        self._start(self._filling.come(index), backward=True)
 
     def _again(self, before: Round | None) -> Round:
         """A backward begins: the first of an iteration, or a further one, after which all is reduced once more."""
@@ -343,18 +340,13 @@ class Reducer:
 
     def _backward_done(self) -> None:
         self._backward = None
-        rest = self._filling.rest()
-        for number in rest:
-            self._port.spend(Computing(self._computing, (1 - FORWARD) * self._shares[number]))
-        self._start(rest)
+        self._start(self._filling.rest(), backward=True)
         current = self._round
         assert current is not None
         if not self.early_bird:
             self.complete(current)
             self.give(*current.buckets)
-            if (
-                len(self._slots) > 1
-            ):  # the dial may turn to a delay: gradients that are kept must not lie in what is reduced later
+            if len(self._slots) > 1:  # the dial may turn to a delay: what is kept must not be reduced later
                 for parameter in self._parameters:
                     parameter.grad = parameter.grad.clone() if parameter.grad is not None else None
 
@@ -365,10 +357,7 @@ class Reducer:
 
     def complete(self, current: Round) -> None:
         """Wait for all buckets; afterwards they hold the mean."""
-        before = self._port.now()
-        for reduction in current.reductions:
-            reduction.wait()
-        self.waited += self._port.now() - before
+        self.wait(*current.reductions)
         for bucket in current.buckets:
             bucket.open()
         self._hear(current)
@@ -392,13 +381,14 @@ class Reducer:
             for index, view, present in zip(bucket.indices, bucket.views, bucket.present, strict=True):
                 self._parameters[index].grad = view if present else None
 
-    def wait_for(self, current: Round, number: int) -> None:
+    def wait(self, *reductions: Reduction) -> None:
         before = self._port.now()
-        current.reductions[number].wait()
+        for reduction in reductions:
+            reduction.wait()
         self.waited += self._port.now() - before
 
     def read_header(self, current: Round) -> None:
-        self.wait_for(current, self._carrier)
+        self.wait(current.reductions[self._carrier])
         current.buckets[self._carrier].open()
         self._hear(current)
 

@@ -95,12 +95,8 @@ class Application:
         run: Callable[[], None],
     ) -> None:
         self.names, self.parameters = tuple(names), tuple(parameters)
-        self._ready, self._run = ready, run
+        self.ready, self._run = ready, run  # their averages are there: `apply` does not wait
         self.applied = False
-
-    def ready(self) -> bool:
-        """Their averages are there: `apply` does not wait."""
-        return self._ready()
 
     def apply(self) -> None:
         """Wait for the averages and run the optimizer on these parameters, once."""

@@ -329,38 +329,28 @@ class StreamLoader(Loader):
         self._enter()
         self._session.restore_random()
         gather = self.collate or default_collate
+        session, begun = self._session, -1
         try:
-            begun = -1
-            while begun != self.generation and self._begins():  # again, where the servers are new ones
-                begun = self.generation
-                for items in self._batches():
+            while begun != self.generation:  # again, where the servers are new ones
+                portion: Portion | None = self._next(block=True)  # the epoch, in lockstep for all at once
+                if portion is None or (portion.end and portion.epoch != NEVER):
+                    return  # it is over already, or the run ends
+                if portion.end:
+                    raise UsageError(
+                        f"loader {self.number}: no learner that is left finds an example in its share of the iterable data set"
+                    )
+                begun, self._told = self.generation, False
+                self._items = Share(self.data, session.rank, session.learners)
+                while begun == self.generation and (items := list(islice(self._items, self.batch_size))):
+                    if session.ending:
+                        return
                     self._given += 1
-                    self._session.consumed(self.number, self._given, len(items))
-                    yield to_device(gather(items), self._session.device)
+                    session.consumed(self.number, self._given, len(items))
+                    yield to_device(gather(items), session.device)
         finally:
             self._leave()
             self._items = None
             self._iterating = False
-
-    def _begins(self) -> bool:
-        """The epoch, in lockstep for all at once; False where it is over already, or the run ends."""
-        portion: Portion | None = self._next(block=True)
-        if portion is None or (portion.end and portion.epoch != NEVER):
-            return False
-        if portion.end:
-            raise UsageError(
-                f"loader {self.number}: no learner that is left finds an example in its share of the iterable data set"
-            )
-        self._items, self._told = Share(self.data, self._session.rank, self._session.learners), False
-        return True
-
-    def _batches(self) -> Iterator[list[Any]]:
-        share, generation = self._items, self.generation
-        assert share is not None
-        while generation == self.generation and (items := list(islice(share, self.batch_size))):
-            if self._session.ending:
-                return
-            yield items
 
     def look_ahead(self) -> None:
         """Here, and not before: until now the loop has drawn from the random generators, from here on the stream does."""

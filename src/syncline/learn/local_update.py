@@ -1,23 +1,35 @@
-"""A seat's end of a table. With one group, parameters that are cut over its seats are updated where they are (M16).
+"""Parameters that are cut over a group's seats, updated where they are (M16): over servers with one group, and where the seats are the
+processes of an all-reduce run, as torchrun starts them.
 
-Each seat steps its slices with the user's own optimizer, and publishes gradients of the others alone. The table gets values and
-state of the slices when a checkpoint follows, and at the end. Not responsible for when that is right: `Plan.local` says it.
+Each seat steps its slices with the user's own optimizer; gradients of what every seat holds go the usual way. Beside servers the
+table gets values and state of the slices when a checkpoint follows, and at the end. Over all-reduce all seats are learner 0: the same
+batches, seeds and steps; checkpoints, results and `opt.state_dict()` have the whole model's layout. Not responsible for when that is
+right (`Plan.local` says it), nor for who speaks to the coordinator: the port of every seat but the first is mute.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncline import messages as m
+from syncline.errors import LayoutError, UsageError
+from syncline.learn.allreduce_optimizer import AllReduceOptimizer
+from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.optimizer import SharedOptimizer
+from syncline.learn.session import Factory
 from syncline.parallel.module import Part, Partitioned
-from syncline.ports import Reset, RunStopped, TablePort
-from syncline.table.optimizer_template import bare_step, beside, merge, split
+from syncline.ports import CollectivePort, Reset, RunStopped, TablePort
+from syncline.roles.checkpoint_manifest import Restored
+from syncline.roles.run_plan import Seat
+from syncline.table.layout import Flat, Layout, Tensors
+from syncline.table.optimizer_template import ELEMENTWISE, bare_step, beside, merge, split
 
 if TYPE_CHECKING:
     from syncline.learn.seats import SeatSession
@@ -136,6 +148,141 @@ class SeatOptimizer(SharedOptimizer):
         super().load_state_dict(state_dict)
         if self._own:
             self._session.insist(self._take_over)
+
+
+class GroupOptimizer(AllReduceOptimizer):
+    """Adds up gradients of what every seat holds, and steps the seat's slices with them."""
+
+    def _to_reduce(self, model: nn.Module) -> list[int]:
+        assert isinstance(model, Partitioned)
+        self._model, self._rank = model, model.group.rank
+        self._parts = parts_of(self.layout.parameters, model)
+        return [index for index, part in enumerate(self._parts) if part.replicated]
+
+    @torch.no_grad()
+    def _clip(self, limit: float) -> None:
+        """By the norm of the whole model's gradient: slices are added over the seats, copies counted once."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        squares = torch.zeros(2, dtype=torch.float64, device=self._session.device)  # of copies, of slices
+        for gradient, part in zip(gradients, self._parts, strict=True):
+            if gradient is not None:
+                squares[int(not part.replicated)] += gradient.double().square().sum()
+        norm = (squares[0] + self._model.group.add(squares)[1]).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
+
+    def applications(self) -> Any:
+        raise UsageError("applications in any order are not for seats of a group: use step()")
+
+    # -- of the whole model ------------------------------------------------------------------------------
+
+    def _names(self, flat: Flat) -> list[str]:
+        return [entry.name for entry in flat.entries]
+
+    def values(self) -> list[Tensor]:
+        names = self._names(self.layout.parameters)
+        return [self._model.whole(name, p) for name, p in zip(names, self.parameters, strict=True)]
+
+    def buffers(self) -> list[Tensor]:
+        names = self._names(self.layout.buffers)
+        return [self._model.whole(name, b).cpu() for name, b in zip(names, self._buffers, strict=True)]
+
+    def own_buffers(self, buffers: list[Tensor]) -> list[Tensor]:
+        parts = parts_of(self.layout.buffers, self._model)
+        return [part.take(self._rank, buffer) for part, buffer in zip(parts, buffers, strict=True)]
+
+    def own(self, index: int, value: Any) -> Any:
+        return self._parts[index].own(self._rank, value)
+
+    def states(self) -> dict[int, dict[str, Any]]:
+        names, states = self._names(self.layout.parameters), super().states()
+        cut = {index: names[index] for index, part in enumerate(self._parts) if not part.replicated}
+        meet = partial(self._port.meet, "the optimizer's state of what is cut")
+        return states | whole_states(self._model, cut, self.parameters, states, meet)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "state": self.states()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of the whole model, the same in every seat."""
+        state = {
+            index: {key: self.own(index, value) for key, value in entry.items()}
+            for index, entry in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": state})
+
+
+class GroupSession(AllReduceSession):
+    """One seat's view of the run."""
+
+    table = GroupOptimizer
+
+    def __init__(self, port: CollectivePort, config: Seat, restored: Restored | None, seat: int) -> None:
+        super().__init__(port, config, restored)
+        self.seat, self.seats = seat, config.seats
+
+    def optimizer(self, model: nn.Module, factory: Factory) -> AllReduceOptimizer:
+        """The table has the whole model's layout."""
+        check_partitioned(model, self.seats)
+        return super().optimizer(model, factory)
+
+    def _lay_out(self, model: nn.Module, inner: torch.optim.Optimizer) -> tuple[Layout, Tensors]:
+        assert isinstance(model, Partitioned)
+        local, tensors = super()._lay_out(model, inner)
+        layout = whole_layout(local, model.parts)
+        cut = not all(part.replicated for part in parts_of(layout.parameters, model))
+        if cut and type(inner) not in ELEMENTWISE:
+            raise LayoutError(
+                f"{type(inner).__name__} may look at whole tensors, of which a seat has slices; use one of "
+                f"{', '.join(kind.__name__ for kind in ELEMENTWISE)}, or plan='data'"
+            )
+        return layout, tensors
+
+    def _alike(self, model: nn.Module, layout: Layout, tensors: Tensors) -> Sequence[Tensor]:
+        assert isinstance(model, Partitioned)
+        kinds = (
+            (layout.parameters, tensors.parameters),
+            (layout.buffers, tensors.buffers),
+            (layout.others, tensors.others),
+        )
+        return [
+            tensor
+            for flat, found in kinds
+            for part, tensor in zip(parts_of(flat, model), found, strict=True)
+            if part.replicated
+        ]
+
+
+def parts_of(flat: Flat, model: Partitioned) -> list[Part]:
+    return [model.parts[entry.name] for entry in flat.entries]
+
+
+# -- a whole model, and its parts --------------------------------------------------------------------------
+
+
+def check_partitioned(model: nn.Module, seats: int) -> None:
+    if not isinstance(model, Partitioned):
+        raise UsageError(
+            f"session.optimizer in a group of {seats} seats takes a partitioned model: "
+            f"sl.partition({type(model).__name__}(...), plan, example); got {type(model).__name__}"
+        )
+
+
+def whole_layout(layout: Layout, parts: dict[str, Part]) -> Layout:
+    """Of a whole model, from that of its slices."""
+
+    def whole(flat: Flat) -> Flat:
+        if strange := [entry.name for entry in flat.entries if entry.name not in parts]:
+            raise LayoutError(
+                f"the optimizer holds a parameter ({strange[0]}) that is not the partitioned model's"
+            )
+        return Flat(tuple(replace(entry, shape=parts[entry.name].shape) for entry in flat.entries))
+
+    return replace(
+        layout,
+        parameters=whole(layout.parameters),
+        buffers=whole(layout.buffers),
+        others=whole(layout.others),
+    )
 
 
 def whole_states(

@@ -213,8 +213,17 @@ class ServerSession(Session):
         """The mean of a number or tensor over all live learners; every learner must call it."""
         self._in_step()
         held = brought(value)
+
+        def meet() -> (
+            Any
+        ):  # it rests until that is over: nobody need wait for its gradient, wherever in its loop it is
+            self.deliver()
+            self.rest(NO_LOADER, 0)
+            self.port.post(say.Meet())
+            return self.port.ask(m.MeanOf(held))
+
         try:
-            mean: Tensor = self.insist(lambda: self._meet(m.MeanOf(held)))
+            mean: Tensor = self.insist(meet)
         except LoopError as error:
             self.refused = error
             raise
@@ -223,13 +232,6 @@ class ServerSession(Session):
             raise
         self._met()
         return like(mean, value)
-
-    def _meet(self, message: Any) -> Any:
-        """It rests until the meeting is over: nobody need wait for its gradient, wherever in its loop it is."""
-        self.deliver()
-        self.rest(NO_LOADER, 0)
-        self.port.post(say.Meet())
-        return self.port.ask(message)
 
     def _met(self) -> None:
         """All of the meeting count again: read what was folded meanwhile."""
