@@ -6,6 +6,7 @@ nothing. Not responsible for the rule (protocols/allreduce.py) nor for the order
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 PATIENCE = 1000  # batches that are repeated while nobody steps
 
 
-class PeerLoader(LoaderBase):
+class PeerLoader(LoaderBase, ABC):
     """A loader that counts by itself how far it is."""
 
     _session: AllReduceSession
@@ -44,10 +45,16 @@ class PeerLoader(LoaderBase):
         **options: Any,
     ) -> None:
         super().__init__(session, number, data, batch_size=batches[session.rank], **options)
+        self._batches = tuple(batches)
         self.epoch = kept.standing.done if kept is not None else 0  # of the next iteration
         self._given = 0  # rounds of this epoch
         self._settled = 0  # of them, in gradients
         self._halted: Standing | None = None  # where it stood when the run was to end
+        self._begin(kept)
+
+    @abstractmethod
+    def _begin(self, kept: LoaderState | None) -> None:
+        """Where a run before was, or at the start."""
 
     def settle(self) -> None:
         """A step was taken: what was handed out is in gradients."""
@@ -60,32 +67,21 @@ class PeerLoader(LoaderBase):
         left = self._left_over()
         return standing(self.epoch, left) if left is not None else at_start(self.epoch)
 
+    @abstractmethod
     def _left_over(self) -> Spans | None:
         """Of this epoch, where it is begun."""
-        raise NotImplementedError
 
 
 class AllReduceLoader(PeerLoader):
     """Batches of one data set; iterate once per epoch."""
 
-    def __init__(
-        self,
-        session: AllReduceSession,
-        number: int,
-        data: Dataset[Any],
-        *,
-        batches: Sequence[int],
-        kept: LoaderState | None,
-        **options: Any,
-    ) -> None:
-        super().__init__(session, number, data, batches=batches, kept=kept, **options)
-        self._batches = tuple(batches)
+    def _begin(self, kept: LoaderState | None) -> None:
         self._rounds = self._whole = self._rounds_of(None)
         self._left: Spans | None = None  # of the epoch in which a run goes on
         if kept is not None:
-            own = self.policy == "partition"
+            own, learners = self.policy == "partition", len(self._batches)
             self._left = left_of(
-                kept.standing, size=self.size, learners=len(batches), parts=kept.parts, partition=own
+                kept.standing, size=self.size, learners=learners, parts=kept.parts, partition=own
             )
 
     def _rounds_of(self, left: Spans | None) -> Rounds:
@@ -163,22 +159,13 @@ class AllReduceSplitLoader(PeerLoader):
     gradients are switched off nobody steps, and everybody comes to its own end.
     """
 
-    def __init__(
-        self,
-        session: AllReduceSession,
-        number: int,
-        data: Dataset[Any],
-        *,
-        kept: LoaderState | None,
-        **options: Any,
-    ) -> None:
-        super().__init__(session, number, data, kept=kept, **options)
-        self._skip = 0  # rounds that a run before has had of this epoch
+    def _begin(self, kept: LoaderState | None) -> None:
+        self._skip, learners = 0, len(self._batches)  # rounds that a run before has had of this epoch
         if kept is not None and (spans := kept.standing.fresh.get(self.epoch, {})):
-            if kept.parts != session.learners:
+            if kept.parts != learners:
                 raise UsageError(
-                    f"the stream of loader {number} was left in the middle of epoch {self.epoch} by {kept.parts} learners and "
-                    f"cannot go on with {session.learners}, who split it otherwise; resume with learners={kept.parts}"
+                    f"the stream of loader {self.number} was left in the middle of epoch {self.epoch} by {kept.parts} learners and "
+                    f"cannot go on with {learners}, who split it otherwise; resume with learners={kept.parts}"
                 )
             self._skip = spans[0][0]
 

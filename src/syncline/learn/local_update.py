@@ -29,7 +29,7 @@ from syncline.ports import CollectivePort, Reset, RunStopped, TablePort
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import Seat
 from syncline.table.layout import Flat, Layout, Tensors
-from syncline.table.optimizer_template import ELEMENTWISE, bare_step, beside, merge, split
+from syncline.table.optimizer_template import ELEMENTWISE, bare_step, beside, split
 
 if TYPE_CHECKING:
     from syncline.learn.seats import SeatSession
@@ -126,11 +126,6 @@ class SeatOptimizer(SharedOptimizer):
                 found = {key: part.own(rank, value) for key, value in whole[number].items()}
                 self._inner.state[parameter] = beside(parameter, found)
         self._session.port.tables[self.number].own = frozenset(self._own)
-
-    def _whole_state(self) -> dict[str, Any]:
-        parts = self._state_parts()
-        options = [dict(option) for option in parts[0].options]
-        return merge(self._table.layout, options, [part.state for part in parts])
 
     def _numbers(self) -> list[tuple[int, int]]:
         """As the optimizer counts them, and as the table does."""

@@ -307,42 +307,37 @@ class SharedOptimizer(TableOptimizer, Replica):
         self._table.wait(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state as plain PyTorch gives it, of the newest version."""
-        parts: list[m.StatePart] = self._session.insist(self._state_parts)
-        if (whole := parts[0].whole) is not None:
-            self._add_unsent(whole.get("param_groups", ()))
-            return whole
-        options = [dict(option) for option in parts[0].options]
-        self._add_unsent(options)
-        return merge(self._table.layout, options, [part.state for part in parts])
+        """The optimizer's state as plain PyTorch gives it, of the newest version; with what the loop has changed since the last
+        gradient."""
+        whole: dict[str, Any] = self._session.insist(self._whole_state)
+        for group, said, sent in zip(
+            whole.get("param_groups", ()), self._said(), self._options, strict=False
+        ):
+            group.update((key, said[key]) for key in said if said[key] != sent.get(key, _UNSAID))
+        return whole
 
-    def _add_unsent(self, options: Options) -> None:
-        """What the loop has changed since the last gradient."""
-        for option, said, sent in zip(options, self._said(), self._options, strict=False):
-            option.update((key, said[key]) for key in said if said[key] != sent.get(key, _UNSAID))
-
-    def _state_parts(self) -> list[m.StatePart]:
+    def _whole_state(self) -> dict[str, Any]:
         number = self.stepper.ticket()
         self._session.port.post(say.AskState(self.number, number))
-        return self._session.port.ask(m.AwaitState(self.number, number))
+        parts: list[m.StatePart] = self._session.port.ask(m.AwaitState(self.number, number))
+        if parts[0].whole is not None:
+            return parts[0].whole
+        return merge(self._table.layout, parts[0].options, [part.state for part in parts])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of plain PyTorch's or of another run; every learner may call it."""
+        whole: dict[str, Any] | None = None
+        state: dict[int, dict[str, Any]] = {}
         if self._wraps or any(isinstance(key, str) for key in state_dict["state"]):
-            self._take_options(state_dict.get("param_groups", ()))
-            self._session.insist(lambda: self._load([], {}, state_dict))
-            return
-        options, state = split(self._table.layout, state_dict)
-        self._take_options(options)
-        self._session.insist(lambda: self._load(options, state))
-
-    def _take_options(self, options: Options) -> None:
-        for group, option, before, loaded in zip(
-            self.param_groups, options, self._said(), self._loaded, strict=False
-        ):
+            whole, options = state_dict, state_dict.get("param_groups", [])
+        else:
+            options, state = split(self._table.layout, state_dict)
+        groups = zip(self.param_groups, options, self._said(), self._loaded, strict=False)
+        for group, option, before, loaded in groups:
             taken = {key: value for key, value in option.items() if key not in ("params", "param_names")}
             group.update(taken)
             loaded.update((key, (value, before.get(key, _UNSAID))) for key, value in taken.items())
+        self._session.insist(lambda: self._load(options if whole is None else [], state, whole))
 
     def _load(
         self, options: Options, state: dict[int, dict[str, Any]], whole: dict[str, Any] | None = None

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,14 +111,9 @@ class Schedule:
         self._epoch = epoch
 
 
-class Counted:
-    """Collates, and says of how many examples: a batch itself may be anything."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
-        self._collate = collate or default_collate
-
-    def __call__(self, items: list[Any]) -> tuple[int, Any]:
-        return len(items), self._collate(items)
+def counted(collate: Callable[[list[Any]], Any] | None, items: list[Any]) -> tuple[int, Any]:
+    """Of how many examples a batch is, and it: itself it may be anything."""
+    return len(items), (collate or default_collate)(items)
 
 
 class Evaluation:
@@ -155,7 +151,9 @@ class Evaluation:
         """Mean loss; how many are right too, where every output is scores of classes."""
         total, right, count, way = 0.0, 0.0, 0, self._way
         scores = isinstance(way, Backprop) and isinstance(way.objective, Supervised)
-        batches = DataLoader(self._data, batch_size=self._batch_size, collate_fn=Counted(self._collate))
+        batches = DataLoader(
+            self._data, batch_size=self._batch_size, collate_fn=partial(counted, self._collate)
+        )
         with torch.no_grad():
             for examples, read in batches:
                 batch = to_device(read, self._device)
@@ -227,42 +225,32 @@ class Stop:
     better when higher.
     """
 
-    def __init__(
-        self,
-        *,
-        loss: float | None = None,
-        plateau: int | None = None,
-        gradient_norm: float | None = None,
-        metric: str | None = None,
-    ) -> None:
-        self.loss, self.plateau, self.gradient_norm, self.metric = loss, plateau, gradient_norm, metric
+    def __init__(self, rules: Mapping[str, Any]) -> None:
+        self.rules = rules
         self._best, self._since = math.inf, 0
 
     def __call__(self, record: Any) -> bool:
-        below = self.loss is not None and record.loss <= self.loss
-        flat = self.gradient_norm is not None and record.metrics.get(NORM, math.inf) <= self.gradient_norm
-        return below or flat or self._stands(record)
-
-    def _stands(self, record: Any) -> bool:
-        if self.plateau is None:
+        rules, metrics = self.rules, record.metrics
+        below = "loss" in rules and record.loss <= rules["loss"]
+        if below or (NORM in rules and metrics.get(NORM, math.inf) <= rules[NORM]):
+            return True
+        if "plateau" not in rules:
             return False
-        if self.metric is None:
-            value = float(record.metrics.get("loss", record.loss))
-        elif self.metric in record.metrics:
-            value = float(record.metrics[self.metric])
-        else:
-            there = ", ".join(record.metrics) or "none"
-            raise UsageError(f"stop: no metric is called {self.metric!r}; there are: {there}")
-        value = -value if self.metric == "accuracy" else value
+        metric = rules.get("metric")
+        if metric is not None and metric not in metrics:
+            there = ", ".join(metrics) or "none"
+            raise UsageError(f"stop: no metric is called {metric!r}; there are: {there}")
+        value = float(metrics.get("loss", record.loss) if metric is None else metrics[metric])
+        value = -value if metric == "accuracy" else value
         better = value < self._best
         self._best, self._since = min(value, self._best), 0 if better else self._since + 1
-        return self._since >= self.plateau
+        return self._since >= rules["plateau"]
 
 
 def read_stop(given: Any) -> Stop | None:
-    """A table of RULES, a Stop, or None; raises UsageError."""
-    if given is None or isinstance(given, Stop):
-        return given
+    """A table of RULES, or None; raises UsageError."""
+    if given is None:
+        return None
     if not isinstance(given, Mapping) or not set(given) - {"metric"}:
         raise UsageError(
             f"stop takes a table with loss, plateau or {NORM}, as {{'plateau': 5}}, got {given!r}"
@@ -281,7 +269,7 @@ def read_stop(given: Any) -> Stop | None:
         }
         if not fits[name]:
             raise UsageError(f"stop: {name} must be {RULES[name]}, got {value!r}")
-    return Stop(**given)
+    return Stop(given)
 
 
 class GradientNorm:
@@ -312,7 +300,7 @@ class GradientNorm:
         size = len(plan.data)  # type: ignore[arg-type]
         chosen = Subset(plan.data, range(0, size, -(-size // EXAMPLES)))
         totals = [torch.zeros_like(parameter) for parameter in model.parameters()]
-        batches = DataLoader(chosen, batch_size=plan.batch_size, collate_fn=Counted(plan.collate))
+        batches = DataLoader(chosen, batch_size=plan.batch_size, collate_fn=partial(counted, plan.collate))
         for examples, batch in batches:
             model.zero_grad()
             plan.way(model, to_device(batch, self._device))
@@ -326,11 +314,11 @@ def with_norm(
     inner: Evaluation | None, stop: Stop | None, plan: Training
 ) -> Evaluation | GradientNorm | None:
     """The evaluation, with the norm where a run stops at one."""
-    return inner if stop is None or stop.gradient_norm is None else GradientNorm(inner, plan)
+    return inner if stop is None or NORM not in stop.rules else GradientNorm(inner, plan)
 
 
 def refuse_streams(stop: Stop | None, data: Dataset[Any]) -> None:
-    if stop is not None and stop.gradient_norm is not None and isinstance(data, IterableDataset):
+    if stop is not None and NORM in stop.rules and isinstance(data, IterableDataset):
         raise UsageError(
             f"stop: {NORM} needs data with a length, of which it takes examples; streams have none"
         )
