@@ -80,13 +80,10 @@ class Bucket:
         view = self.views[position]
         if gradient.is_sparse:
             raise sparse_gradient()
-        if gradient is view:
-            if divisor != 1.0:
-                view.div_(divisor)
-        elif divisor == 1.0:
-            view.copy_(gradient)
-        else:
+        if divisor != 1.0:
             torch.div(gradient.detach(), divisor, out=view)
+        elif gradient is not view:
+            view.copy_(gradient)
 
     def seal(self, flags: list[float], header: Header) -> None:
         """The last before the reduction: flags, the header, zeros where there is no gradient."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from syncline.roles.checkpoint_manifest import TableState
 from syncline.table.checkpoints import CheckpointError, piece_tensors
 from syncline.table.layout import Layout
-from syncline.table.optimizer_template import Options, beside, group_options, to_host
+from syncline.table.optimizer_template import Options, group_options, to_host
 from syncline.table.parameter_groups import rated
 
 Group = dict[str, Any]
@@ -65,19 +65,13 @@ def load_table(
     found, states = kept.content, kept.content.state or {}
     for index, parameter in enumerate(parameters):
         parameter.copy_(take(index, found.values[index]))
+        own = {key: take(index, value) for key, value in states.get(index, {}).items()}
+        for key, value in own.items():
+            if isinstance(value, Tensor):  # copies, since learners of one process share nothing
+                there = value.shape == parameter.shape or id(parameter) in whole
+                own[key] = value.to(parameter.device, copy=True) if there else value.clone()
         if index in states:
-            # copies, since learners of one process share nothing
-            own = {key: _copy(take(index, value)) for key, value in states[index].items()}
-            state = beside(parameter, own)
-            if id(parameter) in whole:
-                state = {
-                    key: v.to(parameter.device) if isinstance(v, Tensor) else v for key, v in state.items()
-                }
-            inner.state[parameter] = state
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+            inner.state[parameter] = own
 
 
 def plain_groups(groups: Sequence[Group]) -> list[Group]:

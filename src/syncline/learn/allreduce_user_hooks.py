@@ -118,17 +118,16 @@ class Applications:
     def __iter__(self) -> Iterator[Application]:
         """As their averages arrive; where none has, from the last layer on."""
         while self._left:
-            yield self._give(next((part for part in self._left if part.ready()), self._left[0]))
+            part = next((part for part in self._left if part.ready()), self._left[0])
+            self._left.remove(part)
+            yield part
 
     def take(self, name: str) -> Application:
         """The one that holds this parameter."""
         for part in self._left:
             if name in part.names:
-                return self._give(part)
+                self._left.remove(part)
+                return part
         raise UsageError(
             f"no application with '{name}' is left; there are {[part.names for part in self._left]}"
         )
-
-    def _give(self, part: Application) -> Application:
-        self._left.remove(part)
-        return part

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -203,15 +203,10 @@ def check_scalar(value: Any) -> None:
     if value is None:
         got, instead = "None", "the function has to return it"
     elif isinstance(value, Tensor):
-        got, instead = (
-            f"a tensor of shape {tuple(value.shape)}",
-            "reduce it, for example with .mean()",
-        )
+        got, instead = f"a tensor of shape {tuple(value.shape)}", "reduce it, for example with .mean()"
     elif isinstance(value, nn.Module):
-        got, instead = (
-            f"the module {type(value).__name__}",
-            f"call one: {type(value).__name__}()(output, target)",
-        )
+        name = type(value).__name__
+        got, instead = f"the module {name}", f"call one: {name}()(output, target)"
     else:
         got, instead = type(value).__name__, "return the tensor itself, not .item() or a tuple"
     raise UsageError(f"the loss must be a scalar tensor, got {got}; {instead}")
@@ -232,22 +227,22 @@ Penalty = Callable[[nn.Module], Tensor]
 
 def l1(model: nn.Module, *, weight: float) -> Tensor:
     """weight · Σ |w|"""
-    return weight * _total(each.abs().sum() for each in _weights(model))
+    return weight * _over_weights(model, lambda each: each.abs().sum())
 
 
 def l2(model: nn.Module, *, weight: float) -> Tensor:
     """weight/2 · Σ w²"""
-    return 0.5 * weight * _total(each.square().sum() for each in _weights(model))
+    return 0.5 * weight * _over_weights(model, lambda each: each.square().sum())
 
 
 def elastic(model: nn.Module, *, l1: float, l2: float) -> Tensor:
     """Both."""
-    return _total((l1 * each.abs() + 0.5 * l2 * each.square()).sum() for each in _weights(model))
+    return _over_weights(model, lambda each: (l1 * each.abs() + 0.5 * l2 * each.square()).sum())
 
 
 def group_lasso(model: nn.Module, *, weight: float) -> Tensor:
     """weight · Σ over units of the norm of their incoming weights: whole units go to zero."""
-    return weight * _total((each.flatten(1).square().sum(1) + 1e-12).sqrt().sum() for each in _weights(model))
+    return weight * _over_weights(model, lambda each: (each.flatten(1).square().sum(1) + 1e-12).sqrt().sum())
 
 
 REGULARISERS: dict[str, Callable[..., Tensor]] = {
@@ -258,15 +253,11 @@ REGULARISERS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _weights(model: nn.Module) -> list[Tensor]:
-    found: list[Tensor] = [each for each in model.parameters() if each.dim() > 1]
+def _over_weights(model: nn.Module, penalty: Callable[[Tensor], Tensor]) -> Tensor:
+    found = [penalty(each) for each in model.parameters() if each.dim() > 1]
     if not found:
         raise UsageError("the regulariser finds no weights: no parameter has two dimensions or more")
-    return found
-
-
-def _total(parts: Iterator[Tensor]) -> Tensor:
-    return torch.stack(list(parts)).sum()
+    return torch.stack(found).sum()
 
 
 def penalised(objective: Objective, penalty: Penalty, model: nn.Module, batch: Any) -> Tensor:

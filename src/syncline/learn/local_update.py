@@ -23,7 +23,6 @@ from syncline.errors import LayoutError, UsageError
 from syncline.learn.allreduce_optimizer import AllReduceOptimizer
 from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.optimizer import SharedOptimizer
-from syncline.learn.session import Factory
 from syncline.parallel.module import Part, Partitioned
 from syncline.ports import CollectivePort, Reset, RunStopped, TablePort
 from syncline.roles.checkpoint_manifest import Restored
@@ -170,16 +169,15 @@ class GroupOptimizer(AllReduceOptimizer):
 
     # -- of the whole model ------------------------------------------------------------------------------
 
-    def _names(self, flat: Flat) -> list[str]:
-        return [entry.name for entry in flat.entries]
-
     def values(self) -> list[Tensor]:
-        names = self._names(self.layout.parameters)
-        return [self._model.whole(name, p) for name, p in zip(names, self.parameters, strict=True)]
+        entries = self.layout.parameters.entries
+        return [self._model.whole(entry.name, p) for entry, p in zip(entries, self.parameters, strict=True)]
 
     def buffers(self) -> list[Tensor]:
-        names = self._names(self.layout.buffers)
-        return [self._model.whole(name, b).cpu() for name, b in zip(names, self._buffers, strict=True)]
+        entries = self.layout.buffers.entries
+        return [
+            self._model.whole(entry.name, b).cpu() for entry, b in zip(entries, self._buffers, strict=True)
+        ]
 
     def own_buffers(self, buffers: list[Tensor]) -> list[Tensor]:
         parts = parts_of(self.layout.buffers, self._model)
@@ -189,8 +187,8 @@ class GroupOptimizer(AllReduceOptimizer):
         return self._parts[index].own(self._rank, value)
 
     def states(self) -> dict[int, dict[str, Any]]:
-        names, states = self._names(self.layout.parameters), super().states()
-        cut = {index: names[index] for index, part in enumerate(self._parts) if not part.replicated}
+        entries, states = self.layout.parameters.entries, super().states()
+        cut = {index: entries[index].name for index, part in enumerate(self._parts) if not part.replicated}
         meet = partial(self._port.meet, "the optimizer's state of what is cut")
         return states | whole_states(self._model, cut, self.parameters, states, meet)
 
@@ -215,16 +213,11 @@ class GroupSession(AllReduceSession):
         super().__init__(port, config, restored)
         self.seat, self.seats = seat, config.seats
 
-    def optimizer(self, model: nn.Module, factory: Factory) -> AllReduceOptimizer:
-        """The table has the whole model's layout."""
-        check_partitioned(model, self.seats)
-        return super().optimizer(model, factory)
-
     def _lay_out(self, model: nn.Module, inner: torch.optim.Optimizer) -> tuple[Layout, Tensors]:
-        assert isinstance(model, Partitioned)
+        whole = as_partitioned(model, self.seats)
         local, tensors = super()._lay_out(model, inner)
-        layout = whole_layout(local, model.parts)
-        cut = not all(part.replicated for part in parts_of(layout.parameters, model))
+        layout = whole_layout(local, whole.parts)
+        cut = not all(part.replicated for part in parts_of(layout.parameters, whole))
         if cut and type(inner) not in ELEMENTWISE:
             raise LayoutError(
                 f"{type(inner).__name__} may look at whole tensors, of which a seat has slices; use one of "
@@ -234,17 +227,10 @@ class GroupSession(AllReduceSession):
 
     def _alike(self, model: nn.Module, layout: Layout, tensors: Tensors) -> Sequence[Tensor]:
         assert isinstance(model, Partitioned)
-        kinds = (
-            (layout.parameters, tensors.parameters),
-            (layout.buffers, tensors.buffers),
-            (layout.others, tensors.others),
-        )
-        return [
-            tensor
-            for flat, found in kinds
-            for part, tensor in zip(parts_of(flat, model), found, strict=True)
-            if part.replicated
-        ]
+        flats = (layout.parameters, layout.buffers, layout.others)
+        parts = [part for flat in flats for part in parts_of(flat, model)]
+        every = super()._alike(model, layout, tensors)
+        return [tensor for part, tensor in zip(parts, every, strict=True) if part.replicated]
 
 
 def parts_of(flat: Flat, model: Partitioned) -> list[Part]:
@@ -254,12 +240,13 @@ def parts_of(flat: Flat, model: Partitioned) -> list[Part]:
 # -- a whole model, and its parts --------------------------------------------------------------------------
 
 
-def check_partitioned(model: nn.Module, seats: int) -> None:
+def as_partitioned(model: nn.Module, seats: int) -> Partitioned:
     if not isinstance(model, Partitioned):
         raise UsageError(
             f"session.optimizer in a group of {seats} seats takes a partitioned model: "
             f"sl.partition({type(model).__name__}(...), plan, example); got {type(model).__name__}"
         )
+    return model
 
 
 def whole_layout(layout: Layout, parts: dict[str, Part]) -> Layout:

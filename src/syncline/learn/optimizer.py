@@ -17,7 +17,7 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.errors import LoopError, UsageError
 from syncline.learn.session import UNSAID, TableOptimizer, copy_all, sparse_gradient
-from syncline.learn.stepper import Answer, FreeDraft, Replica, Sealed, Stepper, Steps
+from syncline.learn.stepper import FreeDraft, Replica, Sealed, Stepper, Steps
 from syncline.learn.usage_warnings import Untouched, hooked
 from syncline.messages import to_leader as say
 from syncline.ports import Computing, Draft, Reading, Reset, RunStopped, TablePort
@@ -158,8 +158,8 @@ class SharedOptimizer(TableOptimizer, Replica):
                 wait = steps.send(found)
             except StopIteration:
                 return
-            if isinstance(wait, Answer):
-                found = self._session.port.ask(wait.message)
+            if isinstance(wait, m.AskDial):
+                found = self._session.port.ask(wait)
                 continue
             try:
                 if isinstance(wait, FreeDraft):

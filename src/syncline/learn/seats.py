@@ -21,8 +21,7 @@ from torch.utils.data import Dataset
 from syncline import messages as m
 from syncline.errors import LayoutError, LoopError
 from syncline.learn.loader import Loader
-from syncline.learn.local_update import SeatOptimizer, check_partitioned, whole_layout
-from syncline.learn.optimizer import SharedOptimizer
+from syncline.learn.local_update import SeatOptimizer, as_partitioned, whole_layout
 from syncline.learn.server_session import ServerSession, shards_for
 from syncline.learn.session import Factory
 from syncline.messages.to_leader import Gradient, Put, ToLeader
@@ -320,13 +319,13 @@ class SeatSession(ServerSession):
                 table.hand_over()
         super().close()
 
-    def optimizer(self, model: nn.Module, factory: Factory) -> SharedOptimizer:
+    def optimizer(self, model: nn.Module, factory: Factory) -> SeatOptimizer:
         """The table has the whole model's layout."""
-        check_partitioned(model, self.seats)
+        whole = as_partitioned(model, self.seats)
         self.settle()
         table = super().optimizer(model, factory)
-        assert isinstance(model, Partitioned) and isinstance(table, SeatOptimizer)
-        table.bind(model, local=self.plan.local)
+        assert isinstance(table, SeatOptimizer)
+        table.bind(whole, local=self.plan.local)
         return table
 
     def _lay_out(

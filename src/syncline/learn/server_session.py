@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -202,10 +202,9 @@ class ServerSession(Session):
             self.refused = error
             raise
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Nothing is communicated before `step` here: accumulation needs no special care."""
-        yield
+        return contextlib.nullcontext()
 
     # -- metrics -----------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class Session(ABC):
     def ending(self) -> bool:
         """The run is to end: loaders end, steps do not return."""
 
-    def optimizer(self, model: nn.Module, factory: Factory) -> Any:
+    def optimizer(self, model: nn.Module, factory: Factory) -> TableOptimizer:
         """The shared state of this model's parameters, as a torch optimizer."""
         if not isinstance(model, nn.Module):
             raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")

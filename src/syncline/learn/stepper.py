@@ -31,13 +31,7 @@ class FreeDraft(NamedTuple):
     block: bool = True
 
 
-class Answer(NamedTuple):
-    """The coordinator's, to this."""
-
-    message: Any
-
-
-Wait = Ticket | FreeDraft | Answer
+Wait = Ticket | FreeDraft | m.AskDial  # this the coordinator answers
 Steps = Generator[Wait, Any, None]
 # (examples, loader, portions used), changes of the group options so far, the random generators' states where they are to be kept, the loss
 Sealed = tuple[tuple[int, int, int], int, bytes, SupportsFloat]
@@ -225,7 +219,7 @@ class Stepper:
                 reading = yield Ticket(number)
                 self.keep |= reading.keep
             if reading.dial not in self._dials:
-                self._dials[reading.dial] = yield Answer(m.AskDial(reading.dial))
+                self._dials[reading.dial] = yield m.AskDial(reading.dial)
             self._dial, self.sync, self._fetching = reading.dial, self._dials[reading.dial], None
             self._free = self._casts and not self.sync.waits
         version = self._replica.read(reading, known=reading.version <= self.version)
@@ -252,7 +246,8 @@ class Stepper:
     def _step_locally(self, said: Any) -> Steps:
         """Move by itself, add to the sum, push and fetch when their steps have come.
 
-        The shards fold and copy meanwhile. A fetch is waited for only when the next but one would begin.
+        The shards fold and copy meanwhile. A fetch is waited for only when the next but one would begin; own movement since it
+        is lost.
         """
         yield from self._add(said)
         if self.sync.fetch > 1:
@@ -263,26 +258,6 @@ class Stepper:
             self.push()
         if self._locals % self.sync.fetch == 0 and self._fetching is None:
             self._fetching = (self._fetch(), self._locals + self.sync.fetch - 1)
-        yield from self._fetched()
-
-    def _add(self, said: Any) -> Steps:
-        """Add the gradient to the sum, which lies in a draft."""
-        draft = yield from self._drafted()
-        self._replica.add(draft, first=self._added == 0)
-        self._added += 1
-        self._said = said
-
-    def push(self) -> int:
-        """Publish the sum, be it of fewer steps than the dial says; its ticket, or the last without one."""
-        if not self._added:
-            return self.tickets - 1
-        assert self._draft is not None
-        said, self._said, self._added = self._said, None, 0
-        self._pushed = self._publish(self._draft, self._replica.added(), said)
-        return self._pushed
-
-    def _fetched(self) -> Steps:
-        """Take over what was fetched, if it is here or overdue; own movement since is lost (M9)."""
         if self._fetching is None:
             return
         number, due = self._fetching
@@ -299,6 +274,22 @@ class Stepper:
             reading = yield Ticket(number)
         assert reading is not None
         yield from self._take_over(reading)
+
+    def _add(self, said: Any) -> Steps:
+        """Add the gradient to the sum, which lies in a draft."""
+        draft = yield from self._drafted()
+        self._replica.add(draft, first=self._added == 0)
+        self._added += 1
+        self._said = said
+
+    def push(self) -> int:
+        """Publish the sum, be it of fewer steps than the dial says; its ticket, or the last without one."""
+        if not self._added:
+            return self.tickets - 1
+        assert self._draft is not None
+        said, self._said, self._added = self._said, None, 0
+        self._pushed = self._publish(self._draft, self._replica.added(), said)
+        return self._pushed
 
     def _fetch(self, *, deliver: bool = False, has: int = -1) -> int:
         number = self.ticket()

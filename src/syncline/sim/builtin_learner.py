@@ -21,7 +21,7 @@ from syncline.errors import InvariantError
 from syncline.learn.loader import AHEAD
 from syncline.learn.model_factories import pack_random, seed_random, unpack_random
 from syncline.learn.session import copy_all
-from syncline.learn.stepper import Answer, FeedWait, FreeDraft, Portions, Replica, Rested, Stepper, Wait
+from syncline.learn.stepper import FeedWait, FreeDraft, Portions, Replica, Rested, Stepper, Wait
 from syncline.learn.stepper import Steps as Waits
 from syncline.messages.to_leader import Farewell, Gradient
 from syncline.ports import FIRST_VALUES, Draft, Portion, Reading, RunStopped
@@ -363,8 +363,8 @@ class PromisedReplica(Replica):
         learner = self._learner
         if isinstance(wait, FreeDraft):  # as one table's learners have nobody to tell, it waits at once
             return (yield from self._draft())
-        if isinstance(wait, Answer):
-            return (yield from learner.inquire(wait.message))
+        if isinstance(wait, m.AskDial):
+            return (yield from learner.inquire(wait))
         assert wait.number is not None
         reading = self._releases.reading(wait.number)
         if reading is None and wait.block:
