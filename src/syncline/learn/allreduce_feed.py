@@ -193,8 +193,8 @@ class AllReduceSplitLoader(PeerLoader):
                 f"learner {session.rank} of {session.learners} has no example of this iterable data set: it is too short"
             )
         for _ in range(self._skip):
-            held = following if following is not None else held
-            following = next(batches, None) if following is not None else None
+            if following is not None:
+                held, following = following, next(batches, None)
         self._given = self._settled = self._skip
         self._skip = 0
         return held, following
@@ -214,9 +214,8 @@ class AllReduceSplitLoader(PeerLoader):
                     break
                 idle, steps = (idle + 1 if steps == session.iterations else 0), session.iterations
                 self._refuse_endless(idle)
-            held = following if following is not None else held
-            following = next(batches, None) if following is not None else None
-            assert held is not None
+            else:
+                held, following = following, next(batches, None)
             self._given += 1
             session.consume(self.number, 0 if repeated else len(held), more=following is not None)
             yield to_device(gather(list(held)), session.device)

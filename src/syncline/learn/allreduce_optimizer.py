@@ -155,7 +155,12 @@ class AllReduceOptimizer(TableOptimizer):
         if self._order != "end":  # bucket by bucket: from the last layer to the first, or as they arrive
             self.hooks.averaged(self)
             self.reducer.read_header(current)
-            for number in self._handed_out(current):
+            left = list(range(len(current.buckets)))
+            while left:
+                ready = left
+                if self._order == "arrival":
+                    ready = [n for n in left if current.reductions[n].wait(block=False)] or left
+                left.remove(number := ready[0])
                 self._apply_bucket(current, number)
             self._applied(current)
             return
@@ -248,33 +253,18 @@ class AllReduceOptimizer(TableOptimizer):
         if self._session.plan.clip_norm is not None:
             self._clip(self._session.plan.clip_norm)
         self.hooks.averaged(self)
-        parts = [self._application(current, number) for number in range(len(current.buckets))]
+        parts, entries = [], self.layout.parameters.entries
+        for number, bucket in enumerate(current.buckets):
+            names = [entries[index].name for index in bucket.indices]
+            parameters = [self.parameters[index] for index in bucket.indices]
+            ready = partial(current.reductions[number].wait, block=False)
+            parts.append(Application(names, parameters, ready, partial(self._apply_bucket, current, number)))
         yield Applications(parts)
         for part in parts:
             part.apply()
         self._applied(current)
         self._end_step()
         self._session.step_over(self)
-
-    def _application(self, current: Round, number: int) -> Application:
-        indices = current.buckets[number].indices
-        names = [self.layout.parameters.entries[index].name for index in indices]
-        parameters = [self.parameters[index] for index in indices]
-        return Application(
-            names,
-            parameters,
-            partial(current.reductions[number].wait, block=False),
-            lambda: self._apply_bucket(current, number),
-        )
-
-    def _handed_out(self, current: Round) -> Iterator[int]:
-        left = list(range(len(current.buckets)))
-        while left:
-            ready = left
-            if self._order == "arrival":
-                ready = [n for n in left if current.reductions[n].wait(block=False)] or left
-            left.remove(number := ready[0])
-            yield number
 
     def _apply_bucket(self, current: Round, number: int) -> None:
         """The real optimizer on one bucket's parameters."""

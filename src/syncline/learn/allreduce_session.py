@@ -218,8 +218,6 @@ class AllReduceSession(Session):
         else:
             self._tables[0].mark_last(epoch)
 
-    # -- metrics -----------------------------------------------------------------------------------------
-
     def mean(self, value: float | Tensor) -> Any:
         found = self.port.meet("session.mean", brought(value))
         return like(mean_of(dict(enumerate(found))), value)

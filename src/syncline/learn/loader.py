@@ -362,8 +362,6 @@ class StreamLoader(Loader):
             self._told = True
             self._session.port.post(StreamEnded(self.number, self._given))
 
-    # -- as `Loader` -------------------------------------------------------------------------------------
-
     def rejoin(self) -> None:
         self._given = 0
         super().rejoin()

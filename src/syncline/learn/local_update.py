@@ -95,8 +95,6 @@ class SeatOptimizer(SharedOptimizer):
                 self._session.rejoin()
                 return loss
 
-    # -- between the table and its own -------------------------------------------------------------------
-
     def hand_over(self) -> None:
         """The table's next version has this seat's slices too, and the optimizer's state of them."""
         if self._own:
@@ -130,8 +128,6 @@ class SeatOptimizer(SharedOptimizer):
         """As the optimizer counts them, and as the table does."""
         entries = (index for group in self._table.layout.groups for index in group)
         return [(number, index) for number, index in enumerate(entries) if index in self._own]
-
-    # -- as users see it ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         if self._own:

@@ -229,8 +229,6 @@ class Stepper:
         else:
             self.version = version
 
-    # -- resting -----------------------------------------------------------------------------------------
-
     def rest(self, place: tuple[int, int] | None, states: bytes, *, later: bool) -> int:
         """Say that there is nothing to compute before this portion (a loader, its index), or that there is something again; the
         ticket with which to read afterwards."""
@@ -351,17 +349,19 @@ class Portions:
 
     def next(self, ahead: int, *, block: bool) -> Generator[FeedWait, Any, Portion | None]:
         """The next portion of this epoch, with so many asked for; None: not there (or the run ends)."""
-        if not self._started:
-            self._started = True
-            if self.index > 0:  # a further epoch begins, for all at once: rest first, so that nobody waits
-                self._rest(self.number, self.index)
-                self.ask(ahead)
-                return self.seen((yield from self._rest_until()))
-        self.ask(ahead)
-        portion: Portion | None = yield PortionOf(self.number, self.index, block=False)
-        if portion is None and block:
+        begins, self._started = not self._started and self.index > 0, True
+        if begins:  # a further epoch, for all at once: rest first, so that nobody waits meanwhile
             self._rest(self.number, self.index)
-            portion = yield from self._rest_until()
+        self.ask(ahead)
+        portion: Portion | None = None
+        if not begins:
+            portion = yield PortionOf(self.number, self.index, block=False)
+        if portion is None and (begins or block):
+            self._rest(self.number, self.index)
+            self._post(say.Blocked(self.number, self.index))
+            portion = yield PortionOf(self.number, self.index)
+            if portion is not None:
+                yield Rested()
         elif portion is not None and self._resting():  # since another loader's end
             self._rest(self.number, self.index)
             yield Rested()
@@ -373,13 +373,6 @@ class Portions:
         while self.asked < self.index + ahead:
             self._post(self._asking, later=True)
             self.asked += 1
-
-    def _rest_until(self) -> Generator[FeedWait, Any, Portion | None]:
-        self._post(say.Blocked(self.number, self.index))
-        portion: Portion | None = yield PortionOf(self.number, self.index)
-        if portion is not None:
-            yield Rested()
-        return portion
 
     def seen(self, portion: Portion | None) -> Portion | None:
         if portion is not None:

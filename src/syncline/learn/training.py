@@ -247,8 +247,8 @@ class Stop:
         return self._since >= rules["plateau"]
 
 
-def read_stop(given: Any) -> Stop | None:
-    """A table of RULES, or None; raises UsageError."""
+def read_stop(given: Any, data: Any = None) -> Stop | None:
+    """A table of RULES, or None; of a run on these data. Raises UsageError."""
     if given is None:
         return None
     if not isinstance(given, Mapping) or not set(given) - {"metric"}:
@@ -269,6 +269,10 @@ def read_stop(given: Any) -> Stop | None:
         }
         if not fits[name]:
             raise UsageError(f"stop: {name} must be {RULES[name]}, got {value!r}")
+    if NORM in given and isinstance(data, IterableDataset):
+        raise UsageError(
+            f"stop: {NORM} needs data with a length, of which it takes examples; streams have none"
+        )
     return Stop(given)
 
 
@@ -315,10 +319,3 @@ def with_norm(
 ) -> Evaluation | GradientNorm | None:
     """The evaluation, with the norm where a run stops at one."""
     return inner if stop is None or NORM not in stop.rules else GradientNorm(inner, plan)
-
-
-def refuse_streams(stop: Stop | None, data: Dataset[Any]) -> None:
-    if stop is not None and NORM in stop.rules and isinstance(data, IterableDataset):
-        raise UsageError(
-            f"stop: {NORM} needs data with a length, of which it takes examples; streams have none"
-        )
