@@ -38,17 +38,6 @@ class ArrayPlace:
     dtype: str
     order: str
 
-    def map(self) -> np.ndarray:
-        stat = Path(self.file).stat()
-        if (stat.st_size, stat.st_mtime_ns) != (self.size, self.changed):
-            raise UsageError(f"{self.file} has changed since the data set was opened")
-        if 0 in self.shape:
-            return np.empty(self.shape, self.dtype)
-        order: Any = self.order
-        return np.memmap(
-            self.file, np.dtype(self.dtype), mode="r", offset=self.offset, shape=self.shape, order=order
-        )
-
 
 class HeldArray:
     """An array in memory, or in a file: that is pickled as its place."""
@@ -66,7 +55,14 @@ class HeldArray:
 
 
 def mapped(place: ArrayPlace) -> HeldArray:
-    return HeldArray(place.map(), place)
+    stat = Path(place.file).stat()
+    if (stat.st_size, stat.st_mtime_ns) != (place.size, place.changed):
+        raise UsageError(f"{place.file} has changed since the data set was opened")
+    if 0 in place.shape:
+        return HeldArray(np.empty(place.shape, place.dtype), place)
+    order: Any = place.order
+    lies = {"offset": place.offset, "shape": place.shape, "order": order}
+    return HeldArray(np.memmap(place.file, np.dtype(place.dtype), mode="r", **lies), place)
 
 
 class ArrayData(Dataset[tuple[Tensor, ...]]):

@@ -78,14 +78,14 @@ def _mnist_arrays(place: Path, split: str, *, below: tuple[str, ...], archive: s
         return read_npz(place, split, (SIDE, SIDE))
     packed = find(place, (), (f"{archive}.npz",))
     files = {what: find(place, below, idx_names(split, what)) for what in MAGIC}
-    for what, file in files.items():
-        if file is None and packed is None:
-            raise UsageError(
-                f"no {archive} {split} {what} in {place}: looked for {', '.join(idx_names(split, what))} "
-                f"there and in {', '.join(below)}, and for {archive}.npz; {hint}"
-            )
-    if None in files.values() and packed is not None:
+    missing = [what for what, file in files.items() if file is None]
+    if missing and packed is not None:
         return read_npz(packed, split, (SIDE, SIDE))
+    if missing:
+        raise UsageError(
+            f"no {archive} {split} {missing[0]} in {place}: looked for {', '.join(idx_names(split, missing[0]))} "
+            f"there and in {', '.join(below)}, and for {archive}.npz; {hint}"
+        )
     arrays = {what: read_idx(file, MAGIC[what]) for what, file in files.items() if file is not None}
     if arrays["images"].shape[1:] != (SIDE, SIDE):
         raise UsageError(

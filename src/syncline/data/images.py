@@ -18,6 +18,7 @@ from syncline.errors import UsageError
 
 SPLITS = ("train", "test")
 PIXELS = ("unit", "centred")
+CLASSES = 10  # of all sets that are read here
 Arrays = dict[str, np.ndarray]  # images (N, H, W) or (N, C, H, W), labels (N,)
 
 
@@ -116,7 +117,6 @@ def make(
     pixels: str,
     floats: bool,
     hint: str,
-    classes: int = 10,
 ) -> Images | TensorDataset:
     """The data set of one split, which `read` finds; the training set's mean centres pixels."""
     check_choice("split", split, SPLITS)
@@ -124,9 +124,9 @@ def make(
     place = as_folder(folder, hint)
     arrays = read(place, split)
     labels = torch.from_numpy(arrays["labels"].astype(np.int64))
-    if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
+    if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < CLASSES):
         raise UsageError(
-            f"{place}: labels must lie in 0 to {classes - 1}, found {int(labels.min())} to {int(labels.max())}"
+            f"{place}: labels must lie in 0 to {CLASSES - 1}, found {int(labels.min())} to {int(labels.max())}"
         )
     images = torch.from_numpy(np.ascontiguousarray(arrays["images"]))
     images = images.unsqueeze(1) if images.dim() == 3 else images  # (N, C, H, W)

@@ -6,7 +6,6 @@ nothing. Not responsible for the rule (protocols/allreduce.py) nor for the order
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 PATIENCE = 1000  # batches that are repeated while nobody steps
 
 
-class PeerLoader(LoaderBase, ABC):
-    """A loader that counts by itself how far it is."""
+class AllReduceLoader(LoaderBase):
+    """Batches of one data set; iterate once per epoch. It counts by itself how far it is."""
 
     _session: AllReduceSession
 
@@ -52,30 +51,8 @@ class PeerLoader(LoaderBase, ABC):
         self._halted: Standing | None = None  # where it stood when the run was to end
         self._begin(kept)
 
-    @abstractmethod
     def _begin(self, kept: LoaderState | None) -> None:
         """Where a run before was, or at the start."""
-
-    def settle(self) -> None:
-        """A step was taken: what was handed out is in gradients."""
-        self._settled = self._given
-
-    def standing(self) -> Standing:
-        """What a checkpoint says of it: all that is in gradients is done."""
-        if self._halted is not None:
-            return self._halted
-        left = self._left_over()
-        return standing(self.epoch, left) if left is not None else at_start(self.epoch)
-
-    @abstractmethod
-    def _left_over(self) -> Spans | None:
-        """Of this epoch, where it is begun."""
-
-
-class AllReduceLoader(PeerLoader):
-    """Batches of one data set; iterate once per epoch."""
-
-    def _begin(self, kept: LoaderState | None) -> None:
         self._rounds = self._whole = self._rounds_of(None)
         self._left: Spans | None = None  # of the epoch in which a run goes on
         if kept is not None:
@@ -92,6 +69,17 @@ class AllReduceLoader(PeerLoader):
             partition=self.policy == "partition",
             left=left,
         )
+
+    def settle(self) -> None:
+        """A step was taken: what was handed out is in gradients."""
+        self._settled = self._given
+
+    def standing(self) -> Standing:
+        """What a checkpoint says of it: all that is in gradients is done."""
+        if self._halted is not None:
+            return self._halted
+        left = self._left_over()
+        return standing(self.epoch, left) if left is not None else at_start(self.epoch)
 
     def __len__(self) -> int:
         """Batches of an epoch that this loop sees, those that it repeats without weight included."""
@@ -124,6 +112,7 @@ class AllReduceLoader(PeerLoader):
             self.epoch += 1
 
     def _left_over(self) -> Spans | None:
+        """Of this epoch, where it is begun."""
         return self._rounds.after(self._settled) if self._iterating else self._left
 
     def _source(self) -> Generator[tuple[Share, Any]]:
@@ -152,7 +141,7 @@ class AllReduceLoader(PeerLoader):
             reading.close()
 
 
-class AllReduceSplitLoader(PeerLoader):
+class AllReduceSplitLoader(AllReduceLoader):
     """An iterable data set, split by rank: every learner keeps its own share of the stream.
 
     Who comes to its end first repeats its last batch with weight zero until all have: only then the epoch ends. Where
@@ -173,6 +162,9 @@ class AllReduceSplitLoader(PeerLoader):
         """As one span, from the first round that is in no gradient."""
         rounds = self._settled if self._iterating else self._skip
         return ((rounds, rounds + 1),) if rounds else None
+
+    def __len__(self) -> int:
+        raise TypeError("nobody knows how many batches an iterable data set has")
 
     def __iter__(self) -> Iterator[Any]:
         self._iterating = True

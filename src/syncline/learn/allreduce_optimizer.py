@@ -117,17 +117,14 @@ class AllReduceOptimizer(TableOptimizer):
         return loss
 
     def _begin_step(self, loss: Any) -> None:
-        session, reducer = self._session, self.reducer
+        session = self._session
         if session.ending and not session.lets_finish(self):
             raise RunStopped
-        reducer.compute()
         said, session.loss = session.loss if loss is None else loss, UNSAID
         self.last_loss = said.item() if isinstance(said, Tensor) else float(said)
         if said is not UNSAID and not math.isfinite(self.last_loss):
             session.watch.not_finite(self.last_loss, self.started, session.epoch)
-        reducer.refuse_torn()
-        reducer.refuse_edits()
-        current = reducer.finish()
+        current = self.reducer.finish()
         current.stamp, examples = self.version, current.weight
         if examples and not math.isnan(self.last_loss):
             current.loss = (self.last_loss * examples, examples)

@@ -191,11 +191,6 @@ class Reducer:
         """A batch was handed out that is in no gradient yet."""
         return self._session.batches > self._batches or self._round is not None
 
-    def compute(self) -> None:
-        """Before a step whose gradient is not being reduced yet: its computation is done."""
-        if self._round is None:
-            self._port.spend(Computing(self._session.consumed - self._used))
-
     def close(self) -> None:
         """A backward without its step: nobody needs it, but it must be over."""
         if self._round is not None:
@@ -242,9 +237,18 @@ class Reducer:
         return Round(self._slots[started % len(self._slots)], weight, divisor, header, started)
 
     def finish(self) -> Round:
-        """Whatever backward has not started is started now; the next gradient begins."""
+        """The step has come: whatever backward has not started is started now, and the next gradient begins."""
+        if self._round is None:  # it is not being reduced yet: its computation is done
+            self._port.spend(Computing(self._session.consumed - self._used))
+        self.refuse_torn()
         if self._round is None:
             self._round = self._open_round()
+        for index, (gradient, version) in self._round.seen.items():
+            if self._parameters[index].grad is not gradient or gradient._version != version:
+                raise UsageError(
+                    f"the gradient of '{self._names[index]}' was changed between backward and step, but it is being averaged "
+                    "since backward made it; use allreduce:blocking, or apply=end under hardsync, or clip_norm="
+                )
         self._start(self._filling.rest())
         finished, self._round = self._round, None
         self._filling.begin()
@@ -268,17 +272,6 @@ class Reducer:
                 flags.append(float(present))
             bucket.seal(flags, current.header)
             current.reductions.append(self._port.reduce(bucket.flat))
-
-    def refuse_edits(self) -> None:
-        """What is being averaged since backward cannot be changed any more."""
-        seen = self._round.seen if self._round is not None else {}
-        for index, (gradient, version) in seen.items():
-            if self._parameters[index].grad is not gradient or gradient._version != version:
-                name = self._names[index]
-                raise UsageError(
-                    f"the gradient of '{name}' was changed between backward and step, but it is being averaged since "
-                    "backward made it; use allreduce:blocking, or apply=end under hardsync, or clip_norm="
-                )
 
     # -- layer-wise --------------------------------------------------------------------------------------
 

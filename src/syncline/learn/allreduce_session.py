@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from syncline import messages as m
 from syncline.errors import LayoutError, UsageError
-from syncline.learn.allreduce_feed import AllReduceLoader, AllReduceSplitLoader, PeerLoader, ZeroGradients
+from syncline.learn.allreduce_feed import AllReduceLoader, AllReduceSplitLoader, ZeroGradients
 from syncline.learn.allreduce_optimizer import AllReduceOptimizer
 from syncline.learn.allreduce_reducer import Header
 from syncline.learn.allreduce_state import cut_table
@@ -156,7 +156,7 @@ class AllReduceSession(Session):
 
     def _open_loader(
         self, data: Any, batches: tuple[int, ...], policy: str, collate: Collate, ahead: int
-    ) -> PeerLoader:
+    ) -> AllReduceLoader:
         number = len(self.loaders)
         iterable = isinstance(data, IterableDataset)
         size = -1 if iterable else len(data)
@@ -211,12 +211,11 @@ class AllReduceSession(Session):
 
     def epoch_given(self, loader: int, epoch: int) -> None:
         """All batches of an epoch were handed out: the gradient that takes the last of them ends it."""
-        if loader != 0 or not self._tables:
-            return
-        if self._tables[0].reducer.pending:
-            self.marks.append(epoch)
-        else:
-            self._tables[0].mark_last(epoch)
+        if loader == 0 and self._tables:
+            if self._tables[0].reducer.pending:
+                self.marks.append(epoch)
+            else:
+                self._tables[0].mark_last(epoch)
 
     def mean(self, value: float | Tensor) -> Any:
         found = self.port.meet("session.mean", brought(value))

@@ -75,19 +75,17 @@ class ServerSession(Session):
 
     def rejoin(self) -> None:
         """The servers are new ones: read their weights; what was not folded is lost, its batches come again."""
-        while True:
-            try:
-                back: m.Rejoined = self.port.ask(m.Rejoin(len(self._tables), len(self.loaders)))
-                self._rests, self._fresh, self.used = [], [], {}
-                self._idle = (self._idle[0], 0) if self._idle is not None else None
-                self.examples = 0
-                for table, answer in zip(self._tables, back.tables, strict=True):
-                    table.rejoin(self.port.open(answer), answer.personal)
-                for loader in self.loaders:
-                    loader.rejoin()
-                return
-            except Reset:
-                continue
+        try:
+            back: m.Rejoined = self.port.ask(m.Rejoin(len(self._tables), len(self.loaders)))
+            self._rests, self._fresh, self.used = [], [], {}
+            self._idle = (self._idle[0], 0) if self._idle is not None else None
+            self.examples = 0
+            for table, answer in zip(self._tables, back.tables, strict=True):
+                table.rejoin(self.port.open(answer), answer.personal)
+            for loader in self.loaders:
+                loader.rejoin()
+        except Reset:
+            self.rejoin()
 
     @property
     def ending(self) -> bool:

@@ -35,7 +35,7 @@ class Watch:
         self._said: set[str] = set()
         self.shared: list[Optimizer] = []  # those of the tables, and those that these run
         self.steps = 0  # of tables
-        self._outer: list[int] = []  # steps of tables before each optimizer that is stepping now
+        self.outer: list[int] = []  # steps of tables before each optimizer that is stepping now
         self._looked: tuple[int, int | None] = (0, -1)  # step and epoch of the last loss on a card
         self._alone = ""  # a plain optimizer that stepped before there was a table
         global _hooked
@@ -71,18 +71,8 @@ class Watch:
             if not math.isfinite(value := loss.item()):
                 self.not_finite(value, step, epoch)
 
-    # -- plain optimizers --------------------------------------------------------------------------------
-
-    def before(self, optimizer: Optimizer) -> None:
-        if any(optimizer is each for each in self.shared):
-            self.steps += 1
-        self._outer.append(self.steps)
-
-    def after(self, optimizer: Optimizer) -> None:
-        """A step of something that stepped no table: not one of ours, nor something around it."""
-        inside = not self._outer or self._outer.pop() != self.steps
-        if inside or any(optimizer is each for each in self.shared):
-            return
+    def stepped_plain(self, optimizer: Optimizer) -> None:
+        """One that is no table's, nor around one."""
         kind = type(optimizer).__name__
         if not self.shared:
             self._alone = kind
@@ -114,12 +104,18 @@ def hooked(optimizer: Optimizer) -> bool:
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (watch := _WATCH.get()) is not None:
-        watch.before(optimizer)
+        if any(optimizer is each for each in watch.shared):
+            watch.steps += 1
+        watch.outer.append(watch.steps)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (watch := _WATCH.get()) is not None:
-        watch.after(optimizer)
+    """A step of something that stepped no table: not one of ours, nor something around it."""
+    watch = _WATCH.get()
+    if watch is None or not watch.outer or watch.outer.pop() != watch.steps:
+        return
+    if all(optimizer is not each for each in watch.shared):
+        watch.stepped_plain(optimizer)
 
 
 class Untouched:
