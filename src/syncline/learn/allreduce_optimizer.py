@@ -252,8 +252,8 @@ class AllReduceOptimizer(TableOptimizer):
         self.hooks.averaged(self)
         parts, entries = [], self.layout.parameters.entries
         for number, bucket in enumerate(current.buckets):
-            names = [entries[index].name for index in bucket.indices]
-            parameters = [self.parameters[index] for index in bucket.indices]
+            names = tuple(entries[index].name for index in bucket.indices)
+            parameters = tuple(self.parameters[index] for index in bucket.indices)
             ready = partial(current.reductions[number].wait, block=False)
             parts.append(Application(names, parameters, ready, partial(self._apply_bucket, current, number)))
         yield Applications(parts)

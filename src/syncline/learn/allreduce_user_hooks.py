@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,25 +85,21 @@ def _added(functions: Functions, function: Callable[..., None]) -> RemovableHand
     return handle
 
 
+@dataclass(slots=True, eq=False)
 class Application:
     """Some parameters whose averages come together."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
-        ready: Callable[[], bool],
-        run: Callable[[], None],
-    ) -> None:
-        self.names, self.parameters = tuple(names), tuple(parameters)
-        self.ready, self._run = ready, run  # their averages are there: `apply` does not wait
-        self.applied = False
+    names: Sequence[str]
+    parameters: Sequence[nn.Parameter]
+    ready: Callable[[], bool]  # their averages are there: `apply` does not wait
+    run: Callable[[], None]
+    applied: bool = False
 
     def apply(self) -> None:
         """Wait for the averages and run the optimizer on these parameters, once."""
         if not self.applied:
             self.applied = True
-            self._run()
+            self.run()
 
 
 class Applications:

@@ -30,6 +30,7 @@ from syncline.parallel.seat_tensors import Targets, Windows, shard_cuts
 from syncline.ports import Computing, Draft, LearnerPort, Portion, Reading, Reset, Serving, TablePort
 from syncline.roles.run_plan import Seat
 from syncline.table.layout import Layout, Tensors
+from syncline.table.nested_optimizers import look
 from syncline.table.optimizer_template import OptimizerTemplate
 
 TRIES = 8  # to read one version in all seats, before one is delivered
@@ -328,20 +329,16 @@ class SeatSession(ServerSession):
         table.bind(whole, local=self.plan.local)
         return table
 
-    def _lay_out(
-        self, model: nn.Module, inner: torch.optim.Optimizer, *, wraps: bool
-    ) -> tuple[Layout, Tensors]:
+    def _lay_out(self, model: nn.Module, inner: torch.optim.Optimizer) -> tuple[Layout, Tensors]:
         assert isinstance(model, Partitioned)
-        if wraps:
+        if look(inner).wraps:
             raise LayoutError(
                 f"{type(inner).__name__} holds optimizers or parameters itself, which cannot be done over a group's seats: use "
                 "group=1, or one of torch.optim's"
             )
-        local, tensors = super()._lay_out(model, inner, wraps=wraps)
+        local, tensors = super()._lay_out(model, inner)
         layout = whole_layout(local, model.parts)
-        size = layout.parameters.nbytes
-        shards = shards_for(inner, self.plan.servers, size)
-        layout = replace(layout, shards=shards)
+        layout = replace(layout, shards=shards_for(inner, self.plan.servers, layout.parameters.nbytes))
         layout = replace(layout, cuts=shard_cuts(layout, model.parts, self.seats))
         shares = []
         for flat in (layout.parameters, layout.buffers, layout.others):

@@ -109,7 +109,7 @@ class ServerSession(Session):
         held = look(inner)
         held.refuse(inner)
         refuse_weighted(self.sync, inner, *held.optimizers)
-        layout, tensors = self._lay_out(model, inner, wraps=held.wraps)
+        layout, tensors = self._lay_out(model, inner)
         number = len(self._tables)
 
         def opened() -> SharedOptimizer:
@@ -142,15 +142,12 @@ class ServerSession(Session):
         end.publish(draft, note)
         return self._ask(note)
 
-    def _lay_out(
-        self, model: nn.Module, inner: torch.optim.Optimizer, *, wraps: bool
-    ) -> tuple[Layout, Tensors]:
-        return lay_out(
-            model,
+    def _lay_out(self, model: nn.Module, inner: torch.optim.Optimizer) -> tuple[Layout, Tensors]:
+        groups, shards = (
             [group["params"] for group in inner.param_groups],
-            cuttable=type(inner) in ELEMENTWISE,
-            shards=shards_for(inner, self.plan.servers),
+            shards_for(inner, self.plan.servers),
         )
+        return lay_out(model, groups, cuttable=type(inner) in ELEMENTWISE, shards=shards)
 
     def _template(self, inner: torch.optim.Optimizer, layout: Layout) -> OptimizerTemplate:
         return OptimizerTemplate.of(inner)

@@ -141,10 +141,8 @@ class Session(ABC):
     def log(self, **metrics: float) -> None:
         """Metrics of this learner, for the run's record."""
         said: dict[str, Any] = metrics
-        for key, value in said.items():
-            if isinstance(value, Tensor) and value.numel() == 1:
-                said[key] = value.item()
-        self.port.tell(m.Log(said))
+        single = {key: v.item() for key, v in said.items() if isinstance(v, Tensor) and v.numel() == 1}
+        self.port.tell(m.Log({**said, **single}))
 
     @abstractmethod
     def mean(self, value: float | Tensor) -> Any:
