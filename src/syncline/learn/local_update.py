@@ -71,7 +71,7 @@ class SeatOptimizer(SharedOptimizer):
         again = (lambda: loss) if closure is not None else None
         if not self._own:
             return super()._stepped(again)
-        self._look_for_writes()
+        self.untouched.look()
         if self._session.ending:
             raise RunStopped
         self._session.committed = True  # slices and the rest make this step together, or neither

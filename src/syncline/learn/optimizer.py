@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import compress
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
@@ -58,9 +57,8 @@ class SharedOptimizer(TableOptimizer, Replica):
         self._tensor_options = False
         self._moved = False  # since the last read, by itself
         self._present: list[bool] = []  # in the sum
-        self.untouched = Untouched(
-            tensors.parameters, [entry.name for entry in table.layout.parameters.entries]
-        )
+        names = [entry.name for entry in table.layout.parameters.entries]
+        self.untouched = Untouched(tensors.parameters, names, session.watch)
         topology = session.plan.topology
         self.stepper = Stepper(
             number,
@@ -101,7 +99,7 @@ class SharedOptimizer(TableOptimizer, Replica):
                 "session.optimizer's step cannot be in a CUDA graph: it talks to other processes. Capture forward and backward "
                 "(torch.cuda.make_graphed_callables), and step outside"
             )
-        self._look_for_writes()
+        self.untouched.look()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -117,15 +115,6 @@ class SharedOptimizer(TableOptimizer, Replica):
         if stepper.sync.local:  # it has moved by itself
             self.untouched.note(stepper.steps)
         return loss
-
-    def _look_for_writes(self) -> None:
-        """Of the loop, since the last read: they are in no gradient."""
-        if (name := self.untouched.written()) is not None:
-            self._session.watch.warn(
-                "written",
-                f"'{name}' was changed in place between two steps: with servers that is lost at the next read. "
-                "session.put(model) after it makes it global; over topology='allreduce' it stays",
-            )
 
     def _notice_options(self, seen: list[tuple[Any, ...]]) -> None:
         """Comparing values is cheap; tensors among them may have changed in place, and are read out."""
@@ -172,7 +161,7 @@ class SharedOptimizer(TableOptimizer, Replica):
 
     def rested(self, number: int) -> None:
         """There is data again: read what the others have; who steps by itself goes on where it was."""
-        self._look_for_writes()
+        self.untouched.look()
         self.drive(self.stepper.rested(number))
 
     def rejoin(self, table: TablePort, personal: m.Personal | None) -> None:
@@ -186,17 +175,20 @@ class SharedOptimizer(TableOptimizer, Replica):
     # -- as the stepper's replica: a gradient ------------------------------------------------------------
 
     def fill(self, draft: Draft) -> list[bool]:
-        gradients = [parameter.grad for parameter in self.parameters]
-        present = [gradient is not None for gradient in gradients]
-        if all(present):
-            self._copy(draft.gradients, gradients)
+        into, gradients = [], []
+        for target, parameter in zip(draft.gradients, self.parameters, strict=True):
+            if (gradient := parameter.grad) is not None:
+                into.append(target)
+                gradients.append(gradient)
+        self._copy(into, gradients)
+        if len(gradients) == len(self.parameters):
             return []
-        self._copy([*compress(draft.gradients, present)], [*compress(gradients, present)])
-        return present
+        return [parameter.grad is not None for parameter in self.parameters]
 
-    def _copy(self, into: list[Tensor], gradients: list[Any]) -> None:
-        if any(gradient.is_sparse for gradient in gradients):
-            raise sparse_gradient()
+    def _copy(self, into: list[Tensor], gradients: list[Tensor]) -> None:
+        for gradient in gradients:
+            if gradient.is_sparse:
+                raise sparse_gradient()
         if gradients and gradients[0].requires_grad:  # backward(create_graph=True)
             gradients = [gradient.detach() for gradient in gradients]
         if gradients:

@@ -182,7 +182,8 @@ class Stepper:
 
     def _publish(self, draft: Draft, present: list[bool], said: Any) -> int:
         usage, options, states, loss = self._replica.seal(draft, said, keep=self.keep)
-        number, silent = self.ticket(), self.sync.local or self._free
+        number, silent = self.tickets, self.sync.local or self._free
+        self.tickets += 1
         stamp = self.version if self._stamp is None else self._stamp
         gradient = say.Gradient(
             self.number, number, stamp, self.steps, *usage, options, not present, silent, states, loss

@@ -125,8 +125,8 @@ class Untouched:
     steps.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-        self._parameters, self._names = parameters, names
+    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str], watch: Watch) -> None:
+        self._parameters, self._names, self._watch = parameters, names, watch
         normed = [i for i, p in enumerate(parameters) if p.dtype in _NORMED and p.numel()]
         self._normed = normed
         self._versions: list[int] = []
@@ -137,20 +137,25 @@ class Untouched:
         self._versions = [parameter._version for parameter in self._parameters]
         self._norms = self._measure() if steps & (steps - 1) == 0 else None
 
-    def written(self) -> str | None:
-        """The name of one that was written to since."""
+    def look(self) -> None:
+        """Warn of one that the loop has written to since: that is in no gradient."""
         versions = [parameter._version for parameter in self._parameters]
-        if versions != self._versions:
-            changed = zip(self._names, versions, self._versions, strict=True)
-            return next(name for name, now, before in changed if now != before)
-        if self._norms is None:
-            return None
+        if versions == self._versions and self._norms is None:
+            return
+        versioned = zip(self._names, versions, self._versions, strict=True)
+        changed = [name for name, now, before in versioned if now != before]
         norms, self._norms = self._norms, None
-        for before, after in zip(norms, self._measure(), strict=True):
-            differ = (before != after) & ~(before.isnan() & after.isnan())
-            if bool(differ.any()):
-                return self._names[self._normed[int(differ.nonzero()[0, 0])]]
-        return None
+        if norms and not changed:
+            for before, after in zip(norms, self._measure(), strict=True):
+                differ = (before != after) & ~(before.isnan() & after.isnan())
+                if bool(differ.any()):
+                    changed.append(self._names[self._normed[int(differ.nonzero()[0, 0])]])
+        if changed:
+            self._watch.warn(
+                "written",
+                f"'{changed[0]}' was changed in place between two steps: with servers that is lost at the next read. "
+                "session.put(model) after it makes it global; over topology='allreduce' it stays",
+            )
 
     @torch.no_grad()
     def _measure(self) -> list[Tensor]:
