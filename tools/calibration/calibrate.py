@@ -27,7 +27,8 @@ from syncline.cluster.named import keep
 from syncline.cluster.record import Cluster, Compute
 from syncline.dial import Course
 from syncline.errors import UsageError
-from syncline.learn.server_session import check_whole, make_optimizer, shards_for
+from syncline.learn.server_session import check_whole, shards_for
+from syncline.learn.session import make_optimizer
 from syncline.topologies import Servers
 from tools.calibration.contention_benchmark import Contention
 from tools.calibration.fitting import Measured

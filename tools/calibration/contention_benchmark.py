@@ -19,7 +19,7 @@ import torch
 from syncline.dial import Course, Sync
 from syncline.engines.local.shared_memory import PAGE, Region, SharedWords
 from syncline.errors import RunError
-from syncline.learn.server_session import Session
+from syncline.learn.session import Session
 from syncline.sim.owned_memory import part_bytes
 from syncline.table.gradient_slot import Slot, slot_bytes
 from syncline.table.layout import LINE

@@ -16,7 +16,7 @@ from torch import nn
 from syncline.cluster.record import Cluster, Compute, Cost, Jitter, Link
 from syncline.dial import Course
 from syncline.engines.run import RunSpec, Task
-from syncline.learn.server_session import Session
+from syncline.learn.session import Session
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.simulation import Simulation
 from syncline.topologies import Servers

@@ -22,7 +22,8 @@ from syncline.engines.local.record_codec import decode, encode
 from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.engines.local.table_memory import Mailbox
 from syncline.engines.run import RunSpec, Task
-from syncline.learn.server_session import Session, make_optimizer, shards_for
+from syncline.learn.server_session import shards_for
+from syncline.learn.session import Session, make_optimizer
 from syncline.messages.to_leader import Gradient, ToLeader
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.server import ServerRole

@@ -27,7 +27,7 @@ from syncline.engines.local.engine import Local
 from syncline.engines.run import Event, Handle, RunSpec, Task
 from syncline.errors import LostError, RunError, UsageError
 from syncline.learn.optimizer import SharedOptimizer
-from syncline.learn.server_session import Session
+from syncline.learn.session import Session
 from syncline.ports import Reading
 from syncline.protocols.lifecycle import Faults
 from syncline.roles.run_plan import RunPlan

@@ -11,10 +11,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from syncline.data.arrays import arrays
-from syncline.data.cifar import cifar10
-from syncline.data.digits import digits
+from syncline.data.image_sets import cifar10, digits, fashion_mnist, mnist
 from syncline.data.images import Images
-from syncline.data.mnist import fashion_mnist, mnist
 
 DATASETS: dict[str, Callable[..., Dataset[Any]]] = {
     "digits": digits,

@@ -38,17 +38,6 @@ class ArrayPlace:
     dtype: str
     order: str
 
-    def map(self) -> np.ndarray:
-        stat = Path(self.file).stat()
-        if (stat.st_size, stat.st_mtime_ns) != (self.size, self.changed):
-            raise UsageError(f"{self.file} has changed since the data set was opened")
-        if 0 in self.shape:
-            return np.empty(self.shape, self.dtype)
-        order: Any = self.order
-        return np.memmap(
-            self.file, np.dtype(self.dtype), mode="r", offset=self.offset, shape=self.shape, order=order
-        )
-
 
 class HeldArray:
     """An array in memory, or in a file: that is pickled as its place."""
@@ -60,11 +49,20 @@ class HeldArray:
         return (HeldArray, (self.array,)) if self._place is None else (mapped, (self._place,))
 
     def take(self, index: Any) -> Tensor:
-        return _tensor(self.array[index])
+        """A copy in this machine's byte order."""
+        array = np.asarray(self.array[index])
+        return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True))
 
 
 def mapped(place: ArrayPlace) -> HeldArray:
-    return HeldArray(place.map(), place)
+    stat = Path(place.file).stat()
+    if (stat.st_size, stat.st_mtime_ns) != (place.size, place.changed):
+        raise UsageError(f"{place.file} has changed since the data set was opened")
+    if 0 in place.shape:
+        return HeldArray(np.empty(place.shape, place.dtype), place)
+    order: Any = place.order
+    lies = {"offset": place.offset, "shape": place.shape, "order": order}
+    return HeldArray(np.memmap(place.file, np.dtype(place.dtype), mode="r", **lies), place)
 
 
 class ArrayData(Dataset[tuple[Tensor, ...]]):
@@ -108,7 +106,9 @@ def arrays(
     check_choice("split", split, ("train", "test"))
     if scale is not None and not (isinstance(scale, int | float) and 0 < scale < float("inf")):
         raise UsageError(f"scale must be a number > 0, got {scale!r}")
-    wanted = _names(names, split)
+    wanted = [f"x_{split}", f"y_{split}"] if names is None else names
+    if isinstance(wanted, str) or not wanted or not all(isinstance(name, str) for name in wanted):
+        raise UsageError(f"names must be a list of texts such as ['images', 'labels'], got {names!r}")
     place = as_folder(folder, "name a folder of .npy files, an .npz or an .npy")
     if place.is_file() and place.suffix == ".npy":
         parts: list[HeldArray] = [_npy(place)]
@@ -116,18 +116,15 @@ def arrays(
         parts = _members(place, wanted)
     else:
         parts = _folder(place, wanted)
-    return ArrayData(_equally_long(place, wanted, parts), scale=scale)
+    if any(part.array.ndim == 0 for part in parts):
+        raise UsageError(f"{place}: an array is a single number, not a list of examples")
+    if len({len(part.array) for part in parts}) > 1:
+        lengths = ", ".join(f"{name} {len(part.array)}" for name, part in zip(wanted, parts, strict=True))
+        raise UsageError(f"{place}: the arrays must be equally long: {lengths}")
+    return ArrayData(parts, scale=scale)
 
 
-def _names(names: Sequence[str] | None, split: str) -> list[str]:
-    if names is None:
-        return [f"x_{split}", f"y_{split}"]
-    if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
-        raise UsageError(f"names must be a list of texts such as ['images', 'labels'], got {names!r}")
-    return list(names)
-
-
-def _folder(place: Path, wanted: list[str]) -> list[HeldArray]:
+def _folder(place: Path, wanted: Sequence[str]) -> list[HeldArray]:
     files = [place / f"{name}.npy" for name in wanted]
     if all(file.is_file() for file in files):
         return [_npy(file) for file in files]
@@ -139,21 +136,12 @@ def _folder(place: Path, wanted: list[str]) -> list[HeldArray]:
     raise UsageError(f"{place}: no {missing}, and not exactly one .npz; the folder has {found}")
 
 
-def _equally_long(place: Path, wanted: list[str], parts: list[HeldArray]) -> list[HeldArray]:
-    if any(part.array.ndim == 0 for part in parts):
-        raise UsageError(f"{place}: an array is a single number, not a list of examples")
-    if len({len(part.array) for part in parts}) > 1:
-        lengths = ", ".join(f"{name} {len(part.array)}" for name, part in zip(wanted, parts, strict=True))
-        raise UsageError(f"{place}: the arrays must be equally long: {lengths}")
-    return parts
-
-
 def _npy(file: Path) -> HeldArray:
     with file.open("rb") as stream:
         return mapped(_place(stream, file, str(file), file.stat().st_size))
 
 
-def _members(file: Path, wanted: list[str]) -> list[HeldArray]:
+def _members(file: Path, wanted: Sequence[str]) -> list[HeldArray]:
     """Arrays of an archive: mapped where they are stored, read where they are compressed."""
     try:
         with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
@@ -161,7 +149,13 @@ def _members(file: Path, wanted: list[str]) -> list[HeldArray]:
             missing = [name for name in wanted if name not in known]
             if missing:
                 raise UsageError(f"{file}: no array {missing[0]!r}; it has {', '.join(known) or 'none'}")
-            _note_compressed(file, [known[name] for name in wanted])
+            packed = [known[name] for name in wanted if known[name].compress_type != zipfile.ZIP_STORED]
+            if packed:
+                warnings.warn(
+                    f"{file}: {', '.join(info.filename for info in packed)} compressed, so read into memory "
+                    f"({sum(info.file_size for info in packed):,} bytes); write the archive with np.savez to have it mapped",
+                    stacklevel=3,
+                )
             return [_member(archive, stream, file, known[name]) for name in wanted]
     except (zipfile.BadZipFile, OSError, EOFError, struct.error) as error:
         raise UsageError(f"{file}: not a readable npz archive: {error}") from error
@@ -170,30 +164,16 @@ def _members(file: Path, wanted: list[str]) -> list[HeldArray]:
 def _member(archive: zipfile.ZipFile, stream: IO[bytes], file: Path, info: zipfile.ZipInfo) -> HeldArray:
     where = f"{file} ({info.filename})"
     if info.compress_type != zipfile.ZIP_STORED:
-        return HeldArray(_compressed(archive, info, where))
+        try:
+            with archive.open(info) as packed:
+                return HeldArray(np.lib.format.read_array(packed, allow_pickle=False))
+        except Exception as error:  # zlib and numpy raise many kinds on a damaged member
+            raise UsageError(f"{where}: not a readable array: {error}") from error
     stream.seek(info.header_offset)
     name, extra = struct.unpack_from("<HH", stream.read(LOCAL_HEADER), 26)
     start = info.header_offset + LOCAL_HEADER + name + extra
     stream.seek(start)
     return mapped(_place(stream, file, where, start + info.file_size))
-
-
-def _note_compressed(file: Path, infos: list[zipfile.ZipInfo]) -> None:
-    packed = [info for info in infos if info.compress_type != zipfile.ZIP_STORED]
-    if packed:
-        warnings.warn(
-            f"{file}: {', '.join(info.filename for info in packed)} compressed, so read into memory "
-            f"({sum(info.file_size for info in packed):,} bytes); write the archive with np.savez to have it mapped",
-            stacklevel=4,
-        )
-
-
-def _compressed(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str) -> np.ndarray:
-    try:
-        with archive.open(info) as stream:
-            return np.lib.format.read_array(stream, allow_pickle=False)
-    except Exception as error:  # zlib and numpy raise many kinds on a damaged member
-        raise UsageError(f"{where}: not a readable array: {error}") from error
 
 
 def _place(stream: IO[bytes], file: Path, where: str, end: int) -> ArrayPlace:
@@ -222,9 +202,3 @@ def _place(stream: IO[bytes], file: Path, where: str, end: int) -> ArrayPlace:
         dtype=dtype.str,
         order="F" if fortran else "C",
     )
-
-
-def _tensor(values: Any) -> Tensor:
-    """A copy in this machine's byte order."""
-    array = np.asarray(values)
-    return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True))

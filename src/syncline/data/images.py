@@ -18,6 +18,7 @@ from syncline.errors import UsageError
 
 SPLITS = ("train", "test")
 PIXELS = ("unit", "centred")
+CLASSES = 10  # of all sets that are read here
 Arrays = dict[str, np.ndarray]  # images (N, H, W) or (N, C, H, W), labels (N,)
 
 
@@ -116,7 +117,6 @@ def make(
     pixels: str,
     floats: bool,
     hint: str,
-    classes: int = 10,
 ) -> Images | TensorDataset:
     """The data set of one split, which `read` finds; the training set's mean centres pixels."""
     check_choice("split", split, SPLITS)
@@ -124,22 +124,17 @@ def make(
     place = as_folder(folder, hint)
     arrays = read(place, split)
     labels = torch.from_numpy(arrays["labels"].astype(np.int64))
-    if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
+    if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < CLASSES):
         raise UsageError(
-            f"{place}: labels must lie in 0 to {classes - 1}, found {int(labels.min())} to {int(labels.max())}"
+            f"{place}: labels must lie in 0 to {CLASSES - 1}, found {int(labels.min())} to {int(labels.max())}"
         )
     images = torch.from_numpy(np.ascontiguousarray(arrays["images"]))
     images = images.unsqueeze(1) if images.dim() == 3 else images  # (N, C, H, W)
     if pixels == "unit":
         made = Images(images, labels)
     else:
-        train = arrays if split == "train" else read(place, "train")
-        made = Images(images, labels, scale=1.0, mean=_mean(train["images"]))
+        train = arrays["images"] if split == "train" else read(place, "train")["images"]
+        total = train.sum(0, dtype=np.int64)  # per pixel, over all images; sums of bytes are exact
+        mean = torch.from_numpy(total / max(1, len(train))).float()
+        made = Images(images, labels, scale=1.0, mean=mean.unsqueeze(0) if mean.dim() == 2 else mean)
     return made.floats() if floats else made
-
-
-def _mean(images: np.ndarray) -> Tensor:
-    """Per pixel, over all images, as (C, H, W); sums of bytes are exact."""
-    total = images.sum(0, dtype=np.int64)
-    mean = torch.from_numpy(total / max(1, len(images))).float()
-    return mean.unsqueeze(0) if mean.dim() == 2 else mean

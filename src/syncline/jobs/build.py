@@ -18,9 +18,10 @@ from syncline.dial import SANDBLASTER, Sync
 from syncline.engines.run import Engine
 from syncline.jobs.keys import Named
 from syncline.jobs.names import NAMES, one_line, resolve, takes_model
-from syncline.learn.gradient_ways import OwnLosses, parse_way
+from syncline.learn.gradient_ways import Supervised, parse_way
 from syncline.learn.loader import reader
-from syncline.learn.server_session import check_batches, make_optimizer, refuse_sparse
+from syncline.learn.server_session import check_batches
+from syncline.learn.session import make_optimizer, refuse_sparse
 from syncline.nn.layer_records import NetError
 from syncline.nn.net import Net, by_layer
 
@@ -199,7 +200,7 @@ def _loss_of(job: Job, key: str, model: nn.Module, batch: Any, made: dict[str, A
         _attempt("evaluate", "", way.check_evaluation)
         return "gradient", _attempt("gradient", f"{job.gradient} {where}", way.test, model, batch)
     if job.loss is None and job.objective is None:
-        return "layers", _attempt("layers", where, OwnLosses(), model, batch)
+        return "layers", _attempt("layers", where, Supervised(None), model, batch)
     if made["objective"] is not None:
         return "objective", _attempt("objective", f"{job.objective} {where}", made["objective"], model, batch)
     if not isinstance(batch, list | tuple) or len(batch) != 2:

@@ -7,6 +7,7 @@ All learners take the same steps in the same order, so their copies stay equal t
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,18 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.learn.allreduce_reducer import Header, Reducer, Round
-from syncline.learn.allreduce_state import (
-    GroupChanges,
-    as_in,
-    cut_table,
-    flight_of,
-    load_table,
-    plain_groups,
-    refuse_hidden,
-)
+from syncline.learn.allreduce_reducer import Reducer, Round
+from syncline.learn.allreduce_state import GroupChanges, as_in, load_table, plain_groups
 from syncline.learn.allreduce_user_hooks import Application, Applications, Callbacks
-from syncline.learn.session import UNSAID
+from syncline.learn.session import UNSAID, TableOptimizer
 from syncline.ports import RunStopped
 from syncline.protocols.allreduce import Pipeline, Vote
 from syncline.protocols.sequence import Account
@@ -42,7 +35,7 @@ if TYPE_CHECKING:
     from syncline.learn.allreduce_session import AllReduceSession
 
 
-class AllReduceOptimizer(torch.optim.Optimizer):
+class AllReduceOptimizer(TableOptimizer):
     """One table's copy in a learner among equals; made by `session.optimizer`."""
 
     def __init__(
@@ -54,46 +47,35 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         layout: Layout,
         tensors: Tensors,
     ) -> None:
-        self.inner, self.kind, self.layout = inner, type(inner), layout
-        super().__init__(inner.param_groups, dict(inner.defaults))
-        self.state = inner.state
-        self.number, self.version = number, 0
+        super().__init__(number, inner, tensors)
+        self.inner, self.layout, self.state = inner, layout, inner.state
+        self.version = 0
         self._session, self._port = session, session.port
-        self._parameters, self._buffers = tensors.parameters, tensors.buffers
         topology, sync = session.topology, session.sync
         self._order = topology.apply
         self._pipeline = Pipeline(1 if sync.auto else sync.delay)
         self._vote = Vote(limit=sync.delay, learners=session.learners) if sync.auto else None
         self._flying: dict[int, Round] = {}
-        self._clock = StalenessClock()
-        self._examples = self._gradients = self._void = 0
-        self._loss_sum, self._loss_count = 0.0, 0
+        self.clock = StalenessClock()
+        self.examples = self.gradients = self._void = 0
+        self.losses = 0.0, 0  # since the last epoch ended: (sum over examples, examples)
         self.last_loss = float("nan")
         self._last = session.port.now()
         names = [entry.name for entry in layout.parameters.entries]
-        self.hooks = Callbacks(
-            model, list(zip(names, self._parameters, strict=True)), hooked=topology.layerwise
-        )
+        named = list(zip(names, self.parameters, strict=True))
+        self.hooks = Callbacks(model, named, hooked=topology.layerwise)
         self._shared = self._to_reduce(model)
-        shared = [self._parameters[index] for index in self._shared]
-        named = [names[index] for index in self._shared]
-        self._reducer = Reducer(session, number, shared, named, self.hooks, self._pipeline)
+        reduced = [named[index] for index in self._shared]
+        self.reducer = Reducer(session, number, reduced, self.hooks, self._pipeline)
         self._by_bucket = self._groups_by_bucket()
         self._wishes = GroupChanges(self, look(inner).optimizers)
 
     def _to_reduce(self, model: nn.Module) -> list[int]:
         """Parameters whose gradients all processes make together, by index."""
-        return list(range(len(self._parameters)))
+        return list(range(len(self.parameters)))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(table {self.number}, {self.kind.__name__}, {len(self._reducer.buckets)} buckets)"
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if "_reducer" in self.__dict__:
-            raise UsageError(
-                "parameter groups cannot be added to a table that is open; give them to the optimizer's factory"
-            )
-        super().add_param_group(param_group)
+        return f"{type(self).__name__}(table {self.number}, {self.kind.__name__}, {len(self.reducer.buckets)} buckets)"
 
     @property
     def started(self) -> int:
@@ -103,11 +85,6 @@ class AllReduceOptimizer(torch.optim.Optimizer):
     @property
     def iterations(self) -> int:
         return self._pipeline.started
-
-    @property
-    def pending(self) -> bool:
-        """A batch was handed out that is in no gradient yet."""
-        return self._reducer.pending
 
     def mark_last(self, epoch: int) -> None:
         """The last gradient has ended this epoch."""
@@ -143,16 +120,24 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         session = self._session
         if session.ending and not session.lets_finish(self):
             raise RunStopped
-        self._reducer.compute()
-        self._note_loss(loss)
-        self._reducer.refuse_torn()
-        self._reducer.refuse_edits()
-        self._reducer.finish()
-        self._start_iteration()
+        said, session.loss = session.loss if loss is None else loss, UNSAID
+        self.last_loss = said.item() if isinstance(said, Tensor) else float(said)
+        if said is not UNSAID and not math.isfinite(self.last_loss):
+            session.watch.not_finite(self.last_loss, self.started, session.epoch)
+        current = self.reducer.finish()
+        current.stamp, examples = self.version, current.weight
+        if examples and not math.isnan(self.last_loss):
+            current.loss = (self.last_loss * examples, examples)
+        if self.number == 0:
+            current.epochs, session.marks = session.marks, []
+        if session.plan.delay:
+            current.options = self._wishes.now()
+        self._pipeline.start()
+        self._flying[current.iteration] = current
 
     def _end_step(self) -> None:
         now = self._port.now()
-        self._reducer.spent, self._last = now - self._last, now
+        self.reducer.spent, self._last = now - self._last, now
         self._session.stepped(self)
 
     def flush(self) -> None:
@@ -161,100 +146,76 @@ class AllReduceOptimizer(torch.optim.Optimizer):
             self._apply(self._flying.pop(due))
             self._session.stepped(self)
 
-    def _note_loss(self, loss: Any) -> None:
-        session = self._session
-        said, session.loss = session.loss if loss is None else loss, UNSAID
-        self.last_loss = said.item() if isinstance(said, Tensor) else float(said)
-        if said is not UNSAID:
-            session.watch.loss(self.last_loss, self.started, session.epoch)
-
-    def _start_iteration(self) -> None:
-        current = self._reducer.take()
-        current.stamp, examples = self.version, current.weight
-        if examples and self.last_loss == self.last_loss:
-            current.loss = (self.last_loss * examples, examples)
-        if self.number == 0:
-            current.epochs = self._session.take_marks()
-        if self._session.plan.delay:
-            current.options = self._wishes.now()
-        self._pipeline.start()
-        self._flying[current.iteration] = current
-
     # -- applying ----------------------------------------------------------------------------------------
 
     def _apply(self, current: Round) -> None:
-        if self._order != "end":
-            self._apply_parts(current)
+        if self._order != "end":  # bucket by bucket: from the last layer to the first, or as they arrive
+            self.hooks.averaged(self)
+            self.reducer.read_header(current)
+            left = list(range(len(current.buckets)))
+            while left:
+                ready = left
+                if self._order == "arrival":
+                    ready = [n for n in left if current.reductions[n].wait(block=False)] or left
+                left.remove(number := ready[0])
+                self._apply_bucket(current, number)
+            self._applied(current)
             return
         given = current.waited  # backward has done it, and the loop may have changed it since
         if not given:
-            self._reducer.complete(current)
+            self.reducer.complete(current)
         if current.header.examples:
-            delayed = bool(current.options)
-            own = [parameter.grad for parameter in self._parameters] if delayed else []
+            own = [parameter.grad for parameter in self.parameters] if current.options else []
             if not given:
-                self._reducer.give(current)
-            self._run(current)
-            for parameter, gradient in zip(self._parameters, own, strict=False):
+                self.reducer.give(*current.buckets)
+            if self._session.plan.clip_norm is not None:
+                self._clip(self._session.plan.clip_norm)
+            self.hooks.averaged(self)
+            self.hooks.applying(self.parameters)
+            with self._rates(current):
+                self.inner.step()
+            for parameter, gradient in zip(self.parameters, own, strict=False):
                 parameter.grad = gradient
         self._applied(current)
 
-    def _run(self, current: Round) -> None:
-        """The real optimizer, on all parameters."""
-        clip = self._session.plan.clip_norm
-        if clip is not None:
-            self._clip(clip)
-        self.hooks.averaged(self)
-        self.hooks.applying(self._parameters)
-        with self._rates(current):
-            self.inner.step()
-
     def _clip(self, limit: float) -> None:
-        torch.nn.utils.clip_grad_norm_(self._parameters, limit)
+        torch.nn.utils.clip_grad_norm_(self.parameters, limit)
 
-    @contextlib.contextmanager
-    def _rates(self, current: Round) -> Iterator[None]:
+    def _rates(self, current: Round) -> contextlib.AbstractContextManager[None]:
         """The options as they were with the gradient (M4), the rate times the dial's factor.
 
         What the optimizer itself changes in its groups (counts, estimates) is state, and stays.
         """
-        factor = self._session.factor
-        if factor == 1.0 and not current.options and not self._session.plan.saving.cuts:
-            yield
-        else:
-            with self._wishes.as_of(current.options, factor):
-                yield
+        plan = self._session.plan
+        factor = self._session.sync.factor(1, plan.joint_batch)
+        if factor == 1.0 and not current.options and not plan.saving.cuts:
+            return contextlib.nullcontext()
+        return self._wishes.as_of(current.options, factor)
 
     def _applied(self, current: Round) -> None:
         """Count, and hear what the others said."""
-        header = current.header
+        header, session = current.header, self._session
         if header.examples:
-            self._clock.fold(self.version, [current.stamp] * int(header.gradients))
+            self.clock.fold(self.version, [current.stamp] * int(header.gradients))
             self.version += 1
-            self._gradients += int(header.gradients)
-            self._examples += int(header.examples)
+            self.gradients += int(header.gradients)
+            self.examples += int(header.examples)
         else:
             self._void += 1
-        self._loss_sum += current.loss[0]
-        self._loss_count += current.loss[1]
+        self.losses = self.losses[0] + current.loss[0], self.losses[1] + current.loss[1]
         oldest = self._pipeline.oldest()
-        self._reducer.early = float(
+        self.reducer.early = float(
             oldest is not None and all(each.wait(block=False) for each in self._flying[oldest].reductions)
         )
-        self._session.heard(self, current.iteration, header)
-        if self._vote is not None:
-            self._adapt(header)
+        session.heard(self, current.iteration, header)
+        if (vote := self._vote) is not None:
+            before, depth = vote.depth, vote.add(header.waited, header.spent, int(header.early))
+            if depth is not None:
+                self._pipeline.depth = depth
+                if session.rank == 0:
+                    self._port.tell(Deeper(self.number, self.version, before, depth, vote.share))
         for epoch in current.epochs:
-            self._session.epoch_applied(epoch)
-
-    def _adapt(self, header: Header) -> None:
-        assert self._vote is not None
-        before = self._vote.depth
-        depth = self._vote.add(header.waited, header.spent, int(header.early))
-        if depth is not None:
-            self._pipeline.depth = depth
-            if self._session.rank == 0:
-                self._port.tell(Deeper(self.number, self.version, before, depth, self._vote.share))
+            session.epoch_applied(epoch)
 
     # -- applying in parts -------------------------------------------------------------------------------
 
@@ -262,20 +223,12 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         """bucket -> group -> its parameters in that bucket"""
         group_of = {i: number for number, group in enumerate(self.layout.groups) for i in group}
         found = []
-        for bucket in self._reducer.buckets:
+        for bucket in self.reducer.buckets:
             groups: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
             for index in sorted(bucket.indices):
-                groups[group_of[index]].append(self._parameters[index])
+                groups[group_of[index]].append(self.parameters[index])
             found.append(groups)
         return found
-
-    def _apply_parts(self, current: Round) -> None:
-        """Bucket by bucket: from the last layer to the first, or as they arrive."""
-        self.hooks.averaged(self)
-        self._reducer.read_header(current)
-        for number in self._handed_out(current):
-            self._apply_bucket(current, number)
-        self._applied(current)
 
     @contextlib.contextmanager
     def applications(self) -> Iterator[Applications]:
@@ -290,14 +243,19 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         assert due is not None
         current = self._flying.pop(due)
         if self._order == "end" and not current.waited:
-            self._reducer.complete(current)
-            self._reducer.give(current)
+            self.reducer.complete(current)
+            self.reducer.give(*current.buckets)
         elif self._order != "end":
-            self._reducer.read_header(current)
+            self.reducer.read_header(current)
         if self._session.plan.clip_norm is not None:
             self._clip(self._session.plan.clip_norm)
         self.hooks.averaged(self)
-        parts = [self._application(current, number) for number in range(len(current.buckets))]
+        parts, entries = [], self.layout.parameters.entries
+        for number, bucket in enumerate(current.buckets):
+            names = tuple(entries[index].name for index in bucket.indices)
+            parameters = tuple(self.parameters[index] for index in bucket.indices)
+            ready = partial(current.reductions[number].wait, block=False)
+            parts.append(Application(names, parameters, ready, partial(self._apply_bucket, current, number)))
         yield Applications(parts)
         for part in parts:
             part.apply()
@@ -305,40 +263,17 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         self._end_step()
         self._session.step_over(self)
 
-    def _application(self, current: Round, number: int) -> Application:
-        indices = current.buckets[number].indices
-        names = [self.layout.parameters.entries[index].name for index in indices]
-        parameters = [self._parameters[index] for index in indices]
-        return Application(
-            names,
-            parameters,
-            partial(current.reductions[number].wait, block=False),
-            lambda: self._apply_bucket(current, number),
-        )
-
-    def _handed_out(self, current: Round) -> Iterator[int]:
-        left = list(range(len(current.buckets)))
-        while left:
-            ready = (
-                left
-                if self._order == "reverse"
-                else [n for n in left if current.reductions[n].wait(block=False)]
-            )
-            number = (ready or left)[0]
-            left.remove(number)
-            yield number
-
     def _apply_bucket(self, current: Round, number: int) -> None:
         """The real optimizer on one bucket's parameters."""
         bucket = current.buckets[number]
         if not current.waited:
-            self._reducer.wait_for(current, number)
+            self.reducer.wait(current.reductions[number])
             bucket.open()
-            bucket.scale(self._reducer.factor(current))
-            self._reducer.give_bucket(bucket)
+            bucket.scale(self.reducer.factor(current))
+            self.reducer.give(bucket)
         if not current.header.examples:
             return
-        self.hooks.applying([self._parameters[index] for index in bucket.indices])
+        self.hooks.applying([self.parameters[index] for index in bucket.indices])
         whole = [group["params"] for group in self.param_groups]
         for group, part in zip(self.param_groups, self._by_bucket[number], strict=True):
             group["params"] = part
@@ -351,14 +286,11 @@ class AllReduceOptimizer(torch.optim.Optimizer):
 
     # -- states and reports ------------------------------------------------------------------------------
 
-    def holds(self, parameters: set[int]) -> bool:
-        return any(id(parameter) in parameters for parameter in self._parameters)
-
     @torch.no_grad()
     def put(self) -> None:
         """Learner 0's present values become everybody's."""
         for index in self._shared:
-            self._port.broadcast(self._parameters[index].data)
+            self._port.broadcast(self.parameters[index].data)
 
     def state_dict(self) -> dict[str, Any]:
         """The real optimizer's."""
@@ -370,31 +302,12 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self._wishes = GroupChanges(self, look(self.inner).optimizers)
 
-    def take_losses(self) -> tuple[float, int]:
-        """Since the last call."""
-        taken = self._loss_sum, self._loss_count
-        self._loss_sum, self._loss_count = 0.0, 0
-        return taken
-
     def account(self) -> PeerAccount:
-        staleness = self._clock.account()
-        return PeerAccount(self.version, self._gradients, self._examples, staleness, self._checksum())
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """(gradients, examples) so far"""
-        return self._gradients, self._examples
-
-    @property
-    def histogram(self) -> dict[int, int]:
-        return self._clock.histogram
-
-    def _checksum(self) -> int:
         checksum = 0
         for index in self._shared:
-            values = self._parameters[index].detach().cpu().contiguous().view(-1).view(torch.uint8)
+            values = self.parameters[index].detach().cpu().contiguous().view(-1).view(torch.uint8)
             checksum = zlib.crc32(memoryview(values.numpy()), checksum)  # type: ignore[arg-type]
-        return checksum
+        return PeerAccount(self.version, self.gradients, self.examples, self.clock.account(), checksum)
 
     @torch.no_grad()
     def copy(self) -> Copy:
@@ -415,11 +328,11 @@ class AllReduceOptimizer(torch.optim.Optimizer):
 
     def values(self) -> list[Tensor]:
         """Of the parameters."""
-        return [parameter.detach() for parameter in self._parameters]
+        return [parameter.detach() for parameter in self.parameters]
 
     def states(self) -> dict[int, dict[str, Any]]:
         """Of the optimizer, by parameter."""
-        found = enumerate(self._parameters)
+        found = enumerate(self.parameters)
         return {index: state for index, parameter in found if (state := self.inner.state.get(parameter))}
 
     def own(self, index: int, value: Any) -> Any:
@@ -431,22 +344,8 @@ class AllReduceOptimizer(torch.optim.Optimizer):
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
-    @property
-    def optimizer_name(self) -> str:
-        return f"{self.kind.__module__}.{self.kind.__qualname__}"
-
-    @property
-    def losses(self) -> tuple[float, int]:
-        """Since the last epoch ended: (sum over examples, examples)."""
-        return self._loss_sum, self._loss_count
-
     def losses_in_flight(self) -> list[tuple[float, int]]:
         return [self._flying[iteration].loss for iteration in sorted(self._flying)]
-
-    def cut(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Parameters and the optimizer's state, copied: tensors by name, other values."""
-        refuse_hidden(self.inner)
-        return cut_table(self.layout, self.values(), self.states())
 
     def pipeline(self) -> PipelineState:
         """How far it is, and what is in flight."""
@@ -455,18 +354,21 @@ class AllReduceOptimizer(torch.optim.Optimizer):
             void=self._void,
             depth=self._pipeline.depth,
             groups=plain_groups(self._wishes.own()),
-            flights=[flight_of(self._reducer, self._flying[number]) for number in sorted(self._flying)],
+            flights=[self.reducer.flight(self._flying[number]) for number in sorted(self._flying)],
         )
 
     def counted(self) -> Account:
-        return Account(version=self.version, gradients=self._gradients, histogram=dict(self._clock.histogram))
+        return Account(version=self.version, gradients=self.gradients, histogram=dict(self.clock.histogram))
 
-    def resume(self, kept: TableState, pipeline: PipelineState, examples: int) -> None:
+    def resume(
+        self, kept: TableState, pipeline: PipelineState, examples: int, losses: tuple[float, int]
+    ) -> None:
         """Go on where a run before was."""
         account = kept.account
-        self.version, self._gradients, self._examples = account.version, account.gradients, examples
-        self._clock.histogram.update(account.histogram or {})
-        load_table(self.inner, self._parameters, kept, self.own)
+        self.version, self.gradients, self.examples = account.version, account.gradients, examples
+        self.losses = losses
+        self.clock.histogram.update(account.histogram or {})
+        load_table(self.inner, self.parameters, kept, self.own)
         for group, values in zip(self.param_groups, pipeline.groups, strict=False):
             group.update(as_in(group, values))
         made = {key for values in pipeline.groups for key in values}
@@ -477,12 +379,9 @@ class AllReduceOptimizer(torch.optim.Optimizer):
             self._vote.depth = self._pipeline.depth = min(pipeline.depth, self._vote.limit)
         for flight in pipeline.flights:
             options = zip(self.param_groups, flight.options, strict=False)
-            again = self._reducer.again(flight, self._session.rank)
+            again = self.reducer.again(flight, self._session.rank)
             again.options = [as_in(group, option) for group, option in options]
             self._flying[flight.iteration] = again
-
-    def resume_losses(self, losses: tuple[float, int]) -> None:
-        self._loss_sum, self._loss_count = losses
 
     def named(self) -> dict[str, Tensor]:
         """Copies of the parameters by name, tied ones by all their names."""
@@ -490,7 +389,7 @@ class AllReduceOptimizer(torch.optim.Optimizer):
         found = {entry.name: value.cpu().clone() for entry, value in zip(entries, self.values(), strict=True)}
         return found | {alias: found[name] for alias, name in self.layout.aliases if name in found}
 
-    def release_hooks(self) -> None:
+    def release(self) -> None:
         """Nothing is held after the learner's function."""
-        self._reducer.close()
+        self.reducer.close()
         self.hooks.remove()

@@ -10,16 +10,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
+from syncline.learn.allreduce_state import plain_groups
 from syncline.learn.allreduce_user_hooks import Callbacks
 from syncline.learn.session import sparse_gradient
 from syncline.ports import Computing, Reduction
-from syncline.protocols.allreduce import Filling, Pipeline, ahead, behind, plan_buckets, turn
+from syncline.protocols.allreduce import TURNS, Filling, Pipeline, ahead, behind, plan_buckets, turn
 from syncline.roles.allreduce_coordinator import left_out
 from syncline.roles.checkpoint_manifest import MeanInFlight
 
@@ -44,10 +46,6 @@ class Header(NamedTuple):
     turn_0: float = 0.0  # learners by the number of steps that they have taken (protocols/allreduce.py)
     turn_1: float = 0.0
     turn_2: float = 0.0
-
-    @property
-    def turns(self) -> tuple[float, ...]:
-        return self.turn_0, self.turn_1, self.turn_2
 
 
 EXACT = (torch.float32, torch.float64)  # dtypes that can count
@@ -82,13 +80,10 @@ class Bucket:
         view = self.views[position]
         if gradient.is_sparse:
             raise sparse_gradient()
-        if gradient is view:
-            if divisor != 1.0:
-                view.div_(divisor)
-        elif divisor == 1.0:
-            view.copy_(gradient)
-        else:
+        if divisor != 1.0:
             torch.div(gradient.detach(), divisor, out=view)
+        elif gradient is not view:
+            view.copy_(gradient)
 
     def seal(self, flags: list[float], header: Header) -> None:
         """The last before the reduction: flags, the header, zeros where there is no gradient."""
@@ -112,28 +107,6 @@ class Bucket:
             self.gradients.mul_(factor)
 
 
-def make_buckets(parameters: Sequence[nn.Parameter], limit: int | None, device: torch.device) -> list[Bucket]:
-    """Buckets over these parameters, in the order in which they are reduced; exactly one carries the header."""
-    kinds = [f"{parameter.dtype} on {parameter.device}" for parameter in parameters]
-    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-    plan = plan_buckets(sizes, kinds, limit)
-    carrier = next((n for n, bucket in enumerate(plan) if parameters[bucket[0]].dtype in EXACT), None)
-    buckets = [
-        Bucket(
-            indices,
-            [parameters[index] for index in indices],
-            header=number == carrier,
-            like=parameters[indices[0]].data,
-        )
-        for number, indices in enumerate(plan)
-    ]
-    if carrier is None:  # no dtype that can count, or nothing to reduce: the header travels alone
-        device = parameters[0].device if parameters else device
-        like = torch.empty(0, dtype=torch.float32, device=device)
-        buckets.insert(0, Bucket((), (), header=True, like=like))
-    return buckets
-
-
 FORWARD = 1 / 3  # of a gradient's time, where a clock is simulated
 
 
@@ -151,9 +124,7 @@ class Round:
     epochs: list[int] = field(default_factory=list)  # that end with this gradient
     loss: tuple[float, int] = (0.0, 0)  # (sum over examples, examples)
     waited: bool = False  # all is there, and scaled
-    seen: dict[int, tuple[Tensor, int]] = field(
-        default_factory=dict
-    )  # gradients as they were started, by index
+    seen: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # gradients as started, by index
     options: list[dict[str, Any]] = field(default_factory=list)  # of the groups, where it is applied later
     factor: float | None = None  # from the sum to the mean, where another run has summed it
 
@@ -165,64 +136,67 @@ class Reducer:
         self,
         session: AllReduceSession,
         table: int,
-        parameters: Sequence[nn.Parameter],
-        names: Sequence[str],
+        named: Sequence[tuple[str, nn.Parameter]],
         hooks: Callbacks,
         pipeline: Pipeline,
     ) -> None:
         self._session, self._port, self._hooks, self._pipeline = session, session.port, hooks, pipeline
-        self._table, self._parameters, self._names = table, list(parameters), list(names)
+        self._table, self._names = table, [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
         topology = session.topology
         self._order = topology.apply
         self._limit = topology.bucket if topology.layerwise else None
         self._slots = [self._new_buckets() for _ in range(session.plan.delay + 1)]
         self.buckets = first = self._slots[0]
         self._place = {index: (n, at) for n, b in enumerate(first) for at, index in enumerate(b.indices)}
-        self.carrier = next(n for n, bucket in enumerate(first) if bucket.carries_header)
+        self._carrier = next(n for n, bucket in enumerate(first) if bucket.carries_header)
         self._filling = Filling([bucket.indices for bucket in first])
         sizes = [bucket.flat.nbytes for bucket in first]
         self._shares = [size / sum(sizes) for size in sizes]  # of backward's time, as good as can be said
         self._computing = 0  # examples of the gradient that backward is making
-        self.round: Round | None = None
-        self._backward: weakref.ref[_End] | None = (
-            None  # while one runs; torch lets go of it also where that fails
-        )
+        self._round: Round | None = None  # that is being made
+        # while a backward runs, what torch is to call at its end; torch lets go of it also where that fails
+        self._backward: weakref.ref[Callable[[], None]] | None = None
         self._batches = 0  # of the session's that are in gradients
         self._given = 0  # of them, since the last step
         self._used = 0  # the session's examples that this table has had in gradients
         self._fresh = 0  # of them, since the last step
         self._weight = 1  # of the last gradient with examples
         self.waited = self.spent = self.early = 0.0  # what the next header says
-        self._handles = self._hook() if topology.layerwise else []
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._made, index))
+            for index, parameter in enumerate(self._parameters)
+            if topology.layerwise and parameter.requires_grad
+        ]
 
     def _new_buckets(self) -> list[Bucket]:
-        return make_buckets(self._parameters, self._limit, self._session.device)
+        """In the order in which they are reduced; exactly one carries the header."""
+        parameters = self._parameters
+        kinds = [f"{parameter.dtype} on {parameter.device}" for parameter in parameters]
+        sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+        plan = plan_buckets(sizes, kinds, self._limit)
+        carrier = next((n for n, bucket in enumerate(plan) if parameters[bucket[0]].dtype in EXACT), None)
+        buckets = []
+        for number, indices in enumerate(plan):
+            own = [parameters[index] for index in indices]
+            buckets.append(Bucket(indices, own, header=number == carrier, like=own[0].data))
+        if carrier is None:  # no dtype that can count, or nothing to reduce: the header travels alone
+            device = parameters[0].device if parameters else self._session.device
+            like = torch.empty(0, dtype=torch.float32, device=device)
+            buckets.insert(0, Bucket((), (), header=True, like=like))
+        return buckets
 
     @property
     def pending(self) -> bool:
         """A batch was handed out that is in no gradient yet."""
-        return self._session.batches > self._batches or self.round is not None
-
-    def compute(self) -> None:
-        """Before a step whose gradient is not being reduced yet: its computation is done."""
-        if self.round is None:
-            self._port.spend(Computing(self._session.consumed - self._used))
-
-    def take(self) -> Round:
-        """All buckets of this gradient are started; the next one begins."""
-        taken, self.round = self.round, None
-        assert taken is not None
-        self._filling.begin()
-        self._fresh = self._given = 0
-        self._backward = None
-        return taken
+        return self._session.batches > self._batches or self._round is not None
 
     def close(self) -> None:
         """A backward without its step: nobody needs it, but it must be over."""
-        if self.round is not None:
-            for reduction in self.round.reductions:
+        if self._round is not None:
+            for reduction in self._round.reductions:
                 reduction.wait()
-            self.round = None
+            self._round = None
         for handle in self._handles:
             handle.remove()
 
@@ -235,7 +209,8 @@ class Reducer:
         only passes through this table (a generator's, through the discriminator) takes none away from the next.
         """
         session = self._session
-        self._turn()
+        if not session.sync.auto:  # a course of dials may have turned with the epoch
+            self._pipeline.depth = session.sync.delay
         self._fresh += session.consumed - self._used
         self._given += session.batches - self._batches
         self._used, self._batches = session.consumed, session.batches
@@ -261,77 +236,58 @@ class Reducer:
         self.waited = 0.0
         return Round(self._slots[started % len(self._slots)], weight, divisor, header, started)
 
-    def _turn(self) -> None:
-        """A course of dials may have turned with the epoch."""
-        sync = self._session.sync
-        if not sync.auto:
-            self._pipeline.depth = sync.delay
-
-    def finish(self) -> None:
-        """Whatever backward has not started is started now."""
-        if self.round is None:
-            self.round = self._open_round()
+    def finish(self) -> Round:
+        """The step has come: whatever backward has not started is started now, and the next gradient begins."""
+        if self._round is None:  # it is not being reduced yet: its computation is done
+            self._port.spend(Computing(self._session.consumed - self._used))
+        self.refuse_torn()
+        if self._round is None:
+            self._round = self._open_round()
+        for index, (gradient, version) in self._round.seen.items():
+            if self._parameters[index].grad is not gradient or gradient._version != version:
+                raise UsageError(
+                    f"the gradient of '{self._names[index]}' was changed between backward and step, but it is being averaged "
+                    "since backward made it; use allreduce:blocking, or apply=end under hardsync, or clip_norm="
+                )
         self._start(self._filling.rest())
+        finished, self._round = self._round, None
+        self._filling.begin()
+        self._fresh = self._given = 0
+        self._backward = None
+        return finished
 
-    def _start(self, numbers: range) -> None:
+    def _start(self, numbers: range, *, backward: bool = False) -> None:
         """Start these buckets' reductions; gradients that were not put there yet are."""
-        current = self.round
+        for number in numbers if backward else ():
+            self._port.spend(Computing(self._computing, (1 - FORWARD) * self._shares[number]))
+        current = self._round
         assert current is not None
         for number in numbers:
-            bucket = current.buckets[number]
-            flags = [self._present(bucket, at, index) for at, index in enumerate(bucket.indices)]
+            bucket, flags = current.buckets[number], []
+            for at, index in enumerate(bucket.indices):
+                gradient = self._parameters[index].grad
+                present = gradient is not None and current.divisor != 0
+                if present and not self._filling.has(index):
+                    bucket.put(at, gradient, current.divisor)  # type: ignore[arg-type]
+                flags.append(float(present))
             bucket.seal(flags, current.header)
             current.reductions.append(self._port.reduce(bucket.flat))
 
-    def _present(self, bucket: Bucket, at: int, index: int) -> float:
-        """A flag; the gradient is in its place afterwards."""
-        current = self.round
-        assert current is not None
-        gradient = self._parameters[index].grad
-        if gradient is None or not current.divisor:
-            return 0.0
-        if not self._filling.has(index):
-            bucket.put(at, gradient, current.divisor)
-        return 1.0
-
-    def refuse_edits(self) -> None:
-        """What is being averaged since backward cannot be changed any more."""
-        seen = self.round.seen if self.round is not None else {}
-        for index, (gradient, version) in seen.items():
-            if self._parameters[index].grad is not gradient or gradient._version != version:
-                name = self._names[index]
-                raise UsageError(
-                    f"the gradient of '{name}' was changed between backward and step, but it is being averaged since "
-                    "backward made it; use allreduce:blocking, or apply=end under hardsync, or clip_norm="
-                )
-
     # -- layer-wise --------------------------------------------------------------------------------------
-
-    def _hook(self) -> list[Any]:
-        return [
-            parameter.register_post_accumulate_grad_hook(self._hook_of(index))
-            for index, parameter in enumerate(self._parameters)
-            if parameter.requires_grad
-        ]
-
-    def _hook_of(self, index: int) -> Callable[[Tensor], None]:
-        def made(parameter: Tensor) -> None:
-            self._hooks.made(parameter)
-            if not self._session.accumulating:
-                self._made(index, parameter)
-
-        return made
 
     def _made(self, index: int, parameter: Tensor) -> None:
         """Backward has made a parameter's gradient."""
+        self._hooks.made(parameter)
+        if self._session.accumulating:
+            return
         self.refuse_torn()
         if self._failed:
-            self.round = self._backward = None  # nothing of it is on its way
-        current = self.round
+            self._round = self._backward = None  # nothing of it is on its way
+        current = self._round
         if current is None or (self._filling.complete and self._backward is None):
-            current = self.round = self._again(current)
+            current = self._round = self._again(current)
         if self._backward is None:
-            end = _End(self._backward_done)
+            end = self._backward_done
             self._backward = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
         number, at = self._place[index]
@@ -342,10 +298,7 @@ class Reducer:
             bucket.put(at, parameter.grad, current.divisor)
             if self.early_bird:
                 current.seen[index] = (parameter.grad, parameter.grad._version)
-        ready = self._filling.come(index)
-        for number in ready:
-            self._port.spend(Computing(self._computing, (1 - FORWARD) * self._shares[number]))
-        self._start(ready)
+        self._start(self._filling.come(index), backward=True)
 
     def _again(self, before: Round | None) -> Round:
         """A backward begins: the first of an iteration, or a further one, after which all is reduced once more."""
@@ -368,31 +321,24 @@ class Reducer:
 
     def refuse_torn(self) -> None:
         """What was started in a backward that failed can be neither completed nor taken back."""
-        if self._failed and self.round is not None and self.round.reductions:
+        if self._failed and self._round is not None and self._round.reductions:
             raise UsageError(
-                f"a backward of learner {self._session.rank} failed when {len(self.round.reductions)} of "
+                f"a backward of learner {self._session.rank} failed when {len(self._round.reductions)} of "
                 f"{len(self.buckets)} buckets of its gradient were on their way to the others, who have them now: this step "
                 "can neither be tried again nor left out. Use allreduce:blocking where a backward may fail"
             )
 
     def _backward_done(self) -> None:
         self._backward = None
-        rest = self._filling.rest()
-        for number in rest:
-            self._port.spend(Computing(self._computing, (1 - FORWARD) * self._shares[number]))
-        self._start(rest)
-        current = self.round
+        self._start(self._filling.rest(), backward=True)
+        current = self._round
         assert current is not None
         if not self.early_bird:
             self.complete(current)
-            self.give(current)
-            self._detach()
-
-    def _detach(self) -> None:
-        """Where the dial may turn to a delay, gradients that are kept must not lie in what a later round reduces."""
-        if len(self._slots) > 1:
-            for parameter in self._parameters:
-                parameter.grad = parameter.grad.clone() if parameter.grad is not None else None
+            self.give(*current.buckets)
+            if len(self._slots) > 1:  # the dial may turn to a delay: what is kept must not be reduced later
+                for parameter in self._parameters:
+                    parameter.grad = parameter.grad.clone() if parameter.grad is not None else None
 
     @property
     def early_bird(self) -> bool:
@@ -401,10 +347,7 @@ class Reducer:
 
     def complete(self, current: Round) -> None:
         """Wait for all buckets; afterwards they hold the mean."""
-        before = self._port.now()
-        for reduction in current.reductions:
-            reduction.wait()
-        self.waited += self._port.now() - before
+        self.wait(*current.reductions)
         for bucket in current.buckets:
             bucket.open()
         self._hear(current)
@@ -422,29 +365,27 @@ class Reducer:
             return 1.0
         return session.learners * session.reference / examples
 
-    def give(self, current: Round) -> None:
+    def give(self, *buckets: Bucket) -> None:
         """Hang the means into `p.grad`."""
-        for bucket in current.buckets:
-            self.give_bucket(bucket)
+        for bucket in buckets:
+            for index, view, present in zip(bucket.indices, bucket.views, bucket.present, strict=True):
+                self._parameters[index].grad = view if present else None
 
-    def give_bucket(self, bucket: Bucket) -> None:
-        for index, view, present in zip(bucket.indices, bucket.views, bucket.present, strict=True):
-            self._parameters[index].grad = view if present else None
-
-    def wait_for(self, current: Round, number: int) -> None:
+    def wait(self, *reductions: Reduction) -> None:
         before = self._port.now()
-        current.reductions[number].wait()
+        for reduction in reductions:
+            reduction.wait()
         self.waited += self._port.now() - before
 
     def read_header(self, current: Round) -> None:
-        self.wait_for(current, self.carrier)
-        current.buckets[self.carrier].open()
+        self.wait(current.reductions[self._carrier])
+        current.buckets[self._carrier].open()
         self._hear(current)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
-    def sums(self, current: Round) -> dict[int, Tensor]:
-        """What a round in flight has come to, by parameter, where there are gradients; its header is heard."""
+    def flight(self, current: Round) -> MeanInFlight:
+        """A mean that is on its way, as far as all learners have it alike; gradients by parameter, where there are some."""
         found: dict[int, Tensor] = {}
         for reduction in current.reductions:
             reduction.wait()
@@ -453,8 +394,16 @@ class Reducer:
             for index, view, present in zip(bucket.indices, bucket.views, bucket.present, strict=True):
                 if present:
                     found[index] = view.detach().cpu().clone()
-        current.header = current.buckets[self.carrier].header
-        return found
+        current.header = current.buckets[self._carrier].header
+        return MeanInFlight(
+            iteration=current.iteration,
+            stamp=current.stamp,
+            epochs=list(current.epochs),
+            options=plain_groups(current.options),
+            header=list(current.header),
+            factor=self.factor(current),
+            gradients=found,
+        )
 
     def again(self, flight: MeanInFlight, rank: int) -> Round:
         """A round that another run has summed; what was wished with it then is over."""
@@ -473,10 +422,11 @@ class Reducer:
 
     def _hear(self, current: Round) -> None:
         """What all have said; whether they are at the same step."""
-        header = current.header = current.buckets[self.carrier].header
-        if others := ahead(header.turns, current.iteration):
+        current.header = current.buckets[self._carrier].header
+        turns = current.header[-TURNS:]
+        if others := ahead(turns, current.iteration):
             raise left_out(self._session.rank, self._table, current.iteration, others)
-        if others := behind(header.turns, current.iteration):
+        if others := behind(turns, current.iteration):
             self._port.meet(f"a step of table {self._table} that {others} of the learners left out", None)
 
 
@@ -485,13 +435,3 @@ class _Here(Reduction):
 
     def wait(self, *, block: bool = True) -> bool:
         return True
-
-
-class _End:
-    """What torch calls at the end of a backward."""
-
-    def __init__(self, done: Callable[[], None]) -> None:
-        self._done = done
-
-    def __call__(self) -> None:
-        self._done()

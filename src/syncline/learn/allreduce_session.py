@@ -15,20 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from syncline import messages as m
-from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.allreduce_feed import AllReduceLoader, AllReduceSplitLoader, ZeroGradients
 from syncline.learn.allreduce_optimizer import AllReduceOptimizer
 from syncline.learn.allreduce_reducer import Header
+from syncline.learn.allreduce_state import cut_table
 from syncline.learn.model_factories import pack_random, unpack_random
-from syncline.learn.server_session import (
-    check_batches,
-    check_joint,
-    copy_all,
-    make_optimizer,
-    refuse_sparse,
-)
-from syncline.learn.session import Collate, Factory, Session
+from syncline.learn.server_session import check_batches, check_joint
+from syncline.learn.session import Collate, Session, copy_all
 from syncline.ports import CollectivePort, Progress
 from syncline.protocols.allreduce import equal_shares
 from syncline.protocols.checkpoint_schedule import JointCheckpointSchedule
@@ -67,8 +61,8 @@ class AllReduceSession(Session):
         self.reference = 1  # a batch of so many examples is a whole one
         self.accumulating = False
         self._silence = ZeroGradients()
-        self._marks: list[int] = []  # epochs that end with the next gradient
-        self._agreed = False  # to stop
+        self.marks: list[int] = []  # epochs that end with the next gradient
+        self.stopped = False  # all have agreed to leave, before their time
         self._since = 0  # the first iteration of this epoch
 
     def _restore_random(self) -> None:
@@ -78,12 +72,7 @@ class AllReduceSession(Session):
 
     @property
     def ending(self) -> bool:
-        return self.full or self._agreed
-
-    @property
-    def stopped(self) -> bool:
-        """All have agreed to leave, before their time."""
-        return self._agreed
+        return self.full or self.stopped
 
     @property
     def full(self) -> bool:
@@ -96,19 +85,10 @@ class AllReduceSession(Session):
         """Of all its tables, those without examples too."""
         return sum(table.iterations for table in self._tables)
 
-    @property
-    def factor(self) -> float:
-        """Of the rate, as the dial says."""
-        return self.sync.factor(1, self.plan.joint_batch)
-
     # -- tables ------------------------------------------------------------------------------------------
 
-    def optimizer(self, model: nn.Module, factory: Factory) -> AllReduceOptimizer:
+    def _open_table(self, model: nn.Module, inner: torch.optim.Optimizer) -> AllReduceOptimizer:
         """This learner's copy of the model and its real optimizer, as one whose `step` averages first."""
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")
-        refuse_sparse(model)
-        inner = make_optimizer(model, factory)
         if self.topology.apply != "end" and type(inner) not in ELEMENTWISE:
             raise LayoutError(
                 f"{self.topology} applies some parameters before others, which {type(inner).__name__} may not "
@@ -116,11 +96,13 @@ class AllReduceSession(Session):
             )
         number = len(self._tables)
         layout, tensors = self._lay_out(model, inner)
-        names = [entry.name for entry in layout.parameters.entries]
-        named = list(zip(names, tensors.parameters, strict=True))
-        self._owned.check(named)
-        self._compare(number, layout)
-        self._owned.claim(named)
+        layouts = self.port.meet(f"session.optimizer, its call {number + 1}", layout)
+        for rank, other in enumerate(layouts):
+            if difference := layouts[0].difference(other):
+                raise LayoutError(
+                    f"learner 0 and learner {rank} opened table {number} with different models: {difference}. Every "
+                    "learner must make the same model; its values may differ, its names, order, shapes and groups may not."
+                )
         with torch.no_grad():
             for tensor in self._alike(model, layout, tensors):
                 self.port.broadcast(tensor.data)
@@ -128,9 +110,8 @@ class AllReduceSession(Session):
             self.port.tell(PeerTable(number, layout))
         table = self.table(self, number, inner, model, layout, tensors)
         self._resume_table(table, tensors.buffers)
-        self._tables.append(table)
         self._silence.add(tensors.parameters)
-        self.watch.opened(tensors.parameters, table, inner, *look(inner).optimizers)
+        self.watch.shared += (table, inner, *look(inner).optimizers)
         return table
 
     def _lay_out(self, model: nn.Module, inner: torch.optim.Optimizer) -> tuple[Layout, Tensors]:
@@ -147,24 +128,14 @@ class AllReduceSession(Session):
         if kept is None:
             return
         found.check_layout(number, table.layout)
-        found.check_optimizer(number, table.optimizer_name)
+        found.check_optimizer(number, name_of(table.kind))
         pipeline = found.pipelines.get(number) or PipelineState(started=kept.account.version)
-        table.resume(kept, pipeline, found.counts.examples.get(number, 0))
-        if number == 0:
-            table.resume_losses(own_losses(found.counts.losses, self.rank, self.learners))
+        losses = own_losses(found.counts.losses, self.rank, self.learners) if number == 0 else (0.0, 0)
+        table.resume(kept, pipeline, found.counts.examples.get(number, 0), losses)
         own = found.learners.get(self.rank) or next(iter(found.learners.values()), m.Personal())
         if number in own.buffers:
             copy_all(buffers, table.own_buffers(own.buffers[number]))
         self._restore_random()
-
-    def _compare(self, number: int, layout: Layout) -> None:
-        layouts = self.port.meet(f"session.optimizer, its call {number + 1}", layout)
-        for rank, other in enumerate(layouts):
-            if difference := layouts[0].difference(other):
-                raise LayoutError(
-                    f"learner 0 and learner {rank} opened table {number} with different models: {difference}. Every "
-                    "learner must make the same model; its values may differ, its names, order, shapes and groups may not."
-                )
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -185,7 +156,7 @@ class AllReduceSession(Session):
 
     def _open_loader(
         self, data: Any, batches: tuple[int, ...], policy: str, collate: Collate, ahead: int
-    ) -> AllReduceLoader | AllReduceSplitLoader:
+    ) -> AllReduceLoader:
         number = len(self.loaders)
         iterable = isinstance(data, IterableDataset)
         size = -1 if iterable else len(data)
@@ -201,15 +172,9 @@ class AllReduceSession(Session):
             self.reference = max(batches)
         kept = self._restored.loaders.get(number)
         self._restored.check_loader(number, size, policy)
-        loader: AllReduceLoader | AllReduceSplitLoader
-        if iterable:
-            loader = AllReduceSplitLoader(
-                self, number, data, batch_size=batches[self.rank], collate=collate, policy=policy, kept=kept
-            )
-        else:
-            loader = AllReduceLoader(
-                self, number, data, batches=batches, policy=policy, collate=collate, ahead=ahead, kept=kept
-            )
+        kind = AllReduceSplitLoader if iterable else AllReduceLoader
+        options = {"policy": policy, "collate": collate, "ahead": ahead}
+        loader = kind(self, number, data, batches=batches, kept=kept, **options)
         self.loaders.append(loader)
         return loader
 
@@ -241,25 +206,16 @@ class AllReduceSession(Session):
         self.more = self.more_anywhere = True
         self._since = self._tables[0].iterations if self._tables else 0
         if loader == 0:
-            self.sync = self._dial(epoch)
-
-    def _dial(self, epoch: int) -> Sync:
-        return self.plan.course.dials[self.plan.course.at(epoch)][1]
+            course = self.plan.course
+            self.sync = course.dials[course.at(epoch)][1]
 
     def epoch_given(self, loader: int, epoch: int) -> None:
         """All batches of an epoch were handed out: the gradient that takes the last of them ends it."""
-        if loader != 0 or not self._tables:
-            return
-        if self._tables[0].pending:
-            self._marks.append(epoch)
-        else:
-            self._tables[0].mark_last(epoch)
-
-    def take_marks(self) -> list[int]:
-        taken, self._marks = self._marks, []
-        return taken
-
-    # -- metrics -----------------------------------------------------------------------------------------
+        if loader == 0 and self._tables:
+            if self._tables[0].reducer.pending:
+                self.marks.append(epoch)
+            else:
+                self._tables[0].mark_last(epoch)
 
     def mean(self, value: float | Tensor) -> Any:
         found = self.port.meet("session.mean", brought(value))
@@ -269,8 +225,8 @@ class AllReduceSession(Session):
 
     def heard(self, table: AllReduceOptimizer, iteration: int, header: Header) -> None:
         """An update was applied, with what all learners said when its gradients were made."""
-        if header.stop > 0 and not self._agreed:
-            self._agreed = True
+        if header.stop > 0 and not self.stopped:
+            self.stopped = True
             self._at_agreement = {each.number: each.iterations for each in self._tables}
         if self.plan.saving.cuts and table.number == 0 and header.examples:
             self._cadence.applied(table.version, wished=header.cut > 0)
@@ -279,7 +235,7 @@ class AllReduceSession(Session):
 
     def lets_finish(self, table: AllReduceOptimizer) -> bool:
         """Agreed in the middle of a batch's steps: each table that lags behind others may take one more."""
-        if not self._agreed or self.full:
+        if not self.stopped or self.full:
             return False
         at = self._at_agreement
         return table.iterations == at.get(table.number) and table.iterations < max(at.values())
@@ -294,25 +250,23 @@ class AllReduceSession(Session):
 
     def stepped(self, table: AllReduceOptimizer) -> None:
         if table.number == 0:
-            gradients, examples = table.counts
-            started = self.steps
-            self.port.tell(
-                Progress(started, table.version, gradients, examples, table.last_loss, table.histogram)
-            )
+            said = table.version, table.gradients, table.examples, table.last_loss, table.clock.histogram
+            self.port.tell(Progress(self.steps, *said))
 
     def epoch_applied(self, epoch: int) -> None:
         first = self._tables[0]
-        loss, count = first.take_losses()
+        (loss, count), first.losses = first.losses, (0.0, 0)
         copies = {table.number: table.copy() for table in self._tables} if self.plan.snapshots else {}
-        report = PeerEpoch(
-            epoch=epoch,
-            version=first.version,
-            examples=first.counts[1],
-            loss=loss,
-            count=count,
-            copies=copies,
+        self.port.tell(
+            PeerEpoch(
+                epoch=epoch,
+                version=first.version,
+                examples=first.examples,
+                loss=loss,
+                count=count,
+                copies=copies,
+            )
         )
-        self.port.tell(report)
 
     @property
     def steps(self) -> int:
@@ -360,15 +314,19 @@ class AllReduceSession(Session):
         files = []
         for table in self._tables:
             files.append(table_file(table.number, 0))
-            self._save_table(number, files[-1], table)
+            try:
+                kept = cut_table(table.inner, table.layout, table.values(), table.states())
+                self.port.save(number, files[-1], *kept)
+            except CheckpointError as error:  # the run goes on
+                self.port.tell(m.Saved(number, files[-1], None, str(error)))
         if flying := flight_tensors(pipelines):
             files.append(FLIGHTS)
             self.port.save(number, FLIGHTS, flying, {})
         return Joint(
             files=files,
             accounts={table.number: table.counted() for table in self._tables},
-            examples={table.number: table.counts[1] for table in self._tables},
-            optimizers={table.number: table.optimizer_name for table in self._tables},
+            examples={table.number: table.examples for table in self._tables},
+            optimizers={table.number: name_of(table.kind) for table in self._tables},
             pipelines={table: pipeline.without_tensors() for table, pipeline in pipelines.items()},
             loaders={
                 each.number: m.OpenLoader(each.number, each.size, each.batch_size, each.policy, None)
@@ -377,18 +335,12 @@ class AllReduceSession(Session):
             standings={loader.number: loader.standing() for loader in self.loaders},
         )
 
-    def _save_table(self, number: int, name: str, table: AllReduceOptimizer) -> None:
-        try:
-            self.port.save(number, name, *table.cut())
-        except CheckpointError as error:  # the run goes on
-            self.port.tell(m.Saved(number, name, None, str(error)))
-
     def close(self) -> None:
         """The learner's function is over: everything in flight is applied, and the end reported."""
         self._cut_last()
         for table in self._tables:
             table.flush()
-            table.release_hooks()
+            table.release()
         self._silence.end()
         self.watch.close()
         self.port.tell(
@@ -399,3 +351,8 @@ class AllReduceSession(Session):
                 {table.number: table.copy() for table in self._tables},
             )
         )
+
+
+def name_of(kind: type) -> str:
+    """As a checkpoint has it."""
+    return f"{kind.__module__}.{kind.__qualname__}"

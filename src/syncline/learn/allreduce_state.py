@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncline.learn.allreduce_reducer import Reducer, Round
-from syncline.roles.checkpoint_manifest import MeanInFlight, TableState
+from syncline.roles.checkpoint_manifest import TableState
 from syncline.table.checkpoints import CheckpointError, piece_tensors
 from syncline.table.layout import Layout
-from syncline.table.optimizer_template import Options, beside, group_options, to_host
+from syncline.table.optimizer_template import Options, group_options, to_host
 from syncline.table.parameter_groups import rated
 
 Group = dict[str, Any]
@@ -25,9 +24,20 @@ _OTHER = object()  # what JSON does not have
 
 
 def cut_table(
-    layout: Layout, values: Sequence[Tensor], states: Mapping[int, dict[str, Any]]
+    inner: torch.optim.Optimizer, layout: Layout, values: Sequence[Tensor], states: Mapping[int, Group]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Copies by name, as a shard that owns the whole table would have them; and the state that is no tensor."""
+    """Copies by name, as a shard that owns the whole table would have them; and the state that is no tensor.
+
+    State outside of `state` and `param_groups` would not be in a checkpoint, as wrappers of other optimizers have it: refused.
+    """
+    for name, value in vars(inner).items():
+        held = value.values() if isinstance(value, dict) else value
+        for each in held if isinstance(value, (dict, list, tuple)) else [value]:
+            if isinstance(each, (Tensor, torch.optim.Optimizer)) and name not in ("state", "param_groups"):
+                raise CheckpointError(
+                    f"{type(inner).__name__} keeps a {type(each).__name__} in .{name}, which no checkpoint holds: only its "
+                    ".state and .param_groups are kept"
+                )
     part = layout.parts[0]
     by_piece = {
         (piece.entry, piece.start, piece.stop): {key: to_host(value) for key, value in state.items()}
@@ -35,26 +45,6 @@ def cut_table(
         if (state := states.get(piece.entry))
     }
     return piece_tensors(part, [to_host(value) for value in values], by_piece)
-
-
-def refuse_hidden(inner: torch.optim.Optimizer) -> None:
-    """State outside of `state` and `param_groups` would not be in a checkpoint: as wrappers of other optimizers have it."""
-    for name, value in vars(inner).items():
-        if name in ("state", "param_groups"):
-            continue
-        held = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, (list, tuple))
-            else [value]
-        )
-        for each in held:
-            if isinstance(each, (Tensor, torch.optim.Optimizer)):
-                raise CheckpointError(
-                    f"{type(inner).__name__} keeps a {type(each).__name__} in .{name}, which no checkpoint holds: only its "
-                    ".state and .param_groups are kept"
-                )
 
 
 @torch.no_grad()
@@ -75,33 +65,13 @@ def load_table(
     found, states = kept.content, kept.content.state or {}
     for index, parameter in enumerate(parameters):
         parameter.copy_(take(index, found.values[index]))
+        own = {key: take(index, value) for key, value in states.get(index, {}).items()}
+        for key, value in own.items():
+            if isinstance(value, Tensor):  # copies, since learners of one process share nothing
+                there = value.shape == parameter.shape or id(parameter) in whole
+                own[key] = value.to(parameter.device, copy=True) if there else value.clone()
         if index in states:
-            own = {key: take(index, value) for key, value in states[index].items()}
-            state = beside(parameter, _copied(own))
-            inner.state[parameter] = _moved(state, parameter.device) if id(parameter) in whole else state
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Learners of one process share nothing."""
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def flight_of(reducer: Reducer, current: Round) -> MeanInFlight:
-    """A mean that is on its way, as far as all learners have it alike."""
-    gradients = reducer.sums(current)
-    return MeanInFlight(
-        iteration=current.iteration,
-        stamp=current.stamp,
-        epochs=list(current.epochs),
-        options=plain_groups(current.options),
-        header=list(current.header),
-        factor=reducer.factor(current),
-        gradients=gradients,
-    )
+            inner.state[parameter] = own
 
 
 def plain_groups(groups: Sequence[Group]) -> list[Group]:
@@ -121,15 +91,15 @@ def _plain(value: Any) -> Any:
 
 def as_in(group: Group, options: Group) -> Group:
     """Options after a trip through JSON, of the kinds that the group has."""
-    return {key: _like(group.get(key), value) for key, value in options.items()}
-
-
-def _like(mine: Any, value: Any) -> Any:
-    if isinstance(mine, tuple) and isinstance(value, list):
-        return tuple(value)
-    if isinstance(mine, Tensor) and not isinstance(value, Tensor):
-        return torch.full_like(mine, value)
-    return value
+    found = {}
+    for key, value in options.items():
+        mine = group.get(key)
+        if isinstance(mine, tuple) and isinstance(value, list):
+            value = tuple(value)
+        elif isinstance(mine, Tensor) and not isinstance(value, Tensor):
+            value = torch.full_like(mine, value)
+        found[key] = value
+    return found
 
 
 class GroupChanges:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,29 +85,21 @@ def _added(functions: Functions, function: Callable[..., None]) -> RemovableHand
     return handle
 
 
+@dataclass(slots=True, eq=False)
 class Application:
     """Some parameters whose averages come together."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
-        ready: Callable[[], bool],
-        run: Callable[[], None],
-    ) -> None:
-        self.names, self.parameters = tuple(names), tuple(parameters)
-        self._ready, self._run = ready, run
-        self.applied = False
-
-    def ready(self) -> bool:
-        """Their averages are there: `apply` does not wait."""
-        return self._ready()
+    names: Sequence[str]
+    parameters: Sequence[nn.Parameter]
+    ready: Callable[[], bool]  # their averages are there: `apply` does not wait
+    run: Callable[[], None]
+    applied: bool = False
 
     def apply(self) -> None:
         """Wait for the averages and run the optimizer on these parameters, once."""
         if not self.applied:
             self.applied = True
-            self._run()
+            self.run()
 
 
 class Applications:
@@ -122,17 +115,16 @@ class Applications:
     def __iter__(self) -> Iterator[Application]:
         """As their averages arrive; where none has, from the last layer on."""
         while self._left:
-            yield self._give(next((part for part in self._left if part.ready()), self._left[0]))
+            part = next((part for part in self._left if part.ready()), self._left[0])
+            self._left.remove(part)
+            yield part
 
     def take(self, name: str) -> Application:
         """The one that holds this parameter."""
         for part in self._left:
             if name in part.names:
-                return self._give(part)
+                self._left.remove(part)
+                return part
         raise UsageError(
             f"no application with '{name}' is left; there are {[part.names for part in self._left]}"
         )
-
-    def _give(self, part: Application) -> Application:
-        self._left.remove(part)
-        return part

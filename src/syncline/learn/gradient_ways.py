@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +40,9 @@ class Way(ABC):
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The gradients are in `.grad` afterwards, added to what was there; the loss, for the record."""
 
-    @abstractmethod
     def test(self, model: nn.Module, batch: Any) -> Tensor:
         """A number to evaluate with, without gradients."""
+        raise NotImplementedError  # refused before
 
     def prepare(self, model: nn.Module, batch_size: int) -> None:
         """Before the first batch, wherever the model was made."""
@@ -61,9 +62,9 @@ class Way(ABC):
 
 
 class Supervised:
-    """A loss of (output, target) as an objective of (model, batch)."""
+    """A loss of (output, target) as an objective of (model, batch); None: those that a net has as layers."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss | None) -> None:
         self._loss = loss
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
@@ -71,6 +72,9 @@ class Supervised:
 
     def parts(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
         """The loss, and what it is of: output and target."""
+        if self._loss is None:
+            assert isinstance(model, Net)
+            return model.parts(batch)
         if not isinstance(batch, (list, tuple)) or len(batch) != 2:
             parts = f" of {len(batch)}" if isinstance(batch, (list, tuple, dict)) else ""
             raise UsageError(
@@ -80,17 +84,6 @@ class Supervised:
         inputs, targets = batch
         output = model(inputs)
         return self._loss(output, targets), output, targets
-
-
-class OwnLosses(Supervised):
-    """Those that a net has as layers."""
-
-    def __init__(self) -> None:
-        pass
-
-    def parts(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
-        assert isinstance(model, Net)
-        return model.parts(batch)
 
 
 class Backprop(Way):
@@ -155,9 +148,6 @@ class Given(Way):
             raise UsageError("the function given as gradient= has filled no parameter's .grad; it has to")
         return value
 
-    def test(self, model: nn.Module, batch: Any) -> Tensor:
-        raise NotImplementedError  # refused before
-
     def check_evaluation(self) -> None:
         raise UsageError(
             "evaluate= with an own gradient= must be a function of the model: there is no loss to test a data set with"
@@ -177,7 +167,13 @@ def first_of(batch: Any) -> Tensor:
 def way_of(gradient: Any, model: nn.Module, loss: Loss | None, objective: Objective | None) -> Way:
     """The way that `train`'s arguments name, for this model; raises UsageError."""
     if gradient == "backprop":
-        return Backprop(_objective_of(model, loss, objective))
+        if loss is None and objective is None and isinstance(model, Net) and model.losses:
+            return Backprop(Supervised(None))
+        if (loss is None) == (objective is None):
+            raise UsageError(
+                "give either loss=(output, target) -> scalar or objective=(model, batch) -> scalar"
+            )
+        return Backprop(objective or Supervised(loss))
     if loss is not None or objective is not None:
         what = "loss" if loss is not None else "objective"
         raise UsageError(f"gradient={gradient!r} needs no {what}=: leave it out, or gradient=")
@@ -201,30 +197,16 @@ def parse_way(gradient: Any) -> Way:
     return Divergence(int(steps or 1), persistent=name == "pcd")
 
 
-def _objective_of(model: nn.Module, loss: Loss | None, objective: Objective | None) -> Objective:
-    own = isinstance(model, Net) and bool(model.losses)
-    if own and loss is None and objective is None:
-        return OwnLosses()
-    if (loss is None) == (objective is None):
-        raise UsageError("give either loss=(output, target) -> scalar or objective=(model, batch) -> scalar")
-    return objective or Supervised(loss)  # type: ignore[arg-type]
-
-
 def check_scalar(value: Any) -> None:
     if isinstance(value, Tensor) and value.numel() == 1:
         return
     if value is None:
         got, instead = "None", "the function has to return it"
     elif isinstance(value, Tensor):
-        got, instead = (
-            f"a tensor of shape {tuple(value.shape)}",
-            "reduce it, for example with .mean()",
-        )
+        got, instead = f"a tensor of shape {tuple(value.shape)}", "reduce it, for example with .mean()"
     elif isinstance(value, nn.Module):
-        got, instead = (
-            f"the module {type(value).__name__}",
-            f"call one: {type(value).__name__}()(output, target)",
-        )
+        name = type(value).__name__
+        got, instead = f"the module {name}", f"call one: {name}()(output, target)"
     else:
         got, instead = type(value).__name__, "return the tensor itself, not .item() or a tuple"
     raise UsageError(f"the loss must be a scalar tensor, got {got}; {instead}")
@@ -245,22 +227,22 @@ Penalty = Callable[[nn.Module], Tensor]
 
 def l1(model: nn.Module, *, weight: float) -> Tensor:
     """weight · Σ |w|"""
-    return weight * _total(each.abs().sum() for each in _weights(model))
+    return weight * _over_weights(model, lambda each: each.abs().sum())
 
 
 def l2(model: nn.Module, *, weight: float) -> Tensor:
     """weight/2 · Σ w²"""
-    return 0.5 * weight * _total(each.square().sum() for each in _weights(model))
+    return 0.5 * weight * _over_weights(model, lambda each: each.square().sum())
 
 
 def elastic(model: nn.Module, *, l1: float, l2: float) -> Tensor:
     """Both."""
-    return _total((l1 * each.abs() + 0.5 * l2 * each.square()).sum() for each in _weights(model))
+    return _over_weights(model, lambda each: (l1 * each.abs() + 0.5 * l2 * each.square()).sum())
 
 
 def group_lasso(model: nn.Module, *, weight: float) -> Tensor:
     """weight · Σ over units of the norm of their incoming weights: whole units go to zero."""
-    return weight * _total((each.flatten(1).square().sum(1) + 1e-12).sqrt().sum() for each in _weights(model))
+    return weight * _over_weights(model, lambda each: (each.flatten(1).square().sum(1) + 1e-12).sqrt().sum())
 
 
 REGULARISERS: dict[str, Callable[..., Tensor]] = {
@@ -271,25 +253,15 @@ REGULARISERS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _weights(model: nn.Module) -> list[Tensor]:
-    found: list[Tensor] = [each for each in model.parameters() if each.dim() > 1]
+def _over_weights(model: nn.Module, penalty: Callable[[Tensor], Tensor]) -> Tensor:
+    found = [penalty(each) for each in model.parameters() if each.dim() > 1]
     if not found:
         raise UsageError("the regulariser finds no weights: no parameter has two dimensions or more")
-    return found
+    return torch.stack(found).sum()
 
 
-def _total(parts: Iterator[Tensor]) -> Tensor:
-    return torch.stack(list(parts)).sum()
-
-
-class Penalised:
-    """An objective and a penalty."""
-
-    def __init__(self, objective: Objective, penalty: Penalty) -> None:
-        self._objective, self._penalty = objective, penalty
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._objective(model, batch) + self._penalty(model)
+def penalised(objective: Objective, penalty: Penalty, model: nn.Module, batch: Any) -> Tensor:
+    return objective(model, batch) + penalty(model)
 
 
 class Regularised(Way):
@@ -309,9 +281,6 @@ class Regularised(Way):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return value + penalty.detach()
 
-    def test(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._way.test(model, batch)
-
     def prepare(self, model: nn.Module, batch_size: int) -> None:
         self._way.prepare(model, batch_size)
 
@@ -327,8 +296,6 @@ def regularised(way: Way, penalty: Penalty | None) -> Way:
         raise UsageError(
             f"regulariser must be a function of the model that gives a scalar, as partial(l1, weight=1e-5), got {penalty!r}"
         )
-    return (
-        Backprop(Penalised(way.objective, penalty))
-        if isinstance(way, Backprop)
-        else Regularised(way, penalty)
-    )
+    if isinstance(way, Backprop):
+        return Backprop(partial(penalised, way.objective, penalty))
+    return Regularised(way, penalty)

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator
 from functools import partial
 from itertools import islice
 from types import CellType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
-from syncline import messages as m
 from syncline.errors import UsageError
 from syncline.learn.batches import CopyStream, rows_of, to_device
 from syncline.learn.model_factories import CPU
@@ -35,10 +33,9 @@ if TYPE_CHECKING:
 
 
 POLICIES = ("ledger", "partition", "sample")
-AHEAD = (
-    2  # portions asked for ahead of the one in use; of those that are read ahead, as many more at most: an
-)
-# engine has room for hundreds, and many loaders may be read at once
+# Portions asked for ahead of the one in use; of those that are read ahead, as many more at most: an engine has room for
+# hundreds, and many loaders may be read at once.
+AHEAD = 2
 
 
 def epoch_order(size: int, *, seed: int, epoch: int, policy: str = "ledger", parts: int = 1) -> Tensor:
@@ -103,21 +100,55 @@ def _content(captured: Any) -> Any:
         return None
 
 
-class _ReadAhead(NamedTuple):
-    """A batch that was read ahead."""
+class ReadingAhead:
+    """Batches in the order in which they are wanted, read and copied to a GPU before they are needed: by a thread, or without
+    one, where everything must happen in one order, when they are fetched."""
 
-    generation: int
-    portion: Portion
-    batch: Any
-    error: BaseException | None = None
+    def __init__(self, read: Callable[[Any], Any], copies: CopyStream | None, *, threaded: bool) -> None:
+        self._read, self._copies = read, copies
+        self._wanted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Any, Any, BaseException | None]] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._reading, daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def want(self, portion: Any) -> None:
+        self._wanted.put(portion)
+
+    def get(self) -> tuple[Any, Any, BaseException | None]:
+        """The next that was wanted, its batch, or why there is none."""
+        if self._thread is None:
+            self._read_one(self._wanted.get())
+        portion, batch, error = self._done.get()
+        if self._copies is not None and error is None:
+            batch = self._copies.use(batch)
+        return portion, batch, error
+
+    def close(self) -> None:
+        self._closed = True
+        self._wanted.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _reading(self) -> None:
+        while (portion := self._wanted.get()) is not None and not self._closed:
+            self._read_one(portion)
+
+    def _read_one(self, portion: Any) -> None:
+        try:
+            batch = self._read(portion)
+            self._done.put((portion, batch if self._copies is None else self._copies.begin(batch), None))
+        except BaseException as error:
+            self._done.put((portion, None, error))
 
 
-class Loader:
-    """Batches of one data set; iterate once per epoch."""
+class LoaderBase:
+    """Of all topologies: what is read, and how."""
 
     def __init__(
         self,
-        session: ServerSession,
+        session: Any,
         number: int,
         data: Dataset[Any],
         *,
@@ -125,21 +156,41 @@ class Loader:
         policy: str,
         collate: Callable[[list[Any]], Any] | None,
         ahead: int,
-        parts: int,
     ) -> None:
-        self.number, self.batch_size = number, batch_size
-        self.size = 0 if isinstance(data, IterableDataset) else len(data)  # type: ignore[arg-type]
         self._session = session
-        self.generation = 0  # counts the servers it had to do with
+        self.number, self.batch_size, self.policy = number, batch_size, policy
         self.data, self.collate = data, collate  # kept: the session knows its loaders by their identity
         self.ahead = ahead  # in force from the next epoch on
-        self._policy, self._parts = policy, parts
+        self.size = -1 if isinstance(data, IterableDataset) else len(data)  # type: ignore[arg-type]
         on_gpu = session.device.type == "cuda"
         self._copies = CopyStream(session.device) if on_gpu else None
         self._read = reader(data, collate, pinned=on_gpu)
         self._lies = data.tensors[0].device if isinstance(data, TensorDataset) else CPU
-        self._orders: dict[int, Tensor] = {}
         self._iterating = False
+
+    def _enter(self) -> None:
+        if self._iterating:
+            raise UsageError(f"loader {self.number} is being iterated already: one loop at a time")
+        self._iterating = True
+
+    def _order(self, epoch: int, parts: int) -> Tensor:
+        seed = self._session.plan.seed
+        order = epoch_order(self.size, seed=seed, epoch=epoch, policy=self.policy, parts=parts)
+        return order.to(self._lies)
+
+
+class Loader(LoaderBase):
+    """Batches of one data set; iterate once per epoch."""
+
+    _session: ServerSession
+
+    def __init__(
+        self, session: ServerSession, number: int, data: Dataset[Any], *, parts: int, **options: Any
+    ) -> None:
+        super().__init__(session, number, data, **options)
+        self.generation = 0  # counts the servers it had to do with
+        self._parts = parts
+        self._orders: dict[int, Tensor] = {}
         self._portion = Portions(number, session.port.post, session.wait_for_data, lambda: session.resting)
         self._drive(self._portion.welcome())
 
@@ -173,6 +224,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self._enter()
+        self._session.restore_random()
         source = self._read_ahead() if self.ahead else self._read_now()
         try:
             for portion, batch in source:
@@ -183,32 +235,14 @@ class Loader:
             self._leave()
             self._iterating = False
 
-    def _read_now(self) -> Generator[tuple[Portion, Any]]:
-        for portion in self._portions():
-            yield portion, to_device(self._batch(portion), self._session.device)
-
-    def _enter(self) -> None:
-        if self._iterating:
-            raise UsageError(f"loader {self.number} is being iterated already: one loop at a time")
-        self._iterating = True
-        self._portion.enter()
-        self._session.restore_random()
-
     def look_ahead(self) -> None:
         """A gradient of its batches is about to be published."""
 
     def _batch(self, portion: Portion) -> Any:
         order = self._orders.get(portion.epoch)
         if order is None:
-            order = epoch_order(
-                self.size,
-                seed=self._session.plan.seed,
-                epoch=portion.epoch,
-                policy=self._policy,
-                parts=self._parts,
-            )
             self._orders = {epoch: kept for epoch, kept in self._orders.items() if epoch >= portion.epoch - 1}
-            order = self._orders[portion.epoch] = order.to(self._lies)
+            order = self._orders[portion.epoch] = self._order(portion.epoch, self._parts)
         return self._read(order[portion.start : portion.stop])
 
     # -- portions ----------------------------------------------------------------------------------------
@@ -217,16 +251,46 @@ class Loader:
         """How many portions are asked for ahead."""
         return AHEAD + min(self.ahead, AHEAD)
 
-    def _portions(self) -> Iterator[Portion]:
+    def _next(self, *, block: bool) -> Portion | None:
+        """The next portion of this epoch; None: not there (or the run ends)."""
+        return self._session.insist(lambda: self._drive(self._portion.next(self._wanted(), block=block)))
+
+    def _read_now(self) -> Generator[tuple[Portion, Any]]:
         while not self._session.ending:
             portion = self._next(block=True)
             if portion is None or portion.end:
                 return
-            yield portion
+            yield portion, to_device(self._batch(portion), self._session.device)
 
-    def _next(self, *, block: bool) -> Portion | None:
-        """The next portion of this epoch; None: not there (or the run ends)."""
-        return self._session.insist(lambda: self._drive(self._portion.next(self._wanted(), block=block)))
+    def _read_ahead(self) -> Generator[tuple[Portion, Any]]:
+        """A thread reads and collates; this one asks for portions and hands batches out."""
+        reading = ReadingAhead(
+            lambda wanted: self._batch(wanted[1]), self._copies, threaded=self._session.reader
+        )
+        waiting, more, generation = 0, True, self.generation
+        try:
+            while True:
+                if generation != self.generation:  # new servers: there is more again
+                    more, generation = True, self.generation
+                while more and waiting <= self.ahead and not self._session.ending:
+                    portion = self._next(block=waiting == 0)
+                    generation = self.generation
+                    if portion is None:
+                        break
+                    more = not portion.end
+                    if more:
+                        reading.want((generation, portion))
+                        waiting += 1
+                if waiting == 0:
+                    return
+                (begun, portion), batch, error = reading.get()
+                waiting -= 1
+                if begun == self.generation:
+                    if error is not None:
+                        raise error
+                    yield portion, batch
+        finally:
+            reading.close()
 
     def _leave(self) -> None:
         """The epoch is over for this learner, by its end or by leaving the loop."""
@@ -241,155 +305,52 @@ class Loader:
         self._portion.leave()
 
     def _break(self) -> None:
-        used = self._session.used(self.number)
-        self._session.port.post(CloseLoader(self.number, used))
-        self._skip()
-
-    def _skip(self) -> None:
         """Portions on their way when the loop was left go unused; the answer to CLOSE says how many came."""
         port = self._session.port
+        port.post(CloseLoader(self.number, self._session.used.get(self.number, 0)))
         answer = port.portion(self.number, OUTSIDE, block=True)
         if answer is not None:
             for index in range(self._portion.index, answer.start):
                 port.portion(self.number, index, block=False)
             self._portion.index = self._portion.asked = answer.start
 
-    # -- reading ahead -----------------------------------------------------------------------------------
-
-    def _read_ahead(self) -> Generator[tuple[Portion, Any]]:
-        """A thread reads and collates; this one asks for portions and hands batches out."""
-        if not self._session.reader:
-            turns = _InTurn(self._read_one)
-            yield from self._hand_out(turns.put, turns.get)
-            return
-        wanted: queue.SimpleQueue[tuple[int, Portion] | None] = queue.SimpleQueue()
-        done: queue.SimpleQueue[_ReadAhead] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._reading, args=(wanted, done), daemon=True)
-        thread.start()
-        try:
-            yield from self._hand_out(wanted.put, done.get)
-        finally:
-            wanted.put(None)
-            thread.join()
-
-    def _hand_out(
-        self, want: Callable[[tuple[int, Portion]], None], get: Callable[[], _ReadAhead]
-    ) -> Iterator[tuple[Portion, Any]]:
-        waiting, more, generation = 0, True, self.generation
-        while True:
-            if generation != self.generation:  # new servers: there is more again
-                more, generation = True, self.generation
-            while more and waiting <= self.ahead and not self._session.ending:
-                portion = self._next(block=waiting == 0)
-                generation = self.generation
-                if portion is None:
-                    break
-                more = not portion.end
-                if more:
-                    want((self.generation, portion))
-                    waiting += 1
-            if waiting == 0:
-                return
-            read = get()
-            waiting -= 1
-            if read.generation != self.generation:
-                continue
-            if read.error is not None:
-                raise read.error
-            yield read.portion, read.batch if self._copies is None else self._copies.use(read.batch)
-
-    def _reading(
-        self, wanted: queue.SimpleQueue[tuple[int, Portion] | None], done: queue.SimpleQueue[_ReadAhead]
-    ) -> None:
-        while (item := wanted.get()) is not None:
-            done.put(self._read_one(item))
-
-    def _read_one(self, item: tuple[int, Portion]) -> _ReadAhead:
-        try:
-            batch = self._batch(item[1])
-            return _ReadAhead(*item, batch if self._copies is None else self._copies.begin(batch))
-        except BaseException as error:
-            return _ReadAhead(*item, None, error)
-
-
-class _InTurn:
-    """In the reading thread's place where everything must happen in one order: reads when a batch is wanted."""
-
-    def __init__(self, read: Callable[[tuple[int, Portion]], _ReadAhead]) -> None:
-        self._read = read
-        self._waiting: deque[tuple[int, Portion]] = deque()
-
-    def put(self, item: tuple[int, Portion]) -> None:
-        self._waiting.append(item)
-
-    def get(self) -> _ReadAhead:
-        return self._read(self._waiting.popleft())
-
 
 class StreamLoader(Loader):
-    """Batches of this learner's share; iterate once per epoch."""
+    """Batches of this learner's share of an iterable data set; iterate once per epoch."""
 
-    def __init__(
-        self,
-        session: ServerSession,
-        number: int,
-        data: IterableDataset[Any],
-        *,
-        batch_size: int,
-        collate: Callable[[list[Any]], Any] | None,
-    ) -> None:
-        self._collate = collate or default_collate
-        self._items: Share | None = None  # while it is iterated
-        self._given = 0  # batches
-        self._told = False  # the leading shard knows that the epoch ends here
-        super().__init__(
-            session,
-            number,
-            data,
-            batch_size=batch_size,
-            policy=m.STREAM,
-            collate=collate,
-            ahead=0,
-            parts=1,
-        )
+    _items: Share | None = None  # while it is iterated
+    _given = 0  # batches
+    _told = False  # the leading shard knows that the epoch ends here
 
     def __len__(self) -> int:
         raise TypeError("nobody knows how many batches an iterable data set has")
 
     def __iter__(self) -> Iterator[Any]:
         self._enter()
+        self._session.restore_random()
+        gather = self.collate or default_collate
+        session, begun = self._session, -1
         try:
-            begun = -1
-            while begun != self.generation and self._begins():  # again, where the servers are new ones
-                begun = self.generation
-                for items in self._batches():
+            while begun != self.generation:  # again, where the servers are new ones
+                portion: Portion | None = self._next(block=True)  # the epoch, in lockstep for all at once
+                if portion is None or (portion.end and portion.epoch != NEVER):
+                    return  # it is over already, or the run ends
+                if portion.end:
+                    raise UsageError(
+                        f"loader {self.number}: no learner that is left finds an example in its share of the iterable data set"
+                    )
+                begun, self._told = self.generation, False
+                self._items = Share(self.data, session.rank, session.learners)
+                while begun == self.generation and (items := list(islice(self._items, self.batch_size))):
+                    if session.ending:
+                        return
                     self._given += 1
-                    self._session.consumed(self.number, self._given, len(items))
-                    yield to_device(self._collate(items), self._session.device)
+                    session.consumed(self.number, self._given, len(items))
+                    yield to_device(gather(items), session.device)
         finally:
             self._leave()
             self._items = None
             self._iterating = False
-
-    def _begins(self) -> bool:
-        """The epoch, in lockstep for all at once; False where it is over already, or the run ends."""
-        portion: Portion | None = self._next(block=True)
-        if portion is None or (portion.end and portion.epoch != NEVER):
-            return False
-        if portion.end:
-            raise UsageError(
-                f"loader {self.number}: no learner that is left finds an example in its share of the iterable data set"
-            )
-        self._items, self._told = Share(self.data, self._session.rank, self._session.learners), False
-        return True
-
-    def _batches(self) -> Iterator[list[Any]]:
-        share, generation = self._items, self.generation
-        assert share is not None
-        while generation == self.generation and (items := list(islice(share, self.batch_size))):
-            if self._session.ending:
-                return
-            yield items
 
     def look_ahead(self) -> None:
         """Here, and not before: until now the loop has drawn from the random generators, from here on the stream does."""
@@ -400,8 +361,6 @@ class StreamLoader(Loader):
         if not self._told:
             self._told = True
             self._session.port.post(StreamEnded(self.number, self._given))
-
-    # -- as `Loader` -------------------------------------------------------------------------------------
 
     def rejoin(self) -> None:
         self._given = 0
@@ -425,18 +384,27 @@ class Share:
     """Every λ-th example of a data set, of which the next may be looked at."""
 
     def __init__(self, data: Any, rank: int, learners: int) -> None:
-        self._items = _nth(data, rank, learners)
+        self._items = self._nth(data, rank, learners)
         self._next: list[Any] = []
         self._error: BaseException | None = None
         self.over = False
+
+    def _nth(self, data: Any, rank: int, learners: int) -> Iterator[Any]:
+        index = -1
+        for index, item in enumerate(data):
+            if index % learners == rank:
+                yield item
+        if index < 0:
+            raise UsageError(
+                "the iterable data set gave no example: its __iter__ must begin anew each time it is called, once for every epoch"
+            )
+        self.over = True
 
     def ends(self) -> bool:
         """There is no further one; what fails here fails when that is asked for."""
         if not self._next and not self.over and self._error is None:
             try:
-                self._next = [next(self)]
-            except StopIteration:
-                pass
+                self._next = list(islice(self._items, 1))
             except Exception as error:
                 self._error = error
         return self.over
@@ -447,21 +415,4 @@ class Share:
     def __next__(self) -> Any:
         if self._error is not None:
             raise self._error
-        if self._next:
-            return self._next.pop()
-        try:
-            return next(self._items)
-        except StopIteration:
-            self.over = True
-            raise
-
-
-def _nth(data: Any, rank: int, learners: int) -> Iterator[Any]:
-    index = -1
-    for index, item in enumerate(data):
-        if index % learners == rank:
-            yield item
-    if index < 0:
-        raise UsageError(
-            "the iterable data set gave no example: its __iter__ must begin anew each time it is called, once for every epoch"
-        )
+        return self._next.pop() if self._next else next(self._items)

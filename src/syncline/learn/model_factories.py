@@ -50,19 +50,15 @@ def unpack_random(packed: bytes, device: torch.device) -> None:
     for length in _PARTS.unpack_from(packed):
         parts.append(packed[position : position + length])
         position += length
-    torch.set_rng_state(_bytes(parts[0]))
+    torch.set_rng_state(torch.frombuffer(bytearray(parts[0]), dtype=torch.uint8))
     if parts[1] and device.type == "cuda":
-        torch.cuda.set_rng_state(_bytes(parts[1]), device)
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(parts[1]), dtype=torch.uint8), device)
     tail = struct.calcsize("<iid")
     keys = np.frombuffer(parts[2][:-tail], dtype="<u4")
     np.random.set_state(("MT19937", keys, *struct.unpack("<iid", parts[2][-tail:])))
     version, has_normal, normal = struct.unpack("<i?d", parts[4])
     words = tuple(int(word) for word in np.frombuffer(parts[3], dtype="<u4"))
     random.setstate((version, words, normal if has_normal else None))
-
-
-def _bytes(part: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(part), dtype=torch.uint8)
 
 
 CPU = torch.device("cpu")

@@ -6,7 +6,8 @@ runs on the shards. Parameters change only inside `step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from syncline import messages as m
 from syncline.errors import LoopError, UsageError
-from syncline.learn.session import UNSAID, sparse_gradient
-from syncline.learn.stepper import Answer, FreeDraft, Replica, Stepper, Steps
+from syncline.learn.session import UNSAID, TableOptimizer, copy_all, sparse_gradient
+from syncline.learn.stepper import FreeDraft, Replica, Sealed, Stepper, Steps
 from syncline.learn.usage_warnings import Untouched, hooked
 from syncline.messages import to_leader as say
 from syncline.ports import Computing, Draft, Reading, Reset, RunStopped, TablePort
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _UNSAID = object()
 
 
-class SharedOptimizer(torch.optim.Optimizer, Replica):
+class SharedOptimizer(TableOptimizer, Replica):
     """A table's end in a learner; made by `session.optimizer`."""
 
     def __init__(
@@ -45,11 +46,8 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
         *,
         wraps: bool = False,
     ) -> None:
-        self.kind, self._wraps = type(inner), wraps
-        super().__init__(inner.param_groups, dict(inner.defaults))
-        self.number = number
-        self._session, self._table = session, table
-        self._parameters, self._buffers = tensors.parameters, tensors.buffers
+        super().__init__(number, inner, tensors)
+        self._session, self._table, self._wraps = session, table, wraps
         self._on_gpu = any(parameter.is_cuda for parameter in tensors.parameters)
         self._serial = 0
         self._loaded: list[dict[str, tuple[Any, Any]]] = [{} for _ in self.param_groups]
@@ -59,9 +57,8 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
         self._tensor_options = False
         self._moved = False  # since the last read, by itself
         self._present: list[bool] = []  # in the sum
-        self.untouched = Untouched(
-            tensors.parameters, [entry.name for entry in table.layout.parameters.entries]
-        )
+        names = [entry.name for entry in table.layout.parameters.entries]
+        self.untouched = Untouched(tensors.parameters, names, session.watch)
         topology = session.plan.topology
         self.stepper = Stepper(
             number,
@@ -72,17 +69,10 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
             tree=isinstance(topology, Trees),
             casts=isinstance(topology, Trees) and topology.broadcast,
         )
-        self._drive(self.stepper.read(self.stepper.ticket()))
+        self.drive(self.stepper.read(self.stepper.ticket()))
 
     def __repr__(self) -> str:
         return f"SharedOptimizer(table {self.number}, {self.kind.__name__} on {self._table.layout.shards} shards)"
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if "_table" in self.__dict__:
-            raise UsageError(
-                "parameter groups cannot be added to a table that is open; give them to the optimizer's factory"
-            )
-        super().add_param_group(param_group)
 
     @property
     def version(self) -> int:
@@ -109,8 +99,7 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
                 "session.optimizer's step cannot be in a CUDA graph: it talks to other processes. Capture forward and backward "
                 "(torch.cuda.make_graphed_callables), and step outside"
             )
-        if (name := self.untouched.written()) is not None:
-            self._warn_of_write(name)
+        self.untouched.look()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -120,36 +109,12 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
         session.port.spend(Computing(session.examples))
         said = loss.item() if isinstance(loss, Tensor) and stepper.sync.local else loss
         try:
-            self._drive(stepper.step(said))
+            self.drive(stepper.step(said))
         except Reset:  # this gradient is lost with the servers that had it
             session.rejoin()
         if stepper.sync.local:  # it has moved by itself
             self.untouched.note(stepper.steps)
         return loss
-
-    def _warn_of_write(self, name: str) -> None:
-        """Of the loop, since the last read: it is in no gradient."""
-        self._session.watch.warn(
-            "written",
-            f"'{name}' was changed in place between two steps: with servers that is lost at the next read. "
-            "session.put(model) after it makes it global; over topology='allreduce' it stays",
-        )
-
-    def farewell(self) -> None:
-        """Nothing more will be published: leave the random states as of the last gradient."""
-        states = self._session.random_states(marked=True)
-        self._session.port.post(say.Farewell(self.number, states))
-
-    def rest(self, loader: int, index: int, *, later: bool) -> int:
-        """Say that there is nothing to compute; the ticket with which to read afterwards."""
-        return self.stepper.rest(loader, index, self._states_at_rest(), later=later)
-
-    def reread(self, *, later: bool) -> int:
-        """Say that it is there again; the ticket with which to read."""
-        return self.stepper.reread(self._states_at_rest(), later=later)
-
-    def _states_at_rest(self) -> bytes:
-        return self._session.random_states() if self._session.plan.saving.cuts else b""
 
     def _notice_options(self, seen: list[tuple[Any, ...]]) -> None:
         """Comparing values is cheap; tensors among them may have changed in place, and are read out."""
@@ -174,7 +139,7 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
                     option[key] = before
         return said
 
-    def _drive(self, steps: Steps) -> None:
+    def drive(self, steps: Steps) -> None:
         """Block on the port for what they wait for."""
         found: Any = None
         while True:
@@ -182,8 +147,8 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
                 wait = steps.send(found)
             except StopIteration:
                 return
-            if isinstance(wait, Answer):
-                found = self._session.port.ask(wait.message)
+            if isinstance(wait, m.AskDial):
+                found = self._session.port.ask(wait)
                 continue
             try:
                 if isinstance(wait, FreeDraft):
@@ -191,67 +156,55 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
                 else:
                     found = self._table.wait(wait.number, block=wait.block)
             except LoopError as error:
-                self._session.refused(error)
+                self._session.refused = error
                 raise
 
     def rested(self, number: int) -> None:
         """There is data again: read what the others have; who steps by itself goes on where it was."""
-        if (name := self.untouched.written()) is not None:
-            self._warn_of_write(name)
-        self._drive(self.stepper.rested(number))
+        self.untouched.look()
+        self.drive(self.stepper.rested(number))
 
-    def push(self) -> None:
-        """What was added up, be it of fewer steps than the dial says."""
-        self.stepper.push()
-
-    def deliver(self) -> None:
-        """What was published is there before what is said next."""
-        self._drive(self.stepper.deliver())
-
-    def rejoin(self, table: TablePort) -> None:
-        """The same table on new servers: what was asked of the old ones is void."""
+    def rejoin(self, table: TablePort, personal: m.Personal | None) -> None:
+        """The same table on new servers: what was asked of the old ones is void; buffers are the checkpoint's."""
         self._table = table
         self.stepper.begin()
-        self._drive(self.stepper.read(self.stepper.ticket()))
-
-    @torch.no_grad()
-    def restore_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """As the checkpoint has them: what was seen since then is seen again."""
-        for mine, kept in zip(self._buffers, buffers, strict=True):
-            mine.copy_(kept)
+        self.drive(self.stepper.read(self.stepper.ticket()))
+        if personal is not None and self.number in personal.buffers:
+            copy_all(self._buffers, personal.buffers[self.number])
 
     # -- as the stepper's replica: a gradient ------------------------------------------------------------
 
     def fill(self, draft: Draft) -> list[bool]:
-        into, gradients = draft.gradients, [parameter.grad for parameter in self._parameters]
-        if all(gradient is not None for gradient in gradients):
-            self._copy(into, gradients)  # type: ignore[arg-type]
+        into, gradients = [], []
+        for target, parameter in zip(draft.gradients, self.parameters, strict=True):
+            if (gradient := parameter.grad) is not None:
+                into.append(target)
+                gradients.append(gradient)
+        self._copy(into, gradients)
+        if len(gradients) == len(self.parameters):
             return []
-        present = [(a, b) for a, b in zip(into, gradients, strict=True) if b is not None]
-        if present:
-            targets, sources = zip(*present, strict=True)
-            self._copy(list(targets), list(sources))
-        return [gradient is not None for gradient in gradients]
+        return [parameter.grad is not None for parameter in self.parameters]
 
     def _copy(self, into: list[Tensor], gradients: list[Tensor]) -> None:
-        if any(gradient.is_sparse for gradient in gradients):
-            raise sparse_gradient()
-        if gradients[0].requires_grad:  # backward(create_graph=True)
+        for gradient in gradients:
+            if gradient.is_sparse:
+                raise sparse_gradient()
+        if gradients and gradients[0].requires_grad:  # backward(create_graph=True)
             gradients = [gradient.detach() for gradient in gradients]
-        torch._foreach_copy_(into, gradients, non_blocking=self._on_gpu)
+        if gradients:
+            torch._foreach_copy_(into, gradients, non_blocking=self._on_gpu)
 
     def add(self, draft: Draft, *, first: bool) -> None:
         if first:
-            self._present = [False] * len(self._parameters)
+            self._present = [False] * len(self.parameters)
         fresh: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 pair = (draft.gradients[index], parameter.grad.detach())
                 (more if self._present[index] else fresh).append(pair)
                 self._present[index] = True
-        if fresh:
-            self._copy([a for a, _ in fresh], [b for _, b in fresh])
+        self._copy([a for a, _ in fresh], [b for _, b in fresh])
         if more:
             torch._foreach_add_([a for a, _ in more], [b.to(a.device) for a, b in more])
 
@@ -260,13 +213,15 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
 
     @torch.no_grad()
     def move(self, rate: float) -> None:
-        moving = [parameter for parameter in self._parameters if parameter.grad is not None]
+        moving = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in moving]
         if moving:
             torch._foreach_add_(moving, gradients, alpha=-rate)  # type: ignore[arg-type]
             self._moved = True
 
-    def seal(self, draft: Draft) -> int:
+    def seal(self, draft: Draft, said: Any, *, keep: bool) -> Sealed:
+        """The loss is the closure's, or what the loop says; on a card nobody waits for it here."""
+        session, steps = self._session, self.stepper.steps
         if self._buffers:
             torch._foreach_copy_(draft.buffers, self._buffers)
         seen = [tuple(group.values()) for group in self.param_groups]
@@ -274,11 +229,6 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
             self._notice_options(seen)
         if self._on_gpu and not any(gradient.is_cuda for gradient in draft.gradients[:1]):
             torch.cuda.current_stream().synchronize()
-        return self._serial
-
-    def describe(self, said: Any, *, keep: bool) -> tuple[tuple[int, int, int], bytes, SupportsFloat]:
-        """The loss is the closure's, or what the loop says; on a card nobody waits for it here."""
-        session, steps = self._session, self.stepper.steps
         usage = session.take_usage()
         found, session.loss = session.loss if said is None else said, UNSAID
         loss: SupportsFloat
@@ -287,9 +237,10 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
             loss = found.detach()
         else:
             loss = found.item() if isinstance(found, Tensor) else float(found)
-            if found is not UNSAID:
-                session.watch.loss(loss, steps, session.epoch)
-        return usage, session.gradient_states(keep=keep) if session.plan.saving.cuts else b"", loss
+            if found is not UNSAID and not math.isfinite(loss):
+                session.watch.not_finite(loss, steps, session.epoch)
+        states = session.gradient_states(keep=keep) if session.plan.saving.cuts else b""
+        return usage, self._serial, states, loss
 
     def publish(self, draft: Draft, gradient: say.Gradient, present: list[bool]) -> None:
         self._table.publish(draft, gradient, self._options_text, present)
@@ -303,7 +254,7 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
             self._table.read(reading, [])
             version: int | None = stepper.version
         else:
-            version = self._table.read(reading, [parameter.data for parameter in self._parameters])
+            version = self._table.read(reading, [parameter.data for parameter in self.parameters])
         if version is not None:
             self._moved = False
             self.untouched.note(stepper.steps)
@@ -311,7 +262,7 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
 
     @torch.no_grad()
     def flow(self) -> int:
-        version = self._table.read(None, list(self._parameters))
+        version = self._table.read(None, list(self.parameters))
         if version is None:
             return self.stepper.version
         self.untouched.note(self.stepper.steps)
@@ -331,18 +282,15 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
 
     # -- writes and states -------------------------------------------------------------------------------
 
-    def holds(self, parameters: set[int]) -> bool:
-        return any(id(parameter) in parameters for parameter in self._parameters)
-
     @torch.no_grad()
     def put(self) -> None:
         """This learner's present values become global with the next update."""
-        values = [parameter.detach().clone() for parameter in self._parameters]
+        values = [parameter.detach().clone() for parameter in self.parameters]
         self._session.insist(lambda: self._put(values))
         self.untouched.note(self.stepper.steps)
 
     def _put(self, values: list[Tensor]) -> None:
-        self.deliver()
+        self.drive(self.stepper.deliver())
         draft = self._table.draft()
         assert draft is not None
         torch._foreach_copy_(draft.gradients, values)
@@ -351,53 +299,48 @@ class SharedOptimizer(torch.optim.Optimizer, Replica):
         self._table.wait(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state as plain PyTorch gives it, of the newest version."""
-        parts: list[m.StatePart] = self._session.insist(self._state_parts)
-        if (whole := parts[0].whole) is not None:
-            self._add_unsent(whole.get("param_groups", ()))
-            return whole
-        options = [dict(option) for option in parts[0].options]
-        self._add_unsent(options)
-        return merge(self._table.layout, options, [part.state for part in parts])
+        """The optimizer's state as plain PyTorch gives it, of the newest version; with what the loop has changed since the last
+        gradient."""
+        whole: dict[str, Any] = self._session.insist(self._whole_state)
+        for group, said, sent in zip(
+            whole.get("param_groups", ()), self._said(), self._options, strict=False
+        ):
+            group.update((key, said[key]) for key in said if said[key] != sent.get(key, _UNSAID))
+        return whole
 
-    def _add_unsent(self, options: Options) -> None:
-        """What the loop has changed since the last gradient."""
-        for option, said, sent in zip(options, self._said(), self._options, strict=False):
-            option.update((key, said[key]) for key in said if said[key] != sent.get(key, _UNSAID))
-
-    def _state_parts(self) -> list[m.StatePart]:
+    def _whole_state(self) -> dict[str, Any]:
         number = self.stepper.ticket()
         self._session.port.post(say.AskState(self.number, number))
-        return self._session.port.ask(m.AwaitState(self.number, number))
+        parts: list[m.StatePart] = self._session.port.ask(m.AwaitState(self.number, number))
+        if parts[0].whole is not None:
+            return parts[0].whole
+        return merge(self._table.layout, parts[0].options, [part.state for part in parts])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of plain PyTorch's or of another run; every learner may call it."""
+        whole: dict[str, Any] | None = None
+        state: dict[int, dict[str, Any]] = {}
         if self._wraps or any(isinstance(key, str) for key in state_dict["state"]):
-            self._take_options(state_dict.get("param_groups", ()))
-            self._session.insist(lambda: self._load([], {}, state_dict))
-            return
-        options, state = split(self._table.layout, state_dict)
-        self._take_options(options)
-        self._session.insist(lambda: self._load(options, state))
-
-    def _take_options(self, options: Options) -> None:
-        for group, option, before, loaded in zip(
-            self.param_groups, options, self._said(), self._loaded, strict=False
-        ):
+            whole, options = state_dict, state_dict.get("param_groups", [])
+        else:
+            options, state = split(self._table.layout, state_dict)
+        groups = zip(self.param_groups, options, self._said(), self._loaded, strict=False)
+        for group, option, before, loaded in groups:
             taken = {key: value for key, value in option.items() if key not in ("params", "param_names")}
             group.update(taken)
             loaded.update((key, (value, before.get(key, _UNSAID))) for key, value in taken.items())
+        self._session.insist(lambda: self._load(options if whole is None else [], state, whole))
 
     def _load(
         self, options: Options, state: dict[int, dict[str, Any]], whole: dict[str, Any] | None = None
     ) -> None:
-        self.deliver()
+        self.drive(self.stepper.deliver())
         number = self.stepper.ticket()
         self._session.port.ask(m.LoadState(self.number, number, options, state, whole))
         self._session.port.post(say.Load(self.number, number))
         self._table.wait(number)
 
-    def release_hooks(self) -> None:
+    def release(self) -> None:
         """Nothing is held after the learner's function."""
         self._table = None  # type: ignore[assignment]
 

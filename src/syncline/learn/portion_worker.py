@@ -54,51 +54,8 @@ def batch_layout(model: nn.Module, shards: int) -> Layout:
     return lay_out(model, [trained(model)], cuttable=True, shards=shards)[0]
 
 
-class Portioned:
-    """Reads portions of the data set; with `ahead`, on a thread, what is announced."""
-
-    def __init__(self, plan: BatchPlan, *, ahead: bool) -> None:
-        self._plan, self._read = plan, reader(plan.data, plan.collate)
-        self._drawn: tuple[int | None, Tensor | None] = (None, None)
-        wanted = ahead and not isinstance(plan.data, TensorDataset)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="syncline-reader") if wanted else None
-        self._coming: tuple[tuple[Batch, int], Future[tuple[int, Any]]] | None = None
-
-    def announce(self, batch: Batch, portion: int) -> None:
-        """This one will be asked for next."""
-        if self._thread is not None and self._coming is None:
-            self._coming = (batch, portion), self._thread.submit(self._get, batch, portion)
-
-    def get(self, batch: Batch, portion: int) -> tuple[int, Any]:
-        """How many examples it has, and them."""
-        coming, self._coming = self._coming, None
-        if coming is not None:
-            found = coming[1].result() if coming[0] == (batch, portion) else None
-            if found is not None:
-                return found
-            coming[1].cancel()
-        return self._get(batch, portion)
-
-    def _get(self, batch: Batch, portion: int) -> tuple[int, Any]:
-        size = self._plan.samples.portion
-        low, high = portion * size, min((portion + 1) * size, batch.examples)
-        if batch.drawn is None:
-            indices = torch.arange(low, high)
-        else:
-            indices = self._order(batch.drawn, batch.examples)[low:high]
-        return high - low, self._read(indices)
-
-    def _order(self, drawn: int, examples: int) -> Tensor:
-        """The examples of a sample, in the order of the data set: neighbours are read together."""
-        if self._drawn[0] != drawn or self._drawn[1] is None:
-            order = epoch_order(self._plan.samples.size, seed=self._plan.seed, epoch=drawn)[:examples]
-            self._drawn = drawn, order.sort().values
-        assert self._drawn[1] is not None
-        return self._drawn[1]
-
-
 class PortionWorker:
-    """One model whose parameters are set to a point, and whose gradients go into a sum."""
+    """One model whose parameters are set to a point, and whose gradients go into a sum; `ahead`: what comes next is read by a thread."""
 
     def __init__(
         self, plan: BatchPlan, device: torch.device = CPU, *, ahead: bool = True, own: bool = True
@@ -106,15 +63,17 @@ class PortionWorker:
         model = made(plan.model, device)
         model = (model if own else copied(model)).to(device)
         model.eval()
-        flat = plan.layout.parameters
-        self._device, self._model, self._objective = device, model, plan.objective
-        self._point = flat.new(device)
+        self._plan, self._read = plan, reader(plan.data, plan.collate)
+        self._device, self._model, self._flat = device, model, plan.layout.parameters
+        self._point = self._flat.new(device)
         self._parameters = trained(model)
-        for parameter, view in zip(self._parameters, flat.views(self._point), strict=True):
+        for parameter, view in zip(self._parameters, self._flat.views(self._point), strict=True):
             parameter.data = view
-        self._flat = flat
-        self._gradient = flat.new(device) if device.type != "cpu" else None
-        self._data = Portioned(plan, ahead=ahead)
+        self._gradient = self._flat.new(device) if device.type != "cpu" else None
+        self._drawn: tuple[int | None, Tensor | None] = (None, None)
+        wanted = ahead and not isinstance(plan.data, TensorDataset)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="syncline-reader") if wanted else None
+        self._coming: tuple[tuple[Batch, int], Future[tuple[int, Any]]] | None = None
 
     def move(self, x: Sequence[Tensor]) -> None:
         """To this point."""
@@ -131,13 +90,33 @@ class PortionWorker:
 
     def add(self, batch: Batch, portion: int, then: tuple[Batch, int] | None = None) -> tuple[float, int]:
         """One portion's gradient, while `then` is read; the sum of its losses over examples, and their number, come back."""
-        examples, read = self._data.get(batch, portion)
-        if then is not None:
-            self._data.announce(*then)
-        value = self._objective(self._model, to_device(read, self._device))
+        coming, self._coming = self._coming, None
+        if coming is not None and coming[0] == (batch, portion):
+            examples, read = coming[1].result()
+        else:
+            if coming is not None:
+                coming[1].cancel()
+            examples, read = self._get(batch, portion)
+        if then is not None and self._thread is not None:
+            self._coming = then, self._thread.submit(self._get, *then)
+        value = self._plan.objective(self._model, to_device(read, self._device))
         check_loss(value)
         (value * examples).backward()
         return value.item() * examples, examples
+
+    def _get(self, batch: Batch, portion: int) -> tuple[int, Any]:
+        """How many examples a portion has, and them; of a sample in the order of the data set: neighbours are read together."""
+        plan = self._plan
+        size = plan.samples.portion
+        low, high = portion * size, min((portion + 1) * size, batch.examples)
+        if batch.drawn is None:
+            return high - low, self._read(torch.arange(low, high))
+        drawn, order = self._drawn
+        if drawn != batch.drawn or order is None:
+            chosen = epoch_order(plan.samples.size, seed=plan.seed, epoch=batch.drawn)[: batch.examples]
+            order = chosen.sort().values
+            self._drawn = batch.drawn, order
+        return high - low, self._read(order[low:high])
 
     def end(self, total: Sequence[Tensor]) -> None:
         """The sum is complete."""

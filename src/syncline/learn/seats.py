@@ -12,25 +12,25 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from syncline import messages as m
-from syncline.errors import LayoutError, LoopError, UsageError
+from syncline.errors import LayoutError, LoopError
 from syncline.learn.loader import Loader
-from syncline.learn.local_update import SeatOptimizer
-from syncline.learn.optimizer import SharedOptimizer
+from syncline.learn.local_update import SeatOptimizer, as_partitioned, whole_layout
 from syncline.learn.server_session import ServerSession, shards_for
 from syncline.learn.session import Factory
 from syncline.messages.to_leader import Gradient, Put, ToLeader
-from syncline.parallel.module import Part, Partitioned
-from syncline.parallel.seat_tensors import Windows, shard_cuts
+from syncline.parallel.module import Partitioned
+from syncline.parallel.seat_tensors import Targets, Windows, shard_cuts
 from syncline.ports import Computing, Draft, LearnerPort, Portion, Reading, Reset, Serving, TablePort
 from syncline.roles.run_plan import Seat
-from syncline.table.layout import Flat, Layout, Tensors
+from syncline.table.layout import Layout, Tensors
+from syncline.table.nested_optimizers import look
 from syncline.table.optimizer_template import OptimizerTemplate
 
 TRIES = 8  # to read one version in all seats, before one is delivered
@@ -59,32 +59,6 @@ class Line(ABC):
         """What all others said with `done`; waits for them."""
 
 
-class SharedTable(Protocol):
-    """What a seat asks of the engine's end of a table, which several processes have."""
-
-    layout: Layout
-    buffers: Sequence[Tensor]
-    others: Sequence[Tensor]
-
-    def narrow_to(
-        self, own: Callable[[list[Tensor]], list[Tensor]], reads: Sequence[Sequence[tuple[int, int]]]
-    ) -> None:
-        """What this seat reads of a version, and which elements of every entry that are."""
-
-    def at(self, place: int) -> Draft: ...
-    def draft(self, *, block: bool = True) -> Draft | None: ...
-    def publish(
-        self,
-        draft: Draft,
-        message: Gradient | Put | m.Initialised,
-        options: bytes = b"",
-        present: Sequence[bool] = (),
-    ) -> None: ...
-    def wait(self, number: int | None, *, block: bool = True) -> Reading | None: ...
-    def copy(self, reading: Reading, into: list[Tensor]) -> int | None: ...
-    def has_read(self) -> None: ...
-
-
 class SeatPort(LearnerPort):
     """The port of one seat's session: the first seat's asks the engine's, the others' hear what it said."""
 
@@ -96,17 +70,14 @@ class SeatPort(LearnerPort):
 
     def told(self, what: str, action: Callable[[], Any]) -> Any:
         """The first seat's answer, or what it raised, in every seat."""
-        if not self.leads:
-            return self._heard(what)
-        try:
-            answer = action()
-        except BaseException as error:
-            self.line.tell(("", error))
-            raise
-        self.line.tell((what, answer))
-        return answer
-
-    def _heard(self, what: str) -> Any:
+        if self.leads:
+            try:
+                answer = action()
+            except BaseException as error:
+                self.line.tell(("", error))
+                raise
+            self.line.tell((what, answer))
+            return answer
         said, answer = self.line.hear()
         if isinstance(answer, BaseException) and said == "":
             raise answer
@@ -148,14 +119,14 @@ class SeatPort(LearnerPort):
             self._port.tell(message)
 
     def ask(self, message: Any) -> Any:
-        answer = self.told(type(message).__name__, lambda: self._asked(message))
+        def asked() -> Any:
+            answer = self._port.ask(message)
+            return replace(answer, desk=None) if isinstance(answer, m.Rejoined) else answer
+
+        answer = self.told(type(message).__name__, asked)
         if isinstance(answer, m.Rejoined):
             return replace(answer, tables=[self._own(each) for each in answer.tables])
         return self._own(answer) if isinstance(answer, m.Opened) else answer
-
-    def _asked(self, message: Any) -> Any:
-        answer = self._port.ask(message)
-        return replace(answer, desk=None) if isinstance(answer, m.Rejoined) else answer
 
     def _own(self, opened: m.Opened) -> m.Opened:
         """With this seat's part of the buffers that a checkpoint holds."""
@@ -184,39 +155,12 @@ class SeatPort(LearnerPort):
         return bool(self.told("stopping", self._port.stopping))
 
 
-class Shares:
+class Shares(NamedTuple):
     """A seat's windows of one table."""
 
-    def __init__(self, layout: Layout, model: Partitioned) -> None:
-        def windows(flat: Flat) -> Windows:
-            names = [entry.name for entry in flat.entries]
-            return Windows(model.parts, names, model.group.rank, model.group.size)
-
-        self.parameters, self.buffers = windows(layout.parameters), windows(layout.buffers)
-        self.others = windows(layout.others)
-
-
-class SeatDraft:
-    """A seat's windows of one draft."""
-
-    def __init__(self, draft: Draft, shares: Shares) -> None:
-        self.whole = draft
-        self._gradients = shares.parameters.targets(draft.gradients)
-        self._buffers = shares.buffers.targets(draft.buffers)
-        self._others = shares.others.targets(draft.others) if draft.others else None
-        others = self._others.tensors if self._others is not None else ()
-        self.own = Draft(self._gradients.tensors, self._buffers.tensors, draft.place, others)
-
-    def flush(self, present: Sequence[bool]) -> bytes:
-        """All is written; which parameters have a gradient here, if not all."""
-        for gradient, here in zip(self.own.gradients, present, strict=False):
-            if not here:  # others may have one
-                gradient.zero_()
-        self._gradients.flush()
-        self._buffers.flush()
-        if self._others is not None:
-            self._others.flush()
-        return bytes(present)
+    parameters: Windows
+    buffers: Windows
+    others: Windows
 
 
 def joined_masks(masks: Sequence[bytes]) -> list[bool]:
@@ -228,36 +172,36 @@ def joined_masks(masks: Sequence[bytes]) -> list[bool]:
 
 
 class SeatTable(TablePort):
-    """A table, seen by one seat."""
+    """A table, seen by one seat; `whole`: the engine's end, which several processes have."""
 
-    def __init__(self, whole: SharedTable, shares: Shares, port: SeatPort) -> None:
+    def __init__(self, whole: Any, shares: Shares, port: SeatPort) -> None:
         self.layout = whole.layout
         self._whole, self._port, self._shares = whole, port, shares
-        self._drafts: dict[int, SeatDraft] = {}
+        self._drafts: dict[int, tuple[Draft, Draft, list[Targets]]] = {}  # by place: whole, own windows
         self.buffers = shares.buffers.read(whole.buffers)
         self.others = shares.others.read(whole.others)
-        whole.narrow_to(self._narrow, shares.parameters.reads)
-        self.own: frozenset[int] = (
-            frozenset()
-        )  # entries that seats update themselves: they have been read once
-
-    def _narrow(self, version: list[Tensor]) -> list[Tensor]:
-        return self._rest(self._shares.parameters.read(version))
+        whole.narrow_to(lambda version: self._rest(shares.parameters.read(version)), shares.parameters.reads)
+        self.own: frozenset[int] = frozenset()  # entries that seats update themselves: they were read once
 
     def _rest(self, tensors: list[Tensor]) -> list[Tensor]:
         return [each for index, each in enumerate(tensors) if index not in self.own] if self.own else tensors
 
     def draft(self, *, block: bool = True) -> Draft | None:
-        place = self._port.told("draft", lambda: self._place(block))
-        if place is None:
-            return None
-        if place not in self._drafts:
-            self._drafts[place] = SeatDraft(self._whole.at(place), self._shares)
-        return self._drafts[place].own
+        def place() -> Any:
+            found = self._whole.draft(block=block)
+            return None if found is None else found.place
 
-    def _place(self, block: bool) -> Any:
-        draft = self._whole.draft(block=block)
-        return None if draft is None else draft.place
+        found = self._port.told("draft", place)
+        if found is None:
+            return None
+        if found not in self._drafts:
+            whole, shares = self._whole.at(found), self._shares
+            targets = [shares.parameters.targets(whole.gradients), shares.buffers.targets(whole.buffers)]
+            if whole.others:
+                targets.append(shares.others.targets(whole.others))
+            gradients, buffers, *others = (each.tensors for each in targets)
+            self._drafts[found] = whole, Draft(gradients, buffers, found, *others), targets
+        return self._drafts[found][1]
 
     def publish(
         self,
@@ -267,11 +211,16 @@ class SeatTable(TablePort):
         present: Sequence[bool] = (),
     ) -> None:
         """When all seats have written."""
-        held = self._drafts[draft.place]
-        found = joined_masks(self._port.gather(held.flush(present)))
+        whole, own, targets = self._drafts[draft.place]
+        for gradient, here in zip(own.gradients, present, strict=False):
+            if not here:  # others may have one
+                gradient.zero_()
+        for each in targets:
+            each.flush()
+        found = joined_masks(self._port.gather(bytes(present)))
         if isinstance(message, Gradient):
             message = message._replace(full=not found)
-        self._port.first_only(lambda: self._whole.publish(held.whole, message, options, found))
+        self._port.first_only(lambda: self._whole.publish(whole, message, options, found))
 
     def wait(self, number: int | None, *, block: bool = True) -> Reading | None:
         found: Reading | None = self._port.told(
@@ -366,36 +315,36 @@ class SeatSession(ServerSession):
 
     def close(self) -> None:
         self.settle()
-        for table in self._tables if self._refused is None else ():
+        for table in self._tables if self.refused is None else ():
             with contextlib.suppress(Reset):
                 table.hand_over()
         super().close()
 
-    def optimizer(self, model: nn.Module, factory: Factory) -> SharedOptimizer:
+    def optimizer(self, model: nn.Module, factory: Factory) -> SeatOptimizer:
         """The table has the whole model's layout."""
-        check_partitioned(model, self.seats)
+        whole = as_partitioned(model, self.seats)
         self.settle()
         table = super().optimizer(model, factory)
-        assert isinstance(model, Partitioned) and isinstance(table, SeatOptimizer)
-        table.bind(model, local=self.plan.local)
+        assert isinstance(table, SeatOptimizer)
+        table.bind(whole, local=self.plan.local)
         return table
 
-    def _lay_out(
-        self, model: nn.Module, inner: torch.optim.Optimizer, *, wraps: bool
-    ) -> tuple[Layout, Tensors]:
+    def _lay_out(self, model: nn.Module, inner: torch.optim.Optimizer) -> tuple[Layout, Tensors]:
         assert isinstance(model, Partitioned)
-        if wraps:
+        if look(inner).wraps:
             raise LayoutError(
                 f"{type(inner).__name__} holds optimizers or parameters itself, which cannot be done over a group's seats: use "
                 "group=1, or one of torch.optim's"
             )
-        local, tensors = super()._lay_out(model, inner, wraps=wraps)
+        local, tensors = super()._lay_out(model, inner)
         layout = whole_layout(local, model.parts)
-        size = layout.parameters.nbytes
-        shards = shards_for(inner, self.plan.servers, size)
-        layout = replace(layout, shards=shards)
+        layout = replace(layout, shards=shards_for(inner, self.plan.servers, layout.parameters.nbytes))
         layout = replace(layout, cuts=shard_cuts(layout, model.parts, self.seats))
-        self.port.windows[len(self._tables) :] = [Shares(layout, model)]
+        shares = []
+        for flat in (layout.parameters, layout.buffers, layout.others):
+            names = [entry.name for entry in flat.entries]
+            shares.append(Windows(model.parts, names, model.group.rank, model.group.size))
+        self.port.windows[len(self._tables) :] = [Shares(*shares)]
         return layout, tensors
 
     def _template(self, inner: torch.optim.Optimizer, layout: Layout) -> OptimizerTemplate:
@@ -406,32 +355,6 @@ class SeatSession(ServerSession):
             for index, entry in template.state.items()
         }
         return replace(template, state=state)
-
-
-def check_partitioned(model: nn.Module, seats: int) -> None:
-    if not isinstance(model, Partitioned):
-        raise UsageError(
-            f"session.optimizer in a group of {seats} seats takes a partitioned model: "
-            f"sl.partition({type(model).__name__}(...), plan, example); got {type(model).__name__}"
-        )
-
-
-def whole_layout(layout: Layout, parts: dict[str, Part]) -> Layout:
-    """Of a whole model, from that of its slices."""
-
-    def whole(flat: Flat) -> Flat:
-        if strange := [entry.name for entry in flat.entries if entry.name not in parts]:
-            raise LayoutError(
-                f"the optimizer holds a parameter ({strange[0]}) that is not the partitioned model's"
-            )
-        return Flat(tuple(replace(entry, shape=parts[entry.name].shape) for entry in flat.entries))
-
-    return replace(
-        layout,
-        parameters=whole(layout.parameters),
-        buffers=whole(layout.buffers),
-        others=whole(layout.others),
-    )
 
 
 def _whole(value: Any, layout: Layout, index: int, inner: torch.optim.Optimizer) -> Any:

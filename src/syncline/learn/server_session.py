@@ -7,9 +7,8 @@ runs in every engine; all it asks of the world goes through its port.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,25 +17,19 @@ from torch.utils.data import IterableDataset
 
 from syncline import messages as m
 from syncline.dial import Sync
-from syncline.errors import LayoutError, LoopError, UsageError
+from syncline.errors import LoopError, UsageError
 from syncline.learn.loader import Loader, StreamLoader
-from syncline.learn.model_factories import pack_random, refuse_unready, unpack_random
+from syncline.learn.model_factories import pack_random, unpack_random
 from syncline.learn.optimizer import SharedOptimizer
-from syncline.learn.session import Collate, Factory, Session
+from syncline.learn.session import Collate, Session, copy_all
 from syncline.messages import to_leader as say
 from syncline.messages.to_leader import NO_LOADER
-from syncline.ports import LearnerPort, Reset, TablePort
+from syncline.ports import LearnerPort, Reset
 from syncline.roles.run_plan import Seat
 from syncline.roles.waiting_learners import brought, like
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.nested_optimizers import look
-from syncline.table.optimizer_template import (
-    ELEMENTWISE,
-    SCALE_INVARIANT,
-    OptimizerTemplate,
-    is_torchs,
-    refuse_unsupported,
-)
+from syncline.table.optimizer_template import ELEMENTWISE, SCALE_INVARIANT, OptimizerTemplate, is_torchs
 from syncline.topologies import Servers
 
 
@@ -48,14 +41,14 @@ class ServerSession(Session):
     def __init__(self, port: LearnerPort, seat: Seat) -> None:
         super().__init__(port, seat)
         self.examples = 0  # of the gradient that is being made
-        self._used: dict[int, int] = {}  # loader -> portions used
+        self.used: dict[int, int] = {}  # loader -> portions used
         self._fresh: list[int] = []  # loaders used since the last step
         self._rests: list[tuple[SharedOptimizer, int]] = []
         self._rest_loader = -1  # whose data it waits for, where it rests
         self._idle: tuple[int, int] | None = None  # the loader that ended, and its next portion
         self._kept_random = b""
         self._mark: Tensor | None = None
-        self._refused: UsageError | None = None  # why it is not where the others are
+        self.refused: UsageError | None = None  # why it is not where the others are
 
     def gradient_states(self, *, keep: bool) -> bytes:
         """A gradient is published: what torch draws from here on belongs to the next."""
@@ -82,21 +75,17 @@ class ServerSession(Session):
 
     def rejoin(self) -> None:
         """The servers are new ones: read their weights; what was not folded is lost, its batches come again."""
-        while True:
-            try:
-                back: m.Rejoined = self.port.ask(m.Rejoin(len(self._tables), len(self.loaders)))
-                self._rests, self._fresh, self._used = [], [], {}
-                self._idle = (self._idle[0], 0) if self._idle is not None else None
-                self.examples = 0
-                for table, answer in zip(self._tables, back.tables, strict=True):
-                    table.rejoin(self.port.open(answer))
-                    if answer.personal is not None and answer.table in answer.personal.buffers:
-                        table.restore_buffers(answer.personal.buffers[answer.table])
-                for loader in self.loaders:
-                    loader.rejoin()
-                return
-            except Reset:
-                continue
+        try:
+            back: m.Rejoined = self.port.ask(m.Rejoin(len(self._tables), len(self.loaders)))
+            self._rests, self._fresh, self.used = [], [], {}
+            self._idle = (self._idle[0], 0) if self._idle is not None else None
+            self.examples = 0
+            for table, answer in zip(self._tables, back.tables, strict=True):
+                table.rejoin(self.port.open(answer), answer.personal)
+            for loader in self.loaders:
+                loader.rejoin()
+        except Reset:
+            self.rejoin()
 
     @property
     def ending(self) -> bool:
@@ -109,68 +98,59 @@ class ServerSession(Session):
 
     def _in_step(self) -> None:
         """Refused once, it has not what the others have, and they would wait for each other for ever."""
-        if self._refused is not None:
+        if self.refused is not None:
             raise LoopError(
                 f"learner {self.rank} cannot go on after an error that its code caught, because its loop is not where the "
-                f"others' loops are. Let that error end the learner, or return. It was: {self._refused}"
+                f"others' loops are. Let that error end the learner, or return. It was: {self.refused}"
             )
 
-    def refused(self, error: UsageError) -> None:
-        """It is not where the others are from here on."""
-        self._refused = error
-
-    def optimizer(self, model: nn.Module, factory: Factory) -> SharedOptimizer:
-        """The table of this model's parameters, as a torch optimizer whose `step` publishes and reads."""
+    def _open_table(self, model: nn.Module, inner: torch.optim.Optimizer) -> SharedOptimizer:
         self._in_step()
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")
-        refuse_sparse(model)
-        inner = make_optimizer(model, factory)
         held = look(inner)
         held.refuse(inner)
         refuse_weighted(self.sync, inner, *held.optimizers)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        given = [parameter for group in inner.param_groups for parameter in group["params"]]
-        named = [(names.get(id(parameter), "a parameter"), parameter) for parameter in given]
-        self._owned.check(named)
-        layout, tensors = self._lay_out(model, inner, wraps=held.wraps)
-        table = self.insist(lambda: self._open_table(inner, layout, tensors, wraps=held.wraps))
-        self._tables.append(table)
-        self._owned.claim(named)
-        self.watch.opened(given, table)
+        layout, tensors = self._lay_out(model, inner)
+        number = len(self._tables)
+
+        def opened() -> SharedOptimizer:
+            answer = self._request(m.Open(number, layout))
+            if isinstance(answer, m.Initialise):
+                answer = self._initialise(
+                    answer, m.Initialised(number, self._template(inner, layout)), tensors
+                )
+            end, personal = self.port.open(answer), answer.personal
+            copy_all(tensors.buffers, end.buffers)
+            copy_all(tensors.others, end.others)
+            if personal is not None:
+                copy_all(tensors.buffers, personal.buffers.get(number, tensors.buffers))
+                self._kept_random = personal.random
+            steps = personal.steps if personal is not None else 0
+            return self.shared(self, number, inner, end, tensors, steps, wraps=held.wraps)
+
+        table: SharedOptimizer = self.insist(opened)
+        self.watch.shared.append(table)
         return table
 
-    def _lay_out(
-        self, model: nn.Module, inner: torch.optim.Optimizer, *, wraps: bool
-    ) -> tuple[Layout, Tensors]:
-        return lay_out(
-            model,
+    def _initialise(self, answer: m.Initialise, note: m.Initialised, tensors: Tensors) -> m.Opened:
+        """A new table's first values are this learner's."""
+        end = self.port.open(answer)
+        draft = end.draft()
+        assert draft is not None
+        copy_all(draft.gradients, [parameter.detach() for parameter in tensors.parameters])
+        copy_all(draft.buffers, tensors.buffers)
+        copy_all(draft.others, tensors.others)
+        end.publish(draft, note)
+        return self._ask(note)
+
+    def _lay_out(self, model: nn.Module, inner: torch.optim.Optimizer) -> tuple[Layout, Tensors]:
+        groups, shards = (
             [group["params"] for group in inner.param_groups],
-            cuttable=type(inner) in ELEMENTWISE,
-            shards=shards_for(inner, self.plan.servers),
+            shards_for(inner, self.plan.servers),
         )
+        return lay_out(model, groups, cuttable=type(inner) in ELEMENTWISE, shards=shards)
 
     def _template(self, inner: torch.optim.Optimizer, layout: Layout) -> OptimizerTemplate:
         return OptimizerTemplate.of(inner)
-
-    def _open_table(
-        self, inner: torch.optim.Optimizer, layout: Layout, tensors: Tensors, *, wraps: bool
-    ) -> SharedOptimizer:
-        number = len(self._tables)
-        answer = self._request(m.Open(number, layout))
-        if isinstance(answer, m.Initialise):
-            note = m.Initialised(number, self._template(inner, layout))
-            publish_first(self.port.open(answer), note, tensors)
-            answer = self._ask(note)
-        end = self.port.open(answer)
-        copy_all(tensors.buffers, end.buffers)
-        copy_all(tensors.others, end.others)
-        personal: m.Personal | None = answer.personal
-        if personal is not None:
-            copy_all(tensors.buffers, personal.buffers.get(number, tensors.buffers))
-            self._kept_random = personal.random
-        steps = personal.steps if personal is not None else 0
-        return self.shared(self, number, inner, end, tensors, steps, wraps=wraps)
 
     # -- data --------------------------------------------------------------------------------------------
 
@@ -178,22 +158,19 @@ class ServerSession(Session):
         return batch_of_each(batch_size, joint, self.learners, self.sync)
 
     def _open_loader(self, data: Any, batches: int, policy: str, collate: Collate, ahead: int) -> Loader:
-        number = len(self.loaders)
-        epochs = self.plan.epochs if number == 0 else None
-        stream = isinstance(data, IterableDataset)
+        number, stream = len(self.loaders), isinstance(data, IterableDataset)
+        size = 0 if stream else len(data)
         if stream:
             check_whole("batch_size", batches)
-            opening = m.OpenLoader(number, 0, batches, m.STREAM, epochs)
         else:
-            check_batches(len(data), batches)
-            opening = m.OpenLoader(number, len(data), batches, policy, epochs)
+            check_batches(size, batches)
+        epochs = self.plan.epochs if number == 0 else None
+        opening = m.OpenLoader(number, size, batches, m.STREAM if stream else policy, epochs)
+        kind = StreamLoader if stream else Loader
 
         def opened() -> Loader:
-            parts = self._request(opening)
-            if stream:
-                return StreamLoader(self, number, data, batch_size=batches, collate=collate)
-            options: dict[str, Any] = {"policy": policy, "collate": collate, "ahead": ahead, "parts": parts}
-            return Loader(self, number, data, batch_size=batches, **options)
+            options = {"policy": policy, "collate": collate, "ahead": ahead}
+            return kind(self, number, data, batch_size=batches, parts=self._request(opening), **options)
 
         loader: Loader = self.insist(opened)
         self.loaders.append(loader)
@@ -207,8 +184,7 @@ class ServerSession(Session):
             self.rest(NO_LOADER, 0)
         answer = self._ask(message)
         if self._fresh and self._rests and self.sync.lockstep:  # the others may have gone on
-            self._rests = [(table, table.reread(later=later)) for table, later in self._in_turn()]
-            self._rest_loader = NO_LOADER
+            self._rest(NO_LOADER, None)
             self.rested()
         return answer
 
@@ -218,13 +194,12 @@ class ServerSession(Session):
         try:
             return self.port.ask(message)
         except UsageError as error:
-            self._refused = error
+            self.refused = error
             raise
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Nothing is communicated before `step` here: accumulation needs no special care."""
-        yield
+        return contextlib.nullcontext()
 
     # -- metrics -----------------------------------------------------------------------------------------
 
@@ -232,23 +207,25 @@ class ServerSession(Session):
         """The mean of a number or tensor over all live learners; every learner must call it."""
         self._in_step()
         held = brought(value)
+
+        def meet() -> (
+            Any
+        ):  # it rests until that is over: nobody need wait for its gradient, wherever in its loop it is
+            self.deliver()
+            self.rest(NO_LOADER, 0)
+            self.port.post(say.Meet())
+            return self.port.ask(m.MeanOf(held))
+
         try:
-            mean: Tensor = self.insist(lambda: self._meet(m.MeanOf(held)))
+            mean: Tensor = self.insist(meet)
         except LoopError as error:
-            self._refused = error
+            self.refused = error
             raise
         except UsageError:  # all of the meeting hear it, and may go on
             self._met()
             raise
         self._met()
         return like(mean, value)
-
-    def _meet(self, message: Any) -> Any:
-        """It rests until the meeting is over: nobody need wait for its gradient, wherever in its loop it is."""
-        self.deliver()
-        self.rest(NO_LOADER, 0)
-        self.port.post(say.Meet())
-        return self.port.ask(message)
 
     def _met(self) -> None:
         """All of the meeting count again: read what was folded meanwhile."""
@@ -261,26 +238,27 @@ class ServerSession(Session):
 
     def push(self) -> None:
         """What learners that step by themselves have not pushed yet, unless they were refused."""
-        for table in self._tables if self._refused is None else ():
-            table.push()
+        for table in self._tables if self.refused is None else ():
+            table.stepper.push()
 
     def deliver(self) -> None:
         """What it has published is there before it waits for others: else they might seem to wait for each other."""
         for table in self._tables:
-            table.deliver()
+            table.drive(table.stepper.deliver())
 
     def close(self) -> None:
-        """The learner's function is over."""
-        if not self.ending and self._refused is None:
+        """The learner's function is over: random states are left as of the last gradient."""
+        if not self.ending and self.refused is None:
             self.push()
             if sys.exception() is None:
                 with contextlib.suppress(Reset):
                     self.deliver()
         if self.plan.saving.cuts and self._tables:
             with contextlib.suppress(Reset):
-                self._tables[0].farewell()
+                states = self.random_states(marked=True)
+                self.port.post(say.Farewell(self._tables[0].number, states))
         for table in self._tables:
-            table.release_hooks()
+            table.release()
         self.watch.close()
         if not self.ending and sys.exception() is None:
             self.port.tell(m.Closed())
@@ -291,17 +269,14 @@ class ServerSession(Session):
         """A batch was handed to the loop: it belongs to the next gradient."""
         self._in_step()
         self._idle = None
-        self._used[loader] = upto
+        self.used[loader] = upto
         if loader not in self._fresh:
             self._fresh.append(loader)
         self.examples += count
 
-    def used(self, loader: int) -> int:
-        return self._used.get(loader, 0)
-
     def take_usage(self) -> tuple[int, int, int]:
         """(examples, loader, portions used) of the gradient that is published now."""
-        if self._refused is not None:
+        if self.refused is not None:
             self._in_step()
         count, self.examples = self.examples, 0
         if self._rests:
@@ -312,9 +287,9 @@ class ServerSession(Session):
             self.loaders[loader].look_ahead()
         *further, last = self._fresh
         for loader in further:
-            self.port.post(say.Used(loader, self._used[loader]), later=True)
+            self.port.post(say.Used(loader, self.used[loader]), later=True)
         self._fresh = []
-        return count or 1, last, self._used[last]
+        return count or 1, last, self.used[last]
 
     def ended(self, loader: int, index: int) -> None:
         """A loader's epoch is over, and its batches are in gradients: there may be nothing to compute for long.
@@ -339,13 +314,16 @@ class ServerSession(Session):
     def rest(self, loader: int, index: int) -> None:
         """Nothing to compute: nobody need wait for this learner, be it under a dial that it does not know yet."""
         if not self._rests or self._rest_loader != loader:
-            self._rests, self._rest_loader = [], loader
-            for table, later in self._in_turn():
-                self._rests.append((table, table.rest(loader, index, later=later)))
+            self._rest(loader, (loader, index))
 
-    def _in_turn(self) -> list[tuple[SharedOptimizer, bool]]:
-        """All tables, and whether there is one after it."""
-        return [(table, table is not self._tables[-1]) for table in self._tables]
+    def _rest(self, loader: int, place: tuple[int, int] | None) -> None:
+        """Nothing to compute before this portion; or there is something again, before it says that it reads."""
+        self._rest_loader = loader
+        states = self.random_states() if self.plan.saving.cuts else b""
+        self._rests = [
+            (table, table.stepper.rest(place, states, later=table is not self._tables[-1]))
+            for table in self._tables
+        ]
 
     @property
     def resting(self) -> bool:
@@ -356,34 +334,6 @@ class ServerSession(Session):
         for table, number in self._rests:
             table.rested(number)
         self._rests = []
-
-
-def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
-    """Run the user's factory on the model's parameters, or on the model where it asks for `model`."""
-    refuse_unready(model)
-    if next(iter(model.parameters()), None) is None:
-        raise LayoutError(
-            f"{type(model).__name__} has no parameters: there is nothing to train. "
-            "Register layers as attributes, or parameters as nn.Parameter."
-        )
-    if not callable(factory):
-        raise UsageError(
-            f"the optimizer must be a callable that makes one, got {type(factory).__name__}; "
-            "give a callable such as partial(torch.optim.SGD, lr=0.1)"
-        )
-    try:
-        first = next(iter(inspect.signature(factory).parameters), None)
-    except (TypeError, ValueError):
-        first = None
-    inner = factory(model if first == "model" else model.parameters())
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise UsageError(
-            f"the optimizer factory returned {type(inner).__name__}, not a torch.optim.Optimizer; "
-            "give a callable such as partial(torch.optim.SGD, lr=0.1)"
-        )
-    refuse_unsupported(inner)
-    vars(inner).setdefault("defaults", {})  # a wrapper may have none
-    return inner
 
 
 def shards_for(optimizer: torch.optim.Optimizer, servers: Servers, size: int | None = None) -> int:
@@ -410,14 +360,6 @@ def refuse_weighted(sync: Sync, *optimizers: torch.optim.Optimizer) -> None:
             raise UsageError(
                 f"{sync} weights each gradient by its staleness, but {type(optimizer).__name__} divides a gradient's "
                 "scale out again: use SGD, or rate=share, which changes the learning rate itself"
-            )
-
-
-def refuse_sparse(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise LayoutError(
-                f"'{name}' is an embedding with sparse=True: sparse gradients do not travel; use sparse=False"
             )
 
 
@@ -463,19 +405,3 @@ def batch_of_each(batch_size: int | None, joint: int | None, learners: int, sync
 def check_whole(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
-
-
-def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-    with torch.no_grad():
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-
-def publish_first(end: TablePort, note: m.Initialised, tensors: Tensors) -> None:
-    """A new table's first values."""
-    draft = end.draft()
-    assert draft is not None
-    copy_all(draft.gradients, [parameter.detach() for parameter in tensors.parameters])
-    copy_all(draft.buffers, tensors.buffers)
-    copy_all(draft.others, tensors.others)
-    end.publish(draft, note)

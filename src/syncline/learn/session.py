@@ -1,4 +1,4 @@
-"""What a learner's loop sees of a run, whatever the topology: `syncline.Session`.
+"""What a learner's loop sees of a run, whatever the topology: `syncline.Session`, and what its optimizers have alike.
 
 `ServerSession` (learn/server_session.py) publishes to servers, `AllReduceSession` (learn/allreduce_session.py) reduces with its equals.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,9 +18,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from syncline import messages as m
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.loader import POLICIES, identity, read_ahead
-from syncline.learn.model_factories import seed_random
+from syncline.learn.model_factories import refuse_unready, seed_random
 from syncline.learn.usage_warnings import Watch
 from syncline.roles.run_plan import Seat
+from syncline.table.layout import Tensors
+from syncline.table.optimizer_template import refuse_unsupported
 
 Factory = Callable[..., torch.optim.Optimizer]
 Collate = Callable[[list[Any]], Any] | None
@@ -41,8 +44,10 @@ class Session(ABC):
         self._tables: list[Any] = []
         self.loaders: list[Any] = []
         self._same: dict[tuple[Any, ...], Any] = {}  # loaders
-        self._owned = ParameterOwners()
-        self.watch = Watch(self.rank, port.tell)
+        self._owned: dict[
+            int, str
+        ] = {}  # parameters in tables, by identity: the names that their first table gave them
+        self.watch = Watch(self.rank, port.tell, self._owned)
 
     def seed(self) -> None:
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""
@@ -58,9 +63,29 @@ class Session(ABC):
     def ending(self) -> bool:
         """The run is to end: loaders end, steps do not return."""
 
-    @abstractmethod
-    def optimizer(self, model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, factory: Factory) -> TableOptimizer:
         """The shared state of this model's parameters, as a torch optimizer."""
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"session.optimizer takes an nn.Module first, got {type(model).__name__}")
+        refuse_sparse(model)
+        inner = make_optimizer(model, factory)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        held = [id(parameter) for group in inner.param_groups for parameter in group["params"]]
+        for parameter in held:
+            if parameter in self._owned:
+                raise LayoutError(
+                    f"'{names.get(parameter, 'a parameter')}' is in two optimizers (the first calls it "
+                    f"'{self._owned[parameter]}'): its updates would overwrite each other. Give each optimizer its own "
+                    "parameters."
+                )
+        table = self._open_table(model, inner)
+        self._owned.update((parameter, names.get(parameter, "a parameter")) for parameter in held)
+        self._tables.append(table)
+        return table
+
+    @abstractmethod
+    def _open_table(self, model: nn.Module, inner: torch.optim.Optimizer) -> TableOptimizer:
+        """A new one, of the parameters that the user's own optimizer holds."""
 
     def loader(
         self,
@@ -107,7 +132,7 @@ class Session(ABC):
         if not isinstance(model, nn.Module):
             raise UsageError(f"session.put takes an nn.Module, got {type(model).__name__}")
         own = {id(parameter) for parameter in model.parameters()}
-        found = [table for table in self._tables if table.holds(own)]
+        found = [table for table in self._tables if not own.isdisjoint(map(id, table.parameters))]
         if not found:
             raise UsageError("session.put: no optimizer of this session holds a parameter of that model")
         for table in found:
@@ -116,10 +141,8 @@ class Session(ABC):
     def log(self, **metrics: float) -> None:
         """Metrics of this learner, for the run's record."""
         said: dict[str, Any] = metrics
-        for key, value in said.items():
-            if isinstance(value, Tensor) and value.numel() == 1:
-                said[key] = value.item()
-        self.port.tell(m.Log(said))
+        single = {key: v.item() for key, v in said.items() if isinstance(v, Tensor) and v.numel() == 1}
+        self.port.tell(m.Log({**said, **single}))
 
     @abstractmethod
     def mean(self, value: float | Tensor) -> Any:
@@ -130,9 +153,64 @@ class Session(ABC):
         """The learner's function is over."""
 
 
-def check_policy(policy: str) -> None:
-    if policy not in POLICIES:
-        raise UsageError(f"policy {policy!r} is none of {', '.join(POLICIES)}")
+class TableOptimizer(torch.optim.Optimizer):
+    """What users step in place of `inner`, their own: with its groups, options and state."""
+
+    def __init__(self, number: int, inner: torch.optim.Optimizer, tensors: Tensors) -> None:
+        self.number, self.kind = number, type(inner)
+        self.parameters, self._buffers = tensors.parameters, tensors.buffers
+        super().__init__(inner.param_groups, dict(inner.defaults))
+        self._opened = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "_opened" in self.__dict__:
+            raise UsageError(
+                "parameter groups cannot be added to a table that is open; give them to the optimizer's factory"
+            )
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none or torch.autograd._profiler_enabled():
+            super().zero_grad(set_to_none)
+            return
+        for parameter in self.parameters:  # what torch's wrappers do costs a third of a small step
+            parameter.grad = None
+
+
+def make_optimizer(model: nn.Module, factory: Factory) -> torch.optim.Optimizer:
+    """Run the user's factory on the model's parameters, or on the model where it asks for `model`."""
+    refuse_unready(model)
+    if next(iter(model.parameters()), None) is None:
+        raise LayoutError(
+            f"{type(model).__name__} has no parameters: there is nothing to train. "
+            "Register layers as attributes, or parameters as nn.Parameter."
+        )
+    if not callable(factory):
+        raise UsageError(
+            f"the optimizer must be a callable that makes one, got {type(factory).__name__}; "
+            "give a callable such as partial(torch.optim.SGD, lr=0.1)"
+        )
+    try:
+        first = next(iter(inspect.signature(factory).parameters), None)
+    except (TypeError, ValueError):
+        first = None
+    inner = factory(model if first == "model" else model.parameters())
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise UsageError(
+            f"the optimizer factory returned {type(inner).__name__}, not a torch.optim.Optimizer; "
+            "give a callable such as partial(torch.optim.SGD, lr=0.1)"
+        )
+    refuse_unsupported(inner)
+    vars(inner).setdefault("defaults", {})  # a wrapper may have none
+    return inner
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise LayoutError(
+                f"'{name}' is an embedding with sparse=True: sparse gradients do not travel; use sparse=False"
+            )
 
 
 def sparse_gradient() -> LayoutError:
@@ -141,41 +219,18 @@ def sparse_gradient() -> LayoutError:
     )
 
 
-class ParameterOwners:
-    """The parameters that are in a table, by identity, with the names that their first table gave them."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-
-    def check(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """A further table wants these; refused if another has one of them already."""
-        for name, parameter in named:
-            if id(parameter) in self._names:
-                raise LayoutError(
-                    f"'{name}' is in two optimizers (the first calls it '{self._names[id(parameter)]}'): its updates would "
-                    "overwrite each other. Give each optimizer its own parameters."
-                )
-
-    def claim(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """The table is open, and these are its."""
-        self._names.update((id(parameter), name) for name, parameter in named)
+def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
-def as_data(name: str, data: Any) -> Any:
-    """A data set; a tuple of tensors is a `TensorDataset`."""
-    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
-        return _joined(name, data)
-    check_data(name, data)
-    return data
+# -- what is given to sessions, `train` and studies ----------------------------------------------------------
 
 
-def check_data(name: str, data: Any) -> None:
-    """A torch Dataset, or anything with a length and items."""
-    if isinstance(data, Dataset) or _is_sequence(data):
-        if not isinstance(data, IterableDataset):
-            _check_length(name, data)
-    else:
-        raise UsageError(f"{name} must be a torch Dataset, got {_what(data)}")
+def check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        raise UsageError(f"policy {policy!r} is none of {', '.join(POLICIES)}")
 
 
 def check_function(name: str, given: Any) -> None:
@@ -186,9 +241,33 @@ def check_function(name: str, given: Any) -> None:
         raise UsageError(f"{name} must be a function, got {given!r}")
 
 
-def _is_sequence(data: Any) -> bool:
+def as_data(name: str, data: Any) -> Any:
+    """A data set; a tuple of tensors is a `TensorDataset`."""
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
+        lengths = [len(part) if part.dim() else 0 for part in data]
+        if len(set(lengths)) > 1:
+            raise UsageError(
+                f"{name}: the tensors have {', '.join(map(str, lengths))} examples; they must be the same"
+            )
+        return TensorDataset(*data)
+    check_data(name, data)
+    return data
+
+
+def check_data(name: str, data: Any) -> None:
+    """A torch Dataset, or anything with a length and items."""
     words = isinstance(data, (type, str, bytes, dict, tuple))
-    return not words and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    sequence = not words and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if not sequence and not isinstance(data, Dataset):
+        raise UsageError(f"{name} must be a torch Dataset, got {_what(data)}")
+    if isinstance(data, IterableDataset):
+        return
+    try:
+        len(data)
+    except (TypeError, NotImplementedError) as error:
+        raise UsageError(
+            f"{name}: {type(data).__name__} has no length; give it a __len__, or make it an IterableDataset"
+        ) from error
 
 
 def _what(data: Any) -> str:
@@ -200,21 +279,3 @@ def _what(data: Any) -> str:
         kinds = ", ".join(type(part).__name__ for part in data)
         return f"a tuple of ({kinds}); give tensors, or TensorDataset(torch.as_tensor(x), torch.as_tensor(y))"
     return f"{type(data).__name__}; wrap tensors in TensorDataset"
-
-
-def _joined(name: str, parts: tuple[Tensor, ...]) -> TensorDataset:
-    lengths = [len(part) if part.dim() else 0 for part in parts]
-    if len(set(lengths)) > 1:
-        raise UsageError(
-            f"{name}: the tensors have {', '.join(map(str, lengths))} examples; they must be the same"
-        )
-    return TensorDataset(*parts)
-
-
-def _check_length(name: str, data: Any) -> None:
-    try:
-        len(data)
-    except (TypeError, NotImplementedError) as error:
-        raise UsageError(
-            f"{name}: {type(data).__name__} has no length; give it a __len__, or make it an IterableDataset"
-        ) from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsFloat
 
 from syncline import messages as m
@@ -32,14 +31,10 @@ class FreeDraft(NamedTuple):
     block: bool = True
 
 
-class Answer(NamedTuple):
-    """The coordinator's, to this."""
-
-    message: Any
-
-
-Wait = Ticket | FreeDraft | Answer
+Wait = Ticket | FreeDraft | m.AskDial  # this the coordinator answers
 Steps = Generator[Wait, Any, None]
+# (examples, loader, portions used), changes of the group options so far, the random generators' states where they are to be kept, the loss
+Sealed = tuple[tuple[int, int, int], int, bytes, SupportsFloat]
 
 
 class Replica(ABC):
@@ -62,13 +57,8 @@ class Replica(ABC):
         """By its own gradient."""
 
     @abstractmethod
-    def seal(self, draft: Draft) -> int:
-        """What goes with the gradient is in the draft too; counts the changes of the group options."""
-
-    @abstractmethod
-    def describe(self, said: Any, *, keep: bool) -> tuple[tuple[int, int, int], bytes, SupportsFloat]:
-        """Of the gradient that is published now: (examples, loader, portions used), the random generators' states where they are
-        to be kept, the loss."""
+    def seal(self, draft: Draft, said: Any, *, keep: bool) -> Sealed:
+        """What goes with the gradient that is published now is in the draft too."""
 
     @abstractmethod
     def publish(self, draft: Draft, gradient: say.Gradient, present: list[bool]) -> None: ...
@@ -98,15 +88,6 @@ class Replica(ABC):
         """It does nothing until this ticket is let go."""
 
 
-@dataclass(slots=True)
-class SumOfGradients:
-    """Gradients since the last push."""
-
-    steps: int = 0
-    said: Any = None  # of the loss
-    ticket: int = -1  # of the last push
-
-
 class Stepper:
     """One table, seen by one learner; `post` tells the leading shard. `tree`: gradients take another way there, and what is
     said may come before them; `casts`: versions flow down it unasked (R8)."""
@@ -126,7 +107,8 @@ class Stepper:
         self._replica, self._post_to, self._tree, self._casts = replica, post, tree, casts
         self._dials = {0: sync}  # that it knows, by number
         self._dial = -1
-        self._keep = False
+        self._free = casts and not sync.waits  # it waits neither for its gradient nor for a version
+        self.keep = False  # a checkpoint follows the next gradient
         self._locals = 0  # local steps
         self.begin()
 
@@ -134,20 +116,12 @@ class Stepper:
         """Nothing is under way: the servers are new."""
         self.version, self.tickets = -1, 0
         self._stamp: int | None = None  # of the gradient that is being made, where it is not the version
-        self._sum = SumOfGradients()
+        self._added = 0  # gradients in the sum, since the last push
+        self._said: Any = None  # of its loss
+        self._pushed = -1  # the ticket of the last push
         self._draft: Draft | None = None  # that is being filled
         self._fetching: tuple[int, int] | None = None  # (ticket, step by which it must be here)
         self._silent = False  # gradients may be under way that it did not wait for
-
-    @property
-    def _free(self) -> bool:
-        """It waits neither for its gradient nor for a version."""
-        return self._casts and not self.sync.waits
-
-    @property
-    def keeping(self) -> bool:
-        """A checkpoint follows the next gradient."""
-        return self._keep
 
     def ticket(self) -> int:
         """Numbers what this learner asks of this table."""
@@ -160,23 +134,18 @@ class Stepper:
         """The gradient is made: publish it, wait as the dial says, read one version."""
         if self.sync.local:
             yield from self._step_locally(said)
-        elif self._sum.steps:  # the dial has changed since: they go out together
+        elif self._added:  # the dial has changed since: they go out together
             yield from self._add(said)
             yield from self.read(self.push())
-        elif self._casts and self._free:
-            yield from self._step_on(said)
         else:
             draft = yield from self._drafted()
-            reading = yield Ticket(self._publish(draft, self._replica.fill(draft), said))
-            yield from self._take_over(reading)
-
-    def _step_on(self, said: Any) -> Steps:
-        """As soon as a former gradient is delivered; then with what has flowed down by now (R8). Two are never merged."""
-        draft = yield from self._drafted()
-        self._publish(draft, self._replica.fill(draft), said)
-        yield from self._hear()
-        if self._free:
-            self.version = self._replica.flow()
+            number = self._publish(draft, self._replica.fill(draft), said)
+            if not self._free:
+                yield from self._take_over((yield Ticket(number)))
+                return
+            yield from self._hear()  # as soon as a former gradient is delivered; two are never merged
+            if self._free:
+                self.version = self._replica.flow()  # what has flowed down by now (R8)
 
     def _hear(self) -> Steps:
         """What the servers say beside the versions: whether a checkpoint follows, or another dial."""
@@ -184,7 +153,7 @@ class Stepper:
             reading: Reading | None = yield Ticket(self._fetching[0], block=False)
             if reading is None:
                 return
-            self._fetching, self._keep = None, reading.keep
+            self._fetching, self.keep = None, reading.keep
             if reading.dial != self._dial or reading.delivered:
                 yield from self._take_over(reading)
         if self._free:
@@ -212,27 +181,17 @@ class Stepper:
             yield Ticket(None)
 
     def _publish(self, draft: Draft, present: list[bool], said: Any) -> int:
-        replica, options = self._replica, self._replica.seal(draft)
-        number, silent = self.tickets, self.sync.local or (self._casts and self._free)
+        usage, options, states, loss = self._replica.seal(draft, said, keep=self.keep)
+        number, silent = self.tickets, self.sync.local or self._free
         self.tickets += 1
-        usage, states, loss = replica.describe(said, keep=self._keep)
-        stamp, self._stamp = self.version if self._stamp is None else self._stamp, None
+        stamp = self.version if self._stamp is None else self._stamp
         gradient = say.Gradient(
-            self.number,
-            number,
-            stamp,
-            self.steps,
-            *usage,
-            options,
-            not present,
-            silent,
-            states,
-            loss,
+            self.number, number, stamp, self.steps, *usage, options, not present, silent, states, loss
         )
         self.steps += 1
-        self._keep, self._draft = False, None
+        self.keep, self._draft, self._stamp = False, None, None
         self._silent |= silent
-        replica.publish(draft, gradient, present)
+        self._replica.publish(draft, gradient, present)
         return number
 
     # -- reading -----------------------------------------------------------------------------------------
@@ -252,15 +211,18 @@ class Stepper:
                 self._stamp = before  # batches of the next gradient were computed on it
 
     def _take_over(self, reading: Reading) -> Steps:
-        self._keep = reading.keep
+        self.keep = reading.keep
         if reading.dial != self._dial:
             if self._tree and self._silent:  # the servers did not know of all that it has published
                 yield from self.deliver()
                 number = self._fetch()
                 self._replica.awaits(number)
                 reading = yield Ticket(number)
-                self._keep |= reading.keep
-            yield from self._turn(reading.dial)
+                self.keep |= reading.keep
+            if reading.dial not in self._dials:
+                self._dials[reading.dial] = yield m.AskDial(reading.dial)
+            self._dial, self.sync, self._fetching = reading.dial, self._dials[reading.dial], None
+            self._free = self._casts and not self.sync.waits
         version = self._replica.read(reading, known=reading.version <= self.version)
         if version is None:  # newer versions came faster than it could read: one is delivered
             delivered: Reading = yield Ticket(self._fetch(deliver=True))
@@ -268,24 +230,14 @@ class Stepper:
         else:
             self.version = version
 
-    def _turn(self, number: int) -> Steps:
-        """Another dial."""
-        if number not in self._dials:
-            self._dials[number] = yield Answer(m.AskDial(number))
-        self._dial, self.sync, self._fetching = number, self._dials[number], None
-
-    # -- resting -----------------------------------------------------------------------------------------
-
-    def rest(self, loader: int, index: int, states: bytes, *, later: bool) -> int:
-        """Say that there is nothing to compute; the ticket with which to read afterwards."""
+    def rest(self, place: tuple[int, int] | None, states: bytes, *, later: bool) -> int:
+        """Say that there is nothing to compute before this portion (a loader, its index), or that there is something again; the
+        ticket with which to read afterwards."""
         number = self.ticket()
-        self._post_to(say.Rest(self.number, number, loader, index, states), later=later)
-        return number
-
-    def reread(self, states: bytes, *, later: bool) -> int:
-        """Say that it is there again; the ticket with which to read."""
-        number = self.ticket()
-        self._post_to(say.Reread(self.number, number, states), later=later)
+        if place is None:
+            self._post_to(say.Reread(self.number, number, states), later=later)
+        else:
+            self._post_to(say.Rest(self.number, number, *place, states), later=later)
         return number
 
     # -- local steps (M9) --------------------------------------------------------------------------------
@@ -293,38 +245,18 @@ class Stepper:
     def _step_locally(self, said: Any) -> Steps:
         """Move by itself, add to the sum, push and fetch when their steps have come.
 
-        The shards fold and copy meanwhile. A fetch is waited for only when the next but one would begin.
+        The shards fold and copy meanwhile. A fetch is waited for only when the next but one would begin; own movement since it
+        is lost.
         """
         yield from self._add(said)
         if self.sync.fetch > 1:
             assert self.sync.local_lr is not None
             self._replica.move(self.sync.local_lr)
         self._locals += 1
-        if self._sum.steps >= self.sync.push:
+        if self._added >= self.sync.push:
             self.push()
         if self._locals % self.sync.fetch == 0 and self._fetching is None:
             self._fetching = (self._fetch(), self._locals + self.sync.fetch - 1)
-        yield from self._fetched()
-
-    def _add(self, said: Any) -> Steps:
-        """Add the gradient to the sum, which lies in a draft."""
-        draft = yield from self._drafted()
-        self._replica.add(draft, first=self._sum.steps == 0)
-        self._sum.steps += 1
-        self._sum.said = said
-
-    def push(self) -> int:
-        """Publish the sum, be it of fewer steps than the dial says; its ticket, or the last without one."""
-        total = self._sum
-        if total.steps == 0:
-            return self.tickets - 1
-        assert self._draft is not None
-        said, total.said, total.steps = total.said, None, 0
-        total.ticket = self._publish(self._draft, self._replica.added(), said)
-        return total.ticket
-
-    def _fetched(self) -> Steps:
-        """Take over what was fetched, if it is here or overdue; own movement since is lost (M9)."""
         if self._fetching is None:
             return
         number, due = self._fetching
@@ -335,12 +267,28 @@ class Stepper:
         if reading is None:
             return
         self._fetching = None
-        if reading.dial != self._dial and self._sum.ticket > number:
+        if reading.dial != self._dial and self._pushed > number:
             number = self._fetch()  # pushed since: it may be folded while this reads
             self._replica.awaits(number)
             reading = yield Ticket(number)
         assert reading is not None
         yield from self._take_over(reading)
+
+    def _add(self, said: Any) -> Steps:
+        """Add the gradient to the sum, which lies in a draft."""
+        draft = yield from self._drafted()
+        self._replica.add(draft, first=self._added == 0)
+        self._added += 1
+        self._said = said
+
+    def push(self) -> int:
+        """Publish the sum, be it of fewer steps than the dial says; its ticket, or the last without one."""
+        if not self._added:
+            return self.tickets - 1
+        assert self._draft is not None
+        said, self._said, self._added = self._said, None, 0
+        self._pushed = self._publish(self._draft, self._replica.added(), said)
+        return self._pushed
 
     def _fetch(self, *, deliver: bool = False, has: int = -1) -> int:
         number = self.ticket()
@@ -387,17 +335,13 @@ class Portions:
     def welcome(self) -> Generator[FeedWait, Any, None]:
         """It has joined, or joined again: what came before is void, an older epoch may come again."""
         self.index = self.asked = 0
-        self.ended = False
+        self._started = self.ended = False
         first: Portion | None = yield PortionOf(self.number, OUTSIDE)
         self.epoch = first.epoch if first else self.epoch
 
-    def enter(self) -> None:
-        """Another iteration."""
-        self._started = False
-
     def leave(self) -> None:
         """The epoch is over for this learner."""
-        self.ended = False
+        self._started = self.ended = False
         self.epoch += 1
 
     def at_hand(self) -> bool:
@@ -406,19 +350,19 @@ class Portions:
 
     def next(self, ahead: int, *, block: bool) -> Generator[FeedWait, Any, Portion | None]:
         """The next portion of this epoch, with so many asked for; None: not there (or the run ends)."""
-        if not self._started:
-            self._started = True
-            if (
-                self.index > 0
-            ):  # a further epoch begins, for all at once: rest first, so that nobody waits meanwhile
-                self._rest(self.number, self.index)
-                self.ask(ahead)
-                return self.seen((yield from self._rest_until()))
-        self.ask(ahead)
-        portion: Portion | None = yield PortionOf(self.number, self.index, block=False)
-        if portion is None and block:
+        begins, self._started = not self._started and self.index > 0, True
+        if begins:  # a further epoch, for all at once: rest first, so that nobody waits meanwhile
             self._rest(self.number, self.index)
-            portion = yield from self._rest_until()
+        self.ask(ahead)
+        portion: Portion | None = None
+        if not begins:
+            portion = yield PortionOf(self.number, self.index, block=False)
+        if portion is None and (begins or block):
+            self._rest(self.number, self.index)
+            self._post(say.Blocked(self.number, self.index))
+            portion = yield PortionOf(self.number, self.index)
+            if portion is not None:
+                yield Rested()
         elif portion is not None and self._resting():  # since another loader's end
             self._rest(self.number, self.index)
             yield Rested()
@@ -430,13 +374,6 @@ class Portions:
         while self.asked < self.index + ahead:
             self._post(self._asking, later=True)
             self.asked += 1
-
-    def _rest_until(self) -> Generator[FeedWait, Any, Portion | None]:
-        self._post(say.Blocked(self.number, self.index))
-        portion: Portion | None = yield PortionOf(self.number, self.index)
-        if portion is not None:
-            yield Rested()
-        return portion
 
     def seen(self, portion: Portion | None) -> Portion | None:
         if portion is not None:

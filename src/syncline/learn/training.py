@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,14 +111,9 @@ class Schedule:
         self._epoch = epoch
 
 
-class Counted:
-    """Collates, and says of how many examples: a batch itself may be anything."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
-        self._collate = collate or default_collate
-
-    def __call__(self, items: list[Any]) -> tuple[int, Any]:
-        return len(items), self._collate(items)
+def counted(collate: Callable[[list[Any]], Any] | None, items: list[Any]) -> tuple[int, Any]:
+    """Of how many examples a batch is, and it: itself it may be anything."""
+    return len(items), (collate or default_collate)(items)
 
 
 class Evaluation:
@@ -152,30 +148,28 @@ class Evaluation:
         return self._test(model)
 
     def _test(self, model: nn.Module) -> dict[str, float]:
-        total, right, count = 0.0, 0.0, 0
-        scores = True
-        batches = DataLoader(self._data, batch_size=self._batch_size, collate_fn=Counted(self._collate))
+        """Mean loss; how many are right too, where every output is scores of classes."""
+        total, right, count, way = 0.0, 0.0, 0, self._way
+        scores = isinstance(way, Backprop) and isinstance(way.objective, Supervised)
+        batches = DataLoader(
+            self._data, batch_size=self._batch_size, collate_fn=partial(counted, self._collate)
+        )
         with torch.no_grad():
             for examples, read in batches:
-                loss, found = self._one(model, to_device(read, self._device))
-                total += loss * examples
+                batch = to_device(read, self._device)
+                if isinstance(way, Backprop) and isinstance(way.objective, Supervised):
+                    value, output, targets = way.objective.parts(model, batch)
+                    found = _right(output, targets)
+                    scores = scores and found is not None
+                    right += found or 0.0
+                else:
+                    value = way.test(model, batch)
+                check_scalar(value)
+                total += float(value) * examples
                 count += examples
-                scores = scores and found is not None
-                right += found or 0.0
         if count == 0:
             raise UsageError("evaluate: the data set gave no example")
         return {"loss": total / count, **({"accuracy": right / count} if scores else {})}
-
-    def _one(self, model: nn.Module, batch: Any) -> tuple[float, float | None]:
-        """A batch's loss, and how many of it are right, where the output is scores of classes."""
-        right, way = None, self._way
-        if isinstance(way, Backprop) and isinstance(way.objective, Supervised):
-            value, output, targets = way.objective.parts(model, batch)
-            right = _right(output, targets)
-        else:
-            value = way.test(model, batch)
-        check_scalar(value)
-        return float(value), right
 
 
 def _right(output: Any, targets: Any) -> float | None:
@@ -193,15 +187,14 @@ def check_metrics(found: Any) -> dict[str, float]:
         raise UsageError(
             f'evaluate must return its metrics as a dictionary, such as {{"accuracy": 0.9}}, got {got}'
         )
-    return {str(name): _number(name, value) for name, value in found.items()}
-
-
-def _number(name: Any, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise UsageError(f"evaluate must return numbers, got {what} for {name!r}") from error
+    numbers = {}
+    for name, value in found.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise UsageError(f"evaluate must return numbers, got {what} for {name!r}") from error
+    return numbers
 
 
 def evaluation_of(
@@ -216,7 +209,12 @@ def evaluation_of(
 
 
 NORM = "gradient_norm"
-RULES = ("loss", "plateau", NORM, "metric")
+RULES = {
+    "loss": "a finite number",
+    "plateau": "a whole number of epochs, at least 1",
+    NORM: "a finite number above 0",
+    "metric": "the name of a metric",
+}
 EXAMPLES = 4096  # of which the gradient's norm is taken
 
 
@@ -227,44 +225,32 @@ class Stop:
     better when higher.
     """
 
-    def __init__(
-        self,
-        *,
-        loss: float | None = None,
-        plateau: int | None = None,
-        gradient_norm: float | None = None,
-        metric: str | None = None,
-    ) -> None:
-        self.loss, self.plateau, self.gradient_norm, self.metric = loss, plateau, gradient_norm, metric
+    def __init__(self, rules: Mapping[str, Any]) -> None:
+        self.rules = rules
         self._best, self._since = math.inf, 0
 
     def __call__(self, record: Any) -> bool:
-        below = self.loss is not None and record.loss <= self.loss
-        flat = self.gradient_norm is not None and record.metrics.get(NORM, math.inf) <= self.gradient_norm
-        return below or flat or self._stands(record)
-
-    def _stands(self, record: Any) -> bool:
-        if self.plateau is None:
+        rules, metrics = self.rules, record.metrics
+        below = "loss" in rules and record.loss <= rules["loss"]
+        if below or (NORM in rules and metrics.get(NORM, math.inf) <= rules[NORM]):
+            return True
+        if "plateau" not in rules:
             return False
-        value = self._value(record)
+        metric = rules.get("metric")
+        if metric is not None and metric not in metrics:
+            there = ", ".join(metrics) or "none"
+            raise UsageError(f"stop: no metric is called {metric!r}; there are: {there}")
+        value = float(metrics.get("loss", record.loss) if metric is None else metrics[metric])
+        value = -value if metric == "accuracy" else value
         better = value < self._best
         self._best, self._since = min(value, self._best), 0 if better else self._since + 1
-        return self._since >= self.plateau
-
-    def _value(self, record: Any) -> float:
-        if self.metric is None:
-            return float(record.metrics.get("loss", record.loss))
-        if self.metric not in record.metrics:
-            there = ", ".join(record.metrics) or "none"
-            raise UsageError(f"stop: no metric is called {self.metric!r}; there are: {there}")
-        value = float(record.metrics[self.metric])
-        return -value if self.metric == "accuracy" else value
+        return self._since >= rules["plateau"]
 
 
-def read_stop(given: Any) -> Stop | None:
-    """A table of RULES, a Stop, or None; raises UsageError."""
-    if given is None or isinstance(given, Stop):
-        return given
+def read_stop(given: Any, data: Any = None) -> Stop | None:
+    """A table of RULES, or None; of a run on these data. Raises UsageError."""
+    if given is None:
+        return None
     if not isinstance(given, Mapping) or not set(given) - {"metric"}:
         raise UsageError(
             f"stop takes a table with loss, plateau or {NORM}, as {{'plateau': 5}}, got {given!r}"
@@ -274,36 +260,26 @@ def read_stop(given: Any) -> Stop | None:
             raise UsageError(
                 f"stop: unknown rule {name!r}{nearest(str(name), RULES)}; there are: {', '.join(RULES)}"
             )
-        if not _fits(name, value):
-            raise UsageError(f"stop: {name} must be {WANTED[name]}, got {value!r}")
-    return Stop(**given)
-
-
-WANTED = {
-    "loss": "a finite number",
-    "plateau": "a whole number of epochs, at least 1",
-    NORM: "a finite number above 0",
-    "metric": "the name of a metric",
-}
-
-
-def _fits(name: str, value: Any) -> bool:
-    if name == "metric":
-        return isinstance(value, str) and bool(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return False
-    return name == "loss" or (value > 0 if name == NORM else isinstance(value, int) and value >= 1)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        fits = {
+            "loss": number,
+            "plateau": number and isinstance(value, int) and value >= 1,
+            NORM: number and value > 0,
+            "metric": isinstance(value, str) and bool(value),
+        }
+        if not fits[name]:
+            raise UsageError(f"stop: {name} must be {RULES[name]}, got {value!r}")
+    if NORM in given and isinstance(data, IterableDataset):
+        raise UsageError(
+            f"stop: {NORM} needs data with a length, of which it takes examples; streams have none"
+        )
+    return Stop(given)
 
 
 class GradientNorm:
     """An evaluation that also tells the norm of the mean gradient over examples of the training data, evenly spread."""
 
-    def __init__(
-        self,
-        inner: Evaluation | None,
-        plan: Training,
-        device: torch.device = CPU,
-    ) -> None:
+    def __init__(self, inner: Evaluation | None, plan: Training, device: torch.device = CPU) -> None:
         self._inner, self._plan, self._device = inner, plan, device
         self._made: nn.Module | None = None
 
@@ -328,7 +304,7 @@ class GradientNorm:
         size = len(plan.data)  # type: ignore[arg-type]
         chosen = Subset(plan.data, range(0, size, -(-size // EXAMPLES)))
         totals = [torch.zeros_like(parameter) for parameter in model.parameters()]
-        batches = DataLoader(chosen, batch_size=plan.batch_size, collate_fn=Counted(plan.collate))
+        batches = DataLoader(chosen, batch_size=plan.batch_size, collate_fn=partial(counted, plan.collate))
         for examples, batch in batches:
             model.zero_grad()
             plan.way(model, to_device(batch, self._device))
@@ -342,11 +318,4 @@ def with_norm(
     inner: Evaluation | None, stop: Stop | None, plan: Training
 ) -> Evaluation | GradientNorm | None:
     """The evaluation, with the norm where a run stops at one."""
-    return inner if stop is None or stop.gradient_norm is None else GradientNorm(inner, plan)
-
-
-def refuse_streams(stop: Stop | None, data: Dataset[Any]) -> None:
-    if stop is not None and stop.gradient_norm is not None and isinstance(data, IterableDataset):
-        raise UsageError(
-            f"stop: {NORM} needs data with a length, of which it takes examples; streams have none"
-        )
+    return inner if stop is None or NORM not in stop.rules else GradientNorm(inner, plan)

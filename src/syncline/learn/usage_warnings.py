@@ -5,7 +5,7 @@ written to between two steps, losses that are not finite. Not responsible for wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -28,18 +28,21 @@ LOOK = 1000  # steps
 
 
 class Watch:
-    """One learner's; `tell` reaches whoever keeps the run's record."""
+    """One learner's; `tell` reaches whoever keeps the run's record, `owned` are the parameters in tables, by identity."""
 
-    def __init__(self, rank: int, tell: Callable[[Any], None]) -> None:
-        self._rank, self._tell = rank, tell
+    def __init__(self, rank: int, tell: Callable[[Any], None], owned: Container[int]) -> None:
+        self._rank, self._tell, self._owned = rank, tell, owned
         self._said: set[str] = set()
-        self._shared: list[Optimizer] = []  # those of the tables, and those that these run
-        self._parameters: set[int] = set()  # in tables
+        self.shared: list[Optimizer] = []  # those of the tables, and those that these run
         self.steps = 0  # of tables
-        self._outer: list[int] = []  # steps of tables before each optimizer that is stepping now
+        self.outer: list[int] = []  # steps of tables before each optimizer that is stepping now
         self._looked: tuple[int, int | None] = (0, -1)  # step and epoch of the last loss on a card
         self._alone = ""  # a plain optimizer that stepped before there was a table
-        _hook()
+        global _hooked
+        if not _hooked:  # once in a process; outside learners the hooks do nothing
+            _hooked = True
+            register_optimizer_step_pre_hook(_before)
+            register_optimizer_step_post_hook(_after)
         _WATCH.set(self)
 
     def warn(self, cause: str, text: str) -> None:
@@ -50,47 +53,31 @@ class Watch:
     def close(self) -> None:
         """Its function is over."""
         _WATCH.set(None)
-        if self._alone and not self._shared:
+        if self._alone and not self.shared:
             self.warn(
                 "plain",
                 f"stepped a plain {self._alone} and opened no table: every learner has trained a model of its own, and the "
                 "result has none. Make the optimizer with session.optimizer(model, factory)",
             )
 
-    def loss(self, value: float, step: int, epoch: int | None) -> None:
-        """Of a gradient, as the loop says it."""
-        if not math.isfinite(value):
-            self.warn("loss", not_finite(f"its step {step}", epoch, value))
+    def not_finite(self, value: float, step: int, epoch: int | None) -> None:
+        """The loss of a gradient, as the loop says it."""
+        self.warn("loss", not_finite(f"its step {step}", epoch, value))
 
     def loss_on_card(self, loss: Tensor, step: int, epoch: int | None) -> None:
         """The same once an epoch, or in many steps: each look waits for the card."""
         if epoch != self._looked[1] or step >= self._looked[0] + LOOK:
             self._looked = step, epoch
-            self.loss(loss.item(), step, epoch)
+            if not math.isfinite(value := loss.item()):
+                self.not_finite(value, step, epoch)
 
-    # -- plain optimizers --------------------------------------------------------------------------------
-
-    def opened(self, parameters: Sequence[nn.Parameter], *optimizers: Optimizer) -> None:
-        """A table: its optimizer, and those that it runs itself."""
-        self._shared += optimizers
-        self._parameters.update(map(id, parameters))
-
-    def before(self, optimizer: Optimizer) -> None:
-        if any(optimizer is each for each in self._shared):
-            self.steps += 1
-        self._outer.append(self.steps)
-
-    def after(self, optimizer: Optimizer) -> None:
-        """A step of something that stepped no table: not one of ours, nor something around it."""
-        if self._outer and self._outer.pop() == self.steps and all(optimizer is not s for s in self._shared):
-            self._plain(optimizer)
-
-    def _plain(self, optimizer: Optimizer) -> None:
+    def stepped_plain(self, optimizer: Optimizer) -> None:
+        """One that is no table's, nor around one."""
         kind = type(optimizer).__name__
-        if not self._shared:
+        if not self.shared:
             self._alone = kind
             return
-        held = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+        held = any(id(p) in self._owned for group in optimizer.param_groups for p in group["params"])
         lost = "parameters of a table, which the next read overwrites" if held else "this learner's own copy"
         self.warn(
             "plain",
@@ -108,15 +95,6 @@ def not_finite(of: str, epoch: int | None, loss: float) -> str:
     )
 
 
-def _hook() -> None:
-    """Once in a process; outside learners the hooks do nothing."""
-    global _hooked
-    if not _hooked:
-        _hooked = True
-        register_optimizer_step_pre_hook(_before)
-        register_optimizer_step_post_hook(_after)
-
-
 def hooked(optimizer: Optimizer) -> bool:
     """Somebody else wants to know of its steps."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -126,12 +104,18 @@ def hooked(optimizer: Optimizer) -> bool:
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (watch := _WATCH.get()) is not None:
-        watch.before(optimizer)
+        if any(optimizer is each for each in watch.shared):
+            watch.steps += 1
+        watch.outer.append(watch.steps)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (watch := _WATCH.get()) is not None:
-        watch.after(optimizer)
+    """A step of something that stepped no table: not one of ours, nor something around it."""
+    watch = _WATCH.get()
+    if watch is None or not watch.outer or watch.outer.pop() != watch.steps:
+        return
+    if all(optimizer is not each for each in watch.shared):
+        watch.stepped_plain(optimizer)
 
 
 class Untouched:
@@ -141,8 +125,8 @@ class Untouched:
     steps.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-        self._parameters, self._names = parameters, names
+    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str], watch: Watch) -> None:
+        self._parameters, self._names, self._watch = parameters, names, watch
         normed = [i for i, p in enumerate(parameters) if p.dtype in _NORMED and p.numel()]
         self._normed = normed
         self._versions: list[int] = []
@@ -153,17 +137,25 @@ class Untouched:
         self._versions = [parameter._version for parameter in self._parameters]
         self._norms = self._measure() if steps & (steps - 1) == 0 else None
 
-    def written(self) -> str | None:
-        """The name of one that was written to since."""
-        for index, (parameter, version) in enumerate(zip(self._parameters, self._versions, strict=True)):
-            if parameter._version != version:
-                return self._names[index]
+    def look(self) -> None:
+        """Warn of one that the loop has written to since: that is in no gradient."""
+        versions = [parameter._version for parameter in self._parameters]
+        if versions == self._versions and self._norms is None:
+            return
+        versioned = zip(self._names, versions, self._versions, strict=True)
+        changed = [name for name, now, before in versioned if now != before]
         norms, self._norms = self._norms, None
-        for before, after in zip(norms or (), self._measure() if norms else (), strict=True):
-            differ = (before != after) & ~(before.isnan() & after.isnan())
-            if bool(differ.any()):
-                return self._names[self._normed[int(differ.nonzero()[0, 0])]]
-        return None
+        if norms and not changed:
+            for before, after in zip(norms, self._measure(), strict=True):
+                differ = (before != after) & ~(before.isnan() & after.isnan())
+                if bool(differ.any()):
+                    changed.append(self._names[self._normed[int(differ.nonzero()[0, 0])]])
+        if changed:
+            self._watch.warn(
+                "written",
+                f"'{changed[0]}' was changed in place between two steps: with servers that is lost at the next read. "
+                "session.put(model) after it makes it global; over topology='allreduce' it stays",
+            )
 
     @torch.no_grad()
     def _measure(self) -> list[Tensor]:

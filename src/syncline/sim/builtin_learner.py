@@ -20,8 +20,8 @@ from syncline.engines.recorder import learner_error
 from syncline.errors import InvariantError
 from syncline.learn.loader import AHEAD
 from syncline.learn.model_factories import pack_random, seed_random, unpack_random
-from syncline.learn.server_session import copy_all
-from syncline.learn.stepper import Answer, FeedWait, FreeDraft, Portions, Replica, Rested, Stepper, Wait
+from syncline.learn.session import copy_all
+from syncline.learn.stepper import FeedWait, FreeDraft, Portions, Replica, Rested, Stepper, Wait
 from syncline.learn.stepper import Steps as Waits
 from syncline.messages.to_leader import Farewell, Gradient
 from syncline.ports import FIRST_VALUES, Draft, Portion, Reading, RunStopped
@@ -175,7 +175,7 @@ class Builtin(SimLearner):
         assert self.table is not None
         if self._rests is None:
             states = self.random_states() if self.run_plan.saving.cuts else b""
-            self._rests = self.table.stepper.rest(loader, index, states, later=True)
+            self._rests = self.table.stepper.rest((loader, index), states, later=True)
 
     @property
     def resting(self) -> bool:
@@ -251,7 +251,6 @@ class Feed:
 
     def begin(self) -> None:
         """A further epoch."""
-        self._portion.enter()
         self._more = True
 
     def fetch(self) -> Steps:
@@ -364,8 +363,8 @@ class PromisedReplica(Replica):
         learner = self._learner
         if isinstance(wait, FreeDraft):  # as one table's learners have nobody to tell, it waits at once
             return (yield from self._draft())
-        if isinstance(wait, Answer):
-            return (yield from learner.inquire(wait.message))
+        if isinstance(wait, m.AskDial):
+            return (yield from learner.inquire(wait))
         assert wait.number is not None
         reading = self._releases.reading(wait.number)
         if reading is None and wait.block:
@@ -424,20 +423,16 @@ class PromisedReplica(Replica):
 
     # -- what goes with it -------------------------------------------------------------------------------
 
-    def seal(self, draft: Draft) -> int:
+    def seal(self, draft: Draft, said: Any, *, keep: bool) -> tuple[tuple[int, int, int], int, bytes, Any]:
         learner = self._learner
         options = self._shop.options(learner.feed.epoch if learner.feed else 0)
         if options != self._options:
             self._options = options
             self._serial += 1
         self._lane.slots[draft.place].write_options(options)
-        return self._serial
-
-    def describe(self, said: Any, *, keep: bool) -> tuple[tuple[int, int, int], bytes, Any]:
-        learner = self._learner
         usage = learner.take_usage()
         learner.mark_random()
-        return usage, learner.random_states() if keep else b"", said
+        return usage, self._serial, learner.random_states() if keep else b"", said
 
     def publish(self, draft: Draft, gradient: Gradient, present: list[bool]) -> None:
         self._lane.numbers[draft.place] = gradient.number

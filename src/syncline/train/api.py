@@ -20,7 +20,6 @@ from syncline.learn.training import (
     Training,
     evaluation_of,
     read_stop,
-    refuse_streams,
     run_training,
     with_norm,
 )
@@ -217,8 +216,7 @@ def train(
     check_data_device(data_device, device, data, collate)
     whole, sent = built(model, seed)
     way = way_of(gradient, whole, loss, objective)
-    trained, rule = regularised(way, regulariser), read_stop(stop)
-    refuse_streams(rule, data)
+    trained, rule = regularised(way, regulariser), read_stop(stop, data)
     made = check_optimizer(whole, optimizer, sync)
     check_schedule(schedule, made)
     if steps is None and epochs is None:

@@ -22,11 +22,9 @@ from syncline.learn.server_session import (
     check_batches,
     check_joint,
     check_whole,
-    make_optimizer,
-    refuse_sparse,
     refuse_weighted,
 )
-from syncline.learn.session import as_data, check_function, check_policy
+from syncline.learn.session import as_data, check_function, check_policy, make_optimizer, refuse_sparse
 from syncline.topologies import AllReduce, parse_topology
 from syncline.train.spec import Dial
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.learn.server_session import make_optimizer
+from syncline.learn.session import make_optimizer
 from syncline.models import MODELS, Cifar10Full, cifar10_full_groups, cifar10_full_sgd, mlp
 from syncline.models.cifar10_full import WithinChannelNorm
 

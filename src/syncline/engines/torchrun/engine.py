@@ -32,8 +32,8 @@ from syncline.engines.torchrun.control_connection import ControlConnection
 from syncline.engines.torchrun.rank_and_store import Arrival, Refusal, TorchrunPlace, difference, next_store
 from syncline.engines.torchrun.run_server import Answer, Failed, Gone, Left, RunDone, RunServer, Stop, Waiting
 from syncline.errors import LearnerError, LostError, RunError, UsageError
-from syncline.learn.allreduce_seats import GroupSession
 from syncline.learn.allreduce_session import AllReduceSession
+from syncline.learn.local_update import GroupSession
 from syncline.learn.model_factories import copied
 from syncline.learn.training import Training
 from syncline.parallel.move import Joined, join

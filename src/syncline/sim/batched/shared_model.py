@@ -19,7 +19,8 @@ from syncline.engines.run import RunSpec
 from syncline.errors import UsageError
 from syncline.learn.loader import epoch_order, read_ahead, reader
 from syncline.learn.model_factories import made
-from syncline.learn.server_session import make_optimizer, shards_for
+from syncline.learn.server_session import shards_for
+from syncline.learn.session import make_optimizer
 from syncline.learn.training import Schedule, Training, run_training
 from syncline.sim.batched.batched_gradients import BatchedGradients
 from syncline.sim.batched.batching_check import trial

@@ -241,8 +241,8 @@ class SizedReplica(PromisedReplica):
     def move(self, rate: float) -> None:
         pass
 
-    def seal(self, draft: Draft) -> int:
-        return 0
+    def seal(self, draft: Draft, said: Any, *, keep: bool) -> tuple[tuple[int, int, int], int, bytes, Any]:
+        return self._learner.take_usage(), 0, b"", said
 
     def _whole(self, number: int) -> Version:
         return WEIGHTS
