@@ -26,7 +26,7 @@ from syncline.engines.local.engine import Local
 from syncline.engines.ray.engine import Ray
 from syncline.errors import UsageError
 from syncline.learn.gradient_ways import REGULARISERS
-from syncline.nn.losses import LOSSES
+from syncline.nn.layers import LOSSES
 from syncline.sim.engine import Sim
 
 Names = Mapping[str, Callable[..., Any]]

@@ -17,10 +17,8 @@ from syncline.models.image_networks import (
 )
 from syncline.models.image_networks import cifar10_full_groups as cifar10_full_groups
 from syncline.models.vector_networks import Autoencoder, Recurrent, mlp, reconstruction, speech
-from syncline.nn.conditional_rbm import CRBM
-from syncline.nn.dbm import DBM
-from syncline.nn.dbn import DBN
-from syncline.nn.rbm import RBM
+from syncline.nn.deep_energy import DBM, DBN
+from syncline.nn.energy import CRBM, RBM
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from syncline.dial import nearest
 from syncline.errors import UsageError
 from syncline.nn.file_arguments import COUNT, FLAG, SHARE, check
-from syncline.nn.layers import Noise
-from syncline.nn.losses import LOSSES, Sparsity
+from syncline.nn.layers import LOSSES, Noise, Sparsity
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,

@@ -22,8 +22,7 @@ from syncline.errors import UsageError
 from syncline.kernels import l2_pool
 from syncline.kernels.block_local import FAST_DTYPES, forward, input_gradient, update_, wide
 from syncline.kernels.block_local_ops import batch_first, batch_last
-from syncline.nn.block_local import BlockLocalDecoder2d
-from syncline.nn.stack import Stack
+from syncline.nn.stack import BlockLocalDecoder2d, Stack
 
 
 class Objective(NamedTuple):
