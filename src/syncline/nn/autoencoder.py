@@ -20,8 +20,15 @@ from torch import Tensor, nn
 
 from syncline.errors import UsageError
 from syncline.kernels import l2_pool
-from syncline.kernels.block_local import FAST_DTYPES, forward, input_gradient, update_, wide
-from syncline.kernels.block_local_ops import batch_first, batch_last
+from syncline.kernels.block_local import (
+    FAST_DTYPES,
+    batch_first,
+    batch_last,
+    forward,
+    input_gradient,
+    update_,
+    wide,
+)
 from syncline.nn.stack import BlockLocalDecoder2d, Stack
 
 

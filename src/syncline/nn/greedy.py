@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.kernels.block_local_ops import batch_last
+from syncline.kernels.block_local import batch_last
 from syncline.nn.autoencoder import FusedStack
 from syncline.nn.stack import Stack
 

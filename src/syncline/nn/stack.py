@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.kernels.block_local import wide
-from syncline.kernels.block_local_ops import batch_first, block_local, block_local_transposed
+from syncline.kernels.block_local import batch_first, block_local, block_local_transposed, wide
 from syncline.kernels.geometry import Geometry
 
 
