@@ -157,7 +157,13 @@ class Coordinator:
             return []
         self._measured[message.shard] = message.measured
         if len(self._measured) == self._shards:
-            self._collect()
+            measuring = [c for c in self._running if isinstance(c, Dot | Largest)]
+            columns = zip(*(self._measured[shard] for shard in range(self._shards)), strict=True)
+            for command, values in zip(measuring, columns, strict=True):  # shards in their order
+                unknown = isinstance(command, Largest) and any(map(math.isnan, values))
+                largest = math.nan if unknown else max(values)
+                self._got[command.name] = sum(values) if isinstance(command, Dot) else largest
+            self._running = ()
             self._continue()
         return self._take()
 
@@ -214,11 +220,17 @@ class Coordinator:
             self._out.append(m.Reached(said, self._batch))
             return
         check(said, self._method.vectors)
+        rest: list[Command] = []
         for each in said:
             if isinstance(each, Evaluate) and each.gradient in ("x", each.at):
                 raise UsageError(f"{each}: the gradient needs a vector of its own, neither x nor {each.at!r}")
-        self._got = {}
-        self._rest = tuple(part for each in said for part in _at_x(each))
+            if (
+                isinstance(each, Evaluate) and each.at != "x"
+            ):  # learners read x: it is brought there, and back
+                rest += (Swap("x", each.at), each, Swap("x", each.at))
+            else:
+                rest.append(each)
+        self._got, self._rest = {}, tuple(rest)
         self._continue()
 
     def _continue(self) -> None:
@@ -226,39 +238,17 @@ class Coordinator:
         cut = next((i for i, c in enumerate(self._rest) if isinstance(c, Evaluate)), len(self._rest))
         part, self._rest = self._rest[:cut], self._rest[cut:]
         if part:
-            self._run(part)
-        elif self._rest:
-            self._evaluate(self._rest[0])
+            self._number += 1
+            self.still = False
+            self._running, self._measured = part, {}
+            self._out.append(m.Run(self._number, part))
+        elif self._rest and isinstance(self._rest[0], Evaluate):
+            self._open = self._rest[0]
+            self.evaluation += 1
+            self._loss, self._count = 0.0, 0
+            self._decide(self._portions.begin(self.evaluation, self._batch.portions))
         else:
             self._next(self._got)
-
-    def _run(self, commands: Iterable[Command]) -> None:
-        self._number += 1
-        self.still = False
-        self._running, self._measured = tuple(commands), {}
-        self._out.append(m.Run(self._number, self._running))
-
-    def _collect(self) -> None:
-        """What all shards have measured, added in their order."""
-        measuring = [c for c in self._running if isinstance(c, Dot | Largest)]
-        columns = zip(*(self._measured[shard] for shard in range(self._shards)), strict=True)
-        for command, values in zip(measuring, columns, strict=True):
-            self._got[command.name] = sum(values) if isinstance(command, Dot) else _largest(values)
-        self._running = ()
-
-    def _evaluate(self, command: Command) -> None:
-        assert isinstance(command, Evaluate)
-        self._open = command
-        self.evaluation += 1
-        self._loss, self._count = 0.0, 0
-        self._decide(self._portions.begin(self.evaluation, self._batch.portions))
-
-    def _evaluated(self) -> None:
-        command, self._open = self._open, None
-        assert command is not None
-        self._got[command.loss] = self._loss / self._count
-        self._rest = (Scale(command.gradient, 1 / self._count), *self._rest[1:])
-        self._continue()
 
     # -- portions ------------------------------------------------------------------------------------------
 
@@ -276,7 +266,10 @@ class Coordinator:
                 if (held := self._sums.pop(decision.task, None)) is not None:
                     self._release(held.slot)
             elif self._open is not None and decision.evaluation == self.evaluation:
-                self._evaluated()
+                command, self._open = self._open, None
+                self._got[command.loss] = self._loss / self._count
+                self._rest = (Scale(command.gradient, 1 / self._count), *self._rest[1:])
+                self._continue()
         self._hand_out()
 
     def _cancel(self, cancel: p.Cancel) -> list[p.Decision]:
@@ -313,15 +306,3 @@ class Coordinator:
     def _take(self) -> list[m.Action]:
         out, self._out = self._out, []
         return out
-
-
-def _at_x(command: Command) -> Program:
-    """Learners read x: a point elsewhere is brought there, and back."""
-    if isinstance(command, Evaluate) and command.at != "x":
-        return (Swap("x", command.at), command, Swap("x", command.at))
-    return (command,)
-
-
-def _largest(values: Iterable[float]) -> float:
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)

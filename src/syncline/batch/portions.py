@@ -305,7 +305,14 @@ class Portions:
         else:
             return False
         self._counts["copied"] += copied
-        self._assign(learner, start, stop)
+        number = self._made = self._made + 1
+        self._tasks[number] = _Task(learner, start, stop)
+        member.pending[number] = self._evaluation
+        for unit in range(start, stop):
+            self._holders.setdefault(unit, set()).add(number)
+            self._note_copies(unit)
+        self._note(learner)
+        self._out.append(Assign(learner, self._evaluation, number, start * self._unit, self._stop(stop)))
         return True
 
     def _overdue(self, learner: int) -> bool:
@@ -317,16 +324,6 @@ class Portions:
 
     def _width(self) -> int:
         return self._window or (3 + self._ahead) * len(self._learners)
-
-    def _assign(self, learner: int, start: int, stop: int) -> None:
-        number = self._made = self._made + 1
-        self._tasks[number] = _Task(learner, start, stop)
-        self._learners[learner].pending[number] = self._evaluation
-        for unit in range(start, stop):
-            self._holders.setdefault(unit, set()).add(number)
-            self._note_copies(unit)
-        self._note(learner)
-        self._out.append(Assign(learner, self._evaluation, number, start * self._unit, self._stop(stop)))
 
     def _fresh(self, member: _Learner) -> tuple[int, int] | None:
         """Units that nobody has: the lowest chunk; or the neighbours of what it had, or some of the largest gap.

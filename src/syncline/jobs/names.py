@@ -17,9 +17,8 @@ import torch
 from torch.optim import lr_scheduler
 
 from syncline import models
-from syncline.batch.conjugate_gradient import ConjugateGradient
+from syncline.batch.directions import LBFGS, ConjugateGradient
 from syncline.batch.gradient_descent import GradientDescent
-from syncline.batch.lbfgs import LBFGS
 from syncline.data import DATASETS
 from syncline.dial import nearest
 from syncline.engines.local.engine import Local

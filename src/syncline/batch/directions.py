@@ -1,8 +1,9 @@
-"""L-BFGS: quasi-Newton directions from the last few steps (Liu and Nocedal 1989).
+"""The methods that search along a direction: nonlinear conjugate gradients (Polak and Ribière's, never negative, with Powell's
+restarts) and L-BFGS, with quasi-Newton directions from the last few steps (Liu and Nocedal 1989).
 
-The history lies on the shards. The two-loop recursion runs on the dots between its vectors and g, which are kept
+The history of L-BFGS lies on the shards. The two-loop recursion runs on the dots between its vectors and g, which are kept
 here, so that the direction is one linear combination (Chen, Wang and Zhou 2014): the round trips of an iteration do
-not grow with the history. Not responsible for how far to go, nor for when to end (`descent`).
+not grow with the history. Not responsible for how far to go, nor for when to end (`method_base`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,72 @@ from typing import ClassVar
 from syncline.batch.commands import Combine, Dot, Program, Scalars, State
 from syncline.batch.method_base import Descent, Direction, Move, first_step, whole
 from syncline.errors import UsageError
+
+PARALLEL = 0.2  # gradients of two iterations are far from orthogonal: restart (Powell 1977)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConjugateGradient(Descent):
+    """Five vectors on the shards; its line search is tighter than that of L-BFGS."""
+
+    c2: float = 0.1
+
+    name: ClassVar[str] = "conjugate gradient"
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        return ("x", "g", "d", "old x", "old g")
+
+    def direction(self, state: State | None) -> Direction:
+        kept = {key: state[key] for key in ("beta", "slope", "reach")} if state else {}
+        return _Conjugate(**kept)
+
+
+class _Conjugate(Direction):
+    """d = −g + β·d."""
+
+    old_gradient = "old g"
+
+    def __init__(self, beta: float = 0.0, slope: float = 0.0, reach: float = 0.0) -> None:
+        self._beta = beta
+        self._slope = slope  # g·d, of the last d
+        self._reach = reach  # step · |slope| of the last move: what the next is expected to have
+        self._squared = 0.0
+
+    @property
+    def plain(self) -> bool:
+        return self._beta == 0
+
+    def make(self, squared: float) -> tuple[Program, float]:
+        self._squared = squared
+        slope = -squared + self._beta * self._slope
+        if not -math.inf < slope < 0:
+            self.forget()
+            slope = -squared
+        step = self._reach / -slope if slope else 0.0
+        terms = ((-1.0, "g"), (self._beta, "d")) if self._beta else ((-1.0, "g"),)
+        return (Combine("d", terms),), step if 0 < step < math.inf else first_step(squared)
+
+    def update(self, move: Move | None) -> Program:
+        return (Dot("g.old g", "g", "old g"),) if move is not None else ()
+
+    def learn(self, got: Scalars, move: Move | None) -> None:
+        self.forget()
+        if move is None:
+            return
+        reach = -move.step * move.slope_before
+        self._slope, self._reach = move.slope, reach if math.isfinite(reach) else 0.0
+        parallel, squared = got["g.old g"], got["g.g"]
+        if self._squared > 0 and abs(parallel) < PARALLEL * squared:
+            beta = max(0.0, (squared - parallel) / self._squared)
+            self._beta = beta if math.isfinite(beta) else 0.0
+
+    def forget(self) -> None:
+        self._beta = 0.0
+
+    def data(self) -> State:
+        return {"beta": self._beta, "slope": self._slope, "reach": self._reach}
+
 
 ROUNDING = 2.3e-16  # of the decrease that a slope promises: smaller curvature is none
 
@@ -84,12 +151,10 @@ class _QuasiNewton(Direction):
         self._dots.update((name, value) for name, value in got.items() if "." in name)
         if not all(map(math.isfinite, got.values())):
             self.forget()
-        elif move is not None and self._curved(got, move):
-            self._used.append(self._slot)
-
-    def _curved(self, got: Scalars, move: Move) -> bool:
-        s, y = f"s{self._slot}", f"y{self._slot}"
-        return got[f"{y}.{y}"] > 0 and got[f"{s}.{y}"] > -ROUNDING * move.step * move.slope_before
+        elif move is not None:
+            s, y = f"s{self._slot}", f"y{self._slot}"
+            if got[f"{y}.{y}"] > 0 and got[f"{s}.{y}"] > -ROUNDING * move.step * move.slope_before:
+                self._used.append(self._slot)
 
     def forget(self) -> None:
         self._used.clear()
