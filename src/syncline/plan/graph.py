@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from syncline.errors import UsageError
 from syncline.nn.stack import BlockLocal2d
-from syncline.parallel.aligned import Aligned, Reshape
+from syncline.parallel.functions import Aligned, Reshape
 from syncline.parallel.module import arguments_of, is_layer
 from syncline.parallel.move import Group
 from syncline.parallel.program import Program, Slot, Step
