@@ -12,22 +12,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from syncline.batch import commands as c
 from syncline.batch import messages as m
 from syncline.batch import portions as p
-from syncline.batch.commands import (
-    BatchMethod,
-    Command,
-    Dot,
-    End,
-    Evaluate,
-    Iteration,
-    Largest,
-    Program,
-    Scale,
-    State,
-    Swap,
-    check,
-)
 from syncline.errors import UsageError
 
 AHEAD = 1  # tasks that a learner holds beyond the one it computes
@@ -57,14 +44,14 @@ class Coordinator:
 
     def __init__(
         self,
-        method: BatchMethod,
+        method: c.BatchMethod,
         samples: p.Samples,
         *,
         shards: int,
         slots: int,
         portions: p.Portions,
         limit: int | None = None,
-        state: State | None = None,
+        state: c.State | None = None,
         iteration: int = 0,
     ) -> None:
         self._method, self._samples, self._portions = method, samples, portions
@@ -82,17 +69,17 @@ class Coordinator:
         self.still = False  # the vectors are those of the last iteration
         self._set(state, iteration)
 
-    def _set(self, state: State | None, iteration: int) -> None:
+    def _set(self, state: c.State | None, iteration: int) -> None:
         self.iteration, self._state = iteration, state
         self._batch = self._samples.at(iteration)
         if state is not None and self._batch != self._samples.at(iteration - 1):
             state = {**state, "evaluated": False}
         self._steps = self._method(state)
-        self._running: Program = ()
+        self._running: c.Program = ()
         self._measured: dict[int, tuple[float, ...]] = {}  # by shard
-        self._rest: Program = ()  # of the program, beginning with what is being evaluated
+        self._rest: c.Program = ()  # of the program, beginning with what is being evaluated
         self._got: dict[str, float] = {}
-        self._open: Evaluate | None = None  # portions of it are out
+        self._open: c.Evaluate | None = None  # portions of it are out
         self._loss, self._count = 0.0, 0
 
     def busy(self) -> set[int]:
@@ -138,7 +125,7 @@ class Coordinator:
         """After this iteration."""
         self.stopping = True
 
-    def go_back(self, state: State | None, iteration: int) -> None:
+    def go_back(self, state: c.State | None, iteration: int) -> None:
         """The shards are gone, and what was under way is void: `begin` when others have the vectors of that iteration."""
         self._steps.close()
         self._free.extend(sorted(self._adding))
@@ -157,12 +144,12 @@ class Coordinator:
             return []
         self._measured[message.shard] = message.measured
         if len(self._measured) == self._shards:
-            measuring = [c for c in self._running if isinstance(c, Dot | Largest)]
+            measuring = [each for each in self._running if isinstance(each, c.Dot | c.Largest)]
             columns = zip(*(self._measured[shard] for shard in range(self._shards)), strict=True)
             for command, values in zip(measuring, columns, strict=True):  # shards in their order
-                unknown = isinstance(command, Largest) and any(map(math.isnan, values))
+                unknown = isinstance(command, c.Largest) and any(map(math.isnan, values))
                 largest = math.nan if unknown else max(values)
-                self._got[command.name] = sum(values) if isinstance(command, Dot) else largest
+                self._got[command.name] = sum(values) if isinstance(command, c.Dot) else largest
             self._running = ()
             self._continue()
         return self._take()
@@ -209,25 +196,25 @@ class Coordinator:
         try:
             said = next(self._steps) if got is None else self._steps.send(got)
         except StopIteration as stop:
-            end: End = stop.value
+            end: c.End = stop.value
             self._out.append(m.Over(end))
             return
         self._say(said)
 
-    def _say(self, said: Program | Iteration) -> None:
-        if isinstance(said, Iteration):
+    def _say(self, said: c.Program | c.Iteration) -> None:
+        if isinstance(said, c.Iteration):
             self.iteration, self._state, self.still = said.record.iteration, said.state, True
             self._out.append(m.Reached(said, self._batch))
             return
-        check(said, self._method.vectors)
-        rest: list[Command] = []
+        c.check(said, self._method.vectors)
+        rest: list[c.Command] = []
         for each in said:
-            if isinstance(each, Evaluate) and each.gradient in ("x", each.at):
+            if isinstance(each, c.Evaluate) and each.gradient in ("x", each.at):
                 raise UsageError(f"{each}: the gradient needs a vector of its own, neither x nor {each.at!r}")
             if (
-                isinstance(each, Evaluate) and each.at != "x"
+                isinstance(each, c.Evaluate) and each.at != "x"
             ):  # learners read x: it is brought there, and back
-                rest += (Swap("x", each.at), each, Swap("x", each.at))
+                rest += (c.Swap("x", each.at), each, c.Swap("x", each.at))
             else:
                 rest.append(each)
         self._got, self._rest = {}, tuple(rest)
@@ -235,14 +222,14 @@ class Coordinator:
 
     def _continue(self) -> None:
         """The next part of the program: up to an evaluation, that evaluation, or its end."""
-        cut = next((i for i, c in enumerate(self._rest) if isinstance(c, Evaluate)), len(self._rest))
+        cut = next((i for i, each in enumerate(self._rest) if isinstance(each, c.Evaluate)), len(self._rest))
         part, self._rest = self._rest[:cut], self._rest[cut:]
         if part:
             self._number += 1
             self.still = False
             self._running, self._measured = part, {}
             self._out.append(m.Run(self._number, part))
-        elif self._rest and isinstance(self._rest[0], Evaluate):
+        elif self._rest and isinstance(self._rest[0], c.Evaluate):
             self._open = self._rest[0]
             self.evaluation += 1
             self._loss, self._count = 0.0, 0
@@ -268,7 +255,7 @@ class Coordinator:
             elif self._open is not None and decision.evaluation == self.evaluation:
                 command, self._open = self._open, None
                 self._got[command.loss] = self._loss / self._count
-                self._rest = (Scale(command.gradient, 1 / self._count), *self._rest[1:])
+                self._rest = (c.Scale(command.gradient, 1 / self._count), *self._rest[1:])
                 self._continue()
         self._hand_out()
 

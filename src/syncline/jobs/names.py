@@ -17,8 +17,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from syncline import models
-from syncline.batch.directions import LBFGS, ConjugateGradient
-from syncline.batch.gradient_descent import GradientDescent
+from syncline.batch.methods import LBFGS, ConjugateGradient, GradientDescent
 from syncline.data import DATASETS
 from syncline.dial import nearest
 from syncline.engines.local.engine import Local

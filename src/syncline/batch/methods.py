@@ -1,5 +1,5 @@
-"""The methods that search along a direction: nonlinear conjugate gradients (Polak and Ribière's, never negative, with Powell's
-restarts) and L-BFGS, with quasi-Newton directions from the last few steps (Liu and Nocedal 1989).
+"""The batch methods. Gradient descent is the plainest, to be read first. Nonlinear conjugate gradients (Polak and Ribière's, never
+negative, with Powell's restarts) and L-BFGS (directions from the last few steps, Liu and Nocedal 1989) search along a direction.
 
 The history of L-BFGS lies on the shards. The two-loop recursion runs on the dots between its vectors and g, which are kept
 here, so that the direction is one linear combination (Chen, Wang and Zhou 2014): the round trips of an iteration do
@@ -10,12 +10,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from syncline.batch.commands import Combine, Dot, Program, Scalars, State
-from syncline.batch.method_base import Descent, Direction, Move, first_step, whole
+from syncline.batch import commands as c
+from syncline.batch.method_base import (
+    MEASURE,
+    Descent,
+    Direction,
+    Move,
+    Options,
+    Standing,
+    first_step,
+    need,
+    number,
+    whole,
+)
 from syncline.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientDescent(Options):
+    """v = momentum·v − lr·g, x += v. One round trip an iteration, four vectors. It may rise on its way; where it ends, x is the
+    best point seen."""
+
+    lr: float
+    momentum: float = 0.9
+
+    name: ClassVar[str] = "gradient descent"
+    vectors: ClassVar[tuple[str, ...]] = ("x", "g", "v", "best")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need(self, "lr", 0 < number(self, "lr") < math.inf, "a number > 0")
+        need(self, "momentum", 0 <= number(self, "momentum") < 1, "a number from 0 to 1, without 1")
+
+    def __call__(self, state: c.State | None = None) -> c.Steps:
+        at = Standing.of(self.name, state)
+        best = state["best"] if state and at.evaluated else math.inf
+        return self._steps(at, best)
+
+    def _steps(self, at: Standing, best: float) -> c.Steps:
+        if not at.evaluated:
+            rest = (c.Fill("v", 0.0),) if at.iteration == 0 else ()
+            got = yield (*rest, c.Evaluate(), *MEASURE)
+            if not at.begin(got):
+                return at.end("not finite", f"{got} where the method begins")
+        move = (c.Scale("v", self.momentum), c.Axpy("v", -self.lr, "g"), c.Axpy("x", 1.0, "v"))
+        while (reached := self.reached(at)) is None:
+            keep = (c.Copy("best", "x"),) if at.loss < best else ()
+            best = min(best, at.loss)
+            got = yield (*keep, *move, c.Evaluate(), *MEASURE)
+            at.evaluations += 1
+            if not at.advance(got["loss"], got):
+                at.loss, reached = math.inf, ("not finite", f"{got} at the next step; try lr < {self.lr:g}")
+                break
+            yield c.Iteration({**asdict(at), "best": best}, at.record(self.lr))
+        if best < at.loss:
+            yield (c.Copy("x", "best"),)
+            at.loss = best
+        return at.end(*reached)
+
 
 PARALLEL = 0.2  # gradients of two iterations are far from orthogonal: restart (Powell 1977)
 
@@ -32,7 +87,7 @@ class ConjugateGradient(Descent):
     def vectors(self) -> tuple[str, ...]:
         return ("x", "g", "d", "old x", "old g")
 
-    def direction(self, state: State | None) -> Direction:
+    def direction(self, state: c.State | None) -> Direction:
         kept = {key: state[key] for key in ("beta", "slope", "reach")} if state else {}
         return _Conjugate(**kept)
 
@@ -52,7 +107,7 @@ class _Conjugate(Direction):
     def plain(self) -> bool:
         return self._beta == 0
 
-    def make(self, squared: float) -> tuple[Program, float]:
+    def make(self, squared: float) -> tuple[c.Program, float]:
         self._squared = squared
         slope = -squared + self._beta * self._slope
         if not -math.inf < slope < 0:
@@ -60,12 +115,12 @@ class _Conjugate(Direction):
             slope = -squared
         step = self._reach / -slope if slope else 0.0
         terms = ((-1.0, "g"), (self._beta, "d")) if self._beta else ((-1.0, "g"),)
-        return (Combine("d", terms),), step if 0 < step < math.inf else first_step(squared)
+        return (c.Combine("d", terms),), step if 0 < step < math.inf else first_step(squared)
 
-    def update(self, move: Move | None) -> Program:
-        return (Dot("g.old g", "g", "old g"),) if move is not None else ()
+    def update(self, move: Move | None) -> c.Program:
+        return (c.Dot("g.old g", "g", "old g"),) if move is not None else ()
 
-    def learn(self, got: Scalars, move: Move | None) -> None:
+    def learn(self, got: c.Scalars, move: Move | None) -> None:
         self.forget()
         if move is None:
             return
@@ -79,7 +134,7 @@ class _Conjugate(Direction):
     def forget(self) -> None:
         self._beta = 0.0
 
-    def data(self) -> State:
+    def data(self) -> c.State:
         return {"beta": self._beta, "slope": self._slope, "reach": self._reach}
 
 
@@ -103,7 +158,7 @@ class LBFGS(Descent):
         pairs = (f"{kind}{slot}" for kind in "sy" for slot in range(self.history))
         return ("x", "g", "d", "old x", *pairs)
 
-    def direction(self, state: State | None) -> Direction:
+    def direction(self, state: c.State | None) -> Direction:
         used = list(state["history"]) if state else []
         if any(slot >= self.history for slot in used):
             raise UsageError(
@@ -127,7 +182,7 @@ class _QuasiNewton(Direction):
     def plain(self) -> bool:
         return not self._used
 
-    def make(self, squared: float) -> tuple[Program, float]:
+    def make(self, squared: float) -> tuple[c.Program, float]:
         terms = _recursion(self._used, self._dots)
         if not all(math.isfinite(by) for by, _ in terms):
             self.forget()
@@ -136,18 +191,18 @@ class _QuasiNewton(Direction):
         if len(self._used) == self._size:
             del self._used[0]
         self._slot = next(slot for slot in range(self._size) if slot not in self._used)
-        return (Combine("d", terms),), step
+        return (c.Combine("d", terms),), step
 
-    def update(self, move: Move | None) -> Program:
+    def update(self, move: Move | None) -> c.Program:
         if move is None:
             return tuple(_with_gradient(self._used))
         s, y, others = f"s{self._slot}", f"y{self._slot}", self._used
-        pair = (Combine(s, ((1.0, "x"), (-1.0, "old x"))), Combine(y, ((1.0, "g"), (-1.0, y))))
+        pair = (c.Combine(s, ((1.0, "x"), (-1.0, "old x"))), c.Combine(y, ((1.0, "g"), (-1.0, y))))
         own = (_dot(s, y), _dot(y, y))
         crossed = (d for j in others for d in (_dot(f"s{j}", y), _dot(s, f"y{j}"), _dot(f"y{j}", y)))
         return (*pair, *own, *crossed, *_with_gradient([*others, self._slot]))
 
-    def learn(self, got: Scalars, move: Move | None) -> None:
+    def learn(self, got: c.Scalars, move: Move | None) -> None:
         self._dots.update((name, value) for name, value in got.items() if "." in name)
         if not all(map(math.isfinite, got.values())):
             self.forget()
@@ -159,7 +214,7 @@ class _QuasiNewton(Direction):
     def forget(self) -> None:
         self._used.clear()
 
-    def data(self) -> State:
+    def data(self) -> c.State:
         live = {f"{kind}{slot}" for kind in "sy" for slot in self._used} | {"g"}
         return {
             "history": list(self._used),
@@ -167,13 +222,13 @@ class _QuasiNewton(Direction):
         }
 
 
-def _dot(a: str, b: str) -> Dot:
+def _dot(a: str, b: str) -> c.Dot:
     """Named alike whichever way round."""
     a, b = sorted((a, b))
-    return Dot(f"{a}.{b}", a, b)
+    return c.Dot(f"{a}.{b}", a, b)
 
 
-def _with_gradient(slots: Iterable[int]) -> list[Dot]:
+def _with_gradient(slots: Iterable[int]) -> list[c.Dot]:
     return [_dot(f"{kind}{slot}", "g") for slot in slots for kind in "sy"]
 
 
