@@ -97,6 +97,7 @@ class FusedStack:
             )
         self.stack, self.sparsity, self.gain_rate, self.seed = stack, sparsity, gain_rate, seed
         self.geometry = stack.filter.geometry
+        self._pad = stack.pool.window // 2 if stack.pool.padding == "same" else 0
         self.weight = stack.filter.weight.data
         self.momentum = torch.zeros_like(self.weight)
         self.gain = torch.ones((), device=self.weight.device)
@@ -126,10 +127,6 @@ class FusedStack:
     def _pool(self, responses: Tensor) -> Tensor:
         pool = self.stack.pool
         return l2_pool.forward(responses, pool.window, pad=self._pad, eps=pool.eps)
-
-    @property
-    def _pad(self) -> int:
-        return self.stack.pool.window // 2 if self.stack.pool.padding == "same" else 0
 
     @torch.no_grad()
     def output(self, images: Tensor) -> Tensor:

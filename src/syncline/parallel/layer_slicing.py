@@ -253,17 +253,11 @@ def _mean_pooled(module: Any, local: Local, x: Tensor) -> Tensor:
     sums = means * math.prod(number[0] for number in numbers)
     for dim, (size, span, each) in enumerate(zip(shape, local.window.spans[2:], numbers, strict=True)):
         margin = each[2] if module.count_include_pad else 0
-        counts = [_counted(place, size, margin, *each) for place in range(*span)]
+        lows = [place * each[1] - each[2] for place in range(*span)]
+        counts = [min(low + each[0], size + margin) - max(low, -margin) for low in lows]
         view = [-1 if at == dim + 2 else 1 for at in range(x.dim())]
         sums = sums / torch.tensor(counts, dtype=x.dtype, device=x.device).view(view)
     return sums
-
-
-def _counted(
-    place: int, size: int, margin: int, kernel: int, stride: int, padding: int, dilation: int
-) -> int:
-    low = place * stride - padding
-    return min(low + kernel, size + margin) - max(low, -margin)
 
 
 def _pool_check(module: Any, way: str) -> str | None:

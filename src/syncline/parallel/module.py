@@ -246,10 +246,6 @@ class Partitioned(nn.Module):
         self._step += self.training
         return self.run(args, kwargs)
 
-    def drops(self, args: Any, kwargs: Any) -> bool:
-        """Whether a function of forward's drops something, in this mode."""
-        return any(name_of(step.call.target) == "dropout" for step in self._program(args, kwargs).steps)
-
     def run(self, args: Any, kwargs: Any) -> Any:
         """`forward` without a check, as part of the same step."""
         program = self._program(args, kwargs)
@@ -337,8 +333,8 @@ def compare(mine: Partitioned, model: nn.Module, args: Any, kwargs: Any) -> None
     whole = copy.deepcopy(model)
     state = {name: tensor.clone() for name, tensor in mine.named_buffers()}
     modes = {name: module.training for name, module in mine.named_modules()}
-    if mine.drops(args, kwargs):  # by a function: in evaluation it does not
-        mine.eval()
+    if any(name_of(step.call.target) == "dropout" for step in mine._program(args, kwargs).steps):
+        mine.eval()  # in which a function drops nothing
     for name, module in whole.named_modules():
         module.training = mine.get_submodule(name).training
     with _nothing_dropped(mine), _nothing_dropped(whole), torch.enable_grad():
