@@ -211,9 +211,7 @@ class Coordinator:
         for each in said:
             if isinstance(each, c.Evaluate) and each.gradient in ("x", each.at):
                 raise UsageError(f"{each}: the gradient needs a vector of its own, neither x nor {each.at!r}")
-            if (
-                isinstance(each, c.Evaluate) and each.at != "x"
-            ):  # learners read x: it is brought there, and back
+            if isinstance(each, c.Evaluate) and each.at != "x":  # learners read x: brought there, and back
                 rest += (c.Swap("x", each.at), each, c.Swap("x", each.at))
             else:
                 rest.append(each)

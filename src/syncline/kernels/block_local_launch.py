@@ -326,11 +326,8 @@ def update_(
     count = pairs[0][0].shape[-1]
     tiles = tiles or gradient_tiles(geometry, count, pairs[0][1].dtype, updates=update, pairs=len(pairs))
     (delta, images), (delta2, images2) = pairs[0], pairs[-1]
-    squares = torch.empty(
-        (tiles.split, geometry.blocks, geometry.rows) if update else (1,),
-        dtype=torch.float32,
-        device=images.device,
-    )
+    sums = (tiles.split, geometry.blocks, geometry.rows) if update else (1,)
+    squares = torch.empty(sums, dtype=torch.float32, device=images.device)
     grid = (geometry.blocks * tiles.split * triton.cdiv(geometry.rows, sum(tiles.rows)),)
 
     def launch(cut: Tiles) -> None:

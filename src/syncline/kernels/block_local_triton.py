@@ -215,9 +215,8 @@ def input_gradient_kernel(
     A band is `step` rows of pixels. The blocks above one another that see it, and the part of their fields that
     lies in it, are summed in one program; only fields side by side meet in atomic additions.
     """
-    BAND: tl.constexpr = (
-        STEP * FIELD if STEP < FIELD else FIELD * FIELD
-    )  # pixels of a field in one band and channel
+    # pixels of a field in one band and channel
+    BAND: tl.constexpr = STEP * FIELD if STEP < FIELD else FIELD * FIELD
     REACH: tl.constexpr = (FIELD + STEP - 1) // STEP  # bands of a field
     DOWN: tl.constexpr = OUT_H // BLOCK_H
     SPAN: tl.constexpr = FAN_IN // (FIELD * FIELD) * BAND  # pixels of a field in one band, all channels

@@ -208,11 +208,8 @@ class RBM(nn.Module, Contrastive):
         else:
             back = self.visible(self.code.sample(on))
             seen = self.gibbs(self.units.sample(back), steps - 1)
-        then, here, there = (
-            self.hidden(seen),
-            1 / len(data),
-            1 / len(seen),
-        )  # ⟨…⟩ of the chains minus that of the data
+        then, here, there = self.hidden(seen), 1 / len(data), 1 / len(seen)
+        # ⟨…⟩ of the chains minus that of the data
         weight = torch.mm(on.t(), data)
         torch.addmm(weight, then.t(), seen, beta=-here, alpha=there, out=weight)
         if self.decay:

@@ -272,9 +272,8 @@ class Net(nn.Module):
         if isinstance(layer.share, str):
             wanted = {name: f"{layer.share}.{name}" for name in own}
             if layer.share not in self._modules or layer.share == layer.name or not own:
-                words = (
-                    f"{layer.share!r} is no other layer with parameters{nearest(layer.share, self._modules)}"
-                )
+                words = f"{layer.share!r} is no other layer with parameters"
+                words += nearest(layer.share, self._modules)
                 raise self._fail(layer, "share", f"share: {words}")
         else:
             wanted = dict(layer.share)

@@ -326,9 +326,8 @@ class _BatchNorm(Aligned):
         if module.training and module.track_running_stats:
             with torch.no_grad():
                 module.num_batches_tracked += 1
-                share = (
-                    1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
-                )
+                share = module.momentum
+                share = 1.0 / float(module.num_batches_tracked) if share is None else share
                 module.running_mean.lerp_(mean.detach(), share)
                 module.running_var.lerp_(var.detach() * (count / max(1, count - 1)), share)
         out = centred * (var + module.eps).rsqrt().view(view)

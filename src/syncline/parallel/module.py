@@ -133,15 +133,12 @@ class Partitioned(nn.Module):
                 found[full] = Part(tuple(tensor.shape), boxes)
                 other = holders.setdefault(id(tensor), full)
                 if found[other] != found[full]:
-                    used = {
-                        each: any(s.path is not None and each.startswith(f"{s.path}.") for s in program.steps)
-                        for each in (full, other)
-                    }
-                    if all(used.values()):
+                    paths = tuple(f"{s.path}." for s in program.steps if s.path is not None)
+                    if full.startswith(paths) and other.startswith(paths):
                         raise UsageError(
                             f"{full!r} and {other!r} are one tensor, but cut in different ways: give their layers one way"
                         )
-                    found[full] = found[other] = found[full] if used[full] else found[other]
+                    found[full] = found[other] = found[full] if full.startswith(paths) else found[other]
         return found
 
     def _take_over(self, model: nn.Module) -> None:

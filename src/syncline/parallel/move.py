@@ -143,9 +143,8 @@ class Move:
         for own in self.owned:
             if own.size and not any(own.meet(want) == own for want in self.wanted):
                 raise UsageError(f"a shared gradient of {own} has to be wanted where it is owned")
-        self.counted = list(
-            self.owned
-        )  # whose shared gradient enters here: of copies, in the first that has one
+        # places whose shared gradient enters here: of copies, in the first process that has one
+        self.counted = list(self.owned)
         for box in (box for boxes in owns[: group.rank] for box in boxes if not sums):
             self.counted = [rest for part in self.counted for rest in part.minus(box)]
 

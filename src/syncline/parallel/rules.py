@@ -237,9 +237,8 @@ class Windowed(Rule):
     def place(self, call: Call) -> list[Spread]:
         leader, way = call.leader(), call.way or "data"
         if call.way is None and leader is not None and not holds(call.module):
-            followed = call.spreads[
-                leader
-            ].way  # what holds nothing goes on as its input is cut, where it can
+            # what holds nothing goes on as its input is cut, where it can
+            followed = call.spreads[leader].way
             way = followed if followed in self.ways and self.check(call.module, followed) is None else way
         self.check_way(call)
         why = self.check(call.module, way)

@@ -55,11 +55,11 @@ class Plan:
     @property
     def example(self) -> Any:
         """What the model reads, as shapes; None where that is more than tensors."""
-        made = [
-            (name, torch.empty(shape, dtype=getattr(torch, kind), device="meta"))
-            for name, shape, kind in self.inputs
-        ]
-        return dict(made) if made and made[0][0] else tuple(tensor for _, tensor in made) if made else None
+        names = [name for name, _, _ in self.inputs]
+        tensors = [torch.empty(s, dtype=getattr(torch, k), device="meta") for _, s, k in self.inputs]
+        if not tensors:
+            return None
+        return dict(zip(names, tensors, strict=True)) if names[0] else tuple(tensors)
 
     @property
     def layers(self) -> dict[str, int]:
