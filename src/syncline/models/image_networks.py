@@ -298,7 +298,8 @@ class Cifar10Full(nn.Module):
     """Caffe's cifar10_full, the network of Rudra's CIFAR-10 experiments (R10): 89,578 parameters.
 
     Three 5×5 convolutions of 32, 32, 64 with pooling 3/2 (max, average, average), then one linear layer. It wants pixels of
-    0…255 minus the per-pixel mean of the training set, not scaled: `syncline.data.cifar10(folder, pixels="centred")`. Pooling rounds up as Caffe does: windows hang over the border, and an average counts only what is inside.
+    0…255 minus the per-pixel mean of the training set, not scaled: `syncline.data.cifar10(folder, pixels="centred")`. Pooling
+    rounds up as Caffe does: windows hang over the border, and an average counts only what is inside.
     """
 
     def __init__(self, classes: int = 10) -> None:

@@ -3,7 +3,7 @@ permutations, reductions, reshapes. None of them is wrong on a slice.
 
 An operation is described by which dimension of each input a dimension of its result goes along with, place by place.
 Dimensions that go along may be cut; the others are wanted whole. What is not in the lists is computed whole by every process,
-from everything: right, if slow. What draws random numbers is refused by name. Not responsible for layers: `layers` is.
+from everything: right, if slow. What draws random numbers is refused by name. Not responsible for layers: `layer_slicing` is.
 """
 
 from __future__ import annotations

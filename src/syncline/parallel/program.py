@@ -249,7 +249,19 @@ class Program:
         for each in self.steps:
             values = [held[id(slot)].read(port) for slot, port in each.reads]
             args, kwargs = _filled(each.call, values)
-            found = each.rule.run(self._local(each, layers, seed, step), *args, **kwargs)
+            spread, path = each.outs[0].spread, each.path
+            local = Local(
+                module=layers.get_submodule(path) if path is not None else _callable(each.call.target),
+                call=each.call,
+                group=self.group,
+                boxes=spread.boxes,
+                wanted=each.wanted,
+                way=spread.way,
+                sums=spread.sums,
+                seed=seed,
+                step=step,
+            )
+            found = each.rule.run(local, *args, **kwargs)
             tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
             held |= {id(slot): _Held(slot, value) for slot, value in zip(each.outs, tensors, strict=True)}
             unread.subtract(id(slot) for slot, _ in each.reads)
@@ -258,20 +270,6 @@ class Program:
                     held.pop(id(slot), None)
         ends = self._ends
         return pytree.tree_map_only(Slot, lambda slot: ends[id(slot)](held[id(slot)].own)[0], self.result)
-
-    def _local(self, step: Step, layers: nn.Module, seed: int, number: int) -> Local:
-        spread = step.outs[0].spread
-        return Local(
-            module=layers.get_submodule(step.path) if step.path is not None else _callable(step.call.target),
-            call=step.call,
-            group=self.group,
-            boxes=spread.boxes,
-            wanted=step.wanted,
-            way=spread.way,
-            sums=spread.sums,
-            seed=seed,
-            step=number,
-        )
 
 
 class _Held:

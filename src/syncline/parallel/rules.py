@@ -2,7 +2,7 @@
 
 A rule answers for one type of layer or function. Ways to cut: "data" (the examples), "model" (features or channels),
 "spatial" (rows and columns of images), "rows" (a dense layer's inputs); "whole" is computed by every process alike.
-Not responsible for single types: `layers`, `recurrent` and `functions` are.
+Not responsible for single types: `layer_slicing`, `recurrent` and `functions` are.
 """
 
 from __future__ import annotations

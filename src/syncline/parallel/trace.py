@@ -187,31 +187,27 @@ def trace(
     batch_dim: int = 0,
 ) -> Traced:
     """The graph of a `skeleton` for inputs like these."""
-    batch = _batch_size(args, kwargs, batch_dim)
+    given = (tuple(args), dict(kwargs))
+    tensors = [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
+    batch = next((tensor.shape[batch_dim] for tensor in tensors if tensor.dim() > batch_dim), None)
+    if batch is None:
+        raise UsageError(
+            f"an example input needs a tensor with a dimension {batch_dim}, that of the examples"
+        )
+
+    def one_more(tensor: Tensor) -> Tensor:
+        if tensor.dim() <= batch_dim or tensor.shape[batch_dim] != batch:
+            return tensor
+        shape = list(tensor.shape)
+        shape[batch_dim] += 1
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
     with _one_at_a_time:
         graph = _traced(model, args, kwargs, leaf)
-        more, named = _one_more((tuple(args), dict(kwargs)), batch, batch_dim)
+        more, named = pytree.tree_map_only(Tensor, one_more, given)
         other = _traced(model, more, named, leaf)
     _find_batches(type(model).__name__, graph, other, batch)
     return Traced(graph, batch)
-
-
-def _batch_size(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> int:
-    for leaf in pytree.tree_leaves((args, dict(kwargs))):
-        if isinstance(leaf, Tensor) and leaf.dim() > dim:
-            return leaf.shape[dim]
-    raise UsageError(f"an example input needs a tensor with a dimension {dim}, that of the examples")
-
-
-def _one_more(inputs: Any, batch: int, dim: int) -> Any:
-    def grown(tensor: Tensor) -> Tensor:
-        if tensor.dim() <= dim or tensor.shape[dim] != batch:
-            return tensor
-        shape = list(tensor.shape)
-        shape[dim] += 1
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
-
-    return pytree.tree_map_only(Tensor, grown, inputs)
 
 
 def _traced(
