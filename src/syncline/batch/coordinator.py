@@ -246,10 +246,18 @@ class Coordinator:
             elif isinstance(decision, p.Cancel):
                 queue.extend(self._cancel(decision))
             elif isinstance(decision, p.Take):
-                self._take_in(self._sums.pop(decision.task))
-            elif isinstance(decision, p.Discard):
-                if (held := self._sums.pop(decision.task, None)) is not None:
+                held = self._sums.pop(decision.task)
+                if self._open is None:  # of an evaluation that is void
                     self._release(held.slot)
+                    continue
+                self._out.append(m.Add(held.slot, self._open.gradient, self._count == 0))
+                self._adding[held.slot] = self._shards
+                self._loss += held.loss
+                self._count += held.examples
+                self.examples += held.examples
+            elif isinstance(decision, p.Discard):
+                if (late := self._sums.pop(decision.task, None)) is not None:
+                    self._release(late.slot)
             elif self._open is not None and decision.evaluation == self.evaluation:
                 command, self._open = self._open, None
                 self._got[command.loss] = self._loss / self._count
@@ -264,16 +272,6 @@ class Coordinator:
                 return self._portions.drop(cancel.learner, cancel.evaluation, cancel.task)
         self._out.append(cancel)
         return []
-
-    def _take_in(self, held: Held) -> None:
-        if self._open is None:  # of an evaluation that is void
-            self._release(held.slot)
-            return
-        self._out.append(m.Add(held.slot, self._open.gradient, self._count == 0))
-        self._adding[held.slot] = self._shards
-        self._loss += held.loss
-        self._count += held.examples
-        self.examples += held.examples
 
     def _release(self, slot: int) -> None:
         self._free.append(slot)
