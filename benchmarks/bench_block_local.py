@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import machine
 from reproductions.cots.networks import cots_network
 from syncline.kernels import block_local
-from syncline.kernels.block_local_ops import batch_first
+from syncline.kernels.block_local import batch_first
 from syncline.kernels.geometry import Geometry
 from syncline.nn import FusedStack, StackShape, build_stacks, joint_update
 

@@ -148,7 +148,7 @@ def _exchange(count: int) -> Callable[[], Any]:
     group, numbers = Group(dist.group.WORLD), torch.zeros(count)
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     sent, received = ([count * (rank == other) for rank in range(group.size)] for other in (after, before))
-    return lambda: group.exchange(numbers, sent, received).wait()
+    return lambda: group.exchange(numbers, sent, received)()
 
 
 def _choices(task: Task, model: nn.Module, inputs: Tensor) -> Mapping[str, str]:

@@ -23,7 +23,7 @@ import syncline as sl
 from benchmarks import machine
 from reproductions.rudra.paper import find
 from syncline.data import cifar10
-from syncline.models.cifar10_full import Cifar10Full, cifar10_full_sgd
+from syncline.models import Cifar10Full, cifar10_full_sgd
 
 EPOCHS = 140
 DROPS = (120, 130)  # epochs after which the rate is a tenth

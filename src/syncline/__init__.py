@@ -1,8 +1,6 @@
 """Syncline trains PyTorch models on many workers, with synchrony as a dial."""
 
-from syncline.batch.conjugate_gradient import ConjugateGradient
-from syncline.batch.gradient_descent import GradientDescent
-from syncline.batch.lbfgs import LBFGS
+from syncline.batch.methods import LBFGS, ConjugateGradient, GradientDescent
 from syncline.cluster.record import Cluster
 from syncline.dial import Sync
 from syncline.engines.local.engine import Local

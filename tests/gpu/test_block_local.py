@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from syncline.kernels import block_local as products
 from syncline.kernels import l2_pool
-from syncline.kernels.block_local_ops import batch_first, batch_last, block_local
+from syncline.kernels.block_local import batch_first, batch_last, block_local
 from syncline.kernels.geometry import Geometry
 from syncline.nn import (
     FusedStack,

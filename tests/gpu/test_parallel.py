@@ -26,7 +26,7 @@ def test_nccl_takes_tensors_of_the_gpu_as_they_are() -> None:
     store = dist.HashStore()
     group = Group(dist.ProcessGroupNCCL(store, 0, 1))
     send = torch.arange(5.0, device="cuda")
-    assert group._direct and torch.equal(group.exchange(send, [5], [5]).wait(), send)
+    assert group._direct and torch.equal(group.exchange(send, [5], [5])(), send)
     group._group.shutdown()
 
 

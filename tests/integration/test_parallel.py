@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncline.models.alexnet import AlexNet
+from syncline.models import AlexNet
 from syncline.parallel import partition
 from syncline.plan import plan
 

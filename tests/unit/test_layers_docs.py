@@ -8,8 +8,7 @@ from pathlib import Path
 from syncline.jobs import Job
 from syncline.learn.gradient_ways import REGULARISERS
 from syncline.models import MODELS
-from syncline.nn.initialisers import INITIALISERS
-from syncline.nn.registry import TYPES
+from syncline.nn.registry import INITIALISERS, TYPES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "howto" / "layers.md").read_text(encoding="utf-8")
 

@@ -32,7 +32,7 @@ RANK_OF = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 FREE_ROOMS = {"__init__", "__main__"}  # may import anything; nothing else may import them
 
 PURE_ROOMS = {"dial", "protocols", "batch", "topologies"}
-PURE_FILES = {"parallel/windows.py", "plan/minimum_cut.py", "plan/elimination.py"}
+PURE_FILES = {"parallel/windows.py", "plan/solvers.py"}
 IMPURE_MODULES = {"torch", "numpy", "time", "os", "socket", "threading"}
 ENGINES = {"local", "torchrun", "ray"}
 ROLE_ROOMS = {"learn", "roles"}

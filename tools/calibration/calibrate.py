@@ -272,7 +272,7 @@ def _measure(work: Workload, learners: int, sync: str) -> Measured:
 
 def perceptron(widths: tuple[int, ...], batch_size: int) -> Workload:
     """Of these widths, on random examples."""
-    from syncline.models.mlp import mlp
+    from syncline.models import mlp
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)

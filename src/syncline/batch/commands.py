@@ -7,7 +7,7 @@ by the name the command gives them. Not responsible for carrying anything out, n
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -156,7 +156,12 @@ def check(program: Program, vectors: Collection[str]) -> None:
     for command in program:
         if not isinstance(command, Command):
             raise UsageError(f"a program is a tuple of commands, got {command!r} in it")
-        for operand in _operands(command):
+        # the vectors it names and its numbers
+        if isinstance(command, Combine):
+            operands = [command.to, *(part for term in command.terms for part in term)]
+        else:
+            operands = [getattr(command, key) for key in command.__slots__ if key not in ("name", "loss")]
+        for operand in operands:
             if isinstance(operand, str):
                 if operand not in vectors:
                     raise UsageError(
@@ -169,12 +174,3 @@ def check(program: Program, vectors: Collection[str]) -> None:
     names = results(program)
     if len(set(names)) < len(names):
         raise UsageError(f"two results of one program have the same name: {', '.join(sorted(names))}")
-
-
-def _operands(command: Command) -> Iterator[str | float]:
-    """The vectors it names and its numbers."""
-    if isinstance(command, Combine):
-        yield command.to
-        yield from (part for term in command.terms for part in term)
-    else:
-        yield from (getattr(command, key) for key in command.__slots__ if key not in ("name", "loss"))

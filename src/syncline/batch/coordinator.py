@@ -12,22 +12,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from syncline.batch import commands as c
 from syncline.batch import messages as m
 from syncline.batch import portions as p
-from syncline.batch.commands import (
-    BatchMethod,
-    Command,
-    Dot,
-    End,
-    Evaluate,
-    Iteration,
-    Largest,
-    Program,
-    Scale,
-    State,
-    Swap,
-    check,
-)
 from syncline.errors import UsageError
 
 AHEAD = 1  # tasks that a learner holds beyond the one it computes
@@ -57,14 +44,14 @@ class Coordinator:
 
     def __init__(
         self,
-        method: BatchMethod,
+        method: c.BatchMethod,
         samples: p.Samples,
         *,
         shards: int,
         slots: int,
         portions: p.Portions,
         limit: int | None = None,
-        state: State | None = None,
+        state: c.State | None = None,
         iteration: int = 0,
     ) -> None:
         self._method, self._samples, self._portions = method, samples, portions
@@ -82,17 +69,17 @@ class Coordinator:
         self.still = False  # the vectors are those of the last iteration
         self._set(state, iteration)
 
-    def _set(self, state: State | None, iteration: int) -> None:
+    def _set(self, state: c.State | None, iteration: int) -> None:
         self.iteration, self._state = iteration, state
         self._batch = self._samples.at(iteration)
         if state is not None and self._batch != self._samples.at(iteration - 1):
             state = {**state, "evaluated": False}
         self._steps = self._method(state)
-        self._running: Program = ()
+        self._running: c.Program = ()
         self._measured: dict[int, tuple[float, ...]] = {}  # by shard
-        self._rest: Program = ()  # of the program, beginning with what is being evaluated
+        self._rest: c.Program = ()  # of the program, beginning with what is being evaluated
         self._got: dict[str, float] = {}
-        self._open: Evaluate | None = None  # portions of it are out
+        self._open: c.Evaluate | None = None  # portions of it are out
         self._loss, self._count = 0.0, 0
 
     def busy(self) -> set[int]:
@@ -138,7 +125,7 @@ class Coordinator:
         """After this iteration."""
         self.stopping = True
 
-    def go_back(self, state: State | None, iteration: int) -> None:
+    def go_back(self, state: c.State | None, iteration: int) -> None:
         """The shards are gone, and what was under way is void: `begin` when others have the vectors of that iteration."""
         self._steps.close()
         self._free.extend(sorted(self._adding))
@@ -157,7 +144,13 @@ class Coordinator:
             return []
         self._measured[message.shard] = message.measured
         if len(self._measured) == self._shards:
-            self._collect()
+            measuring = [each for each in self._running if isinstance(each, c.Dot | c.Largest)]
+            columns = zip(*(self._measured[shard] for shard in range(self._shards)), strict=True)
+            for command, values in zip(measuring, columns, strict=True):  # shards in their order
+                unknown = isinstance(command, c.Largest) and any(map(math.isnan, values))
+                largest = math.nan if unknown else max(values)
+                self._got[command.name] = sum(values) if isinstance(command, c.Dot) else largest
+            self._running = ()
             self._continue()
         return self._take()
 
@@ -203,62 +196,44 @@ class Coordinator:
         try:
             said = next(self._steps) if got is None else self._steps.send(got)
         except StopIteration as stop:
-            end: End = stop.value
+            end: c.End = stop.value
             self._out.append(m.Over(end))
             return
         self._say(said)
 
-    def _say(self, said: Program | Iteration) -> None:
-        if isinstance(said, Iteration):
+    def _say(self, said: c.Program | c.Iteration) -> None:
+        if isinstance(said, c.Iteration):
             self.iteration, self._state, self.still = said.record.iteration, said.state, True
             self._out.append(m.Reached(said, self._batch))
             return
-        check(said, self._method.vectors)
+        c.check(said, self._method.vectors)
+        rest: list[c.Command] = []
         for each in said:
-            if isinstance(each, Evaluate) and each.gradient in ("x", each.at):
+            if isinstance(each, c.Evaluate) and each.gradient in ("x", each.at):
                 raise UsageError(f"{each}: the gradient needs a vector of its own, neither x nor {each.at!r}")
-        self._got = {}
-        self._rest = tuple(part for each in said for part in _at_x(each))
+            if isinstance(each, c.Evaluate) and each.at != "x":  # learners read x: brought there, and back
+                rest += (c.Swap("x", each.at), each, c.Swap("x", each.at))
+            else:
+                rest.append(each)
+        self._got, self._rest = {}, tuple(rest)
         self._continue()
 
     def _continue(self) -> None:
         """The next part of the program: up to an evaluation, that evaluation, or its end."""
-        cut = next((i for i, c in enumerate(self._rest) if isinstance(c, Evaluate)), len(self._rest))
+        cut = next((i for i, each in enumerate(self._rest) if isinstance(each, c.Evaluate)), len(self._rest))
         part, self._rest = self._rest[:cut], self._rest[cut:]
         if part:
-            self._run(part)
-        elif self._rest:
-            self._evaluate(self._rest[0])
+            self._number += 1
+            self.still = False
+            self._running, self._measured = part, {}
+            self._out.append(m.Run(self._number, part))
+        elif self._rest and isinstance(self._rest[0], c.Evaluate):
+            self._open = self._rest[0]
+            self.evaluation += 1
+            self._loss, self._count = 0.0, 0
+            self._decide(self._portions.begin(self.evaluation, self._batch.portions))
         else:
             self._next(self._got)
-
-    def _run(self, commands: Iterable[Command]) -> None:
-        self._number += 1
-        self.still = False
-        self._running, self._measured = tuple(commands), {}
-        self._out.append(m.Run(self._number, self._running))
-
-    def _collect(self) -> None:
-        """What all shards have measured, added in their order."""
-        measuring = [c for c in self._running if isinstance(c, Dot | Largest)]
-        columns = zip(*(self._measured[shard] for shard in range(self._shards)), strict=True)
-        for command, values in zip(measuring, columns, strict=True):
-            self._got[command.name] = sum(values) if isinstance(command, Dot) else _largest(values)
-        self._running = ()
-
-    def _evaluate(self, command: Command) -> None:
-        assert isinstance(command, Evaluate)
-        self._open = command
-        self.evaluation += 1
-        self._loss, self._count = 0.0, 0
-        self._decide(self._portions.begin(self.evaluation, self._batch.portions))
-
-    def _evaluated(self) -> None:
-        command, self._open = self._open, None
-        assert command is not None
-        self._got[command.loss] = self._loss / self._count
-        self._rest = (Scale(command.gradient, 1 / self._count), *self._rest[1:])
-        self._continue()
 
     # -- portions ------------------------------------------------------------------------------------------
 
@@ -271,12 +246,23 @@ class Coordinator:
             elif isinstance(decision, p.Cancel):
                 queue.extend(self._cancel(decision))
             elif isinstance(decision, p.Take):
-                self._take_in(self._sums.pop(decision.task))
-            elif isinstance(decision, p.Discard):
-                if (held := self._sums.pop(decision.task, None)) is not None:
+                held = self._sums.pop(decision.task)
+                if self._open is None:  # of an evaluation that is void
                     self._release(held.slot)
+                    continue
+                self._out.append(m.Add(held.slot, self._open.gradient, self._count == 0))
+                self._adding[held.slot] = self._shards
+                self._loss += held.loss
+                self._count += held.examples
+                self.examples += held.examples
+            elif isinstance(decision, p.Discard):
+                if (late := self._sums.pop(decision.task, None)) is not None:
+                    self._release(late.slot)
             elif self._open is not None and decision.evaluation == self.evaluation:
-                self._evaluated()
+                command, self._open = self._open, None
+                self._got[command.loss] = self._loss / self._count
+                self._rest = (c.Scale(command.gradient, 1 / self._count), *self._rest[1:])
+                self._continue()
         self._hand_out()
 
     def _cancel(self, cancel: p.Cancel) -> list[p.Decision]:
@@ -286,16 +272,6 @@ class Coordinator:
                 return self._portions.drop(cancel.learner, cancel.evaluation, cancel.task)
         self._out.append(cancel)
         return []
-
-    def _take_in(self, held: Held) -> None:
-        if self._open is None:  # of an evaluation that is void
-            self._release(held.slot)
-            return
-        self._out.append(m.Add(held.slot, self._open.gradient, self._count == 0))
-        self._adding[held.slot] = self._shards
-        self._loss += held.loss
-        self._count += held.examples
-        self.examples += held.examples
 
     def _release(self, slot: int) -> None:
         self._free.append(slot)
@@ -313,15 +289,3 @@ class Coordinator:
     def _take(self) -> list[m.Action]:
         out, self._out = self._out, []
         return out
-
-
-def _at_x(command: Command) -> Program:
-    """Learners read x: a point elsewhere is brought there, and back."""
-    if isinstance(command, Evaluate) and command.at != "x":
-        return (Swap("x", command.at), command, Swap("x", command.at))
-    return (command,)
-
-
-def _largest(values: Iterable[float]) -> float:
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)

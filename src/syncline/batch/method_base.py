@@ -12,26 +12,12 @@ from collections.abc import Generator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from syncline.batch.commands import (
-    Combine,
-    Copy,
-    Dot,
-    End,
-    Evaluate,
-    Iteration,
-    Largest,
-    Program,
-    Record,
-    Scalars,
-    State,
-    Steps,
-    Swap,
-)
+from syncline.batch import commands as c
 from syncline.batch.line_search import armijo, wolfe
 from syncline.errors import UsageError
 
 LineSearch = Literal["wolfe", "armijo"]
-MEASURE = (Dot("g.g", "g", "g"), Largest("largest", "g"))
+MEASURE = (c.Dot("g.g", "g", "g"), c.Largest("largest", "g"))
 
 
 @dataclass(slots=True)
@@ -48,20 +34,20 @@ class Standing:
     decrease: float | None = None  # by the last iteration, relative to max(1, |loss|)
 
     @classmethod
-    def of(cls, method: str, state: State | None) -> Standing:
+    def of(cls, method: str, state: c.State | None) -> Standing:
         if state is None:
             return cls(method)
         if state.get("method") != method:
             raise UsageError(f"{method} cannot go on from a state of {state.get('method', 'no method')}")
         return cls(**{field.name: state[field.name] for field in fields(cls)})
 
-    def begin(self, got: Scalars) -> bool:
+    def begin(self, got: c.Scalars) -> bool:
         """The evaluation at x with which the method begins; False where it is not finite."""
         self.evaluations += 1
         self.evaluated, self.decrease = True, None
         return self._arrive(got["loss"], got)
 
-    def advance(self, loss: float, got: Scalars) -> bool:
+    def advance(self, loss: float, got: c.Scalars) -> bool:
         """An iteration ends at the point of this loss; False, and nothing changes, where it is not finite."""
         before = self.loss
         if not self._arrive(loss, got):
@@ -71,24 +57,19 @@ class Standing:
         self.decrease = before / scale - loss / scale  # the difference itself may overflow
         return True
 
-    def _arrive(self, loss: float, got: Scalars) -> bool:
+    def _arrive(self, loss: float, got: c.Scalars) -> bool:
         if not all(map(math.isfinite, (loss, got["g.g"], got["largest"]))):
             return False
         self.loss, self.squared, self.largest = loss, got["g.g"], got["largest"]
         return True
 
-    def record(self, step: float, restarted: bool = False) -> Record:
-        return Record(self.iteration, self.loss, step, self.largest, self.evaluations, restarted)
+    def record(self, step: float, restarted: bool = False) -> c.Record:
+        return c.Record(self.iteration, self.loss, step, self.largest, self.evaluations, restarted)
 
-    def end(self, why: str, message: str) -> End:
+    def end(self, why: str, message: str) -> c.End:
         counts = f"{self.iteration} iterations, {self.evaluations} evaluations"
-        return End(
-            why,
-            f"{message}; loss {self.loss:.9g} after {counts}",
-            self.iteration,
-            self.evaluations,
-            self.loss,
-        )
+        message = f"{message}; loss {self.loss:.9g} after {counts}"
+        return c.End(why, message, self.iteration, self.evaluations, self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +92,8 @@ class Options:
         if at.largest <= self.tolerance:
             return "gradient", f"the gradient's largest entry {at.largest:.3g} is within {self.tolerance:g}"
         if at.decrease is not None and 0 <= at.decrease <= self.decrease:
-            return (
-                "decrease",
-                f"the loss fell by {at.decrease:.3g} of max(1, |loss|), within {self.decrease:g}",
-            )
+            fell = f"the loss fell by {at.decrease:.3g} of max(1, |loss|)"
+            return "decrease", f"{fell}, within {self.decrease:g}"
         return None
 
 
@@ -162,9 +141,9 @@ class Descent(Options, ABC):
     def vectors(self) -> tuple[str, ...]: ...
 
     @abstractmethod
-    def direction(self, state: State | None) -> Direction: ...
+    def direction(self, state: c.State | None) -> Direction: ...
 
-    def __call__(self, state: State | None = None) -> Steps:
+    def __call__(self, state: c.State | None = None) -> c.Steps:
         """From the start, or on from a state; with `{**state, "evaluated": False}` x is evaluated first: the data are others."""
         return _descend(self, Standing.of(self.name, state), self.direction(state))
 
@@ -192,15 +171,15 @@ class Direction(ABC):
         """The next d is that of steepest descent."""
 
     @abstractmethod
-    def make(self, squared: float) -> tuple[Program, float]:
+    def make(self, squared: float) -> tuple[c.Program, float]:
         """The commands that make d, and the first step to try; `squared` is g·g."""
 
     @abstractmethod
-    def update(self, move: Move | None) -> Program:
+    def update(self, move: Move | None) -> c.Program:
         """The commands after a move, or after g changed without one."""
 
     @abstractmethod
-    def learn(self, got: Scalars, move: Move | None) -> None:
+    def learn(self, got: c.Scalars, move: Move | None) -> None:
         """What those gave, and g·g."""
 
     @abstractmethod
@@ -208,16 +187,15 @@ class Direction(ABC):
         """Steepest descent next."""
 
     @abstractmethod
-    def data(self) -> State: ...
+    def data(self) -> c.State: ...
 
 
-def _descend(options: Descent, at: Standing, direction: Direction) -> Steps:
+def _descend(options: Descent, at: Standing, direction: Direction) -> c.Steps:
     if not at.evaluated:
-        got = yield (Evaluate(), *direction.update(None), *MEASURE)
+        got = yield (c.Evaluate(), *direction.update(None), *MEASURE)
         if not at.begin(got):
-            return at.end(
-                "not finite", f"loss {got['loss']}, gradient {got['largest']} where the method begins"
-            )
+            found = f"loss {got['loss']}, gradient {got['largest']}"
+            return at.end("not finite", f"{found} where the method begins")
         direction.learn(got, None)
     while (reached := options.reached(at)) is None:
         plain = direction.plain
@@ -229,18 +207,20 @@ def _descend(options: Descent, at: Standing, direction: Direction) -> Steps:
             return at.end("line search", "no step lowers the loss, not even along steepest descent")
         got = yield (*direction.update(move), *MEASURE)
         if not at.advance(move.loss, got):
-            yield (Copy("x", "old x"),)
+            yield (c.Copy("x", "old x"),)
             return at.end("not finite", "the gradient is not finite where the loss is lower")
         direction.learn(got, move)
         restarted = plain and at.iteration > 1
-        yield Iteration({**asdict(at), **direction.data()}, at.record(move.step, restarted))
+        yield c.Iteration({**asdict(at), **direction.data()}, at.record(move.step, restarted))
     return at.end(*reached)
 
 
-def _move(options: Descent, direction: Direction, at: Standing) -> Generator[Program, Scalars, Move | None]:
+def _move(
+    options: Descent, direction: Direction, at: Standing
+) -> Generator[c.Program, c.Scalars, Move | None]:
     """A line search; None, with x and g as before, where it fails."""
     make, step = direction.make(at.squared)
-    keep = (Dot("slope before", "d", "g"), Copy("old x", "x"), Swap(direction.old_gradient, "g"))
+    keep = (c.Dot("slope before", "d", "g"), c.Copy("old x", "x"), c.Swap(direction.old_gradient, "g"))
     got = yield (*make, *keep, *_trial(step))
     at.evaluations += 1
     before, chosen = got["slope before"], 0.0
@@ -260,12 +240,12 @@ def _move(options: Descent, direction: Direction, at: Standing) -> Generator[Pro
         at.evaluations += 1
     if chosen and -math.inf < got["loss"] <= at.loss and math.isfinite(got["slope"]):
         return Move(chosen, got["loss"], got["slope"], before)
-    yield (Copy("x", "old x"), Swap(direction.old_gradient, "g"))
+    yield (c.Copy("x", "old x"), c.Swap(direction.old_gradient, "g"))
     return None
 
 
-def _trial(step: float) -> Program:
-    return (Combine("x", ((1.0, "old x"), (step, "d"))), Evaluate(), Dot("slope", "d", "g"))
+def _trial(step: float) -> c.Program:
+    return (c.Combine("x", ((1.0, "old x"), (step, "d"))), c.Evaluate(), c.Dot("slope", "d", "g"))
 
 
 def first_step(squared: float) -> float:

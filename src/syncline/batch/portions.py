@@ -10,7 +10,7 @@ data or drawing indices, for adding sums, nor for parameters, which a learner re
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -305,7 +305,14 @@ class Portions:
         else:
             return False
         self._counts["copied"] += copied
-        self._assign(learner, start, stop)
+        number = self._made = self._made + 1
+        self._tasks[number] = _Task(learner, start, stop)
+        member.pending[number] = self._evaluation
+        for unit in range(start, stop):
+            self._holders.setdefault(unit, set()).add(number)
+            self._note_copies(unit)
+        self._note(learner)
+        self._out.append(Assign(learner, self._evaluation, number, start * self._unit, self._stop(stop)))
         return True
 
     def _overdue(self, learner: int) -> bool:
@@ -318,16 +325,6 @@ class Portions:
     def _width(self) -> int:
         return self._window or (3 + self._ahead) * len(self._learners)
 
-    def _assign(self, learner: int, start: int, stop: int) -> None:
-        number = self._made = self._made + 1
-        self._tasks[number] = _Task(learner, start, stop)
-        self._learners[learner].pending[number] = self._evaluation
-        for unit in range(start, stop):
-            self._holders.setdefault(unit, set()).add(number)
-            self._note_copies(unit)
-        self._note(learner)
-        self._out.append(Assign(learner, self._evaluation, number, start * self._unit, self._stop(stop)))
-
     def _fresh(self, member: _Learner) -> tuple[int, int] | None:
         """Units that nobody has: the lowest chunk; or the neighbours of what it had, or some of the largest gap.
 
@@ -337,7 +334,7 @@ class Portions:
         if not self._free:
             return None
         if self._ordered:
-            start, _ = self._free.lowest()
+            start = self._free.lowest()
             return (start, start + 1) if start < self._first + self._width() else None
         length = max(1, min(self._every, len(self._free) // (2 * len(self._learners))))
         start, stop = self._free.at(member.next) or self._free.largest()
@@ -356,45 +353,33 @@ class Portions:
 
 
 class Gaps:
-    """Which whole numbers are free, as gaps: sorted, never touching; `starts[i]…stops[i]−1` is free."""
+    """Which whole numbers are free: a byte for each, 1 or 0; a gap is a run of ones."""
 
     def __init__(self, size: int) -> None:
-        self._starts, self._stops = ([0], [size]) if size else ([], [])
-        self._free = size
+        self._map, self._free = bytearray(b"\1" * size), size
 
     def __len__(self) -> int:
         return self._free
 
     def at(self, number: int) -> tuple[int, int] | None:
         """The rest of its gap from this number on, if it is free."""
-        i = bisect_right(self._starts, number) - 1
-        return (number, self._stops[i]) if i >= 0 and number < self._stops[i] else None
+        if not 0 <= number < len(self._map) or not self._map[number]:
+            return None
+        stop = self._map.find(0, number)
+        return number, stop if stop >= 0 else len(self._map)
 
-    def lowest(self) -> tuple[int, int]:
-        return self._starts[0], self._stops[0]
+    def lowest(self) -> int:
+        return self._map.find(1)
 
     def largest(self) -> tuple[int, int]:
-        i = max(range(len(self._starts)), key=lambda i: self._stops[i] - self._starts[i])
-        return self._starts[i], self._stops[i]
+        return max((run.span() for run in re.finditer(b"\1+", self._map)), key=lambda span: span[1] - span[0])
 
     def take(self, start: int, stop: int) -> None:
         """These are free, and now are not."""
-        i = bisect_right(self._starts, start) - 1
-        parts = [(self._starts[i], start), (stop, self._stops[i])]
-        self._replace(i, i + 1, [(a, b) for a, b in parts if a < b])
+        self._map[start:stop] = bytes(stop - start)
         self._free -= stop - start
 
     def give(self, number: int) -> None:
         """This is free again."""
-        i = bisect_right(self._starts, number)
-        low, high, start, stop = i, i, number, number + 1
-        if i > 0 and self._stops[i - 1] == number:
-            low, start = i - 1, self._starts[i - 1]
-        if i < len(self._starts) and self._starts[i] == number + 1:
-            high, stop = i + 1, self._stops[i]
-        self._replace(low, high, [(start, stop)])
+        self._map[number] = 1
         self._free += 1
-
-    def _replace(self, low: int, high: int, gaps: list[tuple[int, int]]) -> None:
-        self._starts[low:high] = [start for start, _ in gaps]
-        self._stops[low:high] = [stop for _, stop in gaps]

@@ -17,16 +17,14 @@ import torch
 from torch.optim import lr_scheduler
 
 from syncline import models
-from syncline.batch.conjugate_gradient import ConjugateGradient
-from syncline.batch.gradient_descent import GradientDescent
-from syncline.batch.lbfgs import LBFGS
+from syncline.batch.methods import LBFGS, ConjugateGradient, GradientDescent
 from syncline.data import DATASETS
 from syncline.dial import nearest
 from syncline.engines.local.engine import Local
 from syncline.engines.ray.engine import Ray
 from syncline.errors import UsageError
 from syncline.learn.gradient_ways import REGULARISERS
-from syncline.nn.losses import LOSSES
+from syncline.nn.layers import LOSSES
 from syncline.sim.engine import Sim
 
 Names = Mapping[str, Callable[..., Any]]

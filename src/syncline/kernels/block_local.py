@@ -1,4 +1,5 @@
-"""The products of block-local layers: W x, Wᵀ δ, δ xᵀ, and δ xᵀ fused with the momentum update (C1).
+"""The products of block-local layers: W x, Wᵀ δ, δ xᵀ, and δ xᵀ fused with the momentum update (C1); and, with the batch
+first, as differentiable operations for autograd and torch.compile, to which they are opaque.
 
 Every operation stands here as plain PyTorch, one row of blocks at a time, so that no unfolded copy of the batch ever
 exists; CPUs use it, and tests hold the Triton kernels of `block_local_triton` against it. Tensors on a GPU go to
@@ -6,7 +7,7 @@ those kernels. Legend and numbering are in `geometry`; images and maps have the 
 (depth, nH·bh, nW·bw, N), so that every pixel of a field is a contiguous line of N numbers.
 
 Products of float32 on a GPU use tf32 (ten bits of mantissa, float32 sums); of bfloat16, float32 sums.
-Not responsible for autograd (`block_local_ops`), modules, objectives or what the rates should be.
+Not responsible for modules, objectives or what the rates should be.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from functools import cache
 from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from syncline.errors import UsageError
 from syncline.kernels.geometry import Geometry
-from syncline.kernels.rounding import round_stochastically, rounding_bits
 
 FAST_DTYPES = (torch.float32, torch.bfloat16)
+MASK = 0xFFFFFFFF
+Bits = TypeVar("Bits", int, Tensor)
 Pair = tuple[Tensor, Tensor]  # (delta maps, images)
 
 
@@ -77,7 +80,7 @@ def weight_gradient(
     delta: Tensor, images: Tensor, geometry: Geometry, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """(B, R, K), δ xᵀ of every block, in `dtype` (the images' if not given)."""
-    _check_pair((delta, images), geometry)
+    _check_pair(delta, images, geometry)
     kernels = fast(images)
     run = reference_weight_gradient if kernels is None else kernels.weight_gradient
     return run(delta.to(images.dtype), images, geometry, dtype=dtype or images.dtype)
@@ -112,8 +115,8 @@ def update_(
         raise UsageError(f"weight and momentum must have one dtype, got {weight.dtype} and {momentum.dtype}")
     if (scale is None) != (radial is None):
         raise UsageError("scale and radial go together: give both, or neither for plain momentum")
-    for pair in pairs:
-        _check_pair(pair, geometry)
+    for delta, images in pairs:
+        _check_pair(delta, images, geometry)
     kernels = fast(weight)
     run = reference_update_ if kernels is None else kernels.update_
     typed = [(delta.to(weight.dtype), images.to(weight.dtype)) for delta, images in pairs]
@@ -130,8 +133,7 @@ def _check_weight(weight: Tensor, geometry: Geometry) -> None:
         )
 
 
-def _check_pair(pair: Pair, geometry: Geometry) -> None:
-    delta, images = pair
+def _check_pair(delta: Tensor, images: Tensor, geometry: Geometry) -> None:
     geometry.check("delta", delta, geometry.maps_shape(delta.shape[-1]))
     geometry.check("images", images, geometry.images_shape(delta.shape[-1]))
 
@@ -161,9 +163,8 @@ def reference_forward(
     images: Tensor, weight: Tensor, geometry: Geometry, *, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     sums = wide(weight.dtype)
-    rows = torch.empty(
-        geometry.blocks, geometry.rows, images.shape[-1], dtype=sums, device=images.device
-    )  # (B, R, N)
+    shape = (geometry.blocks, geometry.rows, images.shape[-1])  # (B, R, N)
+    rows = torch.empty(shape, dtype=sums, device=images.device)
     for p, here in _rows_of_blocks(geometry):
         torch.bmm(weight[here].to(sums), _fields(images, geometry, p).to(sums), out=rows[here])
     if scale is not None:
@@ -236,3 +237,137 @@ def reference_update_(
         weight[here], momentum[here] = new.to(weight.dtype), speed.to(weight.dtype)
         squares[here] = weight[here].to(sums).square().sum(2).float()
     return squares
+
+
+# Stochastic rounding of float32 to bfloat16, from bits that depend on seed, row and column alone. The Triton kernels
+# compute the same bits, so that they and the reference round alike.
+
+
+def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
+    """float32 to bfloat16: up with the probability of the part that is cut off. `bits` are uniform in 0…65535.
+
+    The expectation is the value itself, so that steps far below bfloat16's resolution still move the weights.
+    """
+    cut = (values.view(torch.int32) + bits.to(torch.int32)) & -65536
+    return cut.view(torch.float32).to(torch.bfloat16)
+
+
+def rounding_bits(seed: int, first_block: int, shape: Sequence[int], device: torch.device) -> Tensor:
+    """32 random bits, as int64, for each weight of `shape` (blocks, R, K) from block `first_block` on."""
+    blocks, rows, columns = shape
+    row_seed, column_seed = seeds(seed)
+    first = first_block * rows
+    by_row = _hash(torch.arange(first, first + blocks * rows, device=device) ^ row_seed)
+    by_column = _hash(torch.arange(columns, device=device) ^ column_seed)
+    mixed = ((by_row.unsqueeze(1) ^ by_column) * 0x9E3779B1) & MASK
+    return mixed.view(blocks, rows, columns)
+
+
+def seeds(seed: int) -> tuple[int, int]:
+    """One seed for rows and one for columns, 31 bits each."""
+    return _hash(seed & MASK) >> 1, _hash((seed + 0x9E3779B9) & MASK) >> 1
+
+
+def _hash(value: Bits) -> Bits:
+    """A mixing function of 32 bits, of an int or of a tensor of int64."""
+    value = ((value ^ (value >> 16)) * 0x7FEB352D) & MASK
+    value = ((value ^ (value >> 15)) * 0x846CA68B) & MASK
+    return value ^ (value >> 16)
+
+
+# With the batch first, for autograd: W x is (N, C, H, W) → (N, depth, nH·bh, nW·bw), Wᵀ y the way back. Both leave the
+# batch last in memory, so that layers on layers copy nothing. A shape is a geometry's channels, height, width, field, step,
+# block height, width and depth.
+
+
+def block_local(images: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    """W x for every block, differentiable by both; in the images' dtype."""
+    count = images.shape[0] if images.dim() == 4 else -1
+    geometry.check("input", images, (count, geometry.channels, geometry.height, geometry.width))
+    result: Tensor = _forward(images, weight, _shape(geometry))
+    return result
+
+
+def block_local_transposed(maps: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    """Wᵀ y, summed where fields overlap, differentiable by both; in the maps' dtype."""
+    count = maps.shape[0] if maps.dim() == 4 else -1
+    geometry.check("maps", maps, (count, geometry.depth, *geometry.output_size))
+    result: Tensor = _transposed(maps, weight, _shape(geometry))
+    return result
+
+
+def batch_last(maps: Tensor) -> Tensor:
+    """(N, C, H, W) → (C, H, W, N) in one piece; no copy where the layer below left it so."""
+    return maps.permute(1, 2, 3, 0).contiguous()
+
+
+def batch_first(maps: Tensor) -> Tensor:
+    """(C, H, W, N) → (N, C, H, W), a view."""
+    return maps.permute(3, 0, 1, 2)
+
+
+def _shape(geometry: Geometry) -> list[int]:
+    sizes = (geometry.channels, geometry.height, geometry.width, geometry.field, geometry.step)
+    return [*sizes, *geometry.block]
+
+
+def _geometry(shape: Sequence[int]) -> Geometry:
+    channels, height, width, field, step, bh, bw, depth = shape
+    return Geometry(
+        channels=channels, height=height, width=width, field=field, step=step, block=(bh, bw, depth)
+    )
+
+
+@torch.library.custom_op("syncline::block_local", mutates_args=())
+def _forward(images: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+    return batch_first(forward(batch_last(images), weight, _geometry(shape)))
+
+
+@_forward.register_fake
+def _(images: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+    return batch_first(images.new_empty(_geometry(shape).maps_shape(images.shape[0])))
+
+
+@torch.library.custom_op("syncline::block_local_transposed", mutates_args=())
+def _transposed(maps: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+    return batch_first(input_gradient(batch_last(maps), weight, _geometry(shape)).to(maps.dtype))
+
+
+@_transposed.register_fake
+def _(maps: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+    return batch_first(maps.new_empty(_geometry(shape).images_shape(maps.shape[0])))
+
+
+@torch.library.custom_op("syncline::block_local_outer", mutates_args=())
+def _outer(maps: Tensor, images: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+    """maps imagesᵀ, as the gradient of `weight`."""
+    images = batch_last(images).to(weight.dtype)
+    return weight_gradient(batch_last(maps), images, _geometry(shape), dtype=weight.dtype)
+
+
+@_outer.register_fake
+def _(maps: Tensor, images: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty_like(weight)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    source, weight, ctx.shape = inputs
+    ctx.save_for_backward(source, weight)
+
+
+def _forward_backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
+    images, weight = ctx.saved_tensors
+    by_images = _transposed(delta, weight, ctx.shape) if ctx.needs_input_grad[0] else None
+    by_weight = _outer(delta, images, weight, ctx.shape) if ctx.needs_input_grad[1] else None
+    return by_images, by_weight, None
+
+
+def _transposed_backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
+    maps, weight = ctx.saved_tensors
+    by_maps = _forward(delta, weight, ctx.shape) if ctx.needs_input_grad[0] else None
+    by_weight = _outer(maps, delta, weight, ctx.shape) if ctx.needs_input_grad[1] else None
+    return by_maps, by_weight, None
+
+
+_forward.register_autograd(_forward_backward, setup_context=_remember)
+_transposed.register_autograd(_transposed_backward, setup_context=_remember)

@@ -19,9 +19,9 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from syncline.errors import RunError, UsageError
+from syncline.kernels.block_local import seeds
 from syncline.kernels.block_local_triton import forward_kernel, input_gradient_kernel, weight_gradient_kernel
 from syncline.kernels.geometry import Geometry
-from syncline.kernels.rounding import seeds
 
 MOST_ELEMENTS = 2**31 - 1
 PROGRAMS = 900  # about seven for each multiprocessor of a large GPU: the last ones to finish cost little
@@ -92,23 +92,11 @@ def _shape(geometry: Geometry, count: int) -> dict[str, int]:
                 f"{name} of shape {list(shape)} have {elements} elements, more than the {MOST_ELEMENTS} that the "
                 f"kernels index: use batches of at most {count * MOST_ELEMENTS // elements} images"
             )
-    block_h, block_w, depth = geometry.block
-    out_h, out_w = geometry.output_size
-    return {
-        "HEIGHT": geometry.height,
-        "WIDTH": geometry.width,
-        "COUNT": count,
-        "FIELD": geometry.field,
-        "STEP": geometry.step,
-        "ACROSS": geometry.grid[1],
-        "BLOCK_H": block_h,
-        "BLOCK_W": block_w,
-        "DEPTH": depth,
-        "OUT_H": out_h,
-        "OUT_W": out_w,
-        "ROWS": geometry.rows,
-        "FAN_IN": geometry.fan_in,
-    }
+    sizes = {"HEIGHT": geometry.height, "WIDTH": geometry.width, "COUNT": count, "FAN_IN": geometry.fan_in}
+    fields = {"FIELD": geometry.field, "STEP": geometry.step, "ACROSS": geometry.grid[1]}
+    blocks = dict(zip(("BLOCK_H", "BLOCK_W", "DEPTH"), geometry.block, strict=True))
+    out = dict(zip(("OUT_H", "OUT_W"), geometry.output_size, strict=True))
+    return {**sizes, **fields, **blocks, **out, "ROWS": geometry.rows}
 
 
 def forward_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
@@ -137,15 +125,13 @@ def input_tiles(geometry: Geometry, count: int, dtype: torch.dtype) -> Tiles:
     narrow = dtype == torch.bfloat16
     rows = 64 if narrow and geometry.rows % 64 == 0 else 32
     images = _images(count, geometry, dtype)
-    columns = max(
-        16, min(128, _power(geometry.channels * geometry.field * min(geometry.field, geometry.step)))
-    )
+    span = geometry.channels * geometry.field * min(geometry.field, geometry.step)
+    columns = max(16, min(128, _power(span)))
     if not _streams(geometry, dtype):
         columns = min(columns, PLAIN)
     stage = rows * (columns + sum(images)) * dtype.itemsize
-    return Tiles(
-        rows=(rows, 0), images=images, columns=columns, warps=4, stages=_stages(stage, 4 if rows == 64 else 5)
-    )
+    stages = _stages(stage, 4 if rows == 64 else 5)
+    return Tiles(rows=(rows, 0), images=images, columns=columns, warps=4, stages=stages)
 
 
 def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, updates: bool, pairs: int) -> Tiles:
@@ -216,23 +202,9 @@ def _capability() -> int:
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
 
 
-def _grid(geometry: Geometry, count: int, tiles: Tiles) -> tuple[int, int, int]:
-    return (
-        geometry.blocks * tiles.split,
-        triton.cdiv(geometry.rows, sum(tiles.rows)),
-        triton.cdiv(count, sum(tiles.images)),
-    )
-
-
 def _cut(tiles: Tiles, precision: str) -> dict[str, Any]:
-    return {
-        "NA": tiles.images[0],
-        "NB": tiles.images[1],
-        "BK": tiles.columns,
-        "SPLIT": tiles.split,
-        "PRECISION": precision,
-        "num_warps": tiles.warps,
-    }
+    images = dict(zip(("NA", "NB"), tiles.images, strict=True))
+    return {**images, "BK": tiles.columns, "PRECISION": precision, "num_warps": tiles.warps}
 
 
 def _descriptors(weight: Tensor, tiles: Tiles) -> tuple[Any, Any]:
@@ -264,7 +236,8 @@ def forward(
         out = torch.empty(maps, dtype=dtype, device=images.device)
 
     def launch(cut: Tiles) -> None:
-        forward_kernel[_grid(geometry, count, cut)](
+        groups = triton.cdiv(geometry.rows, sum(cut.rows)), triton.cdiv(count, sum(cut.images))
+        forward_kernel[(geometry.blocks * cut.split, *groups)](
             images,
             weight,
             *_descriptors(weight, cut),
@@ -275,6 +248,7 @@ def forward(
             COPIED=cut.copied,
             RA=cut.rows[0],
             RB=cut.rows[1],
+            SPLIT=cut.split,
             num_stages=cut.stages,
             **_cut(cut, precision),
         )
@@ -310,12 +284,8 @@ def input_gradient(
             out,
             **_shape(geometry, count),
             RT=cut.rows[0],
-            NA=cut.images[0],
-            NB=cut.images[1],
-            BK=cut.columns,
-            PRECISION=precision,
-            num_warps=cut.warps,
             num_stages=cut.stages,
+            **_cut(cut, precision),
         )
 
     _fit(("input", geometry, count, weight.dtype), tiles, launch)
@@ -356,11 +326,8 @@ def update_(
     count = pairs[0][0].shape[-1]
     tiles = tiles or gradient_tiles(geometry, count, pairs[0][1].dtype, updates=update, pairs=len(pairs))
     (delta, images), (delta2, images2) = pairs[0], pairs[-1]
-    squares = torch.empty(
-        (tiles.split, geometry.blocks, geometry.rows) if update else (1,),
-        dtype=torch.float32,
-        device=images.device,
-    )
+    sums = (tiles.split, geometry.blocks, geometry.rows) if update else (1,)
+    squares = torch.empty(sums, dtype=torch.float32, device=images.device)
     grid = (geometry.blocks * tiles.split * triton.cdiv(geometry.rows, sum(tiles.rows)),)
 
     def launch(cut: Tiles) -> None:
@@ -387,6 +354,7 @@ def update_(
             COPIED=cut.copied,
             RA=cut.rows[0],
             RB=cut.rows[1],
+            SPLIT=cut.split,
             STAGES=cut.stages,
             **_cut(cut, precision),
         )

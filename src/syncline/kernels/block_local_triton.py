@@ -54,7 +54,7 @@ def _load(
     columns: tl.tensor,
     ALL_ROWS: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
-    POLICY: tl.constexpr,
+    POLICY: tl.constexpr = "",
 ) -> tl.tensor:
     """A tile of which `rows` and `columns` exist, the rest zero; without a mask where all of them do."""
     if ALL_ROWS and ALL_COLUMNS:
@@ -73,32 +73,6 @@ def _add_or_store(at: tl.tensor, value: tl.tensor, mask: tl.tensor, ADD: tl.cons
         tl.atomic_add(at, value, mask=mask, sem="relaxed")
     else:
         tl.store(at, value.to(at.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _weights(
-    w: tl.tensor,
-    tiles: tl.tensor,
-    block: tl.tensor,
-    r: tl.tensor,
-    first: tl.tensor,
-    k: tl.tensor,
-    start: tl.tensor,
-    ROWS: tl.constexpr,
-    FAN_IN: tl.constexpr,
-    ALL_ROWS: tl.constexpr,
-    ALL_COLUMNS: tl.constexpr,
-    COPIED: tl.constexpr,
-) -> tl.tensor:
-    """(rows, columns): a tile of the block's weights, by the copy engine (`tiles` is a descriptor) or by pointers.
-
-    The copy engine may bring rows of the next block where the tile is larger than the block; they are not used.
-    """
-    if COPIED:
-        return tiles.load([block * ROWS + first, start])
-    else:
-        at = w + block.to(tl.int64) * ROWS * FAN_IN + r[:, None] * FAN_IN + k[None, :]
-        return _load(at, r < ROWS, k < FAN_IN, ALL_ROWS, ALL_COLUMNS, "evict_first")
 
 
 @triton.jit
@@ -132,7 +106,11 @@ def forward_kernel(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """y = scale · W x. Grid: (blocks · split, row groups, image groups)."""
+    """y = scale · W x. Grid: (blocks · split, row groups, image groups).
+
+    Weights come by the copy engine (COPIED: `tiles_a` and `tiles_b` are descriptors) or by pointers. The copy engine may
+    bring rows of the next block where the tile is larger than the block; they are not used.
+    """
     block = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
     first_row = tl.program_id(1) * (RA + RB)
@@ -144,7 +122,9 @@ def forward_kernel(
     ALL_ROWS: tl.constexpr = ROWS % (RA + RB) == 0
     ALL_COLUMNS: tl.constexpr = FAN_IN % BK == 0
     ALL_IMAGES: tl.constexpr = COUNT % (NA + NB) == 0
+    w += block.to(tl.int64) * ROWS * FAN_IN
     ra = first_row + tl.arange(0, RA)
+    rows_a = w + ra[:, None] * FAN_IN
     na = first_image + tl.arange(0, NA)
     sum_aa = tl.zeros((RA, NA), tl.float32)
     if NB > 0:
@@ -152,6 +132,7 @@ def forward_kernel(
         sum_ab = tl.zeros((RA, NB), tl.float32)
     if RB > 0:
         rb = first_row + RA + tl.arange(0, RB)
+        rows_b = w + rb[:, None] * FAN_IN
         sum_ba = tl.zeros((RB, NA), tl.float32)
         if NB > 0:
             sum_bb = tl.zeros((RB, NB), tl.float32)
@@ -162,16 +143,20 @@ def forward_kernel(
         k = start + tl.arange(0, BK)
         inside = k < FAN_IN
         pixel = _pixels(k, HEIGHT, WIDTH, FIELD, COUNT)
-        wa = _weights(w, tiles_a, block, ra, first_row, k, start, ROWS, FAN_IN, ALL_ROWS, ALL_COLUMNS, COPIED)
-        xa = _load(x + pixel[:, None] + na[None, :], inside, na < COUNT, ALL_COLUMNS, ALL_IMAGES, "")
+        if COPIED:
+            wa = tiles_a.load([block * ROWS + first_row, start])
+        else:
+            wa = _load(rows_a + k[None, :], ra < ROWS, inside, ALL_ROWS, ALL_COLUMNS, "evict_first")
+        xa = _load(x + pixel[:, None] + na[None, :], inside, na < COUNT, ALL_COLUMNS, ALL_IMAGES)
         sum_aa = _dot(wa, xa, sum_aa, PRECISION)
         if NB > 0:
-            xb = _load(x + pixel[:, None] + nb[None, :], inside, nb < COUNT, ALL_COLUMNS, ALL_IMAGES, "")
+            xb = _load(x + pixel[:, None] + nb[None, :], inside, nb < COUNT, ALL_COLUMNS, ALL_IMAGES)
             sum_ab = _dot(wa, xb, sum_ab, PRECISION)
         if RB > 0:
-            wb = _weights(
-                w, tiles_b, block, rb, first_row + RA, k, start, ROWS, FAN_IN, ALL_ROWS, ALL_COLUMNS, COPIED
-            )
+            if COPIED:
+                wb = tiles_b.load([block * ROWS + first_row + RA, start])
+            else:
+                wb = _load(rows_b + k[None, :], rb < ROWS, inside, ALL_ROWS, ALL_COLUMNS, "evict_first")
             sum_ba = _dot(wb, xa, sum_ba, PRECISION)
             if NB > 0:
                 sum_bb = _dot(wb, xb, sum_bb, PRECISION)
@@ -199,25 +184,6 @@ def forward_kernel(
         if NB > 0:
             mask = fits_b[:, None] & (nb < COUNT)[None, :]
             _add_or_store(at_b[:, None] + nb[None, :], sum_bb, mask, SPLIT > 1)
-
-
-@triton.jit
-def _delta(
-    delta: tl.tensor,
-    r: tl.tensor,
-    n: tl.tensor,
-    BLOCK_W: tl.constexpr,
-    DEPTH: tl.constexpr,
-    OUT_H: tl.constexpr,
-    OUT_W: tl.constexpr,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALL_ROWS: tl.constexpr,
-    ALL_IMAGES: tl.constexpr,
-) -> tl.tensor:
-    """(rows, images): a tile of the block's deltas."""
-    at = delta + _neurons(r, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT)[:, None] + n[None, :]
-    return _load(at, r < ROWS, n < COUNT, ALL_ROWS, ALL_IMAGES, "")
 
 
 @triton.jit
@@ -249,9 +215,8 @@ def input_gradient_kernel(
     A band is `step` rows of pixels. The blocks above one another that see it, and the part of their fields that
     lies in it, are summed in one program; only fields side by side meet in atomic additions.
     """
-    BAND: tl.constexpr = (
-        STEP * FIELD if STEP < FIELD else FIELD * FIELD
-    )  # pixels of a field in one band and channel
+    # pixels of a field in one band and channel
+    BAND: tl.constexpr = STEP * FIELD if STEP < FIELD else FIELD * FIELD
     REACH: tl.constexpr = (FIELD + STEP - 1) // STEP  # bands of a field
     DOWN: tl.constexpr = OUT_H // BLOCK_H
     SPAN: tl.constexpr = FAN_IN // (FIELD * FIELD) * BAND  # pixels of a field in one band, all channels
@@ -286,10 +251,11 @@ def input_gradient_kernel(
         at = w + block.to(tl.int64) * ROWS * FAN_IN + r[:, None] * FAN_IN + k[None, :]
         wt = tl.trans(_load(at, r < ROWS, inside, ALL_ROWS, ALL_PIXELS, "evict_first"))  # (columns, rows)
         here = delta + (p * BLOCK_H * OUT_W + q * BLOCK_W) * COUNT
-        d_a = _delta(here, r, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
+        rows = here + _neurons(r, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT)
+        d_a = _load(rows[:, None] + na[None, :], r < ROWS, na < COUNT, ALL_ROWS, ALL_IMAGES)
         g_a = _dot(wt, d_a, g_a, PRECISION)
         if NB > 0:
-            d_b = _delta(here, r, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
+            d_b = _load(rows[:, None] + nb[None, :], r < ROWS, nb < COUNT, ALL_ROWS, ALL_IMAGES)
             g_b = _dot(wt, d_b, g_b, PRECISION)
 
     y = band * STEP + v // FIELD
@@ -315,21 +281,6 @@ def _round(value: tl.tensor, bits: tl.tensor) -> tl.tensor:
     """float32 to the float32 of a bfloat16, stochastically; `bits` are uniform in 0…65535."""
     cut = (value.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000
     return cut.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _images(
-    x: tl.tensor,
-    pixel: tl.tensor,
-    inside: tl.tensor,
-    n: tl.tensor,
-    COUNT: tl.constexpr,
-    ALL_COLUMNS: tl.constexpr,
-    ALL_IMAGES: tl.constexpr,
-) -> tl.tensor:
-    """(images, columns): a tile of the block's field."""
-    at = x + pixel[:, None] + n[None, :]
-    return tl.trans(_load(at, inside, n < COUNT, ALL_COLUMNS, ALL_IMAGES, ""))
 
 
 @triton.jit
@@ -465,78 +416,81 @@ def weight_gradient_kernel(
     ALL_IMAGES: tl.constexpr = COUNT == NA + NB or (COUNT > NA + NB and COUNT % NA == 0)
     ALL_COLUMNS: tl.constexpr = FAN_IN % BK == 0
     ra = first + tl.arange(0, RA)
+    fits_a = ra < ROWS
+    at_a = _neurons(ra, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT)[:, None]
     na = tl.arange(0, NA)
+    real_a = na < COUNT
     norm_a = tl.zeros((RA,), tl.float32)
     if RB > 0:
         rb = first + RA + tl.arange(0, RB)
+        fits_b = rb < ROWS
+        at_b = _neurons(rb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT)[:, None]
         norm_b = tl.zeros((RB,), tl.float32)
     if NB > 0:
         nb = NA + tl.arange(0, NB)
+        real_b = nb < COUNT
     if KEEP:
-        d_aa = _delta(delta, ra, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
+        d_aa = _load(delta + at_a + na[None, :], fits_a, real_a, ALL_ROWS, ALL_IMAGES)
         if NB > 0:
-            d_ab = _delta(delta, ra, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
+            d_ab = _load(delta + at_a + nb[None, :], fits_a, real_b, ALL_ROWS, ALL_IMAGES)
         if TWO:
-            e_aa = _delta(delta2, ra, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
+            e_aa = _load(delta2 + at_a + na[None, :], fits_a, real_a, ALL_ROWS, ALL_IMAGES)
             if NB > 0:
-                e_ab = _delta(delta2, ra, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
+                e_ab = _load(delta2 + at_a + nb[None, :], fits_a, real_b, ALL_ROWS, ALL_IMAGES)
         if RB > 0:
-            d_ba = _delta(delta, rb, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
+            d_ba = _load(delta + at_b + na[None, :], fits_b, real_a, ALL_ROWS, ALL_IMAGES)
             if NB > 0:
-                d_bb = _delta(delta, rb, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
+                d_bb = _load(delta + at_b + nb[None, :], fits_b, real_b, ALL_ROWS, ALL_IMAGES)
             if TWO:
-                e_ba = _delta(delta2, rb, na, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
+                e_ba = _load(delta2 + at_b + na[None, :], fits_b, real_a, ALL_ROWS, ALL_IMAGES)
                 if NB > 0:
-                    e_bb = _delta(
-                        delta2, rb, nb, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES
-                    )
+                    e_bb = _load(delta2 + at_b + nb[None, :], fits_b, real_b, ALL_ROWS, ALL_IMAGES)
 
     EACH: tl.constexpr = (FAN_IN + SPLIT * BK - 1) // (SPLIT * BK) * BK
     last = tl.minimum((part + 1) * EACH, FAN_IN)
     for start in tl.range(part * EACH, last, BK, num_stages=STAGES):
         k = start + tl.arange(0, BK)
         inside = k < FAN_IN
-        pixel = _pixels(k, HEIGHT, WIDTH, FIELD, COUNT)
+        pixel = _pixels(k, HEIGHT, WIDTH, FIELD, COUNT)[:, None]
         g_a = tl.zeros((RA, BK), tl.float32)
         if RB > 0:
             g_b = tl.zeros((RB, BK), tl.float32)
         if KEEP:
-            seen = _images(x, pixel, inside, na, COUNT, ALL_COLUMNS, ALL_IMAGES)
+            seen = tl.trans(_load(x + pixel + na[None, :], inside, real_a, ALL_COLUMNS, ALL_IMAGES))
             g_a = _dot(d_aa, seen, g_a, PRECISION)
             if RB > 0:
                 g_b = _dot(d_ba, seen, g_b, PRECISION)
             if NB > 0:
-                seen = _images(x, pixel, inside, nb, COUNT, ALL_COLUMNS, ALL_IMAGES)
+                seen = tl.trans(_load(x + pixel + nb[None, :], inside, real_b, ALL_COLUMNS, ALL_IMAGES))
                 g_a = _dot(d_ab, seen, g_a, PRECISION)
                 if RB > 0:
                     g_b = _dot(d_bb, seen, g_b, PRECISION)
             if TWO:
-                seen = _images(x2, pixel, inside, na, COUNT, ALL_COLUMNS, ALL_IMAGES)
+                seen = tl.trans(_load(x2 + pixel + na[None, :], inside, real_a, ALL_COLUMNS, ALL_IMAGES))
                 g_a = _dot(e_aa, seen, g_a, PRECISION)
                 if RB > 0:
                     g_b = _dot(e_ba, seen, g_b, PRECISION)
                 if NB > 0:
-                    seen = _images(x2, pixel, inside, nb, COUNT, ALL_COLUMNS, ALL_IMAGES)
+                    seen = tl.trans(_load(x2 + pixel + nb[None, :], inside, real_b, ALL_COLUMNS, ALL_IMAGES))
                     g_a = _dot(e_ab, seen, g_a, PRECISION)
                     if RB > 0:
                         g_b = _dot(e_bb, seen, g_b, PRECISION)
         else:
             for image in tl.static_range(0, COUNT, NA):
                 n = image + na
-                seen = _images(x, pixel, inside, n, COUNT, ALL_COLUMNS, ALL_IMAGES)
-                d = _delta(delta, ra, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
+                real = n < COUNT
+                seen = tl.trans(_load(x + pixel + n[None, :], inside, real, ALL_COLUMNS, ALL_IMAGES))
+                d = _load(delta + at_a + n[None, :], fits_a, real, ALL_ROWS, ALL_IMAGES)
                 g_a = _dot(d, seen, g_a, PRECISION)
                 if RB > 0:
-                    d = _delta(delta, rb, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
+                    d = _load(delta + at_b + n[None, :], fits_b, real, ALL_ROWS, ALL_IMAGES)
                     g_b = _dot(d, seen, g_b, PRECISION)
                 if TWO:
-                    seen = _images(x2, pixel, inside, n, COUNT, ALL_COLUMNS, ALL_IMAGES)
-                    d = _delta(delta2, ra, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES)
+                    seen = tl.trans(_load(x2 + pixel + n[None, :], inside, real, ALL_COLUMNS, ALL_IMAGES))
+                    d = _load(delta2 + at_a + n[None, :], fits_a, real, ALL_ROWS, ALL_IMAGES)
                     g_a = _dot(d, seen, g_a, PRECISION)
                     if RB > 0:
-                        d = _delta(
-                            delta2, rb, n, BLOCK_W, DEPTH, OUT_H, OUT_W, COUNT, ROWS, ALL_ROWS, ALL_IMAGES
-                        )
+                        d = _load(delta2 + at_b + n[None, :], fits_b, real, ALL_ROWS, ALL_IMAGES)
                         g_b = _dot(d, seen, g_b, PRECISION)
         norm_a += _finish(
             g_a, w, m, w_a, m_a, scale, radial, rate, decay, row_seed, column_seed, block, first, start,
@@ -549,6 +503,6 @@ def weight_gradient_kernel(
             )  # fmt: skip
     if UPDATE:
         to = squares + (part * (OUT_H // BLOCK_H * ACROSS) + block) * ROWS
-        tl.store(to + ra, norm_a, mask=ra < ROWS)
+        tl.store(to + ra, norm_a, mask=fits_a)
         if RB > 0:
-            tl.store(to + rb, norm_b, mask=rb < ROWS)
+            tl.store(to + rb, norm_b, mask=fits_b)

@@ -35,15 +35,9 @@ class Geometry:
         if len(self.block) != 3:
             raise UsageError(f"block is (height, width, depth), got {self.block}: three numbers are needed")
         object.__setattr__(self, "block", tuple(self.block))
-        named = {
-            "in_channels": self.channels,
-            "image height": self.height,
-            "image width": self.width,
-            "field": self.field,
-            "step": self.step,
-            **dict(zip(("block height", "block width", "block depth"), self.block, strict=True)),
-        }
-        for name, value in named.items():
+        names = ("in_channels", "image height", "image width", "field", "step")
+        values = (self.channels, self.height, self.width, self.field, self.step, *self.block)
+        for name, value in zip((*names, "block height", "block width", "block depth"), values, strict=True):
             if value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         if self.field > min(self.height, self.width):

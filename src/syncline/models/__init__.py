@@ -7,18 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from syncline.models.alexnet import AlexNet
-from syncline.models.autoencoder import Autoencoder, reconstruction
-from syncline.models.cifar10_full import Cifar10Full, cifar10_full_sgd
-from syncline.models.cifar10_full import cifar10_full_groups as cifar10_full_groups
-from syncline.models.distbelief import locally_connected, speech
-from syncline.models.googlenet import GoogLeNet, auxiliary_loss
-from syncline.models.mlp import mlp
-from syncline.models.recurrent import Recurrent
-from syncline.nn.conditional_rbm import CRBM
-from syncline.nn.dbm import DBM
-from syncline.nn.dbn import DBN
-from syncline.nn.rbm import RBM
+from syncline.models.image_networks import (
+    AlexNet,
+    Cifar10Full,
+    GoogLeNet,
+    auxiliary_loss,
+    cifar10_full_sgd,
+    locally_connected,
+)
+from syncline.models.image_networks import cifar10_full_groups as cifar10_full_groups
+from syncline.models.vector_networks import Autoencoder, Recurrent, mlp, reconstruction, speech
+from syncline.nn.deep_energy import DBM, DBN
+from syncline.nn.energy import CRBM, RBM
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,

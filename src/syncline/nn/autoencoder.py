@@ -20,10 +20,16 @@ from torch import Tensor, nn
 
 from syncline.errors import UsageError
 from syncline.kernels import l2_pool
-from syncline.kernels.block_local import FAST_DTYPES, forward, input_gradient, update_, wide
-from syncline.kernels.block_local_ops import batch_first, batch_last
-from syncline.nn.block_local import BlockLocalDecoder2d
-from syncline.nn.stack import Stack
+from syncline.kernels.block_local import (
+    FAST_DTYPES,
+    batch_first,
+    batch_last,
+    forward,
+    input_gradient,
+    update_,
+    wide,
+)
+from syncline.nn.stack import BlockLocalDecoder2d, Stack
 
 
 class Objective(NamedTuple):
@@ -91,6 +97,7 @@ class FusedStack:
             )
         self.stack, self.sparsity, self.gain_rate, self.seed = stack, sparsity, gain_rate, seed
         self.geometry = stack.filter.geometry
+        self._pad = stack.pool.window // 2 if stack.pool.padding == "same" else 0
         self.weight = stack.filter.weight.data
         self.momentum = torch.zeros_like(self.weight)
         self.gain = torch.ones((), device=self.weight.device)
@@ -120,10 +127,6 @@ class FusedStack:
     def _pool(self, responses: Tensor) -> Tensor:
         pool = self.stack.pool
         return l2_pool.forward(responses, pool.window, pad=self._pad, eps=pool.eps)
-
-    @property
-    def _pad(self) -> int:
-        return self.stack.pool.window // 2 if self.stack.pool.padding == "same" else 0
 
     @torch.no_grad()
     def output(self, images: Tensor) -> Tensor:

@@ -140,14 +140,10 @@ def _kinds(function: Any) -> dict[str, Kind]:
         hints = get_type_hints(function, include_extras=True)
     except Exception:  # annotations of the user's that mean nothing here
         return {}
-    found = {name: _kind_in(hint) for name, hint in hints.items()}
-    return {name: kind for name, kind in found.items() if kind is not None}
-
-
-def _kind_in(hint: Any) -> Kind | None:
-    """Of `Annotated[int, kind]`, also beside None."""
-    for part in (hint, *get_args(hint)):
-        for note in getattr(part, "__metadata__", ()):
-            if isinstance(note, Kind):
-                return note
-    return None
+    found: dict[str, Kind] = {}
+    for name, hint in hints.items():
+        for part in (hint, *get_args(hint)):  # `Annotated[int, kind]`, also beside None
+            for note in getattr(part, "__metadata__", ()):
+                if isinstance(note, Kind):
+                    found[name] = note
+    return found

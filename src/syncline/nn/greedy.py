@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.kernels.block_local_ops import batch_last
+from syncline.kernels.block_local import batch_last
 from syncline.nn.autoencoder import FusedStack
 from syncline.nn.stack import Stack
 
@@ -35,18 +36,6 @@ class GreedyRecord:
     loss: float
     reconstruction: float
     penalty: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What must not change between saving and resuming."""
-
-    batch_size: int
-    epochs: int
-    rate: float
-    decay: float
-    sparsity: float
-    seed: int
 
 
 class Greedy:
@@ -71,9 +60,8 @@ class Greedy:
     ) -> None:
         if epochs < 1 or batch_size < 1:
             raise UsageError(f"epochs and batch_size must be at least 1, got {epochs} and {batch_size}")
-        self.settings = Settings(
-            batch_size=batch_size, epochs=epochs, rate=rate, decay=decay, sparsity=sparsity, seed=seed
-        )
+        self.batch_size, self.epochs = batch_size, epochs
+        self.rate, self.decay, self.sparsity, self.seed = rate, decay, sparsity, seed
         self.stacks: list[Stack] = []
         for module in network:
             if not isinstance(module, Stack):
@@ -88,38 +76,41 @@ class Greedy:
 
     def run(self, images: Tensor) -> Iterator[GreedyRecord]:
         """Train from the position on; a record after every epoch. Stop iterating to stop, `save` between records."""
-        if len(images) < self.settings.batch_size:
+        if len(images) < self.batch_size:
             raise UsageError(
-                f"{len(images)} images do not fill one batch of {self.settings.batch_size}: use a smaller batch_size"
+                f"{len(images)} images do not fill one batch of {self.batch_size}: use a smaller batch_size"
             )
         while self.position[0] < len(self.stacks):
             index, epoch = self.position
             current = self._fused(index, images)
-            record = self._epoch(current, index, epoch, images)
-            self.records.append(record)
-            last = epoch + 1 == self.settings.epochs
+            totals, count = torch.zeros(3, device=current.weight.device), 0
+            for batch in self._batches(index, epoch, images):
+                step = current.update(self._seen(batch), rate=self.rate, decay=self.decay)
+                totals += torch.stack([value.float() for value in step])
+                count += 1
+            loss, reconstruction, penalty = (totals / count).tolist()
+            self.records.append(GreedyRecord(index, epoch, loss, reconstruction, penalty))
+            last = epoch + 1 == self.epochs
             self.position = (index + 1, 0) if last else (index, epoch + 1)
             if last:
                 self._below, self._current = [*self._below, _frozen(current)], None
-            yield record
+            yield self.records[-1]
 
     def _fused(self, index: int, images: Tensor) -> FusedStack:
         while len(self._below) < index:
             self._below.append(_frozen(self._make(len(self._below))))
         if self._current is None:
             self._current = self._make(index)
-            first = next(self._batches(index, 0, images))
-            self._current.fit_gain(self._seen(first))
+            self._current.fit_gain(self._seen(next(self._batches(index, 0, images))))
         return self._current
 
     def _make(self, index: int) -> FusedStack:
-        seed = self.settings.seed + 1_000_003 * index
-        return FusedStack(self.stacks[index], sparsity=self.settings.sparsity, seed=seed)
+        return FusedStack(self.stacks[index], sparsity=self.sparsity, seed=self.seed + 1_000_003 * index)
 
     def _batches(self, index: int, epoch: int, images: Tensor) -> Iterator[Tensor]:
         """Batches of one epoch, (C, H, W, N), on the network's device."""
-        generator = torch.Generator().manual_seed((self.settings.seed * 1009 + index) * 1009 + epoch)
-        order, size = torch.randperm(len(images), generator=generator), self.settings.batch_size
+        generator = torch.Generator().manual_seed((self.seed * 1009 + index) * 1009 + epoch)
+        order, size = torch.randperm(len(images), generator=generator), self.batch_size
         weight = self.stacks[index].filter.weight
         for start in range(0, len(order) - size + 1, size):
             chosen = images[order[start : start + size].to(images.device)]
@@ -131,34 +122,20 @@ class Greedy:
             images = stack.output(images)
         return images
 
-    def _epoch(self, current: FusedStack, index: int, epoch: int, images: Tensor) -> GreedyRecord:
-        totals, count = torch.zeros(3, device=current.weight.device), 0
-        for batch in self._batches(index, epoch, images):
-            step = current.update(self._seen(batch), rate=self.settings.rate, decay=self.settings.decay)
-            totals += torch.stack([value.float() for value in step])
-            count += 1
-        loss, reconstruction, penalty = (totals / count).tolist()
-        return GreedyRecord(index, epoch, loss, reconstruction, penalty)
-
     def save(self, folder: Path | str) -> None:
         """Write the run, whole: a crash in between leaves the former one."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"weight.{i}": stack.filter.weight.detach().cpu() for i, stack in enumerate(self.stacks)}
         position = {
-            "settings": asdict(self.settings),
-            "shapes": self._shapes(),
+            **self._fixed(),
             "position": list(self.position),
             "steps": 0 if self._current is None else self._current.steps,
             "records": [asdict(record) for record in self.records],
         }
         if self._current is not None:
-            state = {
-                "momentum": self._current.momentum,
-                "scale": self._current.scale,
-                "gain": self._current.gain,
-            }
-            tensors |= {name: tensor.detach().cpu() for name, tensor in state.items()}
+            for name in ("momentum", "scale", "gain"):
+                tensors[name] = getattr(self._current, name).detach().cpu()
         save_file(tensors, folder / (TENSORS + ".new"), {"position": json.dumps(position)})
         os.replace(folder / (TENSORS + ".new"), folder / TENSORS)
         new = folder / (POSITION + ".new")
@@ -172,8 +149,7 @@ class Greedy:
             raise UsageError(f"no {TENSORS} in {folder}: nothing was saved there")
         with safe_open(folder / TENSORS, "pt") as file:  # beside the tensors: the two can never disagree
             position = json.loads(file.metadata()["position"])
-        mine = {"settings": asdict(self.settings), "shapes": self._shapes()}
-        for name, value in mine.items():
+        for name, value in self._fixed().items():
             if position[name] != value:
                 raise UsageError(
                     f"{folder} was saved with other {name}: {position[name]}, this run has {value}"
@@ -193,8 +169,13 @@ class Greedy:
             self._current.gain = tensors["gain"].to(device)
             self._current.steps = position["steps"]
 
-    def _shapes(self) -> list[str]:
-        return [f"{stack.filter.geometry} {stack.filter.weight.dtype} {stack.shape}" for stack in self.stacks]
+    def _fixed(self) -> dict[str, Any]:
+        """What must not change between saving and resuming."""
+        settings = ("batch_size", "epochs", "rate", "decay", "sparsity", "seed")
+        return {
+            "settings": {name: getattr(self, name) for name in settings},
+            "shapes": [f"{s.filter.geometry} {s.filter.weight.dtype} {s.shape}" for s in self.stacks],
+        }
 
 
 def _frozen(stack: FusedStack) -> FusedStack:

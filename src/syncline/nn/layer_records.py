@@ -17,8 +17,7 @@ from torch import nn
 from syncline.dial import nearest
 from syncline.errors import UsageError
 from syncline.nn.file_arguments import FLAG, NOT_NEGATIVE, shown, wrong_arguments, wrong_values
-from syncline.nn.initialisers import wrong_initialiser
-from syncline.nn.registry import LayerType, find_type
+from syncline.nn.registry import LayerType, find_type, wrong_initialiser
 
 OWN = ("name", "type", "sources", "output", "freeze", "rate", "decay", "init", "share")
 NAME = re.compile(r"[A-Za-z][\w-]*")
@@ -69,33 +68,36 @@ def read_layers(records: Any) -> list[Layer]:
     names = [record.get("name") if isinstance(record, Mapping) else None for record in records]
     for check in (_wrong_records, _wrong_types, _wrong_keys, _wrong_sources):
         _refuse(check(records), names)
-    layers = [_layer(place, record, records) for place, record in enumerate(records)]
+    layers = [
+        Layer(
+            place=place,
+            name=record["name"],
+            type=find_type(record["type"]),
+            sources=_sources(place, records),
+            arguments={key: value for key, value in record.items() if key not in OWN},
+            output=record.get("output", False),
+            freeze=record.get("freeze", False),
+            rate=record.get("rate", 1.0),
+            decay=record.get("decay", 1.0),
+            init=record.get("init"),
+            share=record.get("share"),
+        )
+        for place, record in enumerate(records)
+    ]
     _refuse(_wrong_counts(layers), names)
-    _refuse(_cycles(layers), names)
+    by_name = {layer.name: layer for layer in layers}
+    try:
+        order = [*TopologicalSorter({layer.name: layer.sources for layer in layers}).static_order()]
+    except CycleError as error:
+        raise NetError([_cycle(error.args[1], by_name)], names) from None
     _refuse(_unused(layers), names)
-    return _ordered(layers)
+    return [by_name[name] for name in order]
 
 
 def _refuse(problems: Iterable[Problem], names: Sequence[Any]) -> None:
     found = list(problems)
     if found:
         raise NetError(found, names)
-
-
-def _layer(place: int, record: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Layer:
-    return Layer(
-        place=place,
-        name=record["name"],
-        type=find_type(record["type"]),
-        sources=_sources(place, records),
-        arguments={key: value for key, value in record.items() if key not in OWN},
-        output=record.get("output", False),
-        freeze=record.get("freeze", False),
-        rate=record.get("rate", 1.0),
-        decay=record.get("decay", 1.0),
-        init=record.get("init"),
-        share=record.get("share"),
-    )
 
 
 # -- single records --------------------------------------------------------------------------------------------
@@ -156,10 +158,8 @@ def _wrong_own(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for each in given.values() if table else [given]:
             yield from (("init", words) for words in wrong_initialiser(each))
     if "share" in record and not all(isinstance(each, str) for each in _each(record["share"])):
-        yield (
-            "share",
-            f"expected a layer, or a table of parameters such as {{weight = 'fc1.weight'}}, got {shown(record['share'])}",
-        )
+        wanted = "a layer, or a table of parameters such as {weight = 'fc1.weight'}"
+        yield "share", f"expected {wanted}, got {shown(record['share'])}"
 
 
 def _each(value: Any) -> list[Any]:
@@ -177,22 +177,16 @@ def _wrong_sources(records: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
         if given is None:
             continue
         if not all(isinstance(each, str) for each in given):
-            yield (
-                place,
-                "sources",
-                f"sources: expected a layer or a list of layers, got {shown(record['sources'])}",
-            )
+            words = f"expected a layer or a list of layers, got {shown(record['sources'])}"
+            yield place, "sources", f"sources: {words}"
             continue
         if find_type(record["type"]).role == "input" and given:
             yield place, "sources", f"sources: {record['type']} takes the batch and has none"
             continue
         for each in given:
             if each not in names:
-                yield (
-                    place,
-                    "sources",
-                    f"sources: there is no layer {each!r}{nearest(each, names)}; there are: {_list(names)}",
-                )
+                words = f"there is no layer {each!r}{nearest(each, names)}; there are: {_list(names)}"
+                yield place, "sources", f"sources: {words}"
             elif find_type(records[names.index(each)]["type"]).role == "loss":
                 yield place, "sources", f"sources: {each!r} is a loss, which nothing can take"
 
@@ -215,16 +209,12 @@ def _sources(place: int, records: Sequence[Mapping[str, Any]]) -> tuple[str, ...
         return ()
     given = _given_sources(records[place])
     if given is None:
-        above = [r["name"] for r in records[:place] if r["type"] != "label" and not _is_loss(r)]
-        given = above[-1:]
+        takable = (r for r in records[:place] if r["type"] != "label" and find_type(r["type"]).role != "loss")
+        given = [r["name"] for r in takable][-1:]
     labels = [r["name"] for r in records if r["type"] == "label"]
     if found.role == "loss" and found.wants == "shapes" and len(given) == 1 == len(labels):
         given = [*given, *labels]
     return tuple(given)
-
-
-def _is_loss(record: Mapping[str, Any]) -> bool:
-    return find_type(record["type"]).role == "loss"
 
 
 def _wrong_counts(layers: Sequence[Layer]) -> Iterator[Problem]:
@@ -237,33 +227,19 @@ def _wrong_counts(layers: Sequence[Layer]) -> Iterator[Problem]:
         elif layer.type.wants == "shape" and count > 1:
             yield layer.place, "sources", f"sources: {layer.type.name} takes one, got {_list(layer.sources)}"
         elif layer.type.role == "loss" and layer.type.wants == "shapes" and count != 2:
-            yield (
-                layer.place,
-                "sources",
-                f"sources: a loss is of an output and its target, got {_list(layer.sources)}",
-            )
+            words = f"a loss is of an output and its target, got {_list(layer.sources)}"
+            yield layer.place, "sources", f"sources: {words}"
     if not any(layer.type.role == "input" for layer in layers):
-        yield (
-            0,
-            "type",
-            "type: a net begins with an input; write one first, as {name = 'data', type = 'input'}",
-        )
+        words = "a net begins with an input; write one first, as {name = 'data', type = 'input'}"
+        yield 0, "type", f"type: {words}"
 
 
-def _sorter(layers: Sequence[Layer]) -> TopologicalSorter[str]:
-    return TopologicalSorter({layer.name: layer.sources for layer in layers})
-
-
-def _cycles(layers: Sequence[Layer]) -> Iterator[Problem]:
-    """At the first layer of one, in the order of the list."""
-    try:
-        _sorter(layers).prepare()
-    except CycleError as error:
-        *around, _ = reversed(error.args[1])  # each takes the next
-        places = {layer.name: layer.place for layer in layers}
-        first = min(range(len(around)), key=lambda at: places[around[at]])
-        words = " takes ".join(repr(name) for name in (*around[first:], *around[: first + 1]))
-        yield places[around[first]], "sources", f"sources: a cycle: {words}"
+def _cycle(backwards: Sequence[str], layers: Mapping[str, Layer]) -> Problem:
+    """At the first layer of it, in the order of the list."""
+    *around, _ = reversed(backwards)  # each takes the next
+    first = min(range(len(around)), key=lambda at: layers[around[at]].place)
+    words = " takes ".join(repr(name) for name in (*around[first:], *around[: first + 1]))
+    return layers[around[first]].place, "sources", f"sources: a cycle: {words}"
 
 
 def _unused(layers: Sequence[Layer]) -> Iterator[Problem]:
@@ -273,13 +249,10 @@ def _unused(layers: Sequence[Layer]) -> Iterator[Problem]:
             yield layer.place, "output", f"output: {layer.type.name} cannot be an output of the net"
     ends = [layer.name for layer in layers if layer.type.role == "loss"] or [layers[-1].name]
     used = leading_to([*ends, *(layer.name for layer in layers if layer.output)], layers)
+    words = "unused: it leads to no loss or output; take it away, connect it, or write output = true"
     for layer in layers:
         if layer.name not in used:
-            yield (
-                layer.place,
-                "name",
-                "name: unused: it leads to no loss or output; take it away, connect it, or write output = true",
-            )
+            yield layer.place, "name", f"name: {words}"
 
 
 def leading_to(ends: Iterable[str], layers: Sequence[Layer]) -> set[str]:
@@ -290,11 +263,6 @@ def leading_to(ends: Iterable[str], layers: Sequence[Layer]) -> set[str]:
         found.add(name := waiting.pop())
         waiting += [source for source in by_name[name].sources if source not in found]
     return found
-
-
-def _ordered(layers: Sequence[Layer]) -> list[Layer]:
-    by_name = {layer.name: layer for layer in layers}
-    return [by_name[name] for name in _sorter(layers).static_order()]
 
 
 def by_parameter(value: Any, name: str) -> float:

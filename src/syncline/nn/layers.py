@@ -1,7 +1,7 @@
-"""The built-in layer types of nets that are written as data. Sizes that follow from the source are not asked for.
+"""The built-in layer types and losses of nets that are written as data. Sizes that follow from the source are not asked for.
 
 Legend: `shape` is what the source gives, without the batch: (C, H, W) images, (T, D) sequences, (D,) vectors, () numbers.
-Not responsible for how layers are connected (net.py).
+Not responsible for how layers are connected (net.py), nor for which layers a loss is of (layer_records.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.nn.block_local import BlockLocal2d
-from syncline.nn.conditional_rbm import CRBM
-from syncline.nn.energy import Units
+from syncline.nn.energy import CRBM, RBM, Units
 from syncline.nn.file_arguments import (
     Count,
     Counts,
@@ -32,9 +30,8 @@ from syncline.nn.file_arguments import (
     Wholes,
     choice,
 )
-from syncline.nn.rbm import RBM
 from syncline.nn.registry import built_in
-from syncline.nn.stack import L2Pool2d, LocalContrastNorm2d
+from syncline.nn.stack import BlockLocal2d, L2Pool2d, LocalContrastNorm2d
 
 Dims = tuple[int, ...]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
@@ -105,13 +102,11 @@ def convolution(
 ) -> nn.Module:
     _dims("convolution", shape, 2, 3, 4)
     kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(shape) - 2]
-    sizes = {"stride": stride, "padding": padding, "dilation": dilation}
-    spread = {name: _spread(name, value, len(shape) - 1) for name, value in sizes.items()}
+    sizes = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    spread = [_spread(name, value, len(shape) - 1) for name, value in sizes.items()]
     if shape[0] % groups or channels % groups:
         raise UsageError(f"groups = {groups} must divide {shape[0]} channels and channels = {channels}")
-    return kind(
-        shape[0], channels, _spread("kernel", kernel, len(shape) - 1), groups=groups, bias=bias, **spread
-    )  # type: ignore[arg-type]
+    return kind(shape[0], channels, *spread, groups, bias)
 
 
 @built_in("block_local")
@@ -120,15 +115,9 @@ def block_local(
 ) -> nn.Module:
     """Filters that are not shared between places (docs/howto/block_local.md)."""
     _dims("block_local", shape, 3)
-    blocks = _spread("block", block, 3)
-    return BlockLocal2d(
-        shape[0],
-        (shape[1], shape[2]),
-        field=field,
-        step=step,
-        block=(blocks[0], blocks[1], blocks[2]),
-        unit_norm=unit_norm,
-    )
+    high, wide, depth = _spread("block", block, 3)
+    options = {"field": field, "step": step, "block": (high, wide, depth), "unit_norm": unit_norm}
+    return BlockLocal2d(shape[0], (shape[1], shape[2]), **options)  # type: ignore[arg-type]
 
 
 @built_in("batch_norm")
@@ -177,14 +166,8 @@ def _recurrent(kind: Any) -> Callable[..., nn.Module]:
         sequences: Flag = False,
     ) -> nn.Module:
         _dims(kind.__name__.lower(), shape, 2)
-        cell = kind(
-            shape[1],
-            units,
-            num_layers=depth,
-            bidirectional=bidirectional,
-            dropout=dropout if depth > 1 else 0.0,
-            batch_first=True,
-        )
+        options = {"bidirectional": bidirectional, "dropout": dropout if depth > 1 else 0.0}
+        cell = kind(shape[1], units, num_layers=depth, batch_first=True, **options)
         return Recurrent(cell, sequences=sequences)
 
     return make
@@ -264,15 +247,13 @@ def pooling(
 ) -> nn.Module:
     _dims("pooling", shape, 2, 3, 4)
     dims = len(shape) - 1
-    kinds: dict[str, tuple[Any, ...]] = {
-        "max": (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
-        "average": (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    }
+    pool = getattr(nn, f"{'Max' if kind == 'max' else 'Avg'}Pool{dims}d")
     window = _spread("kernel", kernel, dims)
     if any(size > there for size, there in zip(window, shape[1:], strict=True)) and not padding:
         raise UsageError(f"pooling by {list(window)} does not fit into maps of {tuple(shape[1:])}")
     steps = _spread("stride", stride, dims) if stride is not None else window
-    return kinds[kind][dims - 1](window, steps, _spread("padding", padding, dims), ceil_mode=ceil)
+    made: nn.Module = pool(window, steps, _spread("padding", padding, dims), ceil_mode=ceil)
+    return made
 
 
 @built_in("l2_pooling")
@@ -325,10 +306,7 @@ def noise(
 
 
 def _plain(kind: type[nn.Module]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        return kind()
-
-    return make
+    return lambda: kind()  # takes no arguments, whatever those of the kind are
 
 
 for _name, _activation in (
@@ -405,7 +383,8 @@ def concat(shapes: Sequence[Dims], *, dim: Place = 0) -> nn.Module:
 
 def _pointwise(name: str) -> Callable[..., nn.Module]:
     def make(shapes: Sequence[Dims]) -> nn.Module:
-        _equal(shapes)
+        if len(set(shapes)) > 1:
+            raise UsageError("sources must have one shape")
         return Apply(name)
 
     return make
@@ -413,6 +392,83 @@ def _pointwise(name: str) -> Callable[..., nn.Module]:
 
 for _name in ("sum", "product"):
     built_in(_name)(_pointwise(_name))
+
+
+# -- losses: of an output and its target, and the sparsity of units --------------------------------------------
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "cross_entropy": F.cross_entropy,
+    "nll": F.nll_loss,
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "bce": F.binary_cross_entropy,
+    "bce_with_logits": F.binary_cross_entropy_with_logits,
+}
+CLASSES = ("cross_entropy", "nll")  # of scores and class numbers
+
+
+class Loss(nn.Module):
+    """One of LOSSES, of an output and its target, times a weight."""
+
+    def __init__(self, name: str, weight: float) -> None:
+        super().__init__()
+        self.name, self.weight = name, weight
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.name not in CLASSES and output.shape != target.shape:  # images against flat outputs
+            target = target.reshape(output.shape)
+        return self.weight * LOSSES[self.name](output, target)
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, weight={self.weight}"
+
+
+def _loss(name: str) -> Callable[..., nn.Module]:
+    def make(shapes: Sequence[Dims], *, weight: Number = 1.0) -> nn.Module:
+        if len(shapes) != 2:
+            raise UsageError(f"a loss is of two sources, the output and its target, got {len(shapes)}")
+        output, target = shapes
+        if name in CLASSES:
+            fits = len(output) == len(target) + 1 and output[1:] == target
+        else:
+            fits = math.prod(output) == math.prod(target)
+        if not fits:
+            raise UsageError(f"{name}: the output's shape {output} does not fit the target's {target}")
+        return Loss(name, weight)
+
+    return make
+
+
+for _name in LOSSES:
+    built_in(_name, "loss")(_loss(_name))
+
+
+class Sparsity(nn.Module):
+    """weight · Σ_j KL(target ‖ the batch's mean activation of unit j), for units in 0…1."""
+
+    def __init__(self, target: float, weight: float) -> None:
+        super().__init__()
+        self.target, self.weight = target, weight
+
+    def forward(self, units: Tensor) -> Tensor:
+        mean = units.flatten(1).mean(0).clamp(1e-6, 1 - 1e-6)
+        off = (1 - self.target) * torch.log((1 - self.target) / (1 - mean))
+        return self.weight * (self.target * torch.log(self.target / mean) + off).sum()
+
+
+@built_in("sparsity", "loss")
+def sparsity(
+    shape: Dims,
+    *,
+    target: Annotated[
+        float, Kind("a number between 0 and 1", lambda v: isinstance(v, float) and 0 < v < 1)
+    ] = 0.05,
+    weight: Number = 1.0,
+) -> nn.Module:
+    """Penalises units that are active more or less often than the target: sparse autoencoders."""
+    return Sparsity(target, weight)
 
 
 # -- shapes ----------------------------------------------------------------------------------------------------
@@ -429,11 +485,6 @@ def _dims(what: str, shape: Dims, *wanted: int) -> None:
 def _dim(dim: int, shape: Dims) -> None:
     if not -len(shape) <= dim < len(shape):
         raise UsageError(f"there is no dimension {dim} in {tuple(shape)}")
-
-
-def _equal(shapes: Sequence[Dims]) -> None:
-    if len(set(shapes)) > 1:
-        raise UsageError("sources must have one shape")
 
 
 def _spread(name: str, value: Any, dims: int) -> tuple[int, ...]:

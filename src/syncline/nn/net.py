@@ -28,11 +28,10 @@ from torch import Tensor, nn
 
 from syncline.dial import nearest
 from syncline.errors import UsageError
-from syncline.nn import losses  # noqa: F401 - registers them
 from syncline.nn.energy import Contrastive, Parts, is_trained
-from syncline.nn.initialisers import initialise
 from syncline.nn.layer_records import Layer, NetError, by_parameter, leading_to, read_layers
 from syncline.nn.layers import Input
+from syncline.nn.registry import initialise
 from syncline.table.checkpoints import write_tensors
 
 TRIED = 2  # examples of a dry run
@@ -58,7 +57,10 @@ class Net(nn.Module):
         self._layers = read_layers(layers)
         self.records: list[dict[str, Any]] = copy.deepcopy([dict(each) for each in layers])
         self._shapes: dict[str, Shape] = {}
-        for layer in sorted(self._layers, key=lambda each: each.place):  # in the order of the list
+        self._listed = sorted(self._layers, key=lambda each: each.place)  # in the order of the list
+        self._inputs = [layer.name for layer in self._listed if layer.type.role == "input"]
+        self.losses = [layer for layer in self._listed if layer.type.role == "loss"]
+        for layer in self._listed:
             self.add_module(layer.name, None)
         dry: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -69,7 +71,13 @@ class Net(nn.Module):
         for layer in self._layers:
             if layer.freeze:
                 self._modules[layer.name].requires_grad_(False)  # type: ignore[union-attr]
-        self._plan()
+        roles = {layer.name: layer.type.role for layer in self._layers}
+        ends = [name for loss in self.losses for name in loss.sources[:1] if roles[name] == "layer"]
+        ends += [layer.name for layer in self._listed if layer.output]
+        ends += [] if self.losses else [self._listed[-1].name]
+        self.outputs = list(dict.fromkeys(ends))
+        needed = leading_to(self.outputs, self._layers)
+        self._ways = [layer for layer in self._layers if layer.name in needed]
 
     # -- running -----------------------------------------------------------------------------------------
 
@@ -127,33 +135,17 @@ class Net(nn.Module):
                 return batch[field]
         elif inputs == 1:
             return batch
-        got = (
-            f"of {len(batch)} parts" if isinstance(batch, list | tuple) else f"of type {type(batch).__name__}"
-        )
+        several = isinstance(batch, list | tuple)
+        got = f"of {len(batch)} parts" if several else f"of type {type(batch).__name__}"
         raise UsageError(f"layer {layer.name!r} takes part {field!r} of the batch, which is one {got}")
 
     # -- what it is --------------------------------------------------------------------------------------
-
-    def _plan(self) -> None:
-        by_name = {layer.name: layer for layer in self._layers}
-        listed = sorted(self._layers, key=lambda each: each.place)
-        self._inputs = [layer.name for layer in listed if layer.type.role == "input"]
-        self.losses = [layer for layer in listed if layer.type.role == "loss"]
-        of_losses = [
-            name for loss in self.losses for name in loss.sources[:1] if by_name[name].type.role == "layer"
-        ]
-        last = [] if self.losses else [listed[-1].name]
-        self.outputs = list(
-            dict.fromkeys([*of_losses, *(each.name for each in listed if each.output), *last])
-        )
-        needed = leading_to(self.outputs, self._layers)
-        self._ways = [layer for layer in self._layers if layer.name in needed]
 
     def table(self) -> list[NetRow]:
         """All layers in their order."""
         seen: set[int] = set()
         rows = []
-        for layer in sorted(self._layers, key=lambda each: each.place):
+        for layer in self._listed:
             own = [p for p in self._modules[layer.name].parameters() if id(p) not in seen]  # type: ignore[union-attr]
             seen.update(map(id, own))
             count = sum(parameter.numel() for parameter in own)
@@ -161,28 +153,19 @@ class Net(nn.Module):
         return rows
 
     def __repr__(self) -> str:
-        rows = [
-            (r.name, r.type, ", ".join(r.sources), shape_text(r.shape), f"{r.parameters:,}")
-            for r in self.table()
-        ]
-        total = sum(parameter.numel() for parameter in self.parameters())
-        lines = [("layer", "type", "sources", "shape", "parameters"), *rows, ("", "", "", "", f"{total:,}")]
-        wide = [max(len(line[column]) for line in lines) for column in range(5)]
-        return "\n".join(
-            "  ".join(
-                [
-                    *(cell.ljust(size) for cell, size in zip(line[:4], wide[:4], strict=True)),
-                    line[4].rjust(wide[4]),
-                ]
-            )
-            for line in lines
-        )
+        lines = [("layer", "type", "sources", "shape", "parameters")]
+        for name, kind, sources, shape, count in self.table():
+            lines.append((name, kind, ", ".join(sources), str(shape), f"{count:,}"))
+        lines.append(("", "", "", "", f"{sum(parameter.numel() for parameter in self.parameters()):,}"))
+        wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        form = "  ".join(f"{{:{side}{size}}}" for side, size in zip("<<<<>", wide, strict=True))
+        return "\n".join(form.format(*line) for line in lines)
 
     def groups(self) -> list[tuple[float, float, list[nn.Parameter]]]:
         """(rate multiplier, decay multiplier, parameters) of those that are trained; each parameter in one, its first layer's."""
         found: dict[tuple[float, float], list[nn.Parameter]] = {}
         seen: set[int] = set()
-        for layer in sorted(self._layers, key=lambda each: each.place):
+        for layer in self._listed:
             for name, parameter in self._modules[layer.name].named_parameters():  # type: ignore[union-attr]
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
@@ -199,40 +182,34 @@ class Net(nn.Module):
         given = [dry[name] for name in layer.sources]
         shapes = [tuple(tensor.shape[1:]) for tensor in given]
         first: list[Any] = {"shape": shapes[:1], "shapes": [shapes], "": []}[layer.type.wants]  # type: ignore[assignment]
-        came = ", ".join(
-            f"{name!r} gives {shape_text(s)}" for name, s in zip(layer.sources, shapes, strict=True)
-        )
+        came = ", ".join(f"{name!r} gives {s}" for name, s in zip(layer.sources, shapes, strict=True))
         try:
             module = layer.type.make(*first, **copy.deepcopy(layer.arguments))
         except Exception as error:  # the layer's own code runs here
             raise self._fail(layer, None, f"{_words(error)}; {came}" if came else _words(error)) from error
         if not isinstance(module, nn.Module):
-            raise self._fail(
-                layer, "type", f"{layer.type.name} gave {type(module).__name__}, expected an nn.Module"
-            )
+            words = f"{layer.type.name} gave {type(module).__name__}, expected an nn.Module"
+            raise self._fail(layer, "type", words)
         if isinstance(module, Input):
-            dry[layer.name] = self._zeros(layer, module, example)
+            out = self._zeros(layer, module, example)
         else:
-            dry[layer.name] = self._dry_run(layer, module, given, came)
-        self._shapes[layer.name] = tuple(dry[layer.name].shape[1:])
+            out = self._dry_run(layer, module, given, came)
+        dry[layer.name], self._shapes[layer.name] = out, tuple(out.shape[1:])
         return module
 
     def _zeros(self, layer: Layer, module: Input, example: Any) -> Tensor:
         if module.shape is None:
             if example is None:
-                raise self._fail(
-                    layer, None, "shape: missing; give it, as [1, 28, 28], or an example of the data"
-                )
-            self._inputs = [each["name"] for each in self.records if each["type"] in ("input", "label")]
+                words = "shape: missing; give it, as [1, 28, 28], or an example of the data"
+                raise self._fail(layer, None, words)
             self._modules[layer.name] = module
             try:
                 part = self._part(example, layer, 1)
             except UsageError as error:
                 raise self._fail(layer, "field", str(error)) from error
             if not isinstance(part, Tensor) or not part.dim():
-                raise self._fail(
-                    layer, "field", f"the batch's part is a {type(part).__name__}, expected a tensor"
-                )
+                words = f"the batch's part is a {type(part).__name__}, expected a tensor"
+                raise self._fail(layer, "field", words)
             module.shape, module.dtype = tuple(part.shape[1:]), module.dtype or part.dtype
             self.records[layer.place]["shape"] = list(module.shape)
             if module.dtype == torch.int64:
@@ -248,14 +225,12 @@ class Net(nn.Module):
             raise self._fail(layer, None, f"{layer.type.name} failed: {_words(error)}; {came}") from error
         module.train(trained)
         if not isinstance(out, Tensor):
-            raise self._fail(
-                layer, "type", f"{layer.type.name} gave a {type(out).__name__}, expected one tensor; {came}"
-            )
+            words = f"{layer.type.name} gave a {type(out).__name__}, expected one tensor; {came}"
+            raise self._fail(layer, "type", words)
         if layer.type.role == "loss":
             if out.numel() != 1:
-                raise self._fail(
-                    layer, "type", f"a loss must be one number, got shape {tuple(out.shape)}; {came}"
-                )
+                words = f"a loss must be one number, got shape {tuple(out.shape)}; {came}"
+                raise self._fail(layer, "type", words)
             return out.reshape(1)
         if out.dim() < 1 or len(out) != TRIED:
             words = f"gave shape {tuple(out.shape)} for a batch of {TRIED}, the batch must stay first; {came}"
@@ -297,19 +272,16 @@ class Net(nn.Module):
         if isinstance(layer.share, str):
             wanted = {name: f"{layer.share}.{name}" for name in own}
             if layer.share not in self._modules or layer.share == layer.name or not own:
-                raise self._fail(
-                    layer,
-                    "share",
-                    f"share: {layer.share!r} is no other layer with parameters{nearest(layer.share, self._modules)}",
-                )
+                words = f"{layer.share!r} is no other layer with parameters"
+                words += nearest(layer.share, self._modules)
+                raise self._fail(layer, "share", f"share: {words}")
         else:
             wanted = dict(layer.share)
         for name, source in wanted.items():
             mine = f"{layer.name}.{name}"
             if source not in named:
-                raise self._fail(
-                    layer, "share", f"share: there is no parameter {source!r}{nearest(source, named)}"
-                )
+                words = f"there is no parameter {source!r}{nearest(source, named)}"
+                raise self._fail(layer, "share", f"share: {words}")
             if named[source].shape != named[mine].shape:
                 shapes = f"{tuple(named[mine].shape)}, {source!r} has {tuple(named[source].shape)}"
                 raise self._fail(layer, "share", f"share: {mine!r} has shape {shapes}")
@@ -322,11 +294,6 @@ class Net(nn.Module):
 def _words(error: BaseException) -> str:
     words = " ".join(str(error).split())
     return words if isinstance(error, UsageError) else f"{type(error).__name__}: {words}"
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """(1, 28, 28), (10,), or () for one number."""
-    return str(tuple(shape))
 
 
 def by_layer(model: nn.Module, *, make: Any) -> torch.optim.Optimizer:
@@ -401,9 +368,8 @@ class NetParts(Parts):
 
     def check_way(self, persistent: bool) -> None:
         if not self.members():
-            raise UsageError(
-                "the net has no rbm layer that is trained: contrastive divergence has nothing to do"
-            )
+            words = "the net has no rbm layer that is trained: contrastive divergence has nothing to do"
+            raise UsageError(words)
         super().check_way(persistent)
 
 

@@ -16,10 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncline.nn.block_local import BlockLocal2d, BlockLocalDecoder2d
-from syncline.nn.stack import L2Pool2d, LocalContrastNorm2d
-from syncline.parallel.aligned import Aligned, Reshape, broadcast, keeping
-from syncline.parallel.functions import drop
+from syncline.nn.stack import BlockLocal2d, BlockLocalDecoder2d, L2Pool2d, LocalContrastNorm2d
+from syncline.parallel.functions import Aligned, Reshape, broadcast, drop, keeping
 from syncline.parallel.rules import (
     Call,
     Local,
@@ -48,6 +46,11 @@ register(Aligned(broadcast), *(getattr(nn, name) for name in _ELEMENTWISE.split(
 register(Reshape(), nn.Flatten, nn.Unflatten)
 
 
+def _sizes(name: str) -> list[type[nn.Module]]:
+    """The types of this name for sequences, images and volumes."""
+    return [getattr(nn, f"{name}{dims}d") for dims in (1, 2, 3)]
+
+
 def _softmax_dims(call: Call) -> list[int]:
     module: Any = call.module
     return list(range(len(call.inputs[0].shape))) if module.dim is None else [module.dim]
@@ -72,7 +75,7 @@ def _maps_dropped(module: Any, local: Local, x: Tensor) -> Tensor:
 
 
 register(Aligned(broadcast, _dropped), nn.Dropout)
-register(Aligned(broadcast, _maps_dropped), nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+register(Aligned(broadcast, _maps_dropped), *_sizes("Dropout"))
 
 # -- dense layers and embeddings -------------------------------------------------------------------------------
 
@@ -109,26 +112,25 @@ class _Dense(Windowed):
         return F.linear(args[0], local.module.weight, local.module.bias if local.group.rank == 0 else None)
 
 
-def _inputs_whole(module: Any, window: Box, shapes: list[Shape]) -> Box:
-    return window.replaced(-1, (0, module.in_features))
-
-
 def _sliced(*names: str, at: int, dim: int = 0) -> Callable[[Any, Box], Slices]:
     """The window's dimension `at` is dimension `dim` of these parameters."""
 
     def slices(module: Any, window: Box) -> Slices:
-        there = {name: getattr(module, name) for name in names}
-        return {
-            name: (Box.whole(t.shape).replaced(dim, window.spans[at]),)
-            for name, t in there.items()
-            if t is not None
-        }
+        there = [name for name in names if getattr(module, name) is not None]
+        span = window.spans[at]
+        return {name: (Box.whole(getattr(module, name).shape).replaced(dim, span),) for name in there}
 
     return slices
 
 
 register(
-    _Dense(_inputs_whole, _sliced("weight", "bias", at=-1), ("data", "model", "rows"), dim=-1, last=1),
+    _Dense(
+        lambda module, window, shapes: window.replaced(-1, (0, module.in_features)),
+        _sliced("weight", "bias", at=-1),
+        ("data", "model", "rows"),
+        dim=-1,
+        last=1,
+    ),
     nn.Linear,
 )
 
@@ -152,10 +154,6 @@ register(
 )
 
 # -- convolutions and pooling ----------------------------------------------------------------------------------
-
-
-def _tuple(value: Any, count: int) -> tuple[int, ...]:
-    return (value,) * count if isinstance(value, int) else tuple(value)
 
 
 def _field(span: Span, kernel: int, stride: int, padding: int, dilation: int = 1) -> Span:
@@ -198,9 +196,8 @@ def _convolve(module: Any, local: Local, x: Tensor) -> Tensor:
         at = (first - start) // per_group * inputs
         seen = x[:, at : at + layer.groups * inputs]
         rows = slice(first - low, last - low)
-        parts.append(
-            layer._conv_forward(seen, module.weight[rows], None if module.bias is None else module.bias[rows])
-        )
+        bias = None if module.bias is None else module.bias[rows]
+        parts.append(layer._conv_forward(seen, module.weight[rows], bias))
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
@@ -210,17 +207,16 @@ def _conv_check(module: Any, way: str) -> str | None:
 
 register(
     Windowed(_conv_wants, _sliced("weight", "bias", at=1), compute=_convolve, dim=1, check=_conv_check),
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
+    *_sizes("Conv"),
 )
 
 
 def _pool_numbers(module: Any, count: int) -> list[tuple[int, int, int, int]]:
     """Kernel, stride, padding and dilation of each dimension."""
-    kernel = _tuple(module.kernel_size, count)
-    stride, padding = _tuple(module.stride or kernel, count), _tuple(module.padding, count)
-    return list(zip(kernel, stride, padding, _tuple(getattr(module, "dilation", 1), count), strict=True))
+    kernel, dilation = module.kernel_size, getattr(module, "dilation", 1)
+    given = (kernel, module.stride or kernel, module.padding, dilation)
+    each = ((value,) * count if isinstance(value, int) else value for value in given)
+    return list(zip(*each, strict=True))
 
 
 def _pool_wants(module: Any, window: Box, shapes: list[Shape]) -> Want:
@@ -257,45 +253,27 @@ def _mean_pooled(module: Any, local: Local, x: Tensor) -> Tensor:
     sums = means * math.prod(number[0] for number in numbers)
     for dim, (size, span, each) in enumerate(zip(shape, local.window.spans[2:], numbers, strict=True)):
         margin = each[2] if module.count_include_pad else 0
-        counts = [_counted(place, size, margin, *each) for place in range(*span)]
+        lows = [place * each[1] - each[2] for place in range(*span)]
+        counts = [min(low + each[0], size + margin) - max(low, -margin) for low in lows]
         view = [-1 if at == dim + 2 else 1 for at in range(x.dim())]
         sums = sums / torch.tensor(counts, dtype=x.dtype, device=x.device).view(view)
     return sums
-
-
-def _counted(
-    place: int, size: int, margin: int, kernel: int, stride: int, padding: int, dilation: int
-) -> int:
-    low = place * stride - padding
-    return min(low + kernel, size + margin) - max(low, -margin)
 
 
 def _pool_check(module: Any, way: str) -> str | None:
     return "return_indices counts in the whole image" if way != "data" and module.return_indices else None
 
 
-register(
-    Windowed(_pool_wants, compute=_max_pooled, dim=1, check=_pool_check),
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
-)
-register(Windowed(_pool_wants, compute=_mean_pooled, dim=1), nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+register(Windowed(_pool_wants, compute=_max_pooled, dim=1, check=_pool_check), *_sizes("MaxPool"))
+register(Windowed(_pool_wants, compute=_mean_pooled, dim=1), *_sizes("AvgPool"))
 
 
 def _whole_maps(module: Any, window: Box, shapes: list[Shape]) -> Box:
     return Box((*window.spans[:2], *((0, size) for size in shapes[0][2:])))
 
 
-register(
-    Windowed(_whole_maps, ways=("data", "model"), dim=1),  # each map by itself
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d,
-    nn.AdaptiveMaxPool1d,
-    nn.AdaptiveMaxPool2d,
-    nn.AdaptiveMaxPool3d,
-)
+_each_map = Windowed(_whole_maps, ways=("data", "model"), dim=1)
+register(_each_map, *_sizes("AdaptiveAvgPool"), *_sizes("AdaptiveMaxPool"))
 
 # -- normalisation ---------------------------------------------------------------------------------------------
 
@@ -346,20 +324,17 @@ class _BatchNorm(Aligned):
         centred = x - mean.view(view)
         var = total(centred.square().sum(dims)) / count
         if module.training and module.track_running_stats:
-            _remember(module, mean.detach(), var.detach() * (count / max(1, count - 1)))
+            with torch.no_grad():
+                module.num_batches_tracked += 1
+                share = module.momentum
+                share = 1.0 / float(module.num_batches_tracked) if share is None else share
+                module.running_mean.lerp_(mean.detach(), share)
+                module.running_var.lerp_(var.detach() * (count / max(1, count - 1)), share)
         out = centred * (var + module.eps).rsqrt().view(view)
         return out if module.weight is None else out * module.weight.view(view) + module.bias.view(view)
 
 
-def _remember(module: Any, mean: Tensor, var: Tensor) -> None:
-    with torch.no_grad():
-        module.num_batches_tracked += 1
-        share = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-        module.running_mean.lerp_(mean, share)
-        module.running_var.lerp_(var, share)
-
-
-register(_BatchNorm(broadcast), nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+register(_BatchNorm(broadcast), *_sizes("BatchNorm"))
 
 
 class _LayerNorm(Windowed):
@@ -415,12 +390,8 @@ def _block_slices(module: Any, window: Box) -> Slices:
     if (high - low) == depth:
         rows = [(row * wide + left, row * wide + right) for row in range(top, bottom)]
         return {"weight": tuple(Box((span, (0, module.geometry.rows), (0, fan))) for span in rows)}
-    blocks = (0, module.geometry.blocks)
-    return {
-        "weight": tuple(
-            Box((blocks, (at * depth + low, at * depth + high), (0, fan))) for at in range(bh * bw)
-        )
-    }
+    neurons = [(at * depth + low, at * depth + high) for at in range(bh * bw)]
+    return {"weight": tuple(Box(((0, module.geometry.blocks), span, (0, fan))) for span in neurons)}
 
 
 def _local_filters(module: Any, window: Box) -> Any:

@@ -66,11 +66,9 @@ class Part:
 
     def local_shape(self, rank: int) -> Shape:
         boxes, dim = self.boxes[rank], self._dim(rank)
-        return (
-            boxes[0].replaced(dim, (0, sum(box.shape[dim] for box in boxes))).shape
-            if len(boxes) > 1
-            else boxes[0].shape
-        )
+        if len(boxes) == 1:
+            return boxes[0].shape
+        return boxes[0].replaced(dim, (0, sum(box.shape[dim] for box in boxes))).shape
 
     def _dim(self, rank: int) -> int:
         """Where boxes lie one after the other: the dimension in which they differ."""
@@ -128,36 +126,32 @@ class Partitioned(nn.Module):
         found: dict[str, Part] = {}
         holders: dict[int, str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
-            for name, tensor in (
-                *module.named_parameters(recurse=False),
-                *module.named_buffers(recurse=False),
-            ):
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            for name, tensor in own:
                 full = f"{path}.{name}" if path else name
                 boxes = tuple(_slices_for(slices, full) or (Box.whole(tensor.shape),) for slices in by_rank)
                 found[full] = Part(tuple(tensor.shape), boxes)
                 other = holders.setdefault(id(tensor), full)
                 if found[other] != found[full]:
-                    used = {full: _used(program, full), other: _used(program, other)}
-                    if all(used.values()):
+                    paths = tuple(f"{s.path}." for s in program.steps if s.path is not None)
+                    if full.startswith(paths) and other.startswith(paths):
                         raise UsageError(
                             f"{full!r} and {other!r} are one tensor, but cut in different ways: give their layers one way"
                         )
-                    found[full] = found[other] = found[full] if used[full] else found[other]
+                    found[full] = found[other] = found[full] if full.startswith(paths) else found[other]
         return found
 
     def _take_over(self, model: nn.Module) -> None:
         """The model's structure with this process's slices; tensors that were shared stay shared."""
         memo: dict[int, Any] = {}
-        named = [*model.named_parameters(), *model.named_buffers()]
-        for name, tensor in named:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             part = self.parts[name]
             if tensor.is_meta:
                 local = torch.empty(part.local_shape(self.group.rank), dtype=tensor.dtype)
             else:
                 local = part.take(self.group.rank, tensor.detach())
-            memo[id(tensor)] = (
-                nn.Parameter(local, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
-            )
+            learned = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(local, tensor.requires_grad) if learned else local
         mine = copy.deepcopy(model, memo)
         for held in ("_modules", "_parameters", "_buffers"):
             for name, value in getattr(mine, held).items():
@@ -221,9 +215,8 @@ class Partitioned(nn.Module):
         modes = {name: module.training for name, module in self.named_modules()} if self._programs else {}
         for name, module in whole.named_modules():
             module.training = modes.get(name, module.training)
-        shapes = pytree.tree_map_only(
-            Tensor, lambda t: (tuple(t.shape), t.dtype, t.device), (tuple(args), dict(kwargs))
-        )
+        given = (tuple(args), dict(kwargs))
+        shapes = pytree.tree_map_only(Tensor, lambda t: (tuple(t.shape), t.dtype, t.device), given)
         key = (str(shapes), tuple(module.training for module in whole.modules()))
         if key not in self._programs:
             traced = trace(whole, args, kwargs, leaf=is_layer, batch_dim=self._batch_dim)
@@ -250,10 +243,6 @@ class Partitioned(nn.Module):
         self._step += self.training
         return self.run(args, kwargs)
 
-    def drops(self, args: Any, kwargs: Any) -> bool:
-        """Whether a function of forward's drops something, in this mode."""
-        return any(name_of(step.call.target) == "dropout" for step in self._program(args, kwargs).steps)
-
     def run(self, args: Any, kwargs: Any) -> Any:
         """`forward` without a check, as part of the same step."""
         program = self._program(args, kwargs)
@@ -274,10 +263,6 @@ def _slices_for(by_layer: Mapping[str, Mapping[str, tuple[Box, ...]]], name: str
         if boxes is not None:
             return boxes
     return None
-
-
-def _used(program: Program, name: str) -> bool:
-    return any(step.path is not None and name.startswith(f"{step.path}.") for step in program.steps)
 
 
 def _found(module: nn.Module, other: nn.Module, path: str) -> Any:
@@ -345,8 +330,8 @@ def compare(mine: Partitioned, model: nn.Module, args: Any, kwargs: Any) -> None
     whole = copy.deepcopy(model)
     state = {name: tensor.clone() for name, tensor in mine.named_buffers()}
     modes = {name: module.training for name, module in mine.named_modules()}
-    if mine.drops(args, kwargs):  # by a function: in evaluation it does not
-        mine.eval()
+    if any(name_of(step.call.target) == "dropout" for step in mine._program(args, kwargs).steps):
+        mine.eval()  # in which a function drops nothing
     for name, module in whole.named_modules():
         module.training = mine.get_submodule(name).training
     with _nothing_dropped(mine), _nothing_dropped(whole), torch.enable_grad():
@@ -356,9 +341,8 @@ def compare(mine: Partitioned, model: nn.Module, args: Any, kwargs: Any) -> None
         tensor.copy_(state[name])
     for name, module in mine.named_modules():
         module.training = modes[name]
-    pairs = {
-        f"result {i}": (a.detach(), b.detach()) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
-    }
+    results = zip(ours, theirs, strict=True)
+    pairs = {f"result {i}": (a.detach(), b.detach()) for i, (a, b) in enumerate(results)}
     largest = max((float(g.abs().max()) for g in expected.values() if g.numel()), default=0.0)
     for name, gradient in gradients.items():
         part = mine.parts[name]
@@ -400,10 +384,9 @@ def _gradients(module: nn.Module, results: Sequence[Tensor]) -> dict[str, Tensor
 
 @contextlib.contextmanager
 def _nothing_dropped(module: nn.Module) -> Iterator[None]:
-    named = [
-        (part, name, getattr(part, name, None)) for part in module.modules() for name in ("p", "dropout")
-    ]
-    kept = [(part, name, value) for part, name, value in named if isinstance(value, float)]
+    named = [(part, name) for part in module.modules() for name in ("p", "dropout")]
+    given = [(part, name, getattr(part, name, None)) for part, name in named]
+    kept = [(part, name, value) for part, name, value in given if isinstance(value, float)]
     for part, name, _ in kept:
         setattr(part, name, 0.0)
     try:

@@ -7,7 +7,7 @@ making or watching the process group: whoever calls hands one over.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from syncline.errors import UsageError
 from syncline.parallel.windows import Box, Route, route
+
+Arriving = Callable[[], Tensor]
 
 
 class Group:
@@ -29,13 +31,18 @@ class Group:
         self._direct = group is not None and "nccl" in group.name().lower()
 
     def exchange(self, send: Tensor, sent: list[int], received: list[int]) -> Arriving:
-        """Start an all-to-all of so many numbers to and from each rank."""
-        staged = send.is_cuda and not self._direct
+        """Start an all-to-all of so many numbers to and from each rank; call what it returns to wait for what arrives."""
+        device, staged = send.device, send.is_cuda and not self._direct
         source = send.cpu() if staged else send
         buffer = torch.empty(sum(received), dtype=send.dtype, device=source.device)
         with self.guard():
             work = self._group.alltoall_base(buffer, source, received, sent)
-        return Arriving(self, work, buffer, source, send.device)
+
+        def arrived(_kept: Tensor = source) -> Tensor:  # what is sent stays until it has left
+            self.finish(work)
+            return buffer.to(device)
+
+        return arrived
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -94,18 +101,6 @@ def joined() -> Joined | None:
     return _here[0] if _here else None
 
 
-class Arriving:
-    """An all-to-all under way; it keeps what it sends until that has left."""
-
-    def __init__(self, group: Group, work: Any, buffer: Tensor, source: Tensor, device: torch.device) -> None:
-        self._group, self._work = group, work
-        self._buffer, self._source, self._device = buffer, source, device
-
-    def wait(self) -> Tensor:
-        self._group.finish(self._work)
-        return self._buffer.to(self._device)
-
-
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, tensor: Tensor) -> Tensor:
@@ -143,18 +138,15 @@ class Move:
         self.owned, self.wanted = tuple(owns[group.rank]), tuple(wants[group.rank])
         self.pads = tuple(pads) or (0.0,) * len(self.wanted)
         self._moves = self.route.moved > 0
-        self.counted = self._counted_here(owns) if shared else ()
-
-    def _counted_here(self, owns: Sequence[Sequence[Box]]) -> tuple[Box, ...]:
-        """Places whose shared gradient enters in this process: of copies, in the first that has one."""
+        if not shared:
+            return
         for own in self.owned:
             if own.size and not any(own.meet(want) == own for want in self.wanted):
                 raise UsageError(f"a shared gradient of {own} has to be wanted where it is owned")
-        earlier = [] if self.sums else [box for boxes in owns[: self.group.rank] for box in boxes]
-        left = list(self.owned)
-        for box in earlier:
-            left = [rest for part in left for rest in part.minus(box)]
-        return tuple(left)
+        # places whose shared gradient enters here: of copies, in the first process that has one
+        self.counted = list(self.owned)
+        for box in (box for boxes in owns[: group.rank] for box in boxes if not sums):
+            self.counted = [rest for part in self.counted for rest in part.minus(box)]
 
     def __call__(self, *owned: Tensor) -> tuple[Tensor, ...]:
         return self.start(*owned).finish()
@@ -225,7 +217,7 @@ class Moving:
         """Everything that came, from here and elsewhere; nothing of it is kept."""
         pieces, self.local = self.local, []
         if self.arriving is not None:
-            pieces = pieces + self.move.arrived(self.arriving.wait(), up=up)
+            pieces = pieces + self.move.arrived(self.arriving(), up=up)
             self.arriving = None
         return pieces
 
@@ -274,20 +266,15 @@ class _Finish(torch.autograd.Function):
         moving: Moving = ctx.moving
         move = moving.move
         source = list(zip(move.wanted, gradients, strict=True))
-        if move.shared:
-            moving.local = _first(move.counted, source)
+        if move.shared:  # each box from the first buffer that holds all of it
+            moving.local = [
+                (box, next(tensor[box.inside(outer)] for outer, tensor in source if outer.meet(box) == box))
+                for box in move.counted
+            ]
         else:
             moving.local = move.stays(source)
             moving.arriving = move.exchange(source, up=False)
         return None, moving.like.new_empty(0)
-
-
-def _first(boxes: Sequence[Box], source: Sequence[tuple[Box, Tensor]]) -> list[tuple[Box, Tensor]]:
-    """Each box from the first buffer that holds all of it."""
-    return [
-        (box, next(tensor[box.inside(outer)] for outer, tensor in source if outer.meet(box) == box))
-        for box in boxes
-    ]
 
 
 def _gather(box: Box, source: Sequence[tuple[Box, Tensor]]) -> Tensor:

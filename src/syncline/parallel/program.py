@@ -112,6 +112,7 @@ class Program:
         self.ways = chosen(plan, list(names.values()), layers)
         self.steps: list[Step] = []
         self.inputs: list[tuple[str, Any]] = []  # placeholders and parameters: what, slots
+        self._ends: dict[int, Move] = {}  # of the results, by id of their slots
         self._values: dict[fx.Node, Any] = {}  # slots of every node's tensors, in the node's own structure
         for node in traced.graph.nodes:
             self._add(node, names.get(node, ""))
@@ -121,20 +122,17 @@ class Program:
 
     def _add(self, node: fx.Node, name: str) -> None:
         if node.op == "output":
-            self.result = self._outputs(node.args[0])
+            self.result = fx.node.map_arg(node.args[0], lambda used: self._values[used])
         elif node.op in ("placeholder", "get_attr"):
-            self._values[node] = self._everywhere(node.meta["array"], node.meta["value"])
+            found = (leaf for leaf in pytree.tree_leaves(node.meta["array"]) if isinstance(leaf, Array))
+            slots = iter([Slot(array, whole(array, self.group.size)) for array in found])
+            self._values[node] = pytree.tree_map_only(Tensor, lambda _: next(slots), node.meta["value"])
             if any(isinstance(leaf, Slot) for leaf in pytree.tree_leaves(self._values[node])):
                 self.inputs.append((f"{node.op} {str(node.target).lstrip('*')}", self._values[node]))
         elif (alias := self._structure(node)) is not None:
             self._values[node] = alias[0]
         else:
             self._values[node] = self._step(node, name)
-
-    def _everywhere(self, arrays: Any, values: Any) -> Any:
-        found = (array for array in pytree.tree_leaves(arrays) if isinstance(array, Array))
-        slots = (Slot(array, whole(array, self.group.size)) for array in found)
-        return pytree.tree_map_only(Tensor, lambda _: next(slots), values)
 
     def _structure(self, node: fx.Node) -> tuple[Any] | None:
         """The value of a node that computes nothing: a number, a part of a tuple, a tuple that is made."""
@@ -179,26 +177,23 @@ class Program:
         found = iter(outs)
         return pytree.tree_map_only(Tensor, lambda _: next(found), node.meta["value"])
 
-    def _outputs(self, result: Any) -> Any:
-        """Every result goes whole to everybody; its gradient is the same everywhere and counts once."""
-        result = fx.node.map_arg(result, lambda used: self._values[used])
-        moves: dict[int, Move] = {}
-        for slot in pytree.tree_leaves(result):
-            if isinstance(slot, Slot) and id(slot) not in moves:
-                shape, everything = slot.array.shape, Box.whole(slot.array.shape)
-                owns = [[box] for box in slot.spread.boxes]
-                wants = [[everything]] * self.group.size
-                moves[id(slot)] = Move(self.group, shape, owns, wants, sums=slot.spread.sums, shared=True)
-        self._ends = moves
-        return result
-
     def _finish_moves(self) -> None:
         for slot in self._slots():
             if slot.readers:
                 wants = [[windows[rank].box for windows in slot.readers] for rank in range(self.group.size)]
                 pads = [windows[self.group.rank].pad for windows in slot.readers]
-                owns = [[box] for box in slot.spread.boxes]
-                slot.move = Move(self.group, slot.array.shape, owns, wants, pads=pads, sums=slot.spread.sums)
+                slot.move = self._move(slot, wants, pads=pads)
+        ends = {id(leaf): leaf for leaf in pytree.tree_leaves(self.result) if isinstance(leaf, Slot)}
+        for (
+            name,
+            slot,
+        ) in ends.items():  # whole to everybody; its gradient is the same everywhere and counts once
+            wants = [[Box.whole(slot.array.shape)]] * self.group.size
+            self._ends[name] = self._move(slot, wants, shared=True)
+
+    def _move(self, slot: Slot, wants: Sequence[Sequence[Box]], **how: Any) -> Move:
+        owns = [[box] for box in slot.spread.boxes]
+        return Move(self.group, slot.array.shape, owns, wants, sums=slot.spread.sums, **how)
 
     def slices(self, rank: int) -> dict[str, Slices]:
         """Of every layer's parameters, by its path, what a rank needs; what is not named it needs whole."""
@@ -254,30 +249,27 @@ class Program:
         for each in self.steps:
             values = [held[id(slot)].read(port) for slot, port in each.reads]
             args, kwargs = _filled(each.call, values)
-            found = each.rule.run(self._local(each, layers, seed, step), *args, **kwargs)
+            spread, path = each.outs[0].spread, each.path
+            local = Local(
+                module=layers.get_submodule(path) if path is not None else _callable(each.call.target),
+                call=each.call,
+                group=self.group,
+                boxes=spread.boxes,
+                wanted=each.wanted,
+                way=spread.way,
+                sums=spread.sums,
+                seed=seed,
+                step=step,
+            )
+            found = each.rule.run(local, *args, **kwargs)
             tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
             held |= {id(slot): _Held(slot, value) for slot, value in zip(each.outs, tensors, strict=True)}
             unread.subtract(id(slot) for slot, _ in each.reads)
             for slot, _ in each.reads:
                 if not unread[id(slot)] and id(slot) not in self._ends:
                     held.pop(id(slot), None)
-        return pytree.tree_map_only(
-            Slot, lambda slot: self._ends[id(slot)](held[id(slot)].own)[0], self.result
-        )
-
-    def _local(self, step: Step, layers: nn.Module, seed: int, number: int) -> Local:
-        spread = step.outs[0].spread
-        return Local(
-            module=layers.get_submodule(step.path) if step.path is not None else _callable(step.call.target),
-            call=step.call,
-            group=self.group,
-            boxes=spread.boxes,
-            wanted=step.wanted,
-            way=spread.way,
-            sums=spread.sums,
-            seed=seed,
-            step=number,
-        )
+        ends = self._ends
+        return pytree.tree_map_only(Slot, lambda slot: ends[id(slot)](held[id(slot)].own)[0], self.result)
 
 
 class _Held:

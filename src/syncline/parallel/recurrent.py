@@ -15,22 +15,12 @@ from torch import Tensor, nn
 from syncline.parallel.functions import drop
 from syncline.parallel.move import Move
 from syncline.parallel.rules import Call, Local, Rule, Slices, Spread, Want, along, own_code, register
-from syncline.parallel.windows import Box, Span, cut
+from syncline.parallel.windows import Box, cut
 
 
 def _gates(module: nn.Module) -> int:
     lstm, gru = isinstance(module, nn.LSTM | nn.LSTMCell), isinstance(module, nn.GRU | nn.GRUCell)
     return 4 if lstm else 3 if gru else 1
-
-
-def _unit_slices(module: Any, span: Span) -> Slices:
-    """The same units of every gate; gates lie one after the other."""
-    gates, hidden = _gates(module), module.hidden_size
-    spans = [(gate * hidden + span[0], gate * hidden + span[1]) for gate in range(gates)]
-    return {
-        name: tuple(Box.whole(tensor.shape).replaced(0, each) for each in spans)
-        for name, tensor in module.named_parameters()
-    }
 
 
 def _advance(
@@ -57,11 +47,9 @@ class _Cell(Rule):
 
     def place(self, call: Call) -> list[Spread]:
         self.check_way(call)
-        return (
-            [along(call, array, len(array.shape) - 1) for array in call.outputs]
-            if call.way == "model"
-            else self.data(call)
-        )
+        if call.way != "model":
+            return self.data(call)
+        return [along(call, array, len(array.shape) - 1) for array in call.outputs]
 
     def wants(self, call: Call, outs: Sequence[Spread], rank: int) -> list[Want]:
         if outs[0].way != "model":
@@ -70,7 +58,16 @@ class _Cell(Rule):
         return [Want(box) for box in boxes[:2]] + [Want(box.replaced(-1, units)) for box in boxes[2:]]
 
     def slices(self, call: Call, outs: Sequence[Spread], rank: int) -> Slices:
-        return _unit_slices(call.module, outs[0].boxes[rank].spans[-1]) if outs[0].way == "model" else {}
+        """The same units of every gate; gates lie one after the other."""
+        if outs[0].way != "model":
+            return {}
+        module: Any = call.module
+        low, high = outs[0].boxes[rank].spans[-1]
+        starts = [gate * module.hidden_size for gate in range(_gates(module))]
+        return {
+            name: tuple(Box.whole(tensor.shape).replaced(0, (at + low, at + high)) for at in starts)
+            for name, tensor in module.named_parameters()
+        }
 
     def run(self, local: Local, *args: Any, **kwargs: Any) -> Any:
         if local.way != "model":
@@ -81,10 +78,8 @@ class _Cell(Rule):
             hidden, cell = x.new_zeros(len(x), module.hidden_size), x.new_zeros(len(x), high - low)
         else:
             hidden, cell = state if isinstance(state, tuple) else (state, None)
-        gates, recurrent = (
-            F.linear(x, module.weight_ih, module.bias_ih),
-            F.linear(hidden, module.weight_hh, module.bias_hh),
-        )
+        gates = F.linear(x, module.weight_ih, module.bias_ih)
+        recurrent = F.linear(hidden, module.weight_hh, module.bias_hh)
         hidden, cell = _advance(module, gates, recurrent, hidden[..., low:high], cell)
         return (hidden, cell) if isinstance(module, nn.LSTMCell) else hidden
 
@@ -94,9 +89,8 @@ class _Recurrent(_Cell):
 
     def place(self, call: Call) -> list[Spread]:
         module: Any = call.module
-        if call.way == "model" and (
-            module.bidirectional or module.proj_size or len(call.inputs[0].shape) != 3
-        ):
+        special = module.bidirectional or module.proj_size or len(call.inputs[0].shape) != 3
+        if call.way == "model" and special:
             raise call.refuse(
                 "cannot be cut as 'model': it is bidirectional, projected or without examples; use 'data'"
             )
@@ -132,9 +126,8 @@ class _Recurrent(_Cell):
         assert weight_ih is not None and weight_hh is not None
         gates, shape = F.linear(x, weight_ih, bias_ih), tuple(hidden.shape)
         units = [box.spans[-1] for box in along(local.call, local.call.outputs[0], 2).boxes]
-        gather = Move(
-            local.group, shape, [[box] for box in cut(shape, 1, units)], [[Box.whole(shape)]] * len(units)
-        )
+        owns = [[box] for box in cut(shape, 1, units)]
+        gather = Move(local.group, shape, owns, [[Box.whole(shape)]] * len(units))
         mine, own, everyone = hidden[:, low:high], [], []
         state: Tensor | None = cell
         for step in range(len(x)):

@@ -2,7 +2,7 @@
 
 A rule answers for one type of layer or function. Ways to cut: "data" (the examples), "model" (features or channels),
 "spatial" (rows and columns of images), "rows" (a dense layer's inputs); "whole" is computed by every process alike.
-Not responsible for single types: `layers`, `recurrent` and `functions` are.
+Not responsible for single types: `layer_slicing`, `recurrent` and `functions` are.
 """
 
 from __future__ import annotations
@@ -149,10 +149,8 @@ def tiles(call: Call, array: Array, units: tuple[int, int] = (1, 1)) -> Spread:
             "give it another way than 'spatial', or the group fewer seats"
         )
     high, wide = (even(array.shape[2 + i], call.grid[i], units[i]) for i in (0, 1))
-    base = Box.whole(array.shape)
-    return Spread(
-        tuple(base.replaced(2, row).replaced(3, column) for row in high for column in wide), "spatial"
-    )
+    bands = (Box.whole(array.shape).replaced(2, row) for row in high)
+    return Spread(tuple(band.replaced(3, column) for band in bands for column in wide), "spatial")
 
 
 def cut_by(call: Call, way: str, array: Array) -> Spread:
@@ -190,9 +188,11 @@ class Rule:
         dims = [array.batch for array in call.inputs if array.batch is not None]
         if not dims or any(array.batch is None for array in call.outputs):
             return bool(dims)
-        if self.last is None:
-            return dims[0] != _examples(call)
-        return dims[0] >= len(call.inputs[0].shape) - self.last
+        if self.last is not None:
+            return dims[0] >= len(call.inputs[0].shape) - self.last
+        parts = call.module.modules() if call.module is not None else ()
+        first = [part.batch_first for part in parts if hasattr(part, "batch_first")]
+        return dims[0] != (1 if first and not first[0] and len(call.inputs[0].shape) == 3 else 0)
 
     def wants(self, call: Call, outs: Sequence[Spread], rank: int) -> list[Want]:
         """What a rank reads of every input, for its windows of the results."""
@@ -208,26 +208,17 @@ class Rule:
         return own_code(local, *args, **kwargs)
 
 
-def _examples(call: Call) -> int:
-    """The dimension in which a layer has its examples."""
-    parts = call.module.modules() if call.module is not None else ()
-    first = [part.batch_first for part in parts if hasattr(part, "batch_first")]
-    return 1 if first and not first[0] and len(call.inputs[0].shape) == 3 else 0
-
-
 def own_code(local: Local, *args: Any, **kwargs: Any) -> Any:
     """The layer's or function's own; if it drops something, with random numbers of this window."""
-    if not (isinstance(local.module, nn.Module) and local.module.training and _drops(local.module)):
-        return local.module(*args, **kwargs)
+    module = local.module
+    parts = module.modules() if isinstance(module, nn.Module) and module.training else ()
+    shares = (getattr(part, name, 0) for part in parts for name in ("p", "dropout"))
+    if not any(isinstance(share, float) and share > 0 for share in shares):
+        return module(*args, **kwargs)
     devices = [tensor.device for tensor in args if isinstance(tensor, torch.Tensor) and tensor.is_cuda]
     with torch.random.fork_rng(devices):
         torch.manual_seed(local.generator(torch.device("cpu"), local.window).initial_seed())
-        return local.module(*args, **kwargs)
-
-
-def _drops(module: nn.Module) -> bool:
-    shares = (getattr(part, name, 0) for part in module.modules() for name in ("p", "dropout"))
-    return any(isinstance(share, float) and share > 0 for share in shares)
+        return module(*args, **kwargs)
 
 
 @dataclass
@@ -244,7 +235,11 @@ class Windowed(Rule):
     last: int | None = None
 
     def place(self, call: Call) -> list[Spread]:
-        way = call.way or self._followed(call)
+        leader, way = call.leader(), call.way or "data"
+        if call.way is None and leader is not None and not holds(call.module):
+            # what holds nothing goes on as its input is cut, where it can
+            followed = call.spreads[leader].way
+            way = followed if followed in self.ways and self.check(call.module, followed) is None else way
         self.check_way(call)
         why = self.check(call.module, way)
         if why is not None:
@@ -257,13 +252,6 @@ class Windowed(Rule):
             if call.way is not None:
                 raise
             return self.data(call)
-
-    def _followed(self, call: Call) -> str:
-        """What holds nothing goes on as its input is cut, where it can."""
-        leader = call.leader()
-        way = call.spreads[leader].way if leader is not None else "data"
-        fits = way in self.ways and self.check(call.module, way) is None
-        return way if fits and not holds(call.module) else "data"
 
     def _cut(self, call: Call, way: str, array: Array) -> Spread:
         units = self.units(call.module, way)
@@ -320,9 +308,8 @@ def register(rule: Rule, *kinds: type[nn.Module]) -> None:
 def rule_of(module: nn.Module) -> Rule | None:
     """That of its type, or of the nearest it is derived from, if it has the same code."""
     own: Any = type(module)
-    return next(
-        (rule for kind in own.__mro__ if (rule := RULES.get(kind)) and own.forward is kind.forward), None
-    )
+    same = (kind for kind in own.__mro__ if kind in RULES and own.forward is kind.forward)
+    return next((RULES[kind] for kind in same), None)
 
 
 def layer(
@@ -349,9 +336,6 @@ def layer(
         raise UsageError(f"layer(...) takes a type of nn.Module, or a name for one, got {kind!r}")
     if unknown := set(ways) - set(WAYS):
         raise UsageError(f"layer {kind.__name__}: no way {sorted(unknown)}; there are {', '.join(WAYS)}")
-    RULES[kind] = (
-        Rule()
-        if wants is None
-        else Windowed(wants, slices, ("data", *(way for way in ways if way != "data")), run, dim)
-    )
+    ordered = ("data", *(way for way in ways if way != "data"))
+    RULES[kind] = Rule() if wants is None else Windowed(wants, slices, ordered, run, dim)
     return kind

@@ -86,10 +86,7 @@ def shares_of(parts: Sequence[Part], seats: int) -> list[list[Span]]:
 
 def spans_of(part: Part, rank: int) -> list[Span]:
     """Elements of the flat tensor that lie in a rank's boxes; where those of a box are very many spans, one around them."""
-    found: list[Span] = []
-    for box in part.boxes[rank]:
-        found += _spans(part.shape, box) if box.size else []
-    return sorted(found)
+    return sorted(span for box in part.boxes[rank] if box.size for span in _spans(part.shape, box))
 
 
 def _spans(shape: Shape, box: Box) -> list[Span]:
@@ -125,7 +122,12 @@ def shard_cuts(layout: Layout, parts: Mapping[str, Part], seats: int) -> tuple[S
         first, last = seat * shards // seats, (seat + 1) * shards // seats
         for shard, spans in enumerate(_dealt(line, max(1, last - first)), first):
             found[shard] += spans
-    return tuple(_joined(spans) for spans in found)
+    joined: list[list[Span]] = [[] for _ in range(shards)]  # in order, those that adjoin as one
+    for spans, ends in zip(found, joined, strict=True):
+        for low, high in sorted(spans):
+            low = ends.pop()[0] if ends and ends[-1][1] == low else low
+            ends.append((low, high))
+    return tuple(map(tuple, joined))
 
 
 def _owned(part: Part, shares: list[Span], numel: int) -> list[list[Span]]:
@@ -150,13 +152,3 @@ def _dealt(line: list[Span], parts: int) -> list[list[Span]]:
             at += high - low
         found.append(own)
     return found
-
-
-def _joined(spans: list[Span]) -> Spans:
-    """In order, those that adjoin as one."""
-    found: list[Span] = []
-    for low, high in sorted(spans):
-        if found and found[-1][1] == low:
-            low = found.pop()[0]
-        found.append((low, high))
-    return tuple(found)

@@ -102,8 +102,10 @@ class _Tracer(fx.Tracer):
 
     def create_proxy(self, kind: str, *rest: Any, **more: Any) -> Any:
         made = super().create_proxy(kind, *rest, **more)
-        if kind == "placeholder" and not _holds_tensors(made.node.meta["value"]):
-            return made.node.meta["value"]  # an option of forward, whatever depends on it
+        if kind == "placeholder":
+            value = made.node.meta["value"]
+            if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                return value  # an option of forward, whatever depends on it
         return made
 
     def create_node(self, kind: str, target: Any, *rest: Any, **more: Any) -> fx.Node:
@@ -120,7 +122,7 @@ class _Tracer(fx.Tracer):
         if node.op == "placeholder":
             return self._inputs.pop(0)
         if node.op == "get_attr":
-            return _on_meta(_attribute(self.root, str(node.target)))
+            return _on_meta(operator.attrgetter(str(node.target))(self.root))
         args: Any
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["value"])
         if node.op == "call_module":
@@ -145,16 +147,6 @@ def _quickly(module: nn.Module, args: tuple[Any, ...]) -> Any:
     if type(module) is nn.Linear and x.shape[-1:] == (module.in_features,) and x.dtype == module.weight.dtype:
         return x.new_empty((*x.shape[:-1], module.out_features))
     return torch.empty_like(x) if type(module) in _LIKE_INPUT else module(*args)
-
-
-def _attribute(root: nn.Module, path: str) -> Any:
-    for part in path.split("."):
-        root = getattr(root, part)
-    return root
-
-
-def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def _on_meta(value: Any) -> Any:
@@ -195,31 +187,27 @@ def trace(
     batch_dim: int = 0,
 ) -> Traced:
     """The graph of a `skeleton` for inputs like these."""
-    batch = _batch_size(args, kwargs, batch_dim)
+    given = (tuple(args), dict(kwargs))
+    tensors = [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
+    batch = next((tensor.shape[batch_dim] for tensor in tensors if tensor.dim() > batch_dim), None)
+    if batch is None:
+        raise UsageError(
+            f"an example input needs a tensor with a dimension {batch_dim}, that of the examples"
+        )
+
+    def one_more(tensor: Tensor) -> Tensor:
+        if tensor.dim() <= batch_dim or tensor.shape[batch_dim] != batch:
+            return tensor
+        shape = list(tensor.shape)
+        shape[batch_dim] += 1
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
     with _one_at_a_time:
         graph = _traced(model, args, kwargs, leaf)
-        more, named = _one_more((tuple(args), dict(kwargs)), batch, batch_dim)
+        more, named = pytree.tree_map_only(Tensor, one_more, given)
         other = _traced(model, more, named, leaf)
     _find_batches(type(model).__name__, graph, other, batch)
     return Traced(graph, batch)
-
-
-def _batch_size(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> int:
-    for leaf in pytree.tree_leaves((args, dict(kwargs))):
-        if isinstance(leaf, Tensor) and leaf.dim() > dim:
-            return leaf.shape[dim]
-    raise UsageError(f"an example input needs a tensor with a dimension {dim}, that of the examples")
-
-
-def _one_more(inputs: Any, batch: int, dim: int) -> Any:
-    def grown(tensor: Tensor) -> Tensor:
-        if tensor.dim() <= dim or tensor.shape[dim] != batch:
-            return tensor
-        shape = list(tensor.shape)
-        shape[dim] += 1
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
-
-    return pytree.tree_map_only(Tensor, grown, inputs)
 
 
 def _traced(
@@ -239,9 +227,10 @@ def _traced(
     except UsageError:
         raise
     except Exception as error:
+        line = (str(error).strip().splitlines() or ["no message"])[0]
         raise UsageError(
-            f"{name} cannot be traced ({_line(error)}): what depends on values, or is no plain tensor code, has to be "
-            "a module of its own, made known with layer(...)"
+            f"{name} cannot be traced ({type(error).__name__}: {line}): what depends on values, or is no plain tensor code, "
+            "has to be a module of its own, made known with layer(...)"
         ) from error
 
 
@@ -262,10 +251,6 @@ class _NoDraws(TorchDispatchMode):
         return found
 
 
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-
-
 def _find_batches(name: str, graph: fx.Graph, other: fx.Graph, batch: int) -> None:
     one, two = list(graph.nodes), list(other.nodes)
     if [_kind(node) for node in one] != [_kind(node) for node in two]:
@@ -275,21 +260,17 @@ def _find_batches(name: str, graph: fx.Graph, other: fx.Graph, batch: int) -> No
     for node, bigger in zip(one, two, strict=True):
         if node.op == "output":
             continue
-        pairs = zip(
-            pytree.tree_leaves(node.meta["value"]), pytree.tree_leaves(bigger.meta["value"]), strict=True
+        where = f"{node.op} {node.target}"
+        node.meta["array"] = pytree.tree_map(
+            lambda a, b, where=where: _array(where, a, b, batch) if isinstance(a, Tensor) else None,
+            node.meta["value"],
+            bigger.meta["value"],
         )
-        arrays = [
-            _array(f"{node.op} {node.target}", a, b, batch) if isinstance(a, Tensor) else None
-            for a, b in pairs
-        ]
-        spec = pytree.tree_structure(node.meta["value"])
-        node.meta["array"] = pytree.tree_unflatten(arrays, spec)
 
 
 def _kind(node: fx.Node) -> tuple[str, str]:
-    return node.op, str(node.target).rstrip("0123456789") if "_tensor_constant" in str(node.target) else str(
-        node.target
-    )
+    target = str(node.target)
+    return node.op, target.rstrip("0123456789") if "_tensor_constant" in target else target
 
 
 def _array(where: str, a: Tensor, b: Tensor, batch: int) -> Array:

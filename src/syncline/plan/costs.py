@@ -98,12 +98,10 @@ class Measured:
         everywhere = {cluster.machine_of_learner(rank) for rank in range(workers)}
         self._table = cluster.card if len(everywhere) > 1 else cluster.memory
         each = cluster.compute.seconds(graph.batch) / sum(unit.work for unit in graph.units)
-        self._seconds = (
-            compute if compute is not None else {unit.name: unit.work * each for unit in graph.units}
-        )
-        if missing := [
-            unit.name for unit in graph.units if unit.parameters and unit.name not in self._seconds
-        ]:
+        by_work = {unit.name: unit.work * each for unit in graph.units}
+        self._seconds = compute if compute is not None else by_work
+        missing = [unit.name for unit in graph.units if unit.parameters and unit.name not in self._seconds]
+        if missing:
             raise UsageError(
                 f"compute: no seconds for {', '.join(map(repr, missing))}; give them too, or leave it out"
             )
@@ -126,14 +124,10 @@ class Measured:
         return Price(seconds, float(times * sum(moved for _, moved in moves)), seconds)
 
     def _move(self, route: Route, size: int) -> tuple[float, int]:
-        """Seconds and bytes; the graph keeps its routes, and many arrays have one."""
-        key = id(route), size
-        if key not in self._moves:
-            self._moves[key] = self._seconds_of(route, size), route.moved * size
-        return self._moves[key]
-
-    def _seconds_of(self, route: Route, size: int) -> float:
-        """Everybody sends and receives at once; a machine's card is shared by those on it."""
+        """Seconds and bytes. Everybody sends and receives at once; a machine's card is shared by those on it."""
+        key = id(route), size  # the graph keeps its routes, and many arrays have one
+        if key in self._moves:
+            return self._moves[key]
         out, into, inside = Counter[int](), Counter[int](), Counter[int]()
         for a, b in route.pieces:
             count, one, other = route.count(a, b) * size, self._places[a], self._places[b]
@@ -143,9 +137,9 @@ class Measured:
                 out[one] += count
                 into[other] += count
         between = max((*out.values(), *into.values()), default=0)
-        return _seconds(self._cluster.card, between) + _seconds(
-            self._cluster.memory, max(inside.values(), default=0)
-        )
+        within = _seconds(self._cluster.memory, max(inside.values(), default=0))
+        self._moves[key] = _seconds(self._cluster.card, between) + within, route.moved * size
+        return self._moves[key]
 
 
 def _seconds(wire: Any, count: float, messages: int = 1) -> float:
@@ -173,10 +167,9 @@ def _once(layer: nn.Module, step: Step, device: torch.device) -> float:
     learned = [x.requires_grad_() for x in inputs if x.is_floating_point()] + list(layer.parameters())
     _settle(device)
     start = time.perf_counter()
-    results = [
-        leaf for leaf in pytree.tree_leaves(layer(*inputs)) if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    torch.autograd.grad([result.sum() for result in results], learned, allow_unused=True)
+    leaves = pytree.tree_leaves(layer(*inputs))
+    sums = [leaf.sum() for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    torch.autograd.grad(sums, learned, allow_unused=True)
     _settle(device)
     return time.perf_counter() - start
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from syncline.errors import UsageError
-from syncline.nn.block_local import BlockLocal2d
-from syncline.parallel.aligned import Aligned, Reshape
+from syncline.nn.stack import BlockLocal2d
+from syncline.parallel.functions import Aligned, Reshape
 from syncline.parallel.module import arguments_of, is_layer
 from syncline.parallel.move import Group
 from syncline.parallel.program import Program, Slot, Step
@@ -76,10 +76,11 @@ class LayerGraph:
         self._wanted: dict[tuple[str, str], list[list[list[Want]]]] = {}
         self._routes: dict[Any, Route] = {}
         for step in program.steps:
-            if _follows(step):
-                self._count(step)
-            else:
+            if not _follows(step):
                 self._add(step)
+            elif (source := self._back(_main(step))[0]) is not None:
+                kept = sum(_bytes(slot.array, slot.array.shape) for slot in step.outs)
+                self.units[source[0]].beside += kept
         results = {id(slot): slot for slot in pytree.tree_leaves(program.result) if isinstance(slot, Slot)}
         for slot in results.values():
             self._connect(slot, (-1, 0, 0))
@@ -97,11 +98,6 @@ class LayerGraph:
         unit.steps.append(step)
         unit.features += sum(math.prod(array.shape) for array in step.call.outputs) // self.batch
         unit.work += _work(step.call, count)
-
-    def _count(self, step: Step) -> None:
-        source, _, _ = self._back(_main(step))
-        if source is not None:
-            self.units[source[0]].beside += sum(_bytes(slot.array, slot.array.shape) for slot in step.outs)
 
     def _connect(self, slot: Slot, target: tuple[int, int, int]) -> None:
         source, made, chain = self._back(slot)
@@ -211,10 +207,9 @@ class LayerGraph:
     def share(self, unit: Unit, way: str) -> float:
         """Of a unit's work, what the busiest process does."""
         first = unit.ways[way][0][0]
-        largest = max(box.size for box in first.boxes)
-        return (
-            1 / self.group if first.sums else largest / max(1, math.prod(unit.steps[0].outs[0].array.shape))
-        )
+        if first.sums:
+            return 1 / self.group
+        return max(box.size for box in first.boxes) / max(1, math.prod(unit.steps[0].outs[0].array.shape))
 
 
 def _follows(step: Step) -> bool:

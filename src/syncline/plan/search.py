@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,10 +22,8 @@ from syncline.errors import UsageError
 from syncline.parallel.module import arguments_of
 from syncline.parallel.program import chosen
 from syncline.plan.costs import Measured, Price, Singa
-from syncline.plan.elimination import cheapest
 from syncline.plan.graph import LayerGraph
-
-HEADS = ("layer", "choice", "parameters", "bytes", "seconds", "memory")
+from syncline.plan.solvers import cheapest
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +55,11 @@ class Plan:
     @property
     def example(self) -> Any:
         """What the model reads, as shapes; None where that is more than tensors."""
-        made = [
-            (name, torch.empty(shape, dtype=getattr(torch, kind), device="meta"))
-            for name, shape, kind in self.inputs
-        ]
-        return dict(made) if made and made[0][0] else tuple(tensor for _, tensor in made) if made else None
+        names = [name for name, _, _ in self.inputs]
+        tensors = [torch.empty(s, dtype=getattr(torch, k), device="meta") for _, s, k in self.inputs]
+        if not tensors:
+            return None
+        return dict(zip(names, tensors, strict=True)) if names[0] else tuple(tensors)
 
     @property
     def layers(self) -> dict[str, int]:
@@ -83,11 +81,16 @@ class Plan:
     def __str__(self) -> str:
         count = sum(row.parameters for row in self.rows)
         rows = [*self.rows, PlanRow("all", "", count, 0, self.bytes, self.seconds, self.memory)]
-        lines = [HEADS, *(_cells(row, self.choices.get(row.layer, row.choice)) for row in rows)]
+        lines = [("layer", "choice", "parameters", "bytes", "seconds", "memory")]
+        for row in rows:
+            choice, seconds = self.choices.get(row.layer, row.choice), f"{row.seconds:.6f}"
+            counts = (f"{row.parameters:,}", f"{row.bytes:,.0f}", seconds, f"{row.memory:,.0f}")
+            lines.append((row.layer, choice, *counts))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<<>>>>", widths, strict=True))
         groups = f"{self.workers // self.group} groups" if self.workers > self.group else "a group"
         head = f"{groups} of {self.group}, {self.batch} examples each, costs {self.costs}"
-        return "\n".join([head, *(_aligned(line, widths) for line in lines)])
+        return "\n".join([head, *(form.format(*line) for line in lines)])
 
     def save(self, file: Path | str) -> None:
         Path(file).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -103,18 +106,19 @@ class Plan:
             raise UsageError(f"{file} is no plan: {error}") from error
 
 
-def _cells(row: PlanRow, choice: str) -> tuple[str, ...]:
-    numbers = (f"{row.parameters:,}", f"{row.bytes:,.0f}", f"{row.seconds:.6f}", f"{row.memory:,.0f}")
-    return (row.layer, choice, *numbers)
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Graphs are many small objects that stay: going through all of torch's for them took half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
-def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
-    texts, numbers = list(zip(cells, widths, strict=True))[:2], list(zip(cells, widths, strict=True))[2:]
-    return "  ".join(
-        [text.ljust(width) for text, width in texts] + [text.rjust(width) for text, width in numbers]
-    )
-
-
+@_without_collections()
 def plan(
     model: nn.Module,
     example: Any,
@@ -140,7 +144,8 @@ def plan(
     """
     if isinstance(cluster, str):
         raise UsageError(f"plan: the cluster is a record: Cluster.parse({cluster!r})")
-    everybody = workers or group or _cores(cluster)
+    one_machine = cluster is not None and cluster.learners_per_machine is None
+    everybody = workers or group or (cluster.cores if one_machine else None)
     if everybody is None:
         raise UsageError(
             "plan: say group= (processes that hold one model) or workers= (all, and the best group is found)"
@@ -153,22 +158,27 @@ def plan(
     sizes = [size for size in range(1, everybody + 1) if everybody % size == 0 and group in (None, size)]
     if not sizes:
         raise UsageError(f"plan: group is a whole number that divides the {everybody} workers, got {group!r}")
+    found: list[tuple[float, Plan]] = []
+    errors = []  # the first is the reason where no size can be
+    for size in sizes:
+        try:
+            dealt = _dealt(example, size, everybody, batch_dim)
+            graph = LayerGraph(model, dealt, size, grid=grid, batch_dim=batch_dim)
+            prices: Any = Singa(graph, everybody, local_update)
+            if costs == "measured":
+                prices = Measured(graph, everybody, local_update, cluster, compute)
+            graph.find_ways(prices.ways)
+            _keep(graph, given or {})
+            cost, best = _cheapest(graph, prices, memory, states, everybody, costs)
+            found.append((cost, replace(best, inputs=_inputs(dealt))))
+        except UsageError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return min(found, key=lambda pair: pair[0])[1]
 
-    def of(size: int) -> tuple[float, Plan]:
-        dealt = _dealt(example, size, everybody, batch_dim)
-        graph = LayerGraph(model, dealt, size, grid=grid, batch_dim=batch_dim)
-        prices: Any = Singa(graph, everybody, local_update)
-        if costs == "measured":
-            prices = Measured(graph, everybody, local_update, cluster, compute)
-        graph.find_ways(prices.ways)
-        _keep(graph, given or {})
-        cost, best = _cheapest(graph, prices, memory, states, everybody, costs)
-        return cost, replace(best, inputs=_inputs(dealt))
 
-    with _without_collections():
-        return _best_of(of, sizes)
-
-
+@_without_collections()
 def step_seconds(
     model: nn.Module,
     example: Any,
@@ -178,47 +188,15 @@ def step_seconds(
     compute: Mapping[str, float] | None = None,
 ) -> float:
     """Of a group whose layers are cut so, those with parameters that are not named by examples; without what goes to the table."""
-    with _without_collections():
-        graph = LayerGraph(model, example, group)
-        prices = Measured(graph, group, True, cluster, compute, table=False)
-        graph.find_ways((*prices.ways, *({"rows"} & set(choices.values()))))
-        names = [unit.name for unit in graph.units]
-        named = {key: way for key, way in choices.items() if key in names or set(key) & set("*?[")}
-        cut = chosen(named, names, names)
-        rest = {unit.name: "data" for unit in graph.units if unit.parameters and unit.name not in cut}
-        _keep(graph, {**cut, **rest})
-        return _cheapest(graph, prices, math.inf, 0, group, "measured")[1].seconds
-
-
-def _best_of(of: Callable[[int], tuple[float, Plan]], sizes: list[int]) -> Plan:
-    """The cheapest of the sizes that can be; the first reason where none can."""
-    found, errors = [], []
-    for size in sizes:
-        try:
-            found.append(of(size))
-        except UsageError as error:
-            errors.append(error)
-    if not found:
-        raise errors[0]
-    return min(found, key=lambda pair: pair[0])[1]
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Graphs are many small objects that stay: going through all of torch's for them took half of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _cores(cluster: Any) -> int | None:
-    """Of a cluster that is one machine."""
-    alone = cluster is not None and cluster.learners_per_machine is None
-    return cluster.cores if alone else None
+    graph = LayerGraph(model, example, group)
+    prices = Measured(graph, group, True, cluster, compute, table=False)
+    graph.find_ways((*prices.ways, *({"rows"} & set(choices.values()))))
+    names = [unit.name for unit in graph.units]
+    named = {key: way for key, way in choices.items() if key in names or set(key) & set("*?[")}
+    cut = chosen(named, names, names)
+    rest = {unit.name: "data" for unit in graph.units if unit.parameters and unit.name not in cut}
+    _keep(graph, {**cut, **rest})
+    return _cheapest(graph, prices, math.inf, 0, group, "measured")[1].seconds
 
 
 def _inputs(example: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
@@ -267,19 +245,17 @@ def _cheapest(
     """Cost and plan. Moves are counted with the layer that reads, those of the result with the layer that makes it."""
     ways = [list(unit.ways) for unit in graph.units]
     own = [[prices.unit(unit, way) for way in unit.ways] for unit in graph.units]
-    limited = limit < math.inf
-    memory = [
-        [graph.memory(unit, way, states) if limited else 0.0 for way in unit.ways] for unit in graph.units
-    ]
+    memory = [[0.0 for way in unit.ways] for unit in graph.units]
+    if limit < math.inf:
+        memory = [[graph.memory(unit, way, states) for way in unit.ways] for unit in graph.units]
     rows = [[price.cost for price in each] for each in own]
     pairs: dict[tuple[int, int], list[list[float]]] = {}
     tables: list[list[list[Price]]] = []
     for link in graph.links:
         others = ways[link.target[0]] if link.target[0] >= 0 else [""]
         tables.append([[prices.link(link, way, other) for other in others] for way in ways[link.source[0]]])
-        _add(
-            link.source[0], link.target[0], [[price.cost for price in row] for row in tables[-1]], rows, pairs
-        )
+        costs_of = [[price.cost for price in row] for row in tables[-1]]
+        _add(link.source[0], link.target[0], costs_of, rows, pairs)
     best = cheapest(rows, pairs, memory, limit)
     if best is None:
         raise UsageError(
@@ -293,17 +269,9 @@ def _cheapest(
     made = []
     for i, unit in enumerate(graph.units):
         moved, seconds = sum(price.bytes for price in shown[i]), sum(price.seconds for price in shown[i])
-        made.append(
-            PlanRow(
-                unit.name,
-                ways[i][best[i]],
-                unit.parameters,
-                unit.features,
-                moved,
-                seconds,
-                graph.memory(unit, ways[i][best[i]], states),
-            )
-        )
+        way = ways[i][best[i]]
+        held = graph.memory(unit, way, states)
+        made.append(PlanRow(unit.name, way, unit.parameters, unit.features, moved, seconds, held))
     cost = sum(price.cost for each in shown for price in each)
     choices = {row.layer: row.choice for row in made}
     return cost, Plan(choices, tuple(made), graph.group, workers, graph.batch, costs)

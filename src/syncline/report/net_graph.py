@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
-from syncline.nn.net import NetRow, shape_text
+from syncline.nn.net import NetRow
 from syncline.nn.registry import find_type
 from syncline.report.svg_plots import COLOURS, FAINT, FONT, INK, RULE
 
@@ -108,7 +108,7 @@ def _places(levels: Sequence[Sequence[Node]], wide: dict[str, float]) -> tuple[P
 
 def _words(row: NetRow) -> tuple[str, str]:
     count = f", {row.parameters:,}" if row.parameters else ""
-    return row.name, f"{row.type} {shape_text(row.shape)}{count}"
+    return row.name, f"{row.type} {row.shape}{count}"
 
 
 def _box(row: NetRow, places: Places, wide: dict[str, float]) -> str:

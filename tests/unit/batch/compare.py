@@ -3,8 +3,7 @@
 import numpy as np
 import torch
 
-from syncline.batch.conjugate_gradient import ConjugateGradient
-from syncline.batch.lbfgs import LBFGS
+from syncline.batch.methods import LBFGS, ConjugateGradient
 from tests.unit.batch.plain import drive
 from tests.unit.batch.problems import DECREASE, PROBLEMS, TOLERANCE, Problem
 

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.batch import commands as c
-from syncline.batch.conjugate_gradient import ConjugateGradient
-from syncline.batch.gradient_descent import GradientDescent
-from syncline.batch.lbfgs import LBFGS
+from syncline.batch.methods import LBFGS, ConjugateGradient, GradientDescent
 from tests.unit.batch.plain import Plain
 from tests.unit.batch.problems import rosenbrock
 from tests.unit.batch.tapes import TAPES, Tape

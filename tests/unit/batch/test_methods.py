@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from syncline.batch.commands import BatchMethod, Combine, Dot, Evaluate
-from syncline.batch.conjugate_gradient import ConjugateGradient
-from syncline.batch.gradient_descent import GradientDescent
-from syncline.batch.lbfgs import LBFGS
 from syncline.batch.method_base import Descent
+from syncline.batch.methods import LBFGS, ConjugateGradient, GradientDescent
 from syncline.errors import UsageError
 from tests.unit.batch.compare import by_torch
 from tests.unit.batch.plain import drive

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from syncline.batch import commands as c
-from syncline.batch.lbfgs import LBFGS
+from syncline.batch.methods import LBFGS
 from syncline.errors import UsageError
 from tests.unit.batch.plain import Plain, drive
 from tests.unit.batch.problems import logistic, quadratic

@@ -442,5 +442,5 @@ def test_gaps_are_what_is_free_and_never_touch(moves: list[tuple[int, int]]) -> 
         ends = {gaps.at(number)[1] for number in free}  # type: ignore[index]
         assert free.isdisjoint(ends) and len(ends) == sum(number + 1 not in free for number in free)
         if free:
-            assert gaps.lowest()[0] == min(free)
+            assert gaps.lowest() == min(free)
             assert gaps.largest()[1] - gaps.largest()[0] == max(gaps.at(n)[1] - n for n in free)  # type: ignore[index]

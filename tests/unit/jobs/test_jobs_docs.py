@@ -15,7 +15,7 @@ import syncline as sl
 from syncline.data import DATASETS
 from syncline.jobs import KEYS, NAMES, Job, Named
 from syncline.jobs.keys import Key
-from syncline.models.mlp import ACTIVATIONS
+from syncline.models.vector_networks import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "howto" / "job_file.md").read_text(encoding="utf-8")

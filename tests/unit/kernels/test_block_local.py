@@ -9,9 +9,15 @@ from torch import Tensor
 
 from syncline.errors import UsageError
 from syncline.kernels import block_local as products
-from syncline.kernels.block_local_ops import batch_first, batch_last, block_local, block_local_transposed
+from syncline.kernels.block_local import (
+    batch_first,
+    batch_last,
+    block_local,
+    block_local_transposed,
+    round_stochastically,
+    rounding_bits,
+)
 from syncline.kernels.geometry import Geometry
-from syncline.kernels.rounding import round_stochastically, rounding_bits
 
 
 @st.composite

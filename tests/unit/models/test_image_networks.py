@@ -12,7 +12,7 @@ from torch import nn
 
 from syncline.errors import UsageError
 from syncline.models import MODELS, AlexNet, GoogLeNet, auxiliary_loss
-from syncline.models.sizes import pooled, scaled
+from syncline.models.image_networks import pooled, scaled
 
 SMALL_ALEX = {"classes": 10, "width": 0.125, "hidden": 64, "image": 32}
 SMALL_GOOGLE = {"classes": 10, "width": 0.125, "image": 32}

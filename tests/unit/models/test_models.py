@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from syncline.errors import UsageError
 from syncline.learn.session import make_optimizer
 from syncline.models import MODELS, Cifar10Full, cifar10_full_groups, cifar10_full_sgd, mlp
-from syncline.models.cifar10_full import WithinChannelNorm
+from syncline.models.image_networks import WithinChannelNorm
 
 
 def test_mlp() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.kernels.block_local_ops import batch_last
+from syncline.kernels.block_local import batch_last
 from syncline.nn import FusedStack, Stack, StackShape, TiedAutoencoder, build_stacks, joint_update
 
 SHAPES = [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncline.errors import UsageError
 from syncline.nn import CRBM, DBM, DBN, windows
-from syncline.nn.rbm import all_states
+from syncline.nn.energy import all_states
 
 DOUBLE = torch.float64
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.nn import Net, by_layer, load_net, save_net
-from syncline.nn.initialisers import INITIALISERS
-from syncline.nn.registry import TYPES
+from syncline.nn.registry import INITIALISERS, TYPES
 from syncline.report.net_graph import net_graph
 
 Record = dict[str, Any]

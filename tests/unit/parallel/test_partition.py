@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import RunError, UsageError
-from syncline.models.alexnet import AlexNet
-from syncline.models.googlenet import GoogLeNet
+from syncline.models import AlexNet, GoogLeNet
 from syncline.nn import StackShape, TiedAutoencoder, build_stacks
 from syncline.parallel import Box, layer, partition
 from syncline.parallel.move import Group

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from syncline.models.alexnet import AlexNet
+from syncline.models import AlexNet
 from syncline.parallel import Box, Group, Part, partition
 from syncline.parallel.seat_tensors import shard_cuts, shares_of, spans_of
 from syncline.parallel.windows import cut, even

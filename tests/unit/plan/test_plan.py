@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from syncline.cluster.record import Cluster, Compute, Link
 from syncline.errors import UsageError
-from syncline.models.alexnet import AlexNet
+from syncline.models import AlexNet
 from syncline.parallel import Group, partition
 from syncline.parallel.module import is_layer
 from syncline.parallel.trace import skeleton, trace

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.plan.elimination import cheapest, total
-from syncline.plan.minimum_cut import is_submodular, minimum_cut
+from syncline.plan.solvers import cheapest, is_submodular, minimum_cut, total
 
 Rows = list[list[float]]
 Pairs = dict[tuple[int, int], Rows]

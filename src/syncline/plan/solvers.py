@@ -1,6 +1,8 @@
 """The cheapest choice of one of several for every layer, exactly, under a limit on memory, for any graph.
 
-Layers are eliminated one after the other, those with few neighbours first: of each the best choices for every choice
+Costs are a number for each layer and choice, and a table for each pair of layers that are connected. With two choices and
+2 × 2 tables that are all *submodular* (both alike cost no more than both mixed choices together) it is one minimum cut. Else
+layers are eliminated one after the other, those with few neighbours first: of each the best choices for every choice
 of its neighbours are kept. With a limit these are fronts: pairs of cost and memory of which none is worse in both.
 Pure; not responsible for what costs and memory mean.
 """
@@ -9,13 +11,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from syncline.plan.minimum_cut import Pairs, is_submodular, minimum_cut
-
+Table = Sequence[Sequence[float]]
+Pairs = Mapping[tuple[int, int], Table]
 Rows = Sequence[Sequence[float]]  # by layer and choice
 Entry = tuple[float, float, Any]  # cost, memory, how it came about
 Front = list[Entry]
@@ -33,11 +35,9 @@ def cheapest(costs: Rows, pairs: Pairs, memory: Rows, limit: float = math.inf) -
     found = [row.index(min(row)) for row in memory]
     low, price = 0.0, math.inf
     for _ in range(ROUNDS):  # the least price at which the memory suffices, to some digits
-        middle = (
-            (low + price) / 2
-            if price < math.inf
-            else max(2 * low, total(found, costs, pairs) / max(limit, TINY), TINY)
-        )
+        middle = (low + price) / 2
+        if price == math.inf:
+            middle = max(2 * low, total(found, costs, pairs) / max(limit, TINY), TINY)
         tried = _priced(costs, pairs, memory, middle)
         if total(tried, memory) > limit:
             low = middle
@@ -48,9 +48,8 @@ def cheapest(costs: Rows, pairs: Pairs, memory: Rows, limit: float = math.inf) -
     # than another part for the same neighbours: at a price nothing is cheaper than the cheapest (duality).
     price = low if price == math.inf else price
     least = _priced(costs, pairs, memory, price)
-    gap = (
-        total(found, costs, pairs) + price * limit - total(least, costs, pairs) - price * total(least, memory)
-    )
+    gap = total(found, costs, pairs) + price * limit
+    gap = gap - total(least, costs, pairs) - price * total(least, memory)
     return _eliminate(costs, pairs, memory, limit, price, gap + TINY + 1e-9 * abs(gap))
 
 
@@ -106,12 +105,8 @@ def _eliminate(
         made = _Factor(scope, {}, floor)
         for key in product(*(range(len(costs[i])) for i in scope)):
             chosen = dict(zip(scope, key, strict=True))
-            made.fronts[key] = _best(
-                _entries(layer, mine, chosen, costs[layer], memory[layer]),
-                limit - (everything - floor),
-                price,
-                gap,
-            )
+            entries = _entries(layer, mine, chosen, costs[layer], memory[layer])
+            made.fronts[key] = _best(entries, limit - (everything - floor), price, gap)
         left.remove(layer)
         for i in scope:
             holders[i] = [factor for factor in holders[i] if layer not in factor.scope] + [made]
@@ -165,3 +160,90 @@ def _read(made: Any, count: int) -> list[int]:
         elif end is not None:
             ends += end
     return found
+
+
+# -- minimum cuts ----------------------------------------------------------------------------------------------
+
+LEAST = 1e-12  # of the largest capacity: less is rounding
+
+
+def is_submodular(table: Table) -> bool:
+    (a, b), (c, d) = table
+    return a + d <= b + c + LEAST * max(abs(a), abs(b), abs(c), abs(d))
+
+
+def minimum_cut(costs: Sequence[Sequence[float]], pairs: Pairs) -> list[int]:
+    """0 or 1 for each, with the least sum of all costs. Every pair has to be submodular."""
+    rises = [one - zero for zero, one in costs]  # what choice 1 costs more
+    network = FlowNetwork(len(costs) + 2)
+    for (i, j), ((a, b), (c, d)) in pairs.items():
+        rises[i] += c - a
+        rises[j] += d - c
+        network.add(i, j, max(0.0, b + c - a - d))
+    source, sink = len(costs), len(costs) + 1
+    for i, rise in enumerate(rises):
+        network.add(source, i, rise) if rise > 0 else network.add(i, sink, -rise)
+    reached = network.saturate(source, sink)
+    return [0 if i in reached else 1 for i in range(len(costs))]
+
+
+class FlowNetwork:
+    """Pipes with capacities; flow is pushed along shortest ways until none is left (Dinic)."""
+
+    def __init__(self, nodes: int) -> None:
+        self._out: list[list[int]] = [[] for _ in range(nodes)]  # numbers of pipes; ^ 1 is the way back
+        self._to: list[int] = []
+        self._left: list[float] = []
+
+    def add(self, start: int, end: int, capacity: float) -> None:
+        for a, b, room in ((start, end, capacity), (end, start, 0.0)):
+            self._out[a].append(len(self._to))
+            self._to.append(b)
+            self._left.append(room)
+
+    def saturate(self, source: int, sink: int) -> set[int]:
+        """Push what can be pushed; the nodes that can still be reached."""
+        least = LEAST * max(self._left, default=0.0)
+        while True:
+            depth = self._depths(source, least)
+            if sink not in depth:
+                return set(depth)
+            at = [0] * len(self._out)
+            while path := self._path(source, sink, depth, at, least):
+                amount = min(self._left[pipe] for pipe in path)
+                for pipe in path:
+                    self._left[pipe] -= amount
+                    self._left[pipe ^ 1] += amount
+
+    def _depths(self, source: int, least: float) -> dict[int, int]:
+        depth, ring = {source: 0}, [source]
+        while ring:
+            found = []
+            for node in ring:
+                for pipe in self._out[node]:
+                    if self._left[pipe] > least and self._to[pipe] not in depth:
+                        depth[self._to[pipe]] = depth[node] + 1
+                        found.append(self._to[pipe])
+            ring = found
+        return depth
+
+    def _path(self, source: int, sink: int, depth: dict[int, int], at: list[int], least: float) -> list[int]:
+        """A way on which something can be pushed; `at` remembers which pipes of a node are used up."""
+        path: list[int] = []
+        node = source
+        while node != sink:
+            pipes = self._out[node]
+            while at[node] < len(pipes):
+                pipe = pipes[at[node]]
+                if self._left[pipe] > least and depth.get(self._to[pipe], -1) == depth[node] + 1:
+                    break
+                at[node] += 1
+            if at[node] < len(pipes):
+                path.append(pipes[at[node]])
+                node = self._to[path[-1]]
+            elif path:
+                node = self._to[path.pop() ^ 1]
+                at[node] += 1
+            else:
+                return []
+        return path
