@@ -74,7 +74,6 @@ class Objects:
     def __init__(self) -> None:
         self._sending = threading.Lock()  # an object's frames follow each other
         self._began: tuple[int, Parcel] | None = None  # its bulk is on its way
-        self._area: mmap.mmap | None = None
 
     def send(self, connection: Connection, message: Any, *, place: int = 0) -> int:
         """The number of its last frame."""
@@ -98,14 +97,13 @@ class Objects:
             fd = os.memfd_create("syncline-cargo", os.MFD_CLOEXEC)
             os.ftruncate(fd, head.length)
             self._began[1].fds.append(fd)
-            self._area = mmap.mmap(fd, head.length)
-            return memoryview(self._area)
+            return memoryview(mmap.mmap(fd, head.length))
         return None
 
     def gather(self, frame: Frame) -> tuple[int, Parcel] | None:
         """(its place, the object, packed), once all of it is there."""
         if frame.kind == Kind.CARGO:
-            found, self._began, self._area = self._began, None, None
+            found, self._began = self._began, None
             return found
         if frame.kind != Kind.SAID:
             return None
