@@ -7,12 +7,10 @@ What the leading shard reads in learners' own slots (random states, buffers) goe
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncline.engines.local.exchange import Ring
-from syncline.engines.local.host_interface import NodeKnown, NodeMoved
 from syncline.engines.local.record_codec import ANSWER, BESIDE, PART, WHOLE, Part, Record, Whole
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.local.tree_root_end import NodeDesk
@@ -46,25 +44,25 @@ class TreeNode:
     bell: WakeUp
     above: WakeUp | None
     way: int = 0
-    parts: dict[Kind, list[Part]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # of a sum, as far as read
-    early: deque[list[Part]] = field(
-        default_factory=deque
-    )  # to a node above that this machine has not heard of
-
-    @classmethod
-    def of(cls, known: NodeKnown) -> TreeNode:
-        return cls(known.site, known.parent, NodeDesk(known.desk), known.bell, known.above)
-
-    def move(self, moved: NodeMoved) -> None:
-        self.parent, self.way, self.above = moved.parent, moved.way, moved.above
+    # of a sum, as far as read
+    parts: dict[Kind, list[Part]] = field(default_factory=lambda: defaultdict(list))
+    # to a node above that this machine has not heard of
+    early: deque[list[Part]] = field(default_factory=deque)
 
     def ring_of(self, kind: int) -> tuple[Ring, WakeUp | None]:
         """What arrives here goes into which ring, and wakes whom; None: the leading shard."""
         if kind in (Kind.SUM, Kind.OVER):
             return (self.desk.sums, None) if kind == Kind.SUM else (self.desk.over, self.above)
         return (self.desk.answers if kind == Kind.ANSWER else self.desk.back), self.bell
+
+    def pop(self, kind: Kind, ring: Ring) -> list[Part] | None:
+        """All of its next sum."""
+        parts = self.parts[kind]
+        while (record := ring.pop()) is not None:
+            parts.append(Part.of(record))
+            if parts[-1].learner == WHOLE:
+                return self.parts.pop(kind)
+        return None
 
 
 class NodeWays:
@@ -73,8 +71,6 @@ class NodeWays:
     def __init__(self, relay: Running) -> None:
         self._relay = relay
         self._arrived: dict[tuple[int, int], deque[Record]] = defaultdict(deque)  # by name and kind
-        kinds = (Kind.SUM, Kind.OVER, Kind.ANSWER, Kind.BACK)
-        self.handlers: dict[int, Callable[[int, Frame], None]] = dict.fromkeys(kinds, self._arrive)
 
     def scan(self) -> bool:
         """True if something waits for room."""
@@ -82,20 +78,30 @@ class NodeWays:
         for name, node in list(relay.nodes.items()) if relay.whole() else ():
             if node.site == relay.site:
                 self._collect(name, node)
-            else:
-                self._answer(name, node)
+                continue
+            if relay.site == relay.leader:
+                self._answer(name, node.site, Kind.ANSWER, node.desk.answers)
+            if node.parent == relay.site:
+                self._answer(name, node.site, Kind.BACK, node.desk.back)
         return self._deliver()
+
+    def _answer(self, name: int, site: int, kind: Kind, ring: Ring) -> None:
+        said = []
+        while (record := ring.pop()) is not None:
+            said.append(ANSWER.pack(*record))
+        if said:
+            self._relay.send(site, kind, b"".join(said), place=place_of(0, 0, name))
 
     # -- up ----------------------------------------------------------------------------------------------
 
     def _collect(self, name: int, node: TreeNode) -> None:
         relay = self._relay
         if relay.site != relay.leader:
-            while (parts := _pop(node, Kind.SUM, node.desk.sums)) is not None:
+            while (parts := node.pop(Kind.SUM, node.desk.sums)) is not None:
                 relay.up.pass_on(name, SumOut(Kind.SUM, relay.leader, parts))
         if node.parent is None or node.parent == relay.site:
             return
-        while (parts := _pop(node, Kind.OVER, node.desk.over)) is not None:
+        while (parts := node.pop(Kind.OVER, node.desk.over)) is not None:
             node.early.append(parts)
         while node.early and node.early[0][0].way <= node.way:
             parts = node.early.popleft()
@@ -106,48 +112,25 @@ class NodeWays:
         """To all who need them; the machines whose word is to be waited for."""
         relay, whole = self._relay, Whole.of(out.parts[-1])
         table = relay.table(whole.table)
-        targets = [site for site in table.servers() if site != relay.site]
         if out.kind == Kind.OVER:
-            targets = [out.site]
-        for site in targets:
-            spans = table.spans[site] if out.kind == Kind.SUM else [(0, table.size)]
-            options = whole.options
-            relay.up.send_slot(
-                site, whole.table, name, whole.slot, spans, full=bool(whole.full), options=options
-            )
-        if self._send_beside(whole.table, out.parts[:-1], buffers=table.layout.buffers.nbytes > 0):
-            targets.append(relay.leader)
-        return set(targets) - {out.site}
-
-    def _send_beside(self, table: int, parts: list[Part], *, buffers: bool) -> bool:
-        """What lies in slots of learners here, to the leading shard's machine."""
-        relay, sent = self._relay, False
-        for part in parts:
+            parts = {out.site: [(0, table.size)]}
+        else:
+            parts = {site: table.spans[site] for site in table.servers() if site != relay.site}
+        full, options = bool(whole.full), whole.options
+        for site, spans in parts.items():
+            relay.up.send_slot(site, whole.table, name, whole.slot, spans, full=full, options=options)
+        targets, buffers = set(parts), table.layout.buffers.nbytes > 0
+        for part in out.parts[:-1]:  # what lies in slots of learners here goes to the leading shard's machine
             known = relay.learners.get(part.learner)
             if known is not None and known.site == relay.site != relay.leader:
                 beside = int(part.said[BESIDE])
-                sent |= relay.up.send_beside(table, part.learner, beside, buffers=buffers)
-        return sent
-
-    # -- back --------------------------------------------------------------------------------------------
-
-    def _answer(self, name: int, node: TreeNode) -> None:
-        relay = self._relay
-        if relay.site == relay.leader:
-            self._send_all(name, node.site, Kind.ANSWER, node.desk.answers)
-        if node.parent == relay.site:
-            self._send_all(name, node.site, Kind.BACK, node.desk.back)
-
-    def _send_all(self, name: int, site: int, kind: Kind, ring: Ring) -> None:
-        said = []
-        while (record := ring.pop()) is not None:
-            said.append(ANSWER.pack(*record))
-        if said:
-            self._relay.send(site, kind, b"".join(said), place=place_of(0, 0, name))
+                if relay.up.send_beside(whole.table, part.learner, beside, buffers=buffers):
+                    targets.add(relay.leader)
+        return targets - {out.site}
 
     # -- what arrives ------------------------------------------------------------------------------------
 
-    def _arrive(self, site: int, frame: Frame) -> None:
+    def arrive(self, site: int, frame: Frame) -> None:
         form = PART if frame.kind in (Kind.SUM, Kind.OVER) else ANSWER
         self._arrived[unplaced(frame.place)[2], frame.kind].extend(form.iter_unpack(frame.body))
 
@@ -166,13 +149,3 @@ class NodeWays:
             if not arrived:
                 del self._arrived[name, kind]
         return bool(self._arrived)
-
-
-def _pop(node: TreeNode, kind: Kind, ring: Ring) -> list[Part] | None:
-    """All of its next sum."""
-    parts = node.parts[kind]
-    while (record := ring.pop()) is not None:
-        parts.append(Part.of(record))
-        if parts[-1].learner == WHOLE:
-            return node.parts.pop(kind)
-    return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,27 +42,19 @@ class Up:
         self._awaited: dict[int, dict[int, int]] = {}  # learner -> machine -> the mark that is to come back
         self._marks: dict[int, int] = defaultdict(int)
         self._arrived: dict[int, deque[Record | Mark]] = defaultdict(deque)  # for the leading shard here
-        self.handlers: dict[int, Callable[[int, Frame], None]] = {
-            Kind.NOTE: self._note,
-            Kind.MARK: self._mark,
-            Kind.MARKED: self._marked,
-        }
 
     # -- from learners here ------------------------------------------------------------------------------
 
     def scan(self) -> bool:
         """True if something waits for room."""
-        if self._relay.whole():  # else what is sent to a machine without a connection would be lost
-            self._send_all()
-        return self._deliver()
-
-    def _send_all(self) -> None:
         relay = self._relay
-        for number, learner in list(relay.learners.items()) if relay.site != relay.leader else ():
-            if learner.site == relay.site:
-                self._collect(number)
-        for number in list(self._notes):
-            self._go_on(number)
+        if relay.whole():  # else what is sent to a machine without a connection would be lost
+            for number, learner in list(relay.learners.items()) if relay.site != relay.leader else ():
+                if learner.site == relay.site:
+                    self._collect(number)
+            for number in list(self._notes):
+                self._go_on(number)
+        return self._deliver()
 
     def _collect(self, number: int) -> None:
         ring = self._relay.learners[number].desk.notes
@@ -74,44 +66,36 @@ class Up:
         self._notes[name].append(out)
 
     def _go_on(self, number: int) -> None:
-        """Send what does not wait for what was sent before it."""
-        notes = self._notes[number]
+        """Each goes out when what belongs before it is there; that was sent when it was first looked at."""
+        relay, notes = self._relay, self._notes[number]
         while notes and not self._awaited.get(number):
             note = notes[0]
+            if number not in self._awaited:
+                self._awaited[number] = self._send_before(number, note)
+                continue
             if isinstance(note, SendOut):
-                if not self._sent_out(note):
-                    return
+                relay.say(SentOut(number, note.table))
             elif isinstance(note, SumOut):
-                if not self._send_sum(number, note):
-                    return
-            elif not self._send(number, note):
-                return
+                relay.send(note.site, note.kind, note.body, place=place_of(0, 0, number))
+            else:
+                relay.send(relay.leader, Kind.NOTE, NOTE.pack(*note), place=number)
             notes.popleft()
-            self._awaited.pop(number, None)
+            del self._awaited[number]
         if not notes:
             del self._notes[number]
 
-    def _send(self, number: int, record: Record) -> bool:
-        """False: its values are on their way to a machine that will say when it has them."""
-        if number not in self._awaited:
-            self._awaited[number] = self._send_values(number, record)
-            if self._awaited[number]:
-                return False
-        self._relay.send(self._relay.leader, Kind.NOTE, NOTE.pack(*record), place=number)
-        return True
-
-    def _send_sum(self, name: int, out: SumOut) -> bool:
-        """The same of a node's sum."""
-        if name not in self._awaited:
-            wait_for = self._relay.tree.send_values(name, out)
-            self._awaited[name] = {site: self._send_mark(site, name) for site in wait_for}
-            if wait_for:
-                return False
-        self._relay.send(out.site, out.kind, out.body, place=place_of(0, 0, name))
-        return True
+    def _send_before(self, number: int, note: Record | SendOut | SumOut) -> dict[int, int]:
+        """Machines to wait for, with the mark that each will say."""
+        if isinstance(note, SendOut):
+            return self._mark_out(note)
+        if isinstance(note, SumOut):
+            return {
+                site: self._send_mark(site, number) for site in self._relay.tree.send_values(number, note)
+            }
+        return self._send_values(number, note)
 
     def _send_values(self, number: int, record: Record) -> dict[int, int]:
-        """To all machines with shards; those to wait for, with what they will say."""
+        """To all machines with shards."""
         relay, beside = self._relay, int(record[BESIDE])
         message, slot = decode(record, lambda table, slot: b"")
         if isinstance(message, Rest | Reread | Farewell):
@@ -175,11 +159,11 @@ class Up:
         self._relay.send(site, Kind.MARK, _MARK.pack(number, self._marks[site]))
         return self._marks[site]
 
-    def _mark(self, site: int, frame: Frame) -> None:
+    def mark(self, site: int, frame: Frame) -> None:
         number, _ = _MARK.unpack(frame.body)
         self._arrived[number].append(Mark(site, bytes(frame.body)))
 
-    def _marked(self, site: int, frame: Frame) -> None:
+    def marked(self, site: int, frame: Frame) -> None:
         number, mark = _MARK.unpack(frame.body)
         awaited = self._awaited.get(number, {})
         if awaited.get(site) == mark:
@@ -192,21 +176,13 @@ class Up:
             self._collect(number)
         self._notes[number].append(order)
 
-    def _sent_out(self, order: SendOut) -> bool:
-        number, relay = order.learner, self._relay
-        if number not in self._awaited:
-            known = order.table is None or (order.table, number) in relay.lanes
-            self._awaited[number] = self._mark_out(order) if known else {}
-            if self._awaited[number]:
-                return False
-        relay.say(SentOut(number, order.table))
-        return True
-
     def _mark_out(self, order: SendOut) -> dict[int, int]:
         relay, number = self._relay, order.learner
         if order.table is None:
             known = number in relay.learners and relay.site != relay.leader and relay.leader in relay.peers
             return {relay.leader: self._send_mark(relay.leader, number)} if known else {}
+        if (order.table, number) not in relay.lanes:
+            return {}
         servers = [site for site in relay.table(order.table).servers() if site in relay.others()]
         for site in servers:
             parts = relay.table(order.table).spans[site]
@@ -227,24 +203,23 @@ class Up:
 
     # -- for the leading shard here ----------------------------------------------------------------------
 
-    def _note(self, site: int, frame: Frame) -> None:
+    def note(self, site: int, frame: Frame) -> None:
         self._arrived[frame.place].append(NOTE.unpack(frame.body))
 
     def _deliver(self) -> bool:
         """True if a mailbox has no room."""
-        rung = False
+        relay, rung = self._relay, False
         for number, arrived in list(self._arrived.items()):
-            while arrived and self._hand_over(number, arrived[0]):
-                rung |= not isinstance(arrived.popleft(), Mark)
+            while arrived:
+                if isinstance(arrived[0], Mark):
+                    relay.send(arrived[0].site, Kind.MARKED, arrived[0].body)
+                elif (learner := relay.learner(number)) is None or learner.desk.notes.push(arrived[0]):
+                    rung = True
+                else:
+                    break
+                arrived.popleft()
             if not arrived:
                 del self._arrived[number]
         if rung:
-            self._relay.parts.shards[0].ring()
+            relay.parts.shards[0].ring()
         return bool(self._arrived)
-
-    def _hand_over(self, number: int, arrived: Record | Mark) -> bool:
-        if isinstance(arrived, Mark):
-            self._relay.send(arrived.site, Kind.MARKED, arrived.body)
-            return True
-        learner = self._relay.learner(number)
-        return learner is None or learner.desk.notes.push(arrived)
