@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from syncline.cluster.record import Cluster, Compute, Cost, Jitter, Link
@@ -22,13 +20,12 @@ HOW = {
 }
 
 
-def p775() -> Cluster:
-    """Rudra's: cifar10_full on nodes of 32 cores, about four learners each, one parameter server.
-
-    base and per_example from the baseline's 22,392 s for 140 epochs and Table 2's other times; the server's costs from
-    its 30-softsync row at μ = 4, where it has no time left.
-    """
-    return Cluster(
+FIGURES = (
+    Cluster.equal(),
+    # Rudra's: cifar10_full on nodes of 32 cores, about four learners each, one parameter server. base and per_example from the
+    # baseline's 22,392 s for 140 epochs and Table 2's other times; the server's costs from its 30-softsync row at μ = 4, where it
+    # has no time left.
+    Cluster(
         name="p775",
         compute=Compute(base=0.008, per_example=0.00313),
         jitter=Jitter(kind="lognormal", spread=0.1),
@@ -40,12 +37,9 @@ def p775() -> Cluster:
         fold=Cost(fixed=5e-4, per_byte=8e-10),
         serve=Cost(fixed=1e-4, per_byte=3e-10),
         message=1e-5,
-    )
-
-
-def ethernet() -> Cluster:
-    """SINGA's: 72 nodes of four cores on 1 Gbit/s; an AlexNet-like net, 27.3 s for 256 images on one node."""
-    return Cluster(
+    ),
+    # SINGA's: 72 nodes of four cores on 1 Gbit/s; an AlexNet-like net, 27.3 s for 256 images on one node.
+    Cluster(
         name="ethernet-1g",
         compute=Compute(base=0.05, per_example=27.25 / 256),
         jitter=Jitter(kind="normal", spread=0.05),
@@ -55,12 +49,9 @@ def ethernet() -> Cluster:
         fold=Cost(fixed=2e-5, per_byte=1e-9),
         serve=Cost(fixed=2e-5, per_byte=2e-10),
         message=2e-5,
-    )
-
-
-def dgx_1() -> Cluster:
-    """Eight P100 with four NVLinks each, every GPU as a machine of its own; AlexNet, about 1,300 images/s each."""
-    return Cluster(
+    ),
+    # Eight P100 with four NVLinks each, every GPU as a machine of its own; AlexNet, about 1,300 images/s each.
+    Cluster(
         name="dgx-1",
         compute=Compute(base=0.004, per_example=1 / 1300),
         jitter=Jitter(kind="normal", spread=0.01),
@@ -71,7 +62,9 @@ def dgx_1() -> Cluster:
         fold=Cost(fixed=2e-5, per_byte=1.2e-11),
         serve=Cost(fixed=1e-5),
         message=5e-6,
-    )
+    ),
+)
+NAMED = {**{cluster.name: cluster for cluster in FIGURES}, **dict.fromkeys(HOW)}
 
 
 def kept_file(name: str = "this-machine") -> Path:
@@ -86,7 +79,13 @@ def keep(cluster: Cluster) -> Path:
     return path
 
 
-def read_kept(name: str) -> Cluster:
+def cluster_named(name: str) -> Cluster:
+    if not isinstance(name, str) or name not in NAMED:
+        raise UsageError(
+            f"unknown cluster {name!r}{nearest(name, NAMED)}; use one of {', '.join(NAMED)}, or build a Cluster of your own"
+        )
+    if (known := NAMED[name]) is not None:
+        return known
     path = kept_file(name)
     if not path.exists():
         raise UsageError(f"{name!r} is not measured yet ({path} is not there): {HOW[name]}")
@@ -94,21 +93,3 @@ def read_kept(name: str) -> Cluster:
         return Cluster.from_record(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, UsageError) as error:
         raise UsageError(f"{path} holds no cluster ({error}); measure again: {HOW[name]}") from error
-
-
-NAMED: dict[str, Callable[[], Cluster]] = {
-    "equal": Cluster.equal,
-    "p775": p775,
-    "ethernet-1g": ethernet,
-    "dgx-1": dgx_1,
-    "this-machine": partial(read_kept, "this-machine"),
-    "this-cluster": partial(read_kept, "this-cluster"),
-}
-
-
-def cluster_named(name: str) -> Cluster:
-    if not isinstance(name, str) or name not in NAMED:
-        raise UsageError(
-            f"unknown cluster {name!r}{nearest(name, NAMED)}; use one of {', '.join(NAMED)}, or build a Cluster of your own"
-        )
-    return NAMED[name]()

@@ -126,7 +126,7 @@ class Jitter:
         kind, _, spread = text.partition(":")
         if kind in KINDS and kind != "none" and not spread:
             raise UsageError(f"jitter {text!r} needs a spread; write for example '{kind}:0.2'")
-        return cls(kind=kind, spread=_parsed_number("jitter", spread) if spread else 0.0)
+        return cls(kind=kind, spread=_parsed("jitter", spread) if spread else 0.0)
 
     def factor(self, share: float) -> float:
         """The value below which this share of all factors lies."""
@@ -173,7 +173,11 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name, kind in _PARTS.items():
-            _part(name, kind, getattr(self, name))
+            if not isinstance(getattr(self, name), kind):
+                raise UsageError(
+                    f"Cluster: {name} is a {kind.__name__}, got {getattr(self, name)!r}; write {name}={_EXAMPLES[kind]}, with "
+                    f"from syncline.cluster.record import {kind.__name__}"
+                )
         for name in ("stragglers", "crowding", "message", "reply", "spin", "delay"):
             _number("Cluster", name, getattr(self, name))
         _number("Cluster", "slowdown", self.slowdown, least=1.0)
@@ -329,47 +333,32 @@ _SHORT = {  # words of the text form for parts of parts
 KEYS = ("jitter", "speeds", "beside", *_WHOLE, *_PLAIN, *_SHORT)
 
 
-def _part(name: str, kind: Any, value: Any) -> None:
-    if not isinstance(value, kind):
-        raise UsageError(
-            f"Cluster: {name} is a {kind.__name__}, got {value!r}; write {name}={_EXAMPLES[kind]}, with "
-            f"from syncline.cluster.record import {kind.__name__}"
-        )
-
-
 def _changed(cluster: Cluster, key: str, value: str) -> Cluster:
+    made: Any
     if key == "jitter":
-        return replace(cluster, jitter=Jitter.parse(value))
-    if key == "speeds":
-        return replace(cluster, speeds=tuple(_parsed_number(key, each) for each in value.split("/")))
-    if key == "beside":
+        made = Jitter.parse(value)
+    elif key == "speeds":
+        made = tuple(_parsed(key, each) for each in value.split("/"))
+    elif key == "beside":
         if value not in ("true", "false"):
             raise UsageError(f"cluster: beside is true or false, got {value!r}")
-        return replace(cluster, beside=value == "true")
-    changes: dict[str, Any] = {}
-    if key in _WHOLE:
-        changes[key] = None if value == "all" else _parsed_whole(key, value)
+        made = value == "true"
+    elif key in _WHOLE:
+        made = None if value == "all" else _parsed(key, value, int, "a whole number, or 'all'")
     elif key in _PLAIN:
-        changes[key] = _parsed_number(key, value)
+        made = _parsed(key, value)
     elif key in _SHORT:
         part, name = _SHORT[key]
-        changes[part] = replace(getattr(cluster, part), **{name: _parsed_number(key, value)})
+        made, key = replace(getattr(cluster, part), **{name: _parsed(key, value)}), part
     else:
         raise UsageError(
             f"cluster: unknown key {key!r}{nearest(key, KEYS)}; known are {', '.join(sorted(KEYS))}"
         )
-    return replace(cluster, **changes)
+    return replace(cluster, **{key: made})
 
 
-def _parsed_number(key: str, text: str) -> float:
+def _parsed(key: str, text: str, kind: type = float, words: str = "a number") -> Any:
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
-        raise UsageError(f"cluster: {key} takes a number, got {text!r}") from None
-
-
-def _parsed_whole(key: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"cluster: {key} takes a whole number, or 'all', got {text!r}") from None
+        raise UsageError(f"cluster: {key} takes {words}, got {text!r}") from None
