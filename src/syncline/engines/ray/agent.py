@@ -25,8 +25,8 @@ from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
-from syncline.engines.ray.bulk_connection import Connection, Lost
-from syncline.engines.ray.frame_kinds import AGENT, WORD, Kind, Objects
+from syncline.engines.ray.bulk_connection import Lost
+from syncline.engines.ray.frame_kinds import WORD, Kind, ObjectConnection
 from syncline.engines.ray.placement import GpuDealer
 from syncline.engines.ray.relay import Link, Relay
 from syncline.engines.run import RunSpec, Storage
@@ -112,8 +112,7 @@ class Agent:
         if os.path.isdir(folder):
             os.chdir(folder)
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._control: Connection | None = None
-        self._objects = Objects()
+        self._control: ObjectConnection | None = None
         self._task: Parcel | None = None
         self.host: LocalHost | None = None
         self.sees: Callable[[str], bool] = os.path.exists  # a file of the caller's
@@ -136,8 +135,7 @@ class Agent:
     # -- connections, each on a thread of its own --------------------------------------------------------
 
     def _welcome(self, end: socket.socket) -> None:
-        objects, handed = Objects(), False
-        connection = Connection(end, run=self._secret.run, incarnation=AGENT, into=objects.into)
+        connection, handed = ObjectConnection(end, self._secret), False
         try:
             frame = connection.receive(FIRST_WORD)
             if frame is None:
@@ -151,7 +149,7 @@ class Agent:
                 if self._over.is_set():
                     self._close_links()
             elif frame.kind == Kind.CONTROL and self._control is None:
-                self._control, self._objects = connection, objects
+                self._control = connection
                 threading.Thread(target=connection.keep_sending, daemon=True).start()
                 self._listen(connection)
         except Lost:
@@ -161,7 +159,7 @@ class Agent:
             if not handed:
                 connection.close()
 
-    def _answer(self, connection: Connection) -> NoReturn:
+    def _answer(self, connection: ObjectConnection) -> NoReturn:
         """Until the caller is gone, or has declared this node dead: then nothing of the run stays here."""
         connection.notice_silence()
         try:
@@ -176,12 +174,12 @@ class Agent:
         self._closing.set()
         self._wake.ring()
 
-    def _listen(self, connection: Connection) -> NoReturn:
+    def _listen(self, connection: ObjectConnection) -> NoReturn:
         """To the supervisor."""
         try:
             while True:
                 frame = connection.receive()
-                if frame is not None and (found := self._objects.gather(frame)) is not None:
+                if frame is not None and (found := connection.gather(frame)) is not None:
                     self._later(partial(self._hear, *found))
         finally:
             self._end()
@@ -191,11 +189,8 @@ class Agent:
         self._wake.ring()
 
     def _tell(self, message: Any) -> None:
-        if self._control is not None and not self._control.lost:
-            try:
-                self._objects.send(self._control, message)
-            except Lost:
-                self._end()
+        if self._control is not None:
+            self._control.tell(message)
 
     # -- the thread --------------------------------------------------------------------------------------
 

@@ -153,7 +153,12 @@ class Connection:
                 except BlockingIOError:
                     if not wait:
                         return
-                    self._await_room()
+                    self._sending.release()  # others may send or close meanwhile
+                    try:
+                        ready(self._socket, select.POLLOUT)
+                    finally:
+                        self._sending.acquire()
+                    self._check()
                     wait = False
                     continue
                 self._advance(count)
@@ -171,15 +176,6 @@ class Connection:
             self._ends.popleft()
             self._sent += 1
             self._sending.notify_all()
-
-    def _await_room(self) -> None:
-        """Others may send or close meanwhile."""
-        self._sending.release()
-        try:
-            ready(self._socket, select.POLLOUT)
-        finally:
-            self._sending.acquire()
-        self._check()
 
     # -- receiving ---------------------------------------------------------------------------------------
 

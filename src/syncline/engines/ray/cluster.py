@@ -137,19 +137,18 @@ class RayCluster:
             self._ray.shutdown()
 
     def _open(self, loads: Mapping[int, int]) -> None:
-        bundles = {index: self._bundle(self._nodes[index], load) for index, load in loads.items()}
+        bundles: dict[int, dict[str, float]] = {}
+        for index, load in loads.items():
+            bundle = dict(self._resources or {"CPU": load})
+            if self._gpus:
+                bundle.setdefault("GPU", min(self._nodes[index].gpus, load))
+            bundles[index] = {name: amount for name, amount in bundle.items() if amount}
         group, places = self._reserve({index: bundle for index, bundle in bundles.items() if bundle})
         started = [index for index in loads if index]
         for index in started:
             self._actors[index] = self._start(index, group, places[index], bundles[index].get("GPU", 0))
         for index in started:
             self.about[index] = self._ask(index, self._actors[index].about.remote())
-
-    def _bundle(self, node: Node, load: int) -> dict[str, float]:
-        bundle = dict(self._resources or {"CPU": load})
-        if self._gpus:
-            bundle.setdefault("GPU", min(node.gpus, load))
-        return {name: amount for name, amount in bundle.items() if amount}
 
     def _reserve(self, bundles: Mapping[int, dict[str, float]]) -> tuple[Any, dict[int, int]]:
         """Room for these; and which of its bundles is which node's."""

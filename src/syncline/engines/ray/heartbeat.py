@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from syncline.engines.local.shared_memory import WakeUp
-from syncline.engines.ray.bulk_connection import SILENT, Connection, Lost
-from syncline.engines.ray.frame_kinds import WORD, Kind
+from syncline.engines.ray.bulk_connection import SILENT, Lost
+from syncline.engines.ray.frame_kinds import WORD, Kind, ObjectConnection
 from syncline.engines.ray.remote_host import Way
 from syncline.protocols.lifecycle import Watchdog
 
@@ -29,7 +29,7 @@ class _Agent:
     """One, as far as it was heard."""
 
     way: Way
-    connection: Connection
+    connection: ObjectConnection
     dead: bool = False
     asked: bool = False  # it owes an answer
     next: float = 0.0  # when it is asked again
@@ -68,7 +68,7 @@ class Heartbeat:
 
     def add(self, node: int, way: Way) -> None:
         """One more, from any thread."""
-        connection = way.connect(lambda head: None)
+        connection = way.connect()
         connection.notice_silence()
         self._agents[node] = _Agent(way, connection)
         self._wake.ring()
@@ -97,7 +97,11 @@ class Heartbeat:
     def _main(self) -> None:
         looked = 0.0
         while not self._closing.is_set():
-            self._wait()
+            poll = select.poll()
+            for fd in (self._wake.fd, *(agent.connection.fileno() for agent in self._live().values())):
+                poll.register(fd, select.POLLIN)
+            poll.poll(LOOK)
+            self._wake.quiet()
             if time.monotonic() - looked > 2 * EVERY:  # this process stood still, not the others
                 agents, relays = Watchdog(SILENT), Watchdog(SILENT)
             for node, agent in self._live().items():
@@ -117,14 +121,6 @@ class Heartbeat:
         beats = {node: agent.beats for node, agent in live.items()}
         for node in relays.look(now, beats, {node for node in live if not beats[node]}):
             self._declare(node, f"its relay has done nothing for {SILENT:g} s")
-
-    def _wait(self) -> None:
-        poll = select.poll()
-        for agent in self._live().values():
-            poll.register(agent.connection.fileno(), select.POLLIN)
-        poll.register(self._wake.fd, select.POLLIN)
-        poll.poll(LOOK)
-        self._wake.quiet()
 
     def _visit(self, node: int, agent: _Agent) -> None:
         """Hear what it has said, then ask again."""

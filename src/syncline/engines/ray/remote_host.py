@@ -5,6 +5,7 @@ Not responsible for what the agent does with them (agent.py), nor for whether it
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,8 +19,8 @@ from syncline.engines.local.host_interface import Heard, Host, Sites, Vitals
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process
 from syncline.engines.ray.agent import TASK, Begin, Do, Ended, Ready, Said, Started
-from syncline.engines.ray.bulk_connection import Connection, Into, Lost
-from syncline.engines.ray.frame_kinds import AGENT, Kind, Objects
+from syncline.engines.ray.bulk_connection import Lost
+from syncline.engines.ray.frame_kinds import Kind, ObjectConnection
 from syncline.errors import RunError
 from syncline.table.checkpoints import Folder
 
@@ -38,12 +39,11 @@ class Way:
     home: str
     machine: str = ""  # its name, where it is another than the caller's
 
-    def connect(self, into: Into) -> Connection:
+    def connect(self) -> ObjectConnection:
         try:
-            end = connect(self.address, self.secret)
+            return ObjectConnection(connect(self.address, self.secret), self.secret)
         except (OSError, Stranger) as error:
             raise self.cut(error) from error
-        return Connection(end, run=self.secret.run, incarnation=AGENT, into=into)
 
     def cut(self, error: Exception) -> RunError:
         host, port = self.address
@@ -67,20 +67,16 @@ class RemoteHost(Host):
     def __init__(self, way: Way, task: Parcel, begin: Begin) -> None:
         self._way = way
         self.site = begin.site
-        self._objects = Objects()
-        self._connection = way.connect(self._objects.into)
+        self._connection = way.connect()
         self.fd = self._connection.fileno()  # ready when something has come
         self.processes: list[Process] = []
         self._ended_unnoticed: set[int] = set()  # pids
         self._vitals = NOBODY
         self._folder: Folder | None = None  # that the machine does not see
-        try:
+        with contextlib.suppress(Lost):  # whoever waits for its answer hears of it
             self._connection.send(Kind.CONTROL)
-            self._objects.send(self._connection, task, place=TASK)
-            self._objects.send(self._connection, begin)
-        except Lost as error:
-            self._connection.close()
-            raise way.cut(error) from error
+        self._connection.tell(task, place=TASK)
+        self._connection.tell(begin)
         keep_sending = self._connection.keep_sending
         threading.Thread(target=keep_sending, name="syncline-control", daemon=True).start()
 
@@ -91,7 +87,7 @@ class RemoteHost(Host):
                 frame = self._connection.receive(0.5)
             except Lost as error:
                 raise self._way.cut(error) from error
-            if frame is not None and (found := self._objects.gather(frame)) is not None:
+            if frame is not None and (found := self._connection.gather(frame)) is not None:
                 ready = unpack(found[1])
                 assert isinstance(ready, Ready)
                 self._folder = None if ready.sees else folder
@@ -104,19 +100,12 @@ class RemoteHost(Host):
         """From now on these are told."""
         self._heard, self._ended, self._broken = heard, ended, broken
 
-    def _tell(self, message: Any) -> None:
-        if not self._connection.lost:
-            try:
-                self._objects.send(self._connection, message)
-            except Lost:
-                return  # noticed by whoever receives
-
     # -- what it says ------------------------------------------------------------------------------------
 
     def receive(self) -> None:
         try:
             while not self._connection.lost and (frame := self._connection.receive(0)) is not None:
-                if (found := self._objects.gather(frame)) is not None:
+                if (found := self._connection.gather(frame)) is not None:
                     self._said(unpack(found[1]))
         except Lost as error:
             self._broken(self.site, f"its agent is gone: {error}")
@@ -160,7 +149,7 @@ class RemoteHost(Host):
     lose_node = _passed_on("lose_node")
 
     def _do(self, verb: str, *given: Any, **named: Any) -> None:
-        self._tell(Do(verb, given, named))
+        self._connection.tell(Do(verb, given, named))
 
     def _new(self, role: str, number: int, rank: int) -> Process:
         process = Process(role, number, rank, NO_PID, cast(Any, None), machine=self._way.machine)
