@@ -135,54 +135,50 @@ class Agent:
     # -- connections, each on a thread of its own --------------------------------------------------------
 
     def _welcome(self, end: socket.socket) -> None:
-        connection, handed = ObjectConnection(end, self._secret), False
+        """When the caller is gone, or has declared this node dead, nothing of the run stays here."""
+        connection, kept, caller = ObjectConnection(end, self._secret), False, False
         try:
-            frame = connection.receive(FIRST_WORD)
-            if frame is None:
+            if (frame := connection.receive(FIRST_WORD)) is None:
                 return
-            if frame.kind == Kind.PULSE:
-                self._answer(connection)
-            elif frame.kind == Kind.LINK:
-                handed = True
+            if frame.kind == Kind.LINK:
+                kept = True
                 self._links.append((frame.generation, frame.place, end))
                 self._later(self._link_all)
                 if self._over.is_set():
                     self._close_links()
+            elif frame.kind == Kind.PULSE:
+                caller = True
+                self._answer(connection)
             elif frame.kind == Kind.CONTROL and self._control is None:
-                self._control = connection
+                caller, self._control = True, connection
                 threading.Thread(target=connection.keep_sending, daemon=True).start()
                 self._listen(connection)
         except Lost:
             pass
         finally:
+            if caller:
+                self._end()
             self._refused += connection.refused.total()
-            if not handed:
+            if not kept:
                 connection.close()
 
     def _answer(self, connection: ObjectConnection) -> NoReturn:
-        """Until the caller is gone, or has declared this node dead: then nothing of the run stays here."""
         connection.notice_silence()
-        try:
-            while True:
-                refused = self._listener.strangers + self._refused
-                connection.send(Kind.PULSE, WORD.pack(refused), WORD.pack(self._beats))
-                connection.receive()
-        finally:
-            self._end()
+        while True:
+            refused = self._listener.strangers + self._refused
+            connection.send(Kind.PULSE, WORD.pack(refused), WORD.pack(self._beats))
+            connection.receive()
+
+    def _listen(self, connection: ObjectConnection) -> NoReturn:
+        """To the supervisor."""
+        while True:
+            frame = connection.receive()
+            if frame is not None and (found := connection.gather(frame)) is not None:
+                self._later(partial(self._hear, *found))
 
     def _end(self) -> None:
         self._closing.set()
         self._wake.ring()
-
-    def _listen(self, connection: ObjectConnection) -> NoReturn:
-        """To the supervisor."""
-        try:
-            while True:
-                frame = connection.receive()
-                if frame is not None and (found := connection.gather(frame)) is not None:
-                    self._later(partial(self._hear, *found))
-        finally:
-            self._end()
 
     def _later(self, action: Callable[[], None]) -> None:
         self._todo.put(action)

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -95,7 +95,7 @@ class Connection:
         with self._sending:
             while len(self._ends) >= QUEUED and not self.lost:
                 self._flush_some(wait=True)
-            number = self._put(kind, bodies, place, offset, generation)
+            number = self.queue(kind, *bodies, place=place, offset=offset, generation=generation)
             self._flush_some()
             if self._queue:
                 self._sending.notify_all()
@@ -103,20 +103,17 @@ class Connection:
 
     def queue(self, kind: int, *bodies: Any, place: int = 0, offset: int = 0, generation: int = 0) -> int:
         """The same, to be sent with the next `flush`, together with others."""
-        with self._sending:
-            return self._put(kind, bodies, place, offset, generation)
-
-    def _put(self, kind: int, bodies: Sequence[Any], place: int, offset: int, generation: int) -> int:
-        self._check()
         views = [memoryview(body).cast("B") for body in bodies]
         length = sum(view.nbytes for view in views)
-        which = (self._run, generation, self._incarnation, self._queued)
-        self._queue.append(memoryview(_HEAD.pack(MAGIC, kind, *which, place, offset, length)))
-        self._queue.extend(view for view in views if view.nbytes)
-        self._bytes_queued += _HEAD.size + length
-        self._ends.append(self._bytes_queued)
-        self._queued += 1
-        return self._queued
+        with self._sending:
+            self._check()
+            which = (self._run, generation, self._incarnation, self._queued)
+            self._queue.append(memoryview(_HEAD.pack(MAGIC, kind, *which, place, offset, length)))
+            self._queue.extend(view for view in views if view.nbytes)
+            self._bytes_queued += _HEAD.size + length
+            self._ends.append(self._bytes_queued)
+            self._queued += 1
+            return self._queued
 
     def flush(self) -> bool:
         """Send what the other end takes now; True if nothing is left."""

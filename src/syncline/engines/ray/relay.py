@@ -39,8 +39,7 @@ from syncline.engines.ray.frame_kinds import AGENT, LANE, TABLE, Kind, unplaced
 from syncline.engines.ray.relay_down import Down
 from syncline.engines.ray.relay_log import LogWays
 from syncline.engines.ray.relay_memory import LaneMemory, Learner, Table
-from syncline.engines.ray.relay_nodes import NodeWays, TreeNode
-from syncline.engines.ray.relay_up import Up
+from syncline.engines.ray.relay_up import NodeWays, TreeNode, Up
 
 LOOK = 1000  # milliseconds without anything to do
 RETRY = 1  # milliseconds until what had no room is tried again

@@ -26,7 +26,6 @@ from syncline.table.checkpoints import Folder
 
 NO_PID = 0
 NOBODY = Vitals({}, {}, {})
-OVER = ("returned", "raised", "lost", "killed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ class RemoteHost(Host):
             process = next(each for each in self.processes if each.pid == event.pid)
             if isinstance(event, Said):
                 self._heard(process, event.message)
-            elif isinstance(event, Ended) and process.state not in OVER:
+            elif isinstance(event, Ended) and process.state == "running":
                 process.reaped = True
                 if process.role == "relay":  # nothing of the others reaches that machine any more
                     self._broken(self.site, f"its relay (pid {process.pid}) ended with {event.how}")
