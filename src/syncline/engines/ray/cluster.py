@@ -47,7 +47,15 @@ def _attach(ray: Any, address: str | None, cores: int) -> bool:
         raise UsageError(_CLIENT)
     named = address or os.environ.get("RAY_ADDRESS")
     if named is not None and named not in ("auto", "local"):
-        _check_reachable(named)
+        host, _, port = named.rpartition(":")
+        if not host or not port.isdigit():
+            raise UsageError(f'address is "auto" or "host:port" of the cluster\'s head, got {named!r}')
+        try:  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), timeout=REACH).close()
+        except OSError as error:
+            raise UsageError(
+                f"no Ray cluster at {named!r}: {error.strerror or error}; start one with `ray start --head`, or leave address= out"
+            ) from error
     try:
         if named != "local":
             ray.init(address=named or "auto", logging_level="ERROR")
@@ -58,19 +66,6 @@ def _attach(ray: Any, address: str | None, cores: int) -> bool:
             raise UsageError(f"no Ray cluster at {named!r}: {words}") from error
     ray.init(address="local", num_cpus=cores, include_dashboard=False, logging_level="ERROR")
     return True
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UsageError(f'address is "auto" or "host:port" of the cluster\'s head, got {address!r}')
-    try:
-        socket.create_connection((host, int(port)), timeout=REACH).close()
-    except OSError as error:
-        raise UsageError(
-            f"no Ray cluster at {address!r}: {error.strerror or error}; start one with `ray start --head`, or leave address= out"
-        ) from error
 
 
 class RayCluster:

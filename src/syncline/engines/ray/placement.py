@@ -53,7 +53,16 @@ def deal(
             "take a smaller group, or one group over several machines under torchrun"
         )
     if sum(room) < learners:
-        raise UsageError(_too_few(learners, nodes, room, most, servers, seats))
+        each = ", ".join(f"{count} on {node}" for node, count in zip(nodes, room, strict=True))
+        limits = f" at learners_per_node={most}" if most else ""
+        limits += f" (server_nodes={servers} are for the shards)" if servers else ""
+        cores = (
+            "as many cores" if seats == 1 else f"{seats} cores each on one node, for the seats of its group"
+        )
+        raise UsageError(
+            f"learners={learners} need {cores}, the Ray cluster has room for {sum(room)}{limits}: {each}; "
+            "add nodes, or ask for fewer learners"
+        )
     counts: Counter[int] = Counter()
     for _ in range(learners):
         counts[max(range(len(nodes)), key=lambda node: (room[node] - counts[node], -node))] += 1
@@ -69,19 +78,6 @@ def spread(shards: int, dealt: Sequence[int], servers: int = 0) -> tuple[int, ..
     """The node of every shard: in turn over the servers' nodes, or over those with learners; the first is the caller's."""
     usable = list(range(servers)) if servers else sorted({0, *dealt})
     return tuple(usable[shard % len(usable)] for shard in range(shards))
-
-
-def _too_few(
-    learners: int, nodes: Sequence[Node], room: Sequence[int], most: int | None, servers: int, seats: int
-) -> str:
-    each = ", ".join(f"{count} on {node}" for node, count in zip(nodes, room, strict=True))
-    limits = f" at learners_per_node={most}" if most else ""
-    limits += f" (server_nodes={servers} are for the shards)" if servers else ""
-    cores = "as many cores" if seats == 1 else f"{seats} cores each on one node, for the seats of its group"
-    return (
-        f"learners={learners} need {cores}, the Ray cluster has room for {sum(room)}{limits}: {each}; "
-        "add nodes, or ask for fewer learners"
-    )
 
 
 def gpu_of(index: int, gpus: int) -> str:

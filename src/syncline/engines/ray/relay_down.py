@@ -233,20 +233,16 @@ class Down:
         flow.version, flow.places, flow.asked = version, places, asked
         if site == self._relay.site:
             flow.missing += len(table.elsewhere)
-        else:
-            self._send_version(site, number, table, flow)
-        return True
-
-    def _send_version(self, site: int, number: int, table: Table, flow: Flow) -> None:
+            return True
         flow.turn, flow.frame = flow.turn + 1, 0
-        target, place = flow.turn % table.places, place_of(TABLE, number)
-        self._say_version(site, number, dict.fromkeys(flow.places, WRITTEN), target)
-        for shard, source in flow.places.items():
+        target, place_there = flow.turn % table.places, place_of(TABLE, number)
+        self._say_version(site, number, dict.fromkeys(places, WRITTEN), target)
+        for shard, source in places.items():
             memory = table.region.bytes[source * table.size : (source + 1) * table.size]
             for low, high in table.parts[shard]:
-                offset = target * table.size + low
-                body = memory[low:high]
-                flow.frame = self._relay.send(site, Kind.WRITE, body, place=place, offset=offset)
+                body, offset = memory[low:high], target * table.size + low
+                flow.frame = self._relay.send(site, Kind.WRITE, body, place=place_there, offset=offset)
+        return True
 
     def _say_version(
         self, site: int, number: int, said: dict[int, int], place: int = 0, *, asked: bool = False

@@ -135,36 +135,42 @@ class Up:
 
     def _send_before(self, number: int, note: Record | SendOut | SumOut) -> dict[int, int]:
         """Machines to wait for, with the mark that each will say."""
-        if isinstance(note, SendOut):
-            return self._mark_out(note)
+        relay = self._relay
         if isinstance(note, SumOut):
-            return {
-                site: self._send_mark(site, number) for site in self._relay.tree.send_values(number, note)
-            }
-        return self._send_values(number, note)
+            sites = list(relay.tree.send_values(number, note))
+        elif not isinstance(note, SendOut):
+            sites = self._send_values(number, note)
+        elif note.table is None:
+            known = number in relay.learners and relay.site != relay.leader and relay.leader in relay.peers
+            sites = [relay.leader] if known else []
+        elif (note.table, number) not in relay.lanes:
+            sites = []
+        else:
+            table = relay.table(note.table)
+            sites = [site for site in table.servers() if site in relay.others()]
+            for site in sites:
+                self.send_slot(site, note.table, number, 0, table.spans[site], full=True, options=None)
+            if relay.leader in sites:
+                self.send_first(relay.leader, note.table)
+        return {site: self._send_mark(site, number) for site in sites}
 
-    def _send_values(self, number: int, record: Record) -> dict[int, int]:
-        """To all machines with shards."""
+    def _send_values(self, number: int, record: Record) -> list[int]:
+        """To all machines with shards; those to wait for."""
         relay, beside = self._relay, int(record[BESIDE])
         message, slot = decode(record, lambda table, slot: b"")
         if isinstance(message, Rest | Reread | Farewell):
             self.send_beside(message.table, number, beside, buffers=False)
-            return {}
+            return []
         if not isinstance(message, Gradient | Put):
-            return {}
-        table, awaited = relay.table(message.table), {}
-        for site in table.servers():
-            if site == relay.site:
-                continue
-            full = isinstance(message, Put) or message.full
-            options = message.options if isinstance(message, Gradient) else None
-            spans = table.spans[site]
-            self.send_slot(site, message.table, number, slot, spans, full=full, options=options)
-            if site != relay.leader:
-                awaited[site] = self._send_mark(site, number)
+            return []
+        table = relay.table(message.table)
+        sites = [site for site in table.servers() if site != relay.site]
+        full, options = (message.full, message.options) if isinstance(message, Gradient) else (True, None)
+        for site in sites:
+            self.send_slot(site, message.table, number, slot, table.spans[site], full=full, options=options)
         buffers = isinstance(message, Gradient) and table.layout.buffers.nbytes > 0
         self.send_beside(message.table, number, beside, buffers=buffers)
-        return awaited
+        return [site for site in sites if site != relay.leader]
 
     def send_slot(
         self,
@@ -224,21 +230,6 @@ class Up:
         if number in relay.learners and relay.site != relay.leader:
             self._collect(number)
         self._notes[number].append(order)
-
-    def _mark_out(self, order: SendOut) -> dict[int, int]:
-        relay, number = self._relay, order.learner
-        if order.table is None:
-            known = number in relay.learners and relay.site != relay.leader and relay.leader in relay.peers
-            return {relay.leader: self._send_mark(relay.leader, number)} if known else {}
-        if (order.table, number) not in relay.lanes:
-            return {}
-        servers = [site for site in relay.table(order.table).servers() if site in relay.others()]
-        for site in servers:
-            parts = relay.table(order.table).spans[site]
-            self.send_slot(site, order.table, number, 0, parts, full=True, options=None)
-        if relay.leader in servers:
-            self.send_first(relay.leader, order.table)
-        return {site: self._send_mark(site, number) for site in servers}
 
     def send_first(self, site: int, number: int) -> None:
         """All else that learners begin a table with: buffers and the like."""
