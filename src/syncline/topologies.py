@@ -216,7 +216,12 @@ def _all_reduce(text: str, value: str) -> AllReduce:
         if key in fields:
             raise UsageError(f"topology {text!r} gives {key} twice; give it once")
         if key == "bucket":
-            fields[key] = _bytes(text, given)
+            match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.lower())
+            fields[key] = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+            if fields[key] < 1:
+                raise UsageError(
+                    f"topology {text!r}: bucket is a size such as 65536, 512KiB or 4MiB of at least one byte, got {given!r}"
+                )
         elif (key == "mode" and given in get_args(Mode)) or (key == "apply" and given in get_args(Apply)):
             fields[key] = given
         else:
@@ -230,13 +235,3 @@ def _all_reduce(text: str, value: str) -> AllReduce:
             f"topology {text!r}: apply= and bucket= are of allreduce:layerwise; a blocking reduction is one buffer"
         )
     return found
-
-
-def _bytes(text: str, given: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.lower())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if size < 1:
-        raise UsageError(
-            f"topology {text!r}: bucket is a size such as 65536, 512KiB or 4MiB of at least one byte, got {given!r}"
-        )
-    return size

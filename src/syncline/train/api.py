@@ -14,6 +14,7 @@ from syncline.batch.commands import BatchMethod
 from syncline.dial import Course
 from syncline.engines.checkpoint_options import AUTO
 from syncline.engines.run import Callback, Engine, Task
+from syncline.errors import NotYetError
 from syncline.learn.gradient_ways import Backprop, Loss, Objective, regularised, way_of
 from syncline.learn.server_session import check_whole
 from syncline.learn.training import (
@@ -32,7 +33,6 @@ from syncline.train.batch import batch_spec, wants_batch
 from syncline.train.groups import (
     GroupBatches,
     check_group,
-    check_seats,
     cut_over,
     simulated,
     under_torchrun,
@@ -91,7 +91,10 @@ def launch(
     check_group(group, plan, runner, topology)
     sync, topology = under_torchrun(runner, group, sync, topology)
     learners = learners_of(runner, learners, topology, wait, group)
-    check_seats(group, runner)
+    if group > 1 and isinstance(runner, Sim):
+        raise NotYetError(
+            f"group={group} in launch: the simulator has no seats, a group is one learner there; use train, or engine='local'"
+        )
     checks.check_call(function, arguments, keywords)
     checks.check_seed(seed)
     check_whole("learners", learners)

@@ -90,7 +90,16 @@ class ClusterMachines(Machines):
     ) -> list[RemoteHost]:
         """These new machines are told of the run and are ready. Each connects to the old ones, and to those that are told after it."""
         folder = Folder(Path(self._spec.storage.folder)) if self._spec.storage.folder else None
-        spec, made = _stripped(self._spec), list[RemoteHost]()
+        made: list[RemoteHost] = []
+        spec = dataclasses.replace(  # what other machines need of it
+            self._spec,
+            task=None,  # type: ignore[arg-type]
+            storage=Storage(folder=self._spec.storage.folder),
+            card=None,
+            evaluate=None,
+            callbacks=(),
+            listeners=(),
+        )
         others = {site: way.address for site, way in ways.items()}
         with _token(folder) as token, contextlib.ExitStack() as undo:
             for site in new:
@@ -232,19 +241,6 @@ class ClusterMachines(Machines):
                 lost = min(ends, key=lambda each: (bool(self.sites.of(each)), -each))
                 left = relay.number if lost == word.site else word.site
                 self.pulse.declare(lost, f"no way between it and {self._nodes[left]}: {word.why}")
-
-
-def _stripped(spec: RunSpec) -> RunSpec:
-    """What other machines need of it."""
-    return dataclasses.replace(
-        spec,
-        task=None,  # type: ignore[arg-type]
-        storage=Storage(folder=spec.storage.folder),
-        card=None,
-        evaluate=None,
-        callbacks=(),
-        listeners=(),
-    )
 
 
 @contextlib.contextmanager

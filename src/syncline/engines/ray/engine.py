@@ -16,7 +16,7 @@ from syncline.cluster.record import keep as keep_cluster
 from syncline.engines.authentication import Secret
 from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.host_interface import Sites
-from syncline.engines.local.packing import Parcel, pack
+from syncline.engines.local.packing import pack
 from syncline.engines.local.task_packing import pack_task
 from syncline.engines.ray.cluster import RayCluster
 from syncline.engines.ray.cluster_machines import ClusterMachines
@@ -112,7 +112,10 @@ class Ray(Engine):
 
     def _begun(self, spec: RunSpec, undo: contextlib.ExitStack) -> ClusterMachines:
         """Learners and shards are dealt to nodes, whose agents are ready; how all of it ends goes to `undo`."""
-        task = _task(spec)
+        for each in pack_task(spec):  # says what cannot travel
+            if each is not None:
+                each.close()
+        task = pack(spec.task)  # with all its data, since files are not there
         undo.callback(task.close)
         cluster = self._attach(max(spec.plan.learners, os.cpu_count() or 1))
         undo.callback(cluster.close)
@@ -168,12 +171,3 @@ def _checked(resources: Any) -> dict[str, float] | None:
             f'resources are what Ray reserves on each node, such as {{"CPU": 4}}, got {resources!r}'
         )
     return dict(resources)
-
-
-def _task(spec: RunSpec) -> Parcel:
-    """What learners on other nodes run: with all its data, since files are not there."""
-    checked, evaluate = pack_task(spec)  # says what cannot travel
-    for each in (checked, evaluate):
-        if each is not None:
-            each.close()
-    return pack(spec.task)

@@ -106,21 +106,17 @@ class Heartbeat:
                 agents, relays = Watchdog(SILENT), Watchdog(SILENT)
             for node, agent in self._live().items():
                 self._visit(node, agent)
-            looked = time.monotonic()
-            self._miss(agents, relays)
+            looked, live = time.monotonic(), self._live()
+            # who has been silent for too long; whoever was not asked, or has not begun, is not
+            answers = {node: agent.answers for node, agent in live.items()}
+            for node in agents.look(looked, answers, {node for node in live if not live[node].asked}):
+                self._declare(node, f"it has not answered for {SILENT:g} s")
+            beats = {node: agent.beats for node, agent in live.items()}
+            for node in relays.look(looked, beats, {node for node in live if not beats[node]}):
+                self._declare(node, f"its relay has done nothing for {SILENT:g} s")
             self.look()
             while not self._suspected.empty():
                 self._declare(*self._suspected.get())
-
-    def _miss(self, agents: Watchdog, relays: Watchdog) -> None:
-        """Who has been silent for too long; whoever was not asked, or has not begun, is not."""
-        now, live = time.monotonic(), self._live()
-        answers = {node: agent.answers for node, agent in live.items()}
-        for node in agents.look(now, answers, {node for node in live if not live[node].asked}):
-            self._declare(node, f"it has not answered for {SILENT:g} s")
-        beats = {node: agent.beats for node, agent in live.items()}
-        for node in relays.look(now, beats, {node for node in live if not beats[node]}):
-            self._declare(node, f"its relay has done nothing for {SILENT:g} s")
 
     def _visit(self, node: int, agent: _Agent) -> None:
         """Hear what it has said, then ask again."""

@@ -290,7 +290,10 @@ class TorchrunHandle(Handle):
                 clerk = RunServer(self._spec, self._place.master)
                 clerk.start()
                 store.set("clerk", clerk.secret.run + clerk.secret.key + f"{clerk.port}".encode())
-            line = _connect(store, self._place)
+            told = store.get("clerk")
+            secret, port = Secret(told[:RUN], told[RUN : RUN + KEY]), int(told[RUN + KEY :])
+            end = socket.create_connection((self._place.master, port), timeout=None)
+            line = Line(ControlConnection(end), self._place.rank, secret)
             self._outcome = self._learn(store, line)
         except BaseException as error:
             self._error = error
@@ -389,13 +392,6 @@ def _try_send(line: Line, message: Any) -> None:
         line.send(message)
     except PeerLost:
         return
-
-
-def _connect(store: Any, place: TorchrunPlace) -> Line:
-    said = store.get("clerk")
-    secret, port = Secret(said[:RUN], said[RUN : RUN + KEY]), int(said[RUN + KEY :])
-    end = socket.create_connection((place.master, port), timeout=None)
-    return Line(ControlConnection(end), place.rank, secret)
 
 
 def _own(argument: Any) -> Any:
