@@ -46,7 +46,7 @@ Act = Callable[[sl.Run, Nodes, ControlConnection], None]
 
 def to_node(number: int, *, all_of_it: bool) -> Act:
     def act(run: sl.Run, engine: Nodes, way: ControlConnection) -> None:
-        engine.cluster.running.agents[NODE].signal(number, all_of_it=all_of_it)
+        engine.cluster.agents[NODE].signal(number, all_of_it=all_of_it)
 
     return act
 

@@ -63,7 +63,7 @@ class Sync:
 
     def __str__(self) -> str:
         """The preset's text, which parses to an equal record; `Sync(...)` for a record that is no preset."""
-        preset = self._named()
+        preset = next((preset for preset in PRESETS if preset.covers(self)), None)
         return preset.text(self) if preset else _shown(self)
 
     @property
@@ -121,10 +121,10 @@ class Sync:
                 f"each update, as async) or at least {self.splits} learners"
             )
         if self.backup >= learners:
+            fewer = f"use backup:{learners - 1} at most" if learners > 1 else "use hardsync"
             raise DialError(
                 f"{self} needs b < learners, got b = {self.backup} with {learners} learners: the quorum would "
-                f"be {learners} − {self.backup} = {learners - self.backup}; "
-                f"{_fewer_backups(self.backup, learners)}"
+                f"be {learners} − {self.backup} = {learners - self.backup}; {fewer}, or at least {self.backup + 1} learners"
             )
         if self.reference_batch is not None:
             self._known(batch_size)
@@ -138,9 +138,6 @@ class Sync:
     def record(self) -> dict[str, Any]:
         """All fields as plain values; `Sync(**record)` is equal."""
         return asdict(self)
-
-    def _named(self) -> Preset | None:
-        return next((preset for preset in PRESETS if preset.covers(self)), None)
 
     def _known(self, batch_size: int | None) -> int:
         if batch_size is None:
@@ -182,24 +179,18 @@ class Course:
             for epoch in value:
                 _check_whole("the epoch that a dial begins with", epoch, 0)
             return cls(tuple((epoch, as_sync(value[epoch])) for epoch in sorted(value)))
-        if isinstance(value, str) and re.search(r"\buntil\b", value):
-            return cls._parse(value)
-        return cls(((0, as_sync(value)),))
-
-    @classmethod
-    def _parse(cls, text: str) -> Course:
-        first, *rest = re.split(r"\s+until\s+", text.strip())
-        dials, dial = [], first
-        epoch = 0
+        if not isinstance(value, str) or not re.search(r"\buntil\b", value):
+            return cls(((0, as_sync(value)),))
+        first, *rest = re.split(r"\s+until\s+", value.strip())
+        texts = [(0, first)]
         for part in rest:
             match = re.fullmatch(r"(\d+)\s+then\s+(.+)", part)
             if match is None:
                 raise DialError(
-                    f"{text!r}: write 'DIAL until EPOCH then DIAL', for example 'hardsync until 1 then softsync:1'"
+                    f"{value!r}: write 'DIAL until EPOCH then DIAL', for example 'hardsync until 1 then softsync:1'"
                 )
-            dials.append((epoch, as_sync(dial)))
-            epoch, dial = int(match[1]), match[2]
-        return cls((*dials, (epoch, as_sync(dial))))
+            texts.append((int(match[1]), match[2]))
+        return cls(tuple((epoch, as_sync(dial)) for epoch, dial in texts))
 
     @property
     def first(self) -> Sync:
@@ -241,52 +232,31 @@ def _check_whole(name: str, value: object, least: int) -> None:
 
 
 def _contradictions(sync: Sync) -> Iterable[tuple[bool, str]]:
-    each, lead = sync.one_from_each, sync.lead
-    several = max(sync.push, sync.fetch) > 1
-    yield each and sync.splits is not None, "one_from_each takes all learners, splits a part of them; set one"
-    yield each and sync.backup > 0, "one_from_each waits for all learners, backup leaves some out; set one"
-    yield each and lead is None, "one_from_each needs a lead: 0 waits for each fold, k goes on k folds ahead"
+    each, lead, slack, backup, auto = sync.one_from_each, sync.lead, sync.slack, sync.backup > 0, sync.auto
+    several, drop, scaled = max(sync.push, sync.fetch) > 1, sync.late == "drop", sync.rate != "given"
+    splits, joint = sync.splits is not None, sync.reference_batch is not None
+    free, ahead = lead is None, not each and bool(lead)
+    yield each and splits, "one_from_each takes all learners, splits a part of them; set one"
+    yield each and backup, "one_from_each waits for all learners, backup leaves some out; set one"
+    yield each and free, "one_from_each needs a lead: 0 waits for each fold, k goes on k folds ahead"
+    yield each and slack is not None, "one_from_each already keeps all learners within lead; leave slack out"
+    yield each and drop, "with one_from_each no gradient is late; leave late out"
     yield (
-        each and sync.slack is not None,
-        "one_from_each already keeps all learners within lead; leave slack out",
-    )
-    yield each and sync.late == "drop", "with one_from_each no gradient is late; leave late out"
-    yield (
-        each and sync.rate != "given",
+        each and scaled,
         "with one_from_each all gradients of a fold have the same staleness: leave rate='given', set the lr",
     )
     yield (
-        sync.auto and not (each and lead),
+        auto and not (each and lead),
         "auto adapts the lead of lockstep learners: give one_from_each and lead",
     )
-    yield sync.splits is not None and sync.backup > 0, "splits and backup both set the quorum; set one"
-    yield (
-        not each and bool(lead),
-        "lead > 0 needs one_from_each: who comes first has no iteration to run ahead of",
-    )
-    yield (
-        sync.backup > 0 and lead is None,
-        "backup needs lead=0: who was left out goes on from the update that left it out",
-    )
-    yield (
-        sync.backup > 0 and sync.rate != "given",
-        "backup folds fresh gradients only, so the rate is 'given'",
-    )
-    yield (
-        sync.late == "drop" and lead is None,
-        "late='drop' needs lead=0, or a free learner's work is mostly dropped",
-    )
-    yield several and lead is not None, "push or fetch > 1 needs lead=None: local steps wait for no fold"
-    yield several and sync.slack is not None, "slack counts single steps: leave push and fetch at 1"
-    yield (
-        sync.reference_batch is not None and not each,
-        "reference_batch needs one_from_each: √(λμ/B) is for updates of λμ examples",
-    )
-
-
-def _fewer_backups(backup: int, learners: int) -> str:
-    enough = f"at least {backup + 1} learners"
-    return f"use backup:{learners - 1} at most, or {enough}" if learners > 1 else f"use hardsync, or {enough}"
+    yield splits and backup, "splits and backup both set the quorum; set one"
+    yield ahead, "lead > 0 needs one_from_each: who comes first has no iteration to run ahead of"
+    yield backup and free, "backup needs lead=0: who was left out goes on from the update that left it out"
+    yield backup and scaled, "backup folds fresh gradients only, so the rate is 'given'"
+    yield drop and free, "late='drop' needs lead=0, or a free learner's work is mostly dropped"
+    yield several and not free, "push or fetch > 1 needs lead=None: local steps wait for no fold"
+    yield several and slack is not None, "slack counts single steps: leave push and fetch at 1"
+    yield joint and not each, "reference_batch needs one_from_each: √(λμ/B) is for updates of λμ examples"
 
 
 def _shown(sync: Sync) -> str:
@@ -358,8 +328,12 @@ class Preset:
             )
         if key in before:
             raise DialError(f"{text!r} gives {key} twice; give it once")
+        if key == "rate" and value not in (rates := get_args(Rate)):
+            raise DialError(
+                f"{text!r}: no rate is called {value!r}{nearest(value, rates)}; there are: {', '.join(rates)}"
+            )
         if key == "rate":
-            return {key: _read_rate(value, text)}
+            return {key: value}
         kind, words = (float, "a number") if key == "local_lr" else (int, "a whole number")
         return {key: _read(kind, words, value, text)}
 
@@ -371,20 +345,16 @@ def _preset(name: str, text: str) -> Preset:
     for preset in PRESETS:
         if preset.name == name:
             return preset
+    known = ", ".join(preset.syntax for preset in PRESETS)
     if name == SANDBLASTER:
         raise DialError(
             f"{text!r}: sandblaster is a batch method's, whole and from the start of a run: only train takes it, as "
             'sync="sandblaster" with optimizer=sl.LBFGS(...)'
         )
     if name in LATER:
-        raise NotYetError(f"{text!r} ({LATER[name]}) is understood but not built yet; {_working()}")
+        raise NotYetError(f"{text!r} ({LATER[name]}) is understood but not built yet; working now: {known}")
     names = [*(preset.name for preset in PRESETS), *LATER, SANDBLASTER]
-    known = ", ".join(preset.syntax for preset in PRESETS)
     raise DialError(f"no preset is called {name!r}{nearest(name, names)}; there are: {known}")
-
-
-def _working() -> str:
-    return f"working now: {', '.join(preset.syntax for preset in PRESETS)}"
 
 
 def _read(kind: Callable[[str], Any], words: str, value: str, text: str) -> Any:
@@ -392,15 +362,6 @@ def _read(kind: Callable[[str], Any], words: str, value: str, text: str) -> Any:
         return kind(value)
     except ValueError:
         raise DialError(f"{text!r}: {value!r} is not {words}") from None
-
-
-def _read_rate(value: str, text: str) -> str:
-    rates = get_args(Rate)
-    if value not in rates:
-        raise DialError(
-            f"{text!r}: no rate is called {value!r}{nearest(value, rates)}; there are: {', '.join(rates)}"
-        )
-    return value
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from syncline.dial import Course, Sync, nearest
+from syncline.dial import Course, nearest
 from syncline.errors import DialError, UsageError
 from syncline.protocols.lifecycle import Faults
 
@@ -52,16 +52,15 @@ class Servers(Topology):
         return f"servers:{self.shards}"
 
     def sized(self, learners: int, cores: int, *, lockstep: bool) -> Servers:
+        """Small tables use one of the shards all the same."""
         if self.fixed:
             return self
-        shards = auto_shards(learners, cores, lockstep=lockstep)
-        return Servers(
-            shards, False, ROOMY_SHARD_BYTES if learners >= MANY and cores >= learners + 2 else SHARD_BYTES
-        )
+        # in lockstep they work while the learners wait, so every core can fold; otherwise they get the spare cores
+        wanted = learners if lockstep else cores - learners
+        least = ROOMY_SHARD_BYTES if learners >= MANY and cores >= learners + 2 else SHARD_BYTES
+        return Servers(max(1, min(MOST_SHARDS, cores, max(2, wanted))), False, least)
 
-    def check(
-        self, course: Course, faults: Faults, *, clip_norm: float | None, warm: int, clocks: bool = False
-    ) -> None:
+    def check(self, course: Course, faults: Faults, **rest: Any) -> None:
         if any(dial.auto for _, dial in course.dials):
             raise DialError(
                 f"{course}: the delay adapts over all-reduce only; give delayed:k, or topology='allreduce'"
@@ -88,28 +87,17 @@ class Trees(Topology):
     def sized(self, learners: int, cores: int, *, lockstep: bool) -> Trees:
         return replace(self, root=self.root.sized(learners, cores, lockstep=lockstep))
 
-    def check(
-        self, course: Course, faults: Faults, *, clip_norm: float | None, warm: int, clocks: bool = False
-    ) -> None:
+    def check(self, course: Course, faults: Faults, **rest: Any) -> None:
         """What can be done to a sum (M14)."""
-        self.root.check(course, faults, clip_norm=clip_norm, warm=warm, clocks=clocks)
+        self.root.check(course, faults, **rest)
         for _, dial in course.dials:
-            for refused, reason in _not_on_sums(dial):
-                if refused:
-                    raise DialError(f"{dial} over {self}: {reason}, or topology='servers'")
-
-
-def _not_on_sums(dial: Sync) -> tuple[tuple[bool, str], ...]:
-    return (
-        (
-            dial.backup > 0 or dial.late == "drop",
-            "a leaf's sum is taken whole, so a late gradient cannot be left out of it; use hardsync or softsync:n",
-        ),
-        (
-            dial.rate == "staleness",
-            "gradients are added before their staleness is known, so none can be damped by its own; use rate=share",
-        ),
-    )
+            reason = ""
+            if dial.backup > 0 or dial.late == "drop":
+                reason = "a leaf's sum is taken whole, so a late gradient cannot be left out of it; use hardsync or softsync:n"
+            elif dial.rate == "staleness":
+                reason = "gradients are added before their staleness is known, so none can be damped by its own; use rate=share"
+            if reason:
+                raise DialError(f"{dial} over {self}: {reason}, or topology='servers'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,15 +160,6 @@ class AllReduce(Topology):
                 )
 
 
-def auto_shards(learners: int, cores: int, *, lockstep: bool) -> int:
-    """Shards to start when the user names no number; small tables use one of them all the same.
-
-    In lockstep they work while the learners wait, so every core can fold; otherwise they get the spare cores.
-    """
-    wanted = learners if lockstep else cores - learners
-    return max(1, min(MOST_SHARDS, cores, max(2, wanted)))
-
-
 def parse_topology(text: str) -> Topology:
     if not isinstance(text, str):
         raise UsageError(f"topology must be a text such as 'servers:2' or 'allreduce', got {text!r}")
@@ -237,7 +216,12 @@ def _all_reduce(text: str, value: str) -> AllReduce:
         if key in fields:
             raise UsageError(f"topology {text!r} gives {key} twice; give it once")
         if key == "bucket":
-            fields[key] = _bytes(text, given)
+            match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.lower())
+            fields[key] = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+            if fields[key] < 1:
+                raise UsageError(
+                    f"topology {text!r}: bucket is a size such as 65536, 512KiB or 4MiB of at least one byte, got {given!r}"
+                )
         elif (key == "mode" and given in get_args(Mode)) or (key == "apply" and given in get_args(Apply)):
             fields[key] = given
         else:
@@ -251,13 +235,3 @@ def _all_reduce(text: str, value: str) -> AllReduce:
             f"topology {text!r}: apply= and bucket= are of allreduce:layerwise; a blocking reduction is one buffer"
         )
     return found
-
-
-def _bytes(text: str, given: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.lower())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if size < 1:
-        raise UsageError(
-            f"topology {text!r}: bucket is a size such as 65536, 512KiB or 4MiB of at least one byte, got {given!r}"
-        )
-    return size

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,8 +28,8 @@ import syncline as sl
 from benchmarks import link
 from syncline.engines.authentication import Secret
 from syncline.engines.ray.agent import Agent
-from syncline.engines.ray.cluster import Agents, RayCluster
-from syncline.engines.ray.link_measurement import Address, Echo, Echoes
+from syncline.engines.ray.cluster import RayCluster
+from syncline.engines.ray.link_measurement import Address, Echo
 from syncline.engines.ray.placement import Node
 from tests.integration.small_runs import same
 
@@ -54,70 +54,38 @@ class Elsewhere:
     def end(self) -> None:
         self._ours.send(None)
 
-    def alive(self) -> bool:
-        return self._process.is_alive()
-
 
 def serve(orders: Connection, namespace: str) -> None:
     link.enter(namespace)
     while True:
         kind, secret, options = orders.recv()
         with contextlib.closing(kind(host=link.ADDRESSES[1], secret=secret, **options)) as served:
-            orders.send(served.about() if isinstance(served, Agent) else served.address)
+            orders.send(served.about() if isinstance(served, Agent) else served.address())
             orders.recv()
 
 
-class LinkedAgents(Agents):
-    """The first node is the caller's, the second is behind the link."""
-
-    def __init__(self, elsewhere: Elsewhere, secret: Secret) -> None:
-        self._elsewhere, self.secret, self.closing = elsewhere, secret, threading.Event()
-        options = {"path": list(sys.path), "folder": os.getcwd()}
-        self.about = {1: elsewhere.begin(Agent, secret, **options)}
-
-    def alive(self, index: int) -> bool:
-        return index == 1 and self._elsewhere.alive()
-
-    def close(self) -> None:
-        self._elsewhere.end()
-
-
-class LinkedEchoes(Echoes):
-    def __init__(self, elsewhere: Elsewhere, secret: Secret) -> None:
-        self._elsewhere = elsewhere
-        self._address = elsewhere.begin(Echo, secret)
-
-    def address(self, node: Node) -> Address:
-        return self._address
-
-    def close(self) -> None:
-        self._elsewhere.end()
-
-
 class LinkedCluster(RayCluster):
-    """Two nodes of two cores."""
+    """Two nodes of two cores; the first is the caller's, the second is behind the link."""
 
     def __init__(self, elsewhere: Elsewhere) -> None:
-        self._elsewhere = elsewhere
+        self._elsewhere, self.closing = elsewhere, threading.Event()
 
     def nodes(self) -> list[Node]:
         return [
             Node(f"node {index}", host, 2, home=index == 0) for index, host in enumerate(link.ADDRESSES[:2])
         ]
 
-    def close(self) -> None:
-        pass
+    def begin(self, nodes: Sequence[Node], loads: Sequence[int], secret: Secret, **options: Any) -> None:
+        self.secret = secret
+        self.about = {1: self._elsewhere.begin(Agent, secret, path=list(sys.path), folder=os.getcwd())}
 
-    def agents(
-        self,
-        nodes: Sequence[Node],
-        loads: Sequence[int],
-        secret: Secret,
-        *,
-        gpus: bool,
-        resources: Mapping[str, float] | None,
-    ) -> Any:
-        return LinkedAgents(self._elsewhere, secret)
+    @contextlib.contextmanager
+    def echoes(self, nodes: Sequence[Node], secret: Secret) -> Iterator[list[Address]]:
+        yield [self._elsewhere.begin(Echo, secret)]
+
+    def close(self) -> None:
+        self.closing.set()
+        self._elsewhere.end()
 
 
 class Linked(sl.Ray):
@@ -129,9 +97,6 @@ class Linked(sl.Ray):
 
     def _attach(self, cores: int) -> LinkedCluster:
         return LinkedCluster(self._elsewhere)
-
-    def _echoes(self, nodes: list[Node], secret: Secret) -> Any:
-        return LinkedEchoes(self._elsewhere, secret)
 
 
 # -- what the caller does ------------------------------------------------------------------------------------

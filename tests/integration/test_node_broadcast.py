@@ -149,7 +149,7 @@ def test_a_lost_machine_leaves_the_others_going(tmp_path: Path) -> None:
     objective = partial(held, str(gate))
     run = begin(engine=engine, epochs=4, topology="tree:2,broadcast", loss=None, objective=objective)
     until(lambda: version(run) >= 2)
-    engine.cluster.running.agents[1].signal(signal.SIGKILL, all_of_it=True)
+    engine.cluster.agents[1].signal(signal.SIGKILL, all_of_it=True)
     until(lambda: "machine lost" in [event.kind for event in run._handle._run.recorder.outcome.events])
     gate.touch()
     result = run.wait(PATIENCE)

@@ -123,7 +123,7 @@ def test_groups_of_a_lost_node_are_replaced_whole_and_others_join_whole() -> Non
     run.add_learners(1)
     until(lambda: {0, 1, 2} <= set(run.statistics().steps))
     lost = run._handle.pids()["learner 1"]
-    engine.cluster.running.agents[1].signal(signal.SIGKILL, all_of_it=True)
+    engine.cluster.agents[1].signal(signal.SIGKILL, all_of_it=True)
     until(lambda: run._handle.pids().get("learner 1", lost) not in (lost, 0))
     seen = run.statistics().steps[1]
     until(lambda: run.statistics().steps[1] > seen + 3)

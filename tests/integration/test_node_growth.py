@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from syncline.engines.ray import engine as engines
+from syncline.engines.ray import cluster_machines
 from syncline.testing import Faults, Nodes
 from tests.integration.small_runs import PATIENCE, check_accounts, kinds
 
@@ -72,7 +73,7 @@ def test_a_node_that_joins_gets_learners(count: int, sync: str, topology: str, t
     until(lambda: ranks(run) == {0, 1})
     engine.cluster.add_node(3)
     until(lambda: ranks(run) == {0, 1, 2, 3})
-    assert len(engine.cluster.running.agents[count].host.learners) == 2
+    assert len(engine.cluster.agents[count].host.learners) == 2
     run.stop()
     result = run.wait(PATIENCE)
     assert [kind for kind in kinds(result) if kind != "checkpoint"] == ["machine joined", "joined", "joined"]
@@ -90,7 +91,7 @@ def test_what_joined_is_a_machine_like_the_others(tmp_path: Path) -> None:
     until(lambda: "recovered" in [event.kind for event in run._handle._run.recorder.outcome.events])
     seen = run.statistics().steps.get(2, 0)
     until(lambda: run.statistics().steps.get(2, 0) > seen + 5)
-    engine.cluster.running.agents[2].signal(signal.SIGKILL, all_of_it=True)
+    engine.cluster.agents[2].signal(signal.SIGKILL, all_of_it=True)
     until(lambda: "replaced" in [event.kind for event in run._handle._run.recorder.outcome.events])
     engine.cluster.add_node(1)
     until(lambda: 3 in ranks(run))
@@ -107,7 +108,7 @@ def test_a_node_that_cannot_be_used_is_said_once(monkeypatch: pytest.MonkeyPatch
     engine = Nodes(2, 1, grow=True)
     run = begin(engine)
     until(lambda: ranks(run) == {0, 1})
-    monkeypatch.setattr(engines, "versions", lambda: ("3.11.0", "1.0", "0.0"))
+    monkeypatch.setattr(cluster_machines, "versions", lambda: ("3.11.0", "1.0", "0.0"))
     engine.cluster.add_node(1)
     engine.cluster.add_node(0)
     events = run._handle._run.recorder.outcome.events
@@ -119,13 +120,13 @@ def test_a_node_that_cannot_be_used_is_said_once(monkeypatch: pytest.MonkeyPatch
     first, second = [event.what for event in result.events if event.kind == "refused"]
     assert "(node 2) joined the cluster and is not used: node" in first and "other versions" in first
     assert "(node 3) joined the cluster and is not used: it has no core" in second
-    assert set(engine.cluster.running.agents) == {1}
+    assert set(engine.cluster.agents) == {1}
 
 
 def test_without_grow_nobody_is_looked_for() -> None:
     engine = Nodes(2, 1)
     run = begin(engine, learners=2)
     until(lambda: ranks(run) == {0, 1})
-    assert run._handle.opened.growth is None
+    assert not any(thread.name == "syncline-growth" for thread in threading.enumerate())
     run.stop()
     run.wait(PATIENCE)

@@ -102,7 +102,7 @@ def test_learners_of_a_lost_node_are_lost_and_others_compute_their_batches(
     run = begin(engine, sync=sync, replace=replace, objective=partial(held, str(gate)))
     until(lambda: version(run) >= 3)
     number, all_of_it = FAULTS[fault]
-    engine.cluster.running.agents[1].signal(number, all_of_it=all_of_it)
+    engine.cluster.agents[1].signal(number, all_of_it=all_of_it)
     until(lambda: states(run, 1)[0] == "lost")
     gate.touch()
     result = run.wait(PATIENCE)
@@ -116,7 +116,7 @@ def test_a_frozen_agent_is_declared_dead_and_whatever_comes_back_ends_itself() -
     engine = Nodes(3, 1, apart=True)
     run = begin(engine, epochs=100_000, replace=True)
     until(lambda: version(run) >= 10)
-    agent = engine.cluster.running.agents[1]
+    agent = engine.cluster.agents[1]
     pids = agent.pids
     assert len(pids) == 4  # the agent, its fork server, its relay, a learner
     agent.signal(signal.SIGSTOP, all_of_it=False)
@@ -153,7 +153,7 @@ def test_a_node_behind_a_broken_wire_is_lost_and_finds_that_out_when_it_is_mende
         fault(way)
         until(lambda: len(states(run, 2)) > 1 and len(states(run, 3)) > 1)
         way.speak()
-        until(lambda: not engine.cluster.running.agents[1]._thread.is_alive())
+        until(lambda: not engine.cluster.agents[1]._thread.is_alive())
         seen = version(run)
         until(lambda: version(run) > seen + 10)
         run.stop()
@@ -182,7 +182,7 @@ def test_a_caller_that_stood_still_itself_declares_nobody_dead() -> None:
     """As after Ctrl-Z and fg."""
     run = begin(Nodes(2, 1), learners=2, epochs=100_000)
     until(lambda: version(run) >= 10)
-    pulse = run._handle.opened.pulse
+    pulse = run._handle.machines.pulse
     looks: list[None] = []
 
     def stand_still() -> None:
@@ -200,7 +200,7 @@ def test_the_end_of_all_learners_names_the_last_checkpoint(tmp_path: Path) -> No
     engine = Nodes(2, 2, apart=True, server_nodes=1)
     run = begin(engine, learners=2, epochs=100_000, run_dir=tmp_path, checkpoint_every=5)
     until(lambda: version(run) >= 12)
-    engine.cluster.running.agents[1].signal(signal.SIGKILL, all_of_it=True)
+    engine.cluster.agents[1].signal(signal.SIGKILL, all_of_it=True)
     words = r"all learners are lost, .*its machine: .*; the last checkpoint is .*/checkpoints/0+\d+: resume="
     with pytest.raises(sl.RunError, match=words) as error:
         run.wait(PATIENCE)

@@ -21,7 +21,7 @@ from torch.optim import SGD
 
 import syncline as sl
 from syncline.engines.authentication import HELLO, NONCE, Secret, Stranger, connect
-from syncline.engines.ray import engine as engines
+from syncline.engines.ray import cluster_machines
 from syncline.engines.ray.agent import Agent, Begin
 from syncline.engines.ray.bulk_connection import _HEAD, Connection
 from syncline.engines.ray.frame_kinds import AGENT, Kind
@@ -119,7 +119,7 @@ def bad_frames(address: tuple[str, int], secret: Secret) -> int:
 def test_strangers_and_what_is_no_frame_are_counted_and_change_nothing(tmp_path: Path) -> None:
     engine, gate = Nodes(2, 1), tmp_path / "open"
     run = begin(engine=engine, objective=partial(held, str(gate)))
-    (agent,), (about,) = engine.cluster.running.agents.values(), engine.cluster.running.about.values()
+    (agent,), (about,) = engine.cluster.agents.values(), engine.cluster.about.values()
     count = strangers(about.address) + bad_frames(about.address, agent._secret)
     until(lambda: run.statistics().refused == count)
     gate.touch()
@@ -133,7 +133,7 @@ def test_a_conversation_that_was_recorded_is_refused_when_it_is_said_again() -> 
         engine = Nodes(2, 1, through=way.through)
         run = begin(engine=engine, epochs=100_000)
         until(lambda: len(way.said) >= 3 and len(run.statistics().steps) == 2)  # pulse, control, relay
-        agent = engine.cluster.running.agents[1]
+        agent = engine.cluster.agents[1]
         recorded = [bytes(said) for said in way.said]
         for said in recorded:
             raw(agent.about().address, said)
@@ -153,7 +153,7 @@ def test_a_frame_that_is_said_again_on_its_own_connection_is_discarded() -> None
 
 
 def test_versions_that_differ_are_refused_with_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "versions", lambda: ("3.11.0", "1.0", "0.0"))
+    monkeypatch.setattr(cluster_machines, "versions", lambda: ("3.11.0", "1.0", "0.0"))
     with pytest.raises(
         sl.UsageError, match=r"node 127.0.0.1 \(node 1\) has other versions: Python .*torch"
     ) as error:
@@ -181,7 +181,7 @@ def test_a_way_that_is_blocked_between_two_other_nodes_is_refused_with_both(
     def blocked(spec: Any, sites: Any, site: int, others: dict[int, Any], token: Any) -> Begin:
         return Begin(spec, sites, site, {each: nowhere(way) for each, way in others.items()}, token)
 
-    monkeypatch.setattr(engines, "Begin", blocked)
+    monkeypatch.setattr(cluster_machines, "Begin", blocked)
     words = r"\(node 1\) cannot reach the agent on .*\(node 2\) at .*refused; open that way"
     with pytest.raises(sl.RunError, match=words) as error:
         begin(engine=Nodes(3, 1), learners=3, topology="servers:3", run_dir=tmp_path)

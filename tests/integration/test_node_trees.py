@@ -101,7 +101,7 @@ def test_lockstep_gives_the_bits_of_the_tree_on_one_machine(sync: str, tmp_path:
     """Two machines of two learners, with a shard on each: as tree:2 has them on one."""
     options: dict[str, Any] = {"sync": sync, "clip_norm": 0.5}
     run = begin(engine=Nodes(2, 2), run_dir=tmp_path, **options)
-    assert run._handle.opened.machines.sites.servers == [0, 1]
+    assert run._handle.machines.sites.servers == [0, 1]
     there = run.wait(PATIENCE)
     assert Counter(each.role for each in there.statistics.processes)["node"] == 2
     check_accounts(there)
@@ -213,7 +213,7 @@ def test_a_machine_with_a_node_above_others_is_lost_and_those_send_to_the_root(
     )
     until(lambda: version(run) >= 2)
     assert run._handle._run.host.nodes.sites == {0: 0, 1: 1, 2: 2, 3: 3, 4: 0, 5: 2}
-    engine.cluster.running.agents[2].signal(signal.SIGKILL, all_of_it=True)
+    engine.cluster.agents[2].signal(signal.SIGKILL, all_of_it=True)
     until(lambda: "machine lost" in [event.kind for event in run._handle._run.recorder.outcome.events])
     gate.touch()
     result = run.wait(PATIENCE)
@@ -268,7 +268,7 @@ def test_a_lost_machine_with_a_shard_goes_back_without_it(tmp_path: Path) -> Non
         topology="tree:2,servers=3", loss=None, objective=objective,
     )  # fmt: skip
     until(lambda: version(run) >= 4)
-    engine.cluster.running.agents[1].signal(signal.SIGKILL, all_of_it=True)
+    engine.cluster.agents[1].signal(signal.SIGKILL, all_of_it=True)
     until(lambda: "recovered" in [event.kind for event in run._handle._run.recorder.outcome.events])
     gate.touch()
     result = run.wait(PATIENCE)

@@ -154,7 +154,7 @@ def test_lockstep_with_shards_on_several_machines_gives_the_bits_of_local(
 ) -> None:
     options: dict[str, Any] = {"sync": sync, "topology": "servers:3", "clip_norm": 0.5, "learners": 2}
     run = begin(engine=Nodes(4, 1, server_nodes=servers), run_dir=tmp_path, **options)
-    assert len(run._handle.opened.machines.sites.servers) == 2
+    assert len(run._handle.machines.sites.servers) == 2
     assert same(run.wait(PATIENCE).state_dict(), train(**options).state_dict())
 
 
@@ -195,7 +195,7 @@ def test_a_lost_machine_with_a_shard_goes_back_to_the_checkpoint_without_it(
     options: dict[str, Any] = {"sync": sync, "topology": "servers:3", "loss": None, "objective": slowly}
     run = begin(**options, engine=engine, run_dir=tmp_path, checkpoint_every=3, epochs=6)
     until(lambda: version(run) >= 8)
-    engine.cluster.running.agents[1].signal(signal.SIGKILL, all_of_it=True)
+    engine.cluster.agents[1].signal(signal.SIGKILL, all_of_it=True)
     result = run.wait(PATIENCE)
     assert {"machine lost", "recovered", "lost"} <= set(kinds(result))
     check_accounts(result)
@@ -206,7 +206,7 @@ def test_a_lost_machine_with_a_shard_ends_a_run_without_a_folder() -> None:
     engine = Nodes(3, 3, apart=True, server_nodes=2)
     run = begin(engine=engine, sync="async", epochs=100_000)
     until(lambda: version(run) >= 5)
-    engine.cluster.running.agents[1].signal(signal.SIGKILL, all_of_it=True)
+    engine.cluster.agents[1].signal(signal.SIGKILL, all_of_it=True)
     with pytest.raises(sl.RunError, match="shard 1"):
         run.wait(PATIENCE)
 

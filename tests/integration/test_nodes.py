@@ -107,7 +107,7 @@ def test_first_values_wait_until_relays_have_met(topology: str) -> None:
     with contextlib.closing(Late()) as way:
         engine = Nodes(2, 3, server_nodes=1, through=way.through)
         run = begin(engine=engine, **options)
-        machine = engine.cluster.running.agents[1]
+        machine = engine.cluster.agents[1]
         until(lambda: machine.host and any(list(machine.host._held.values())))  # the relay is told to send
         looked = machine.host.relay_beats
         until(lambda: machine.host.relay_beats > looked)
@@ -144,7 +144,7 @@ def test_learners_join_on_the_node_with_the_fewest() -> None:
     run.add_learners(2)
     while not {2, 3} <= set(run.statistics().steps):
         time.sleep(0.01)
-    (agent,) = engine.cluster.running.agents.values()  # dealt over two nodes
+    (agent,) = engine.cluster.agents.values()  # dealt over two nodes
     assert len(agent.host.learners) == 2
     run.stop()
     result = run.wait(PATIENCE)
@@ -218,7 +218,7 @@ def test_a_lost_agent_takes_its_learners_along_and_others_take_their_place() -> 
     )
     while run.statistics().tables.get(0) is None or run.statistics().tables[0].version < 20:
         time.sleep(0.01)
-    engine.cluster.running.agents[1].close()
+    engine.cluster.agents[1].close()
     result = run.wait(PATIENCE)
     assert "lost" in kinds(result) and "replaced" in kinds(result)
     assert result.statistics.tables[0].examples == 10 * SIZE

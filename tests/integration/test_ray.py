@@ -128,7 +128,7 @@ def test_groups_are_on_one_node_each_and_replaced_whole(address: str) -> None:
 @pytest.mark.slow
 def test_learners_are_on_the_nodes_they_are_dealt_to(address: str) -> None:
     run = sl.launch(where, learners=3, engine=sl.Ray(nodes=3, learners_per_node=1), wait=False)
-    agents = [about.pid for about in run._handle.opened.agents.about.values()]
+    agents = [about.pid for about in run._handle.machines.cluster.about.values()]
     assert run.wait(LONGEST).returned == [os.getpid(), *agents]
     while ray.available_resources()["CPU"] < 5.0:  # all that was reserved will be free again
         time.sleep(0.05)
@@ -169,7 +169,7 @@ def test_the_loss_of_an_agent_is_the_loss_of_its_learners(address: str) -> None:
     )
     while (table := run.statistics().tables.get(0)) is None or table.version < 10:
         time.sleep(0.01)
-    (agent,) = run._handle.opened.agents.about.values()
+    (agent,) = run._handle.machines.cluster.about.values()
     os.kill(agent.pid, signal.SIGKILL)
     result = run.wait(LONGEST)
     assert kinds(result).count("lost") >= 2 and "replaced" in kinds(result)
@@ -280,7 +280,7 @@ def test_a_node_that_joins_the_ray_cluster_gets_a_learner(cluster: Cluster) -> N
     cluster.stdin.flush()
     while 2 not in run.statistics().steps:
         time.sleep(0.05)
-    agents = run._handle.opened.agents
+    agents = run._handle.machines.cluster
     assert set(agents.about) == {1, 2} and len(ray.util.list_named_actors()) == 2
     run.stop()
     result = run.wait(LONGEST)
@@ -298,7 +298,7 @@ def test_a_lost_node_is_the_loss_of_its_learners_and_others_take_their_place(add
     )
     while (table := run.statistics().tables.get(0)) is None or table.version < 10:
         time.sleep(0.01)
-    agents = run._handle.opened.agents
+    agents = run._handle.machines.cluster
     os.kill(raylet_of(agents._nodes[max(agents.about)].id), signal.SIGKILL)
     while len([each for each in run.statistics().processes if each.role == "learner"]) < 6:
         time.sleep(0.01)

@@ -1,13 +1,17 @@
 """A cluster as a record: how long learners compute, what links carry, what shards' work costs, who shares a machine.
 
-Pure: numbers in, seconds out. Not responsible for when anything happens (`sim`), nor for where the
-figures of the named clusters come from (docs/howto/simulator.md says that for each).
+Numbers in, seconds out. Some have a name: those of the papers, and this machine or the cluster at hand as they were measured (files of
+the user's cache). Their figures are the papers' own where they give any, docs/howto/simulator.md says for each where it is from; the
+computation is that of one model, for another give `compute=`. Not responsible for when anything happens (`sim`).
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -126,7 +130,7 @@ class Jitter:
         kind, _, spread = text.partition(":")
         if kind in KINDS and kind != "none" and not spread:
             raise UsageError(f"jitter {text!r} needs a spread; write for example '{kind}:0.2'")
-        return cls(kind=kind, spread=_parsed_number("jitter", spread) if spread else 0.0)
+        return cls(kind=kind, spread=_parsed("jitter", spread) if spread else 0.0)
 
     def factor(self, share: float) -> float:
         """The value below which this share of all factors lies."""
@@ -173,7 +177,11 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name, kind in _PARTS.items():
-            _part(name, kind, getattr(self, name))
+            if not isinstance(getattr(self, name), kind):
+                raise UsageError(
+                    f"Cluster: {name} is a {kind.__name__}, got {getattr(self, name)!r}; write {name}={_EXAMPLES[kind]}, with "
+                    f"from syncline.cluster.record import {kind.__name__}"
+                )
         for name in ("stragglers", "crowding", "message", "reply", "spin", "delay"):
             _number("Cluster", name, getattr(self, name))
         _number("Cluster", "slowdown", self.slowdown, least=1.0)
@@ -254,8 +262,6 @@ class Cluster:
     @classmethod
     def named(cls, name: str, **changes: Any) -> Cluster:
         """One of `p775`, `ethernet-1g`, `dgx-1`, `this-machine`, `this-cluster`, `equal`; with fields changed as `replace` does."""
-        from syncline.cluster.named import cluster_named
-
         known = [item.name for item in fields(cls)]
         for key in changes:
             if key not in known:
@@ -329,47 +335,115 @@ _SHORT = {  # words of the text form for parts of parts
 KEYS = ("jitter", "speeds", "beside", *_WHOLE, *_PLAIN, *_SHORT)
 
 
-def _part(name: str, kind: Any, value: Any) -> None:
-    if not isinstance(value, kind):
-        raise UsageError(
-            f"Cluster: {name} is a {kind.__name__}, got {value!r}; write {name}={_EXAMPLES[kind]}, with "
-            f"from syncline.cluster.record import {kind.__name__}"
-        )
-
-
 def _changed(cluster: Cluster, key: str, value: str) -> Cluster:
+    made: Any
     if key == "jitter":
-        return replace(cluster, jitter=Jitter.parse(value))
-    if key == "speeds":
-        return replace(cluster, speeds=tuple(_parsed_number(key, each) for each in value.split("/")))
-    if key == "beside":
+        made = Jitter.parse(value)
+    elif key == "speeds":
+        made = tuple(_parsed(key, each) for each in value.split("/"))
+    elif key == "beside":
         if value not in ("true", "false"):
             raise UsageError(f"cluster: beside is true or false, got {value!r}")
-        return replace(cluster, beside=value == "true")
-    changes: dict[str, Any] = {}
-    if key in _WHOLE:
-        changes[key] = None if value == "all" else _parsed_whole(key, value)
+        made = value == "true"
+    elif key in _WHOLE:
+        made = None if value == "all" else _parsed(key, value, int, "a whole number, or 'all'")
     elif key in _PLAIN:
-        changes[key] = _parsed_number(key, value)
+        made = _parsed(key, value)
     elif key in _SHORT:
         part, name = _SHORT[key]
-        changes[part] = replace(getattr(cluster, part), **{name: _parsed_number(key, value)})
+        made, key = replace(getattr(cluster, part), **{name: _parsed(key, value)}), part
     else:
         raise UsageError(
             f"cluster: unknown key {key!r}{nearest(key, KEYS)}; known are {', '.join(sorted(KEYS))}"
         )
-    return replace(cluster, **changes)
+    return replace(cluster, **{key: made})
 
 
-def _parsed_number(key: str, text: str) -> float:
+def _parsed(key: str, text: str, kind: type = float, words: str = "a number") -> Any:
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
-        raise UsageError(f"cluster: {key} takes a number, got {text!r}") from None
+        raise UsageError(f"cluster: {key} takes {words}, got {text!r}") from None
 
 
-def _parsed_whole(key: str, text: str) -> int:
+# -- those with a name -------------------------------------------------------------------------------------
+
+HOW = {
+    "this-machine": "run python -m tools.calibration.calibrate, or pass the Cluster that calibrate() gives",
+    "this-cluster": "call sl.Ray(...).measure(keep=True), or pass the Cluster that it gives",
+}
+
+
+FIGURES = (
+    Cluster.equal(),
+    # Rudra's: cifar10_full on nodes of 32 cores, about four learners each, one parameter server. base and per_example from the
+    # baseline's 22,392 s for 140 epochs and Table 2's other times; the server's costs from its 30-softsync row at μ = 4, where it
+    # has no time left.
+    Cluster(
+        name="p775",
+        compute=Compute(base=0.008, per_example=0.00313),
+        jitter=Jitter(kind="lognormal", spread=0.1),
+        crowding=0.12,
+        learners_per_machine=4,
+        card=Link(latency=5e-6, bandwidth=24e9),
+        memory=Link(latency=2e-6, bandwidth=100e9),
+        take=Cost(fixed=1e-4, per_byte=3e-10),
+        fold=Cost(fixed=5e-4, per_byte=8e-10),
+        serve=Cost(fixed=1e-4, per_byte=3e-10),
+        message=1e-5,
+    ),
+    # SINGA's: 72 nodes of four cores on 1 Gbit/s; an AlexNet-like net, 27.3 s for 256 images on one node.
+    Cluster(
+        name="ethernet-1g",
+        compute=Compute(base=0.05, per_example=27.25 / 256),
+        jitter=Jitter(kind="normal", spread=0.05),
+        card=Link(latency=1e-4, bandwidth=125e6),
+        memory=Link(latency=5e-6, bandwidth=10e9),
+        take=Cost(fixed=2e-5, per_byte=3e-10),
+        fold=Cost(fixed=2e-5, per_byte=1e-9),
+        serve=Cost(fixed=2e-5, per_byte=2e-10),
+        message=2e-5,
+    ),
+    # Eight P100 with four NVLinks each, every GPU as a machine of its own; AlexNet, about 1,300 images/s each.
+    Cluster(
+        name="dgx-1",
+        compute=Compute(base=0.004, per_example=1 / 1300),
+        jitter=Jitter(kind="normal", spread=0.01),
+        beside=True,
+        card=Link(latency=1e-5, bandwidth=80e9),
+        memory=Link(latency=5e-6, bandwidth=500e9),
+        take=Cost(fixed=1e-5, per_byte=6e-12),
+        fold=Cost(fixed=2e-5, per_byte=1.2e-11),
+        serve=Cost(fixed=1e-5),
+        message=5e-6,
+    ),
+)
+NAMED = {**{cluster.name: cluster for cluster in FIGURES}, **dict.fromkeys(HOW)}
+
+
+def kept_file(name: str = "this-machine") -> Path:
+    """`$XDG_CACHE_HOME/syncline/this-machine.json`, or under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "syncline" / f"{name}.json"
+
+
+def keep(cluster: Cluster) -> Path:
+    path = kept_file(cluster.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(cluster.record(), indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def cluster_named(name: str) -> Cluster:
+    if not isinstance(name, str) or name not in NAMED:
+        raise UsageError(
+            f"unknown cluster {name!r}{nearest(name, NAMED)}; use one of {', '.join(NAMED)}, or build a Cluster of your own"
+        )
+    if (known := NAMED[name]) is not None:
+        return known
+    path = kept_file(name)
+    if not path.exists():
+        raise UsageError(f"{name!r} is not measured yet ({path} is not there): {HOW[name]}")
     try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"cluster: {key} takes a whole number, or 'all', got {text!r}") from None
+        return Cluster.from_record(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, UsageError) as error:
+        raise UsageError(f"{path} holds no cluster ({error}); measure again: {HOW[name]}") from error

@@ -72,19 +72,26 @@ class Faults:
         elif fault.action == "stop":
             run.stop()
         else:
-            process = _find(statistics, fault)
-            if process is None or process.pid in self._killed or self._unnoticed(fault, statistics):
-                return False
-            if not _signal(process.pid, fault):
-                return False
-            if fault.action == "kill":
-                self._killed.add(process.pid)
+            return self._strike(fault, statistics)
         return True
 
-    def _unnoticed(self, fault: Fault, statistics: Statistics) -> bool:
-        """A shard was killed and the run does not know yet: another one now would be the same loss."""
-        shards = [process for process in statistics.processes if process.role == "shard"]
-        return fault.role == "shard" and any(p.pid in self._killed and p.state == "running" for p in shards)
+    def _strike(self, fault: Fault, statistics: Statistics) -> bool:
+        process = _find(statistics, fault)
+        # a shard that was killed and the run does not know yet: another one now would be the same loss
+        shards = [each for each in statistics.processes if each.role == fault.role == "shard"]
+        unnoticed = any(each.pid in self._killed and each.state == "running" for each in shards)
+        if process is None or process.pid in self._killed or unnoticed:
+            return False
+        kill = fault.action == "kill"
+        if not _signal(process.pid, signal.SIGKILL if kill else signal.SIGSTOP):
+            return False
+        if kill:
+            self._killed.add(process.pid)
+        else:
+            timer = threading.Timer(fault.length, _signal, args=(process.pid, signal.SIGCONT))
+            timer.daemon = True
+            timer.start()
+        return True
 
 
 def _find(statistics: Statistics, fault: Fault) -> ProcessStatistics | None:
@@ -98,20 +105,10 @@ def _find(statistics: Statistics, fault: Fault) -> ProcessStatistics | None:
     return None
 
 
-def _signal(pid: int, fault: Fault) -> bool:
+def _signal(pid: int, number: int) -> bool:
+    """False: it is not there any more."""
     try:
-        os.kill(pid, signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+        os.kill(pid, number)
     except ProcessLookupError:
         return False
-    if fault.action == "pause":
-        timer = threading.Timer(fault.length, _resume, args=(pid,))
-        timer.daemon = True
-        timer.start()
     return True
-
-
-def _resume(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGCONT)
-    except ProcessLookupError:
-        return

@@ -26,7 +26,7 @@ def end_leftovers(*kept: int) -> list[str]:
             found.append(f"thread {thread.name}")
     server = forkserver.pid()
     for pid in children(os.getpid()) - {server, *kept} | (children(server) if server is not None else set()):
-        command = _command(pid)
+        command = _read(pid, "cmdline").replace("\0", " ").strip()[:200] or "gone"
         if not any(each in command for each in KEPT):
             found.append(f"process {pid}: {command}")
             os.kill(pid, 9)
@@ -39,18 +39,12 @@ def children(pid: int) -> set[int]:
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread that has just ended
             found.update(map(int, task.read_text().split()))
-    return {child for child in found if _state(child) not in ("Z", "X", "")}
+    states = {child: _read(child, "stat").rpartition(")")[2].split()[:1] for child in found}
+    return {child for child, state in states.items() if state not in (["Z"], ["X"], [])}
 
 
-def _state(pid: int) -> str:
+def _read(pid: int, name: str) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/{name}").read_text()
     except OSError:
         return ""
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()[:200]
-    except OSError:
-        return "gone"

@@ -12,16 +12,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from syncline.engines.authentication import Secret
 from syncline.engines.local import forkserver
 from syncline.engines.ray.agent import About, Agent
-from syncline.engines.ray.cluster import Agents, RayCluster
+from syncline.engines.ray.cluster import RayCluster
 from syncline.engines.ray.engine import Ray
-from syncline.engines.ray.link_measurement import Address, Echo, Echoes
+from syncline.engines.ray.link_measurement import Address, Echo
 from syncline.engines.ray.placement import Node
 from syncline.testing.leftovers import children
 
@@ -55,63 +55,8 @@ class ApartAgent:
         self.signal(signal.SIGCONT, all_of_it=True)
 
 
-class SmallAgents(Agents):
-    """One of each node but the caller's, in this process or apart."""
-
-    def __init__(self, count: int, secret: Secret, *, apart: bool, through: Through) -> None:
-        self.secret, self.closing = secret, threading.Event()
-        self._apart, self._through = apart, through
-        self.agents: dict[int, Any] = {}
-        self.about: dict[int, About] = {}
-        self._starter: subprocess.Popen[bytes] | None = None
-        self._start_all(range(1, count))
-
-    def add(self, index: int, node: Node, load: int) -> About:
-        self._start_all([index])
-        return self.about[index]
-
-    def drop(self, index: int) -> None:
-        if index in self.agents:
-            self.agents.pop(index).close()
-
-    def _start_all(self, indices: Sequence[int]) -> None:
-        here = (self.secret.run, self.secret.key, list(sys.path), os.getcwd())
-        for index, agent in zip(indices, self._made(len(indices), *here), strict=True):
-            self.agents[index] = agent
-            about = agent.about()
-            self.about[index] = replace(about, address=self._through(about.address))
-
-    def _made(self, count: int, *settings: Any) -> list[Any]:
-        if not self._apart:
-            return [_agent(*settings) for _ in range(count)]
-        return [ApartAgent(about) for about in self._start_apart(count, settings)]
-
-    def _start_apart(self, count: int, settings: Any) -> list[About]:
-        if self._starter is None:
-            code = "from syncline.testing.small_cluster import serve; serve()"
-            paths = os.pathsep.join(path for path in sys.path if path)
-            self._starter = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": paths},
-            )
-        words, answers = self._starter.stdin, self._starter.stdout
-        assert words is not None and answers is not None
-        for _ in range(count):
-            pickle.dump(settings, words)
-        words.flush()
-        return [pickle.load(answers) for _ in range(count)]
-
-    def close(self) -> None:
-        for agent in self.agents.values():
-            agent.close()
-        if self._starter is not None:
-            self._starter.communicate()
-
-
-def _agent(run: bytes, key: bytes, path: list[str], folder: str) -> Agent:
-    return Agent(Secret(run, key), "127.0.0.1", path=path, folder=folder)
+def _agent(secret: Secret, path: list[str], folder: str) -> Agent:
+    return Agent(secret, "127.0.0.1", path=path, folder=folder)
 
 
 def serve() -> None:
@@ -143,58 +88,83 @@ def _live(settings: Any, out: int, life: int) -> NoReturn:
     os._exit(0)
 
 
-class SmallEchoes(Echoes):
-    """One of each node but the caller's, in this process."""
-
-    def __init__(self, nodes: Sequence[Node], secret: Secret) -> None:
-        self._echoes = {node: Echo("127.0.0.1", secret) for node in nodes}
-
-    def address(self, node: Node) -> Address:
-        return self._echoes[node].address
-
-    def close(self) -> None:
-        for echo in self._echoes.values():
-            echo.close()
-
-
 class SmallCluster(RayCluster):
     """So many nodes of so many cores; the first is the caller's."""
 
-    def __init__(self, count: int, cores: int, *, apart: bool, through: Through, blind: bool = False) -> None:
-        self._blind = blind
-        self._nodes: list[Node] = []
+    def __init__(self, count: int, cores: int, *, apart: bool, through: Through, blind: bool) -> None:
+        self._apart, self._through, self._blind = apart, through, blind
+        self._at_hand: list[Node] = []
+        self.agents: dict[int, Any] = {}
+        self._starter: subprocess.Popen[bytes] | None = None
         for _ in range(count):
             self.add_node(cores)
-        self._apart, self._through = apart, through
 
     def add_node(self, cores: int) -> None:
         """Joins the cluster."""
-        index = len(self._nodes)
-        self._nodes.append(Node(f"node {index}", "127.0.0.1", cores, home=index == 0))
+        index = len(self._at_hand)
+        self._at_hand.append(Node(f"node {index}", "127.0.0.1", cores, home=index == 0))
 
     def nodes(self) -> list[Node]:
-        return list(self._nodes)
+        return list(self._at_hand)
 
-    def agents(
-        self,
-        nodes: Sequence[Node],
-        loads: Sequence[int],
-        secret: Secret,
-        *,
-        gpus: bool,
-        resources: Mapping[str, float] | None,
-    ) -> SmallAgents:
-        self.running = SmallAgents(len(nodes), secret, apart=self._apart, through=self._through)
-        for agent in self.running.agents.values() if self._blind else ():
-            agent.sees = lambda token: False
-        return self.running
+    def begin(self, nodes: Sequence[Node], loads: Sequence[int], secret: Secret, **options: Any) -> None:
+        self.secret, self.closing = secret, threading.Event()
+        self.agents, self.about = {}, {}
+        self._start_all(range(1, len(nodes)))
+
+    def add(self, index: int, node: Node, load: int) -> None:
+        self._start_all([index])
+
+    def drop(self, index: int) -> None:
+        if index in self.agents:
+            self.agents.pop(index).close()
+
+    def _start_all(self, indices: Sequence[int]) -> None:
+        here = (self.secret, list(sys.path), os.getcwd())
+        if self._apart:
+            made: list[Any] = [ApartAgent(about) for about in self._start_apart(len(indices), here)]
+        else:
+            made = [_agent(*here) for _ in indices]
+        for index, agent in zip(indices, made, strict=True):
+            self.agents[index] = agent
+            about = agent.about()
+            self.about[index] = replace(about, address=self._through(about.address))
+            if self._blind:
+                agent.sees = lambda token: False
+
+    def _start_apart(self, count: int, settings: Any) -> list[About]:
+        if self._starter is None:
+            code = "from syncline.testing.small_cluster import serve; serve()"
+            paths = os.pathsep.join(path for path in sys.path if path)
+            self._starter = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": paths},
+            )
+        words, answers = self._starter.stdin, self._starter.stdout
+        assert words is not None and answers is not None
+        for _ in range(count):
+            pickle.dump(settings, words)
+        words.flush()
+        return [pickle.load(answers) for _ in range(count)]
+
+    @contextlib.contextmanager
+    def echoes(self, nodes: Sequence[Node], secret: Secret) -> Iterator[list[Address]]:
+        with contextlib.ExitStack() as undo:
+            echoes = [undo.enter_context(contextlib.closing(Echo("127.0.0.1", secret))) for _ in nodes]
+            yield [echo.address() for echo in echoes]
 
     def close(self) -> None:
-        pass
+        for agent in self.agents.values():
+            agent.close()
+        starter, self._starter = self._starter, None
+        if starter is not None:
+            starter.communicate()
 
 
 class Nodes(Ray):
-    """In place of `sl.Ray`; `cluster.running.agents` are the last run's, `cluster.add_node(cores)` lets another join.
+    """In place of `sl.Ray`; `cluster.agents` are the last run's, `cluster.add_node(cores)` lets another join.
 
     `apart=True`: each in processes of its own. `through` gives the address at which an agent's own is reached. `blind=True`:
     they do not see the caller's files.
@@ -215,6 +185,3 @@ class Nodes(Ray):
 
     def _attach(self, cores: int) -> SmallCluster:
         return self.cluster
-
-    def _echoes(self, nodes: list[Node], secret: Secret) -> SmallEchoes:
-        return SmallEchoes(nodes, secret)

@@ -14,6 +14,7 @@ from syncline.batch.commands import BatchMethod
 from syncline.dial import Course
 from syncline.engines.checkpoint_options import AUTO
 from syncline.engines.run import Callback, Engine, Task
+from syncline.errors import NotYetError
 from syncline.learn.gradient_ways import Backprop, Loss, Objective, regularised, way_of
 from syncline.learn.server_session import check_whole
 from syncline.learn.training import (
@@ -26,24 +27,11 @@ from syncline.learn.training import (
 from syncline.protocols.lifecycle import PATIENCE
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.engine import Sim
+from syncline.train import checks
 from syncline.train.batch import batch_spec, wants_batch
-from syncline.train.checks import (
-    batches_of,
-    built,
-    check_call,
-    check_callbacks,
-    check_data,
-    check_data_device,
-    check_evaluate,
-    check_loop,
-    check_optimizer,
-    check_schedule,
-    check_seed,
-)
 from syncline.train.groups import (
     GroupBatches,
     check_group,
-    check_seats,
     cut_over,
     simulated,
     under_torchrun,
@@ -102,9 +90,12 @@ def launch(
     check_group(group, plan, runner, topology)
     sync, topology = under_torchrun(runner, group, sync, topology)
     learners = learners_of(runner, learners, topology, wait, group)
-    check_seats(group, runner)
-    check_call(function, arguments, keywords)
-    check_seed(seed)
+    if group > 1 and isinstance(runner, Sim):
+        raise NotYetError(
+            f"group={group} in launch: the simulator has no seats, a group is one learner there; use train, or engine='local'"
+        )
+    checks.check_call(function, arguments, keywords)
+    checks.check_seed(seed)
     check_whole("learners", learners)
     if batch_size is not None:
         check_whole("batch_size", batch_size)
@@ -210,15 +201,15 @@ def train(
     check_group(group, plan, runner, topology)
     sync, topology = under_torchrun(runner, group, sync, topology, local_update=local_update)
     learners = learners_of(runner, learners, topology, wait, group)
-    each, joint = batches_of(batch_size, global_batch_size, learners, sync, topology)
-    check_loop(loss, objective, epochs, steps, policy, collate)
-    data, evaluate = check_data(data, each), check_evaluate(evaluate)
-    check_data_device(data_device, device, data, collate)
-    whole, sent = built(model, seed)
+    each, joint = checks.batches_of(batch_size, global_batch_size, learners, sync, topology)
+    checks.check_loop(loss, objective, epochs, steps, policy, collate)
+    data, evaluate = checks.check_data(data, each), checks.check_evaluate(evaluate)
+    checks.check_data_device(data_device, device, data, collate)
+    whole, sent = checks.built(model, seed)
     way = way_of(gradient, whole, loss, objective)
     trained, rule = regularised(way, regulariser), read_stop(stop, data)
-    made = check_optimizer(whole, optimizer, sync)
-    check_schedule(schedule, made)
+    made = checks.check_optimizer(whole, optimizer, sync)
+    checks.check_schedule(schedule, made)
     if steps is None and epochs is None:
         epochs = 1
     aim = trained.objective if isinstance(trained, Backprop) else None
@@ -282,7 +273,7 @@ def train(
         cut=cut,
         model=whole,
         evaluate=evaluation,
-        callbacks=(*check_callbacks(callbacks), *([rule] if rule is not None else [])),
+        callbacks=(*checks.check_callbacks(callbacks), *([rule] if rule is not None else [])),
     )
     run = Run(runner, spec, whole, made)
     return run.wait() if wait else run

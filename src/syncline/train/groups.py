@@ -78,14 +78,6 @@ def under_torchrun(
     return Course(tuple((at, dial if dial.lockstep else lockstep) for at, dial in course.dials)), topology
 
 
-def check_seats(group: int, engine: Engine) -> None:
-    """That the user's function can run in every seat."""
-    if group > 1 and isinstance(engine, Sim):
-        raise NotYetError(
-            f"group={group} in launch: the simulator has no seats, a group is one learner there; use train, or engine='local'"
-        )
-
-
 def updates_locally(
     course: Course, made: torch.optim.Optimizer, batches: GroupBatches, *, plain: bool
 ) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from syncline.dial import Sync, as_sync
+from syncline.dial import Course, Sync, as_sync
 from syncline.engines.run import Engine, EpochRecord, Event, Handle, Outcome, RunSpec
 from syncline.engines.simulated_times import SimulatedTimes
 from syncline.errors import DialError, RunError, Terminated, UsageError, interrupted
@@ -31,7 +31,7 @@ from syncline.learn.training import Training
 from syncline.messages import Statistics
 from syncline.protocols.staleness import Staleness
 from syncline.report.folder_writer import record_run
-from syncline.train.spec import check_turn
+from syncline.topologies import Trees
 
 HEEDED = (signal.SIGINT, signal.SIGTERM)
 
@@ -49,27 +49,20 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             self._depth += 1
-            if self._depth == 1:
-                self._install()
+            for number in HEEDED if self._depth == 1 else ():
+                before = signal.getsignal(number)
+                if before is not None and before is not signal.SIG_IGN:
+                    self._before[number] = before
+                    signal.signal(number, self._heed)
         return self
 
     def __exit__(self, *raised: object) -> None:
         if threading.current_thread() is threading.main_thread():
             self._depth -= 1
             if self._depth == 0:
-                self._restore()
-
-    def _install(self) -> None:
-        for number in HEEDED:
-            before = signal.getsignal(number)
-            if before is not None and before is not signal.SIG_IGN:
-                self._before[number] = before
-                signal.signal(number, self._heed)
-
-    def _restore(self) -> None:
-        before, self._before = self._before, {}
-        for number, handler in before.items():
-            signal.signal(number, handler)
+                before, self._before = self._before, {}
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
     def _heed(self, number: int, frame: FrameType | None) -> None:
         if not self.number:
@@ -243,8 +236,7 @@ class Run:
     def add_learners(self, count: int = 1) -> None:
         """More learners join the run; they count from the version they first read."""
         check_whole("count", count)
-        self._refuse_late("add_learners")
-        self._refuse_local("add_learners")
+        self._refuse("add_learners")
         if self._plan is not None and isinstance(self._plan.data, IterableDataset):
             raise UsageError(
                 f"an iterable data set is split over the {self._spec.plan.learners} learners of the start: "
@@ -255,31 +247,31 @@ class Run:
     def change(self, sync: str | Sync) -> None:
         """Another dial, from the next version on."""
         dial = as_sync(sync)
-        self._refuse_late("change")
-        self._refuse_local("change")
+        self._refuse("change")
         self._changes += 1
-        if self._changes + len(self._spec.plan.course.dials) > MOST_DIALS:
+        plan = self._spec.plan
+        if self._changes + len(plan.course.dials) > MOST_DIALS:
             raise DialError(f"a run may have {MOST_DIALS} dials, this one has had them; start another run")
-        dial.check(self._spec.plan.learners, self._spec.plan.batch_size)
-        check_turn(self._spec, dial)
-        if dial.delay > self._spec.plan.delay:
+        dial.check(plan.learners, plan.batch_size)
+        if isinstance(plan.topology, Trees):
+            plan.topology.check(Course.of(dial), self._spec.faults, clip_norm=plan.clip_norm, warm=plan.warm)
+        if dial.delay > plan.delay:
             raise DialError(
-                f"{dial} keeps {dial.delay + 1} versions, this run was started to keep {self._spec.plan.delay + 1}: "
-                f"start it with a course that holds it, for example '{self._spec.plan.course} until 100 then {dial}'"
+                f"{dial} keeps {dial.delay + 1} versions, this run was started to keep {plan.delay + 1}: "
+                f"start it with a course that holds it, for example '{plan.course} until 100 then {dial}'"
             )
         if self._made is not None:
             refuse_weighted(dial, self._made)
         self._handle.change(dial)
 
-    def _refuse_local(self, what: str) -> None:
+    def _refuse(self, what: str) -> None:
+        """What comes too late, or to learners that do not ask servers."""
+        if self.done:
+            raise UsageError(f"the run has ended: {what} comes too late; start another run")
         if self._spec.plan.local:
             raise UsageError(
                 f"{what}: this run's one group updates what is cut over its seats by itself; start it with local_update=False"
             )
-
-    def _refuse_late(self, what: str) -> None:
-        if self.done:
-            raise UsageError(f"the run has ended: {what} comes too late; start another run")
 
     def statistics(self) -> Statistics:
         """Versions, staleness, who waits for whom."""
@@ -301,6 +293,8 @@ def _forget(handle: Handle) -> None:
 def result_of(outcome: Outcome, *, before: int) -> Result:
     table = outcome.statistics.tables.get(0)
     seconds = outcome.seconds - outcome.began
+    lost = [event.rank for event in outcome.events if event.rank is not None]
+    ranks = 1 + max([*outcome.returned, *lost], default=-1)
     return Result(
         version=table.version if table else 0,
         updates=table.version if table else 0,
@@ -312,14 +306,9 @@ def result_of(outcome: Outcome, *, before: int) -> Result:
         history=outcome.history,
         logs=outcome.logs,
         events=outcome.events,
-        returned=[outcome.returned.get(rank) for rank in range(_ranks(outcome))],
+        returned=[outcome.returned.get(rank) for rank in range(ranks)],
         interrupted=outcome.interrupted,
         statistics=outcome.statistics,
         simulated=outcome.simulated,
         _tables=outcome.tables,
     )
-
-
-def _ranks(outcome: Outcome) -> int:
-    lost = [event.rank for event in outcome.events if event.rank is not None]
-    return max([*outcome.returned, *lost], default=-1) + 1

@@ -48,41 +48,32 @@ def run_spec(
     read: Callable[[Checkpoint], Restored] = restored,
 ) -> RunSpec:
     """The whole, checked: of what `train` or `launch` was `given`, devices, faults and checkpoints; with these their folder is locked."""
-    device, table_device = given["device"], given["table_device"]
     if given["threads"] is not None:
         check_whole("threads", given["threads"])
     for name in ("run_dir", "resume"):
-        check_path(name, given[name])
+        path = given[name]
+        if path is not None and not (isinstance(path, (str, os.PathLike)) and os.fspath(path)):
+            raise UsageError(f"{name} must be the path of a folder, got {path!r}")
     faults = Faults(**{name: given[name] for name in ("on_error", "replace", "patience", "kill_hung")})
-    run_dir, resume, every, keep = (
-        given[name] for name in ("run_dir", "resume", "checkpoint_every", "keep_checkpoints")
-    )
-    clocks, virtual = given["clocks"], engine.virtual
+    run_dir, resume, every = given["run_dir"], given["resume"], given["checkpoint_every"]
+    keep, clocks, virtual = given["keep_checkpoints"], given["clocks"], engine.virtual
     checkpoints = Checkpoints(run_dir, resume, every, keep, clocks=clocks, virtual=virtual, read=read)
-    check_plan(plan, faults, clocks=clocks)
-    check_built(plan, engine, group)
-    place = place_of(engine)
-    if engine.deals_devices and table_device not in (None, "cpu"):
-        raise UsageError(
-            f"table_device={table_device!r}: on a cluster tables lie in the memory of the caller's node; leave it out"
-        )
-    tree = isinstance(plan.topology, Trees)
-    if (group > 1 or tree) and table_device not in (None, "cpu"):
-        who = "seats share a table" if group > 1 else "leaves add gradients"
-        raise UsageError(f"table_device={table_device!r}: {who} in the host's memory; leave it out")
-    dealt = engine.deals_devices and device == "cuda"
-    devices = ("cuda",) if dealt else devices_of(device, plan.learners * group)
+    check_plan(plan, engine, faults, group, clocks=clocks)
+    device, place = given["device"], place_of(engine)
     if place is not None:
-        devices = (devices_of(device, place.local)[place.local_rank],)
+        devices: tuple[str, ...] = (devices_of(device, place.local)[place.local_rank],)
         checkpoints = dataclasses.replace(checkpoints, rank=place.rank)
-    card = None if dealt or group > 1 or tree else card_of(table_device, devices)
+    elif engine.deals_devices and device == "cuda":
+        devices = ("cuda",)
+    else:
+        devices = devices_of(device, plan.learners * group)
+    card = card_of(given["table_device"], devices, engine, plan, group)
     if card is not None:  # the card folds, and processes that take turns on it only wait for each other
         plan = dataclasses.replace(plan, topology=plan.topology.sized(1, 1, lockstep=True))
         if model is not None:
             check_card(card, devices, plan, model)
-    if engine.deals_devices and isinstance(
-        plan.topology, Servers
-    ):  # small parts would cross links one by one
+    if engine.deals_devices and isinstance(plan.topology, Servers):
+        # small parts would cross links one by one
         plan = dataclasses.replace(plan, topology=dataclasses.replace(plan.topology, least=SHARD_BYTES))
     saving, storage = checkpoints.opened(plan)
     return RunSpec(
@@ -100,32 +91,21 @@ def run_spec(
     )
 
 
-def check_plan(plan: RunPlan, faults: Faults, *, clocks: bool) -> None:
-    """Dials and topology that go together, and with the rest."""
+def check_plan(plan: RunPlan, engine: Engine, faults: Faults, group: int, *, clocks: bool) -> None:
+    """Dials and topology that go together, and with the rest. Trees need servers, and who starts them."""
     if isinstance(plan.warm, bool) or not isinstance(plan.warm, int) or plan.warm < 0:
         raise UsageError(f"warmstart is a number of updates, at least 0, got {plan.warm!r}")
-    check_clip_norm(plan.clip_norm)
+    norm: Any = plan.clip_norm
+    if norm is not None and not (isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0):
+        raise UsageError(f"clip_norm must be a number > 0, got {norm!r}; leave it out not to clip")
     for _, dial in plan.course.dials:
         dial.check(plan.learners, plan.batch_size)
     plan.topology.check(plan.course, faults, clip_norm=plan.clip_norm, warm=plan.warm, clocks=clocks)
-
-
-def check_turn(spec: RunSpec, dial: Sync) -> None:
-    """A run over a tree can follow this dial from now on."""
-    plan = spec.plan
-    if isinstance(plan.topology, Trees):
-        plan.topology.check(Course.of(dial), spec.faults, clip_norm=plan.clip_norm, warm=plan.warm)
-
-
-def check_built(plan: RunPlan, engine: Engine, group: int) -> None:
-    """Trees need servers, and who starts them; versions that flow unasked come to single processes."""
-    if not isinstance(plan.topology, Trees):
-        return
-    if not isinstance(engine, Sim | Local | Ray):
+    if isinstance(plan.topology, Trees) and not isinstance(engine, Sim | Local | Ray):
         raise NotYetError(
             f"topology '{plan.topology}' is not built yet on this engine; use engine='local', 'ray' or 'sim'"
         )
-    if plan.topology.broadcast and group > 1:
+    if isinstance(plan.topology, Trees) and plan.topology.broadcast and group > 1:
         raise NotYetError(
             f"topology '{plan.topology}' is not built yet with group={group}, whose seats must read one version; leave "
             "broadcast out"
@@ -136,20 +116,6 @@ def topology_of(text: str, learners: int, course: Course) -> Topology:
     """With as many shards as this machine has cores for, where the user names no number."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return parse_topology(text).sized(learners, cores, lockstep=course.first.lockstep)
-
-
-def check_clip_norm(given: Any) -> None:
-    if given is not None and not (_is_number(given) and given > 0):
-        raise UsageError(f"clip_norm must be a number > 0, got {given!r}; leave it out not to clip")
-
-
-def check_path(name: str, given: Any) -> None:
-    if given is not None and not (isinstance(given, (str, os.PathLike)) and os.fspath(given)):
-        raise UsageError(f"{name} must be the path of a folder, got {given!r}")
-
-
-def _is_number(given: Any) -> bool:
-    return isinstance(given, (int, float)) and not isinstance(given, bool)
 
 
 def devices_of(device: Any, learners: int) -> tuple[str, ...]:
@@ -175,13 +141,23 @@ def devices_of(device: Any, learners: int) -> tuple[str, ...]:
     return tuple(names[rank % len(names)] for rank in range(learners))
 
 
-def card_of(table_device: Any, devices: Sequence[str]) -> str | None:
+def card_of(
+    table_device: Any, devices: Sequence[str], engine: Engine, plan: RunPlan, group: int
+) -> str | None:
     """Tables lie with their learners, where those are on GPUs, unless something else is said."""
+    tree = isinstance(plan.topology, Trees)
+    if engine.deals_devices and table_device not in (None, "cpu"):
+        raise UsageError(
+            f"table_device={table_device!r}: on a cluster tables lie in the memory of the caller's node; leave it out"
+        )
+    if (group > 1 or tree) and table_device not in (None, "cpu"):
+        who = "seats share a table" if group > 1 else "leaves add gradients"
+        raise UsageError(f"table_device={table_device!r}: {who} in the host's memory; leave it out")
+    if (engine.deals_devices and devices == ("cuda",)) or group > 1 or tree or table_device == "cpu":
+        return None
     on_gpus = all(torch.device(name).type == "cuda" for name in devices)
     if table_device is None:
         return devices[0] if on_gpus else None
-    if table_device == "cpu":
-        return None
     names = sorted(set(devices))
     if not on_gpus or table_device not in names:
         raise UsageError(

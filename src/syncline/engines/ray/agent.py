@@ -20,14 +20,13 @@ from typing import Any, NoReturn
 import torch
 
 from syncline.engines.authentication import Listener, Secret, Stranger, connect
-from syncline.engines.local.host_interface import RelayParts, Sites, Vitals
+from syncline.engines.local.host_interface import Sites, Vitals
 from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
-from syncline.engines.ray.bulk_connection import Connection, Lost
-from syncline.engines.ray.frame_kinds import AGENT, WORD, Kind, Objects
-from syncline.engines.ray.heartbeat import notice_silence
+from syncline.engines.ray.bulk_connection import Lost
+from syncline.engines.ray.frame_kinds import WORD, Kind, ObjectConnection
 from syncline.engines.ray.placement import GpuDealer
 from syncline.engines.ray.relay import Link, Relay
 from syncline.engines.run import RunSpec, Storage
@@ -43,9 +42,7 @@ class About:
     """What an agent says of itself."""
 
     address: tuple[str, int]
-    python: str
-    torch: str
-    syncline: str
+    versions: tuple[str, str, str]
     pid: int
 
 
@@ -65,8 +62,8 @@ class Do:
     """A verb of `Host`; of a process that is told about its number and role."""
 
     verb: str
-    given: tuple[Any, ...] = ()
-    named: dict[str, Any] | None = None
+    given: tuple[Any, ...]
+    named: dict[str, Any]
 
 
 # -- to the supervisor -----------------------------------------------------------------------------------------
@@ -110,16 +107,16 @@ class Agent:
 
     def __init__(self, secret: Secret, host: str, *, gpus: int = 0, path: list[str], folder: str) -> None:
         self._secret, self._gpus = secret, gpus
-        _settle(path, folder)
+        # modules are looked for where the caller looks for them, as far as that is here too
+        sys.path += [each for each in path if each not in sys.path and os.path.isdir(each)]
+        if os.path.isdir(folder):
+            os.chdir(folder)
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._control: Connection | None = None
-        self._objects = Objects()
+        self._control: ObjectConnection | None = None
         self._task: Parcel | None = None
         self.host: LocalHost | None = None
         self.sees: Callable[[str], bool] = os.path.exists  # a file of the caller's
-        self._links: list[
-            tuple[int, int, socket.socket]
-        ] = []  # of relays that wait for this one's: generation, machine
+        self._links: list[tuple[int, int, socket.socket]] = []  # of waiting relays: generation, machine
         self._told: Vitals | None = None
         self._refused = self._beats = 0
         self._wake = WakeUp()
@@ -129,76 +126,67 @@ class Agent:
         self._thread.start()
 
     def about(self) -> About:
-        return About(self._listener.address, *versions(), os.getpid())
+        return About(self._listener.address, versions(), os.getpid())
 
     def close(self) -> None:
-        self._closing.set()
-        self._wake.ring()
+        self._end()
         self._thread.join(10)
 
     # -- connections, each on a thread of its own --------------------------------------------------------
 
     def _welcome(self, end: socket.socket) -> None:
-        objects, handed = Objects(), False
-        connection = Connection(end, run=self._secret.run, incarnation=AGENT, into=objects.into)
+        """When the caller is gone, or has declared this node dead, nothing of the run stays here."""
+        connection, kept, caller = ObjectConnection(end, self._secret), False, False
         try:
-            frame = connection.receive(FIRST_WORD)
-            if frame is None:
+            if (frame := connection.receive(FIRST_WORD)) is None:
                 return
-            if frame.kind == Kind.PULSE:
-                self._answer(connection, end)
-            elif frame.kind == Kind.LINK:
-                handed = True
+            if frame.kind == Kind.LINK:
+                kept = True
                 self._links.append((frame.generation, frame.place, end))
                 self._later(self._link_all)
                 if self._over.is_set():
                     self._close_links()
+            elif frame.kind == Kind.PULSE:
+                caller = True
+                self._answer(connection)
             elif frame.kind == Kind.CONTROL and self._control is None:
-                self._control, self._objects = connection, objects
+                caller, self._control = True, connection
                 threading.Thread(target=connection.keep_sending, daemon=True).start()
                 self._listen(connection)
         except Lost:
             pass
         finally:
+            if caller:
+                self._end()
             self._refused += connection.refused.total()
-            if not handed:
+            if not kept:
                 connection.close()
 
-    def _answer(self, connection: Connection, end: socket.socket) -> NoReturn:
-        """Until the caller is gone, or has declared this node dead: then nothing of the run stays here."""
-        notice_silence(end)
-        try:
-            while True:
-                refused = self._listener.strangers + self._refused
-                connection.send(Kind.PULSE, WORD.pack(refused), WORD.pack(self._beats))
-                connection.receive()
-        finally:
-            self._end()
+    def _answer(self, connection: ObjectConnection) -> NoReturn:
+        connection.notice_silence()
+        while True:
+            refused = self._listener.strangers + self._refused
+            connection.send(Kind.PULSE, WORD.pack(refused), WORD.pack(self._beats))
+            connection.receive()
+
+    def _listen(self, connection: ObjectConnection) -> NoReturn:
+        """To the supervisor."""
+        while True:
+            frame = connection.receive()
+            if frame is not None and (found := connection.gather(frame)) is not None:
+                self._later(partial(self._hear, *found))
 
     def _end(self) -> None:
         self._closing.set()
         self._wake.ring()
-
-    def _listen(self, connection: Connection) -> NoReturn:
-        """To the supervisor."""
-        try:
-            while True:
-                frame = connection.receive()
-                if frame is not None and (found := self._objects.gather(frame)) is not None:
-                    self._later(partial(self._hear, *found))
-        finally:
-            self._end()
 
     def _later(self, action: Callable[[], None]) -> None:
         self._todo.put(action)
         self._wake.ring()
 
     def _tell(self, message: Any) -> None:
-        if self._control is not None and not self._control.lost:
-            try:
-                self._objects.send(self._control, message)
-            except Lost:
-                self._end()
+        if self._control is not None:
+            self._control.tell(message)
 
     # -- the thread --------------------------------------------------------------------------------------
 
@@ -245,69 +233,41 @@ class Agent:
 
     def _begin(self, order: Begin) -> None:
         assert self._task is not None
-        relay, spec = partial(self._relay, order.addresses), order.spec
         sees = order.token is None or self.sees(order.token)
-        if not sees:
-            spec = replace(spec, storage=Storage())
         self.host = LocalHost(
-            spec,
+            order.spec if sees else replace(order.spec, storage=Storage()),
             self._processes,
             self._task,
             self._pass_on,
             self._pass_end_on,
             sites=order.sites,
             site=order.site,
-            relay=relay,
+            relay=lambda parts: Relay(parts, self._secret, order.addresses),
             seat=GpuDealer(self._gpus),
         )
-        self._tell(Ready(sees, self._cut(order)))
-
-    def _cut(self, order: Begin) -> dict[int, str]:
-        """Machines that this one's relay will connect to, and cannot."""
-        found, sites = {}, order.sites
+        cut, sites = {}, order.sites
         for site, address in order.addresses.items():
             if site in sites.live and (sites.of(site) or sites.of(order.site)):
                 try:
                     connect(address, self._secret).close()
                 except (OSError, Stranger) as error:
-                    found[site] = str(error)
-        return found
-
-    def _relay(self, addresses: dict[int, tuple[str, int]], parts: RelayParts) -> Relay:
-        return Relay(parts, self._secret, addresses)
+                    cut[site] = str(error)
+        self._tell(Ready(sees, cut))
 
     def _do(self, order: Do) -> None:
         assert self.host is not None
-        if order.verb in ("kill", "end"):
-            self._end_process(order)
+        if order.verb in ("kill", "end"):  # the last one that was started
+            processes = self._processes.by_pid.values()
+            running = [each for each in processes if (each.role, each.number) == order.given]
+            for process in running[-1:]:
+                getattr(self.host, order.verb)(process)
             return
-        nodes = set(self._nodes())
-        done = getattr(self.host, order.verb)(*order.given, **(order.named or {}))
-        if order.verb == "start_learner":
-            self._started([done])
-        elif order.verb == "start_servers":
-            relay = [self.host.relay] if self.host.relay is not None else []
-            self._started([*done, *relay])
-            self._link_all()
-        else:  # a leaf may have been renewed
-            self._started([each for each in self._nodes() if each not in nodes])
-
-    def _nodes(self) -> list[Process]:
-        assert self.host is not None
-        return list(self.host.nodes.processes.values()) if self.host.nodes is not None else []
-
-    def _started(self, processes: list[Process]) -> None:
-        for each in processes:
-            self._tell(Started(each.role, each.number, each.rank, each.pid))
-
-    def _end_process(self, order: Do) -> None:
-        role, number = order.given
-        running = [
-            each for each in self._processes.by_pid.values() if (each.role, each.number) == (role, number)
-        ]
-        for process in running[-1:]:
-            assert self.host is not None
-            (self.host.kill if order.verb == "kill" else self.host.end)(process)
+        before = set(self._processes.by_pid.values())
+        getattr(self.host, order.verb)(*order.given, **order.named)
+        for each in self._processes.by_pid.values():
+            if each not in before:
+                self._tell(Started(each.role, each.number, each.rank, each.pid))
+        self._link_all()
 
     # -- relays of other machines ------------------------------------------------------------------------
 
@@ -348,16 +308,8 @@ class Agent:
         self._tell(Ended(process.pid, how))
 
 
-def _settle(path: list[str], folder: str) -> None:
-    """Modules are looked for where the caller looks for them, as far as that is here too."""
-    sys.path += [each for each in path if each not in sys.path and os.path.isdir(each)]
-    if os.path.isdir(folder):
-        os.chdir(folder)
-
-
-def describe(about: About, mine: tuple[str, str, str]) -> str:
+def describe(theirs: tuple[str, str, str], mine: tuple[str, str, str]) -> str:
     """In what an agent's versions differ from the caller's; empty if they do not."""
-    theirs: Any = (about.python, about.torch, about.syncline)
     names = ("Python", "torch", "syncline")
     return ", ".join(
         f"{name} {their} (here {own})"

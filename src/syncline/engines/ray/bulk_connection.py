@@ -12,9 +12,9 @@ import select
 import socket
 import struct
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ SLICE = 1 << 20  # bytes that one call of the kernel is asked to move
 SMALL = 1 << 20  # bytes of a body that nobody has named a place for
 VIEWS = 64  # pieces of memory that one call of the kernel is given
 QUEUED = 1024  # frames that wait to be sent, at most
+SILENT = 4.0  # seconds without an answer after which a node is dead
 TURN = 4 << 20  # bytes that are received before whoever does not wait may do something else
 
 
@@ -51,31 +52,13 @@ class Frame(NamedTuple):
 
 
 @dataclass(slots=True)
-class Refusals:
-    """What came and was not taken."""
-
-    garbage: int = 0  # no frame at all
-    oversized: int = 0  # larger than what it is for
-    truncated: int = 0  # the connection ended within it
-    foreign: int = 0  # of another run or incarnation
-    again: int = 0  # it had come before
-
-    def total(self) -> int:
-        return self.garbage + self.oversized + self.truncated + self.foreign + self.again
-
-
-@dataclass(slots=True)
 class _Incoming:
     """A frame that has begun to arrive."""
 
     head: Head
     body: memoryview
     wanted: bool  # else it is read and forgotten
-    filled: int = 0
-    left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.left = self.head.length
+    left: int  # bytes
 
 
 Into = Callable[[Head], "memoryview | None"]
@@ -89,7 +72,7 @@ class Connection:
         end.setblocking(False)
         self._socket = end
         self._run, self._incarnation, self._into = run, incarnation, into
-        self.refused = Refusals()
+        self.refused = Counter[str]()  # what came and was not taken, by the reason
         self._sending = threading.Condition()
         self._queue: deque[memoryview] = deque()  # what is not sent
         self._ends: deque[int] = deque()  # of frames that are not sent, in bytes since the beginning
@@ -112,7 +95,7 @@ class Connection:
         with self._sending:
             while len(self._ends) >= QUEUED and not self.lost:
                 self._flush_some(wait=True)
-            number = self._put(kind, bodies, place, offset, generation)
+            number = self.queue(kind, *bodies, place=place, offset=offset, generation=generation)
             self._flush_some()
             if self._queue:
                 self._sending.notify_all()
@@ -120,20 +103,17 @@ class Connection:
 
     def queue(self, kind: int, *bodies: Any, place: int = 0, offset: int = 0, generation: int = 0) -> int:
         """The same, to be sent with the next `flush`, together with others."""
-        with self._sending:
-            return self._put(kind, bodies, place, offset, generation)
-
-    def _put(self, kind: int, bodies: Sequence[Any], place: int, offset: int, generation: int) -> int:
-        self._check()
         views = [memoryview(body).cast("B") for body in bodies]
         length = sum(view.nbytes for view in views)
-        which = (self._run, generation, self._incarnation, self._queued)
-        self._queue.append(memoryview(_HEAD.pack(MAGIC, kind, *which, place, offset, length)))
-        self._queue.extend(view for view in views if view.nbytes)
-        self._bytes_queued += _HEAD.size + length
-        self._ends.append(self._bytes_queued)
-        self._queued += 1
-        return self._queued
+        with self._sending:
+            self._check()
+            which = (self._run, generation, self._incarnation, self._queued)
+            self._queue.append(memoryview(_HEAD.pack(MAGIC, kind, *which, place, offset, length)))
+            self._queue.extend(view for view in views if view.nbytes)
+            self._bytes_queued += _HEAD.size + length
+            self._ends.append(self._bytes_queued)
+            self._queued += 1
+            return self._queued
 
     def flush(self) -> bool:
         """Send what the other end takes now; True if nothing is left."""
@@ -141,10 +121,6 @@ class Connection:
             self._check()
             self._flush_some()
             return not self._queue
-
-    @property
-    def unsent(self) -> bool:
-        return bool(self._queue)
 
     def sent(self, number: int) -> bool:
         """The memory of that frame is not needed any more."""
@@ -159,7 +135,7 @@ class Connection:
 
     def keep_sending(self) -> None:
         """For a thread of its own: what `send` left is sent while others go on; ends with the connection."""
-        with self._sending:
+        with contextlib.suppress(Lost), self._sending:
             while not self.lost:
                 if self._queue:
                     self._flush_some(wait=True)
@@ -174,7 +150,12 @@ class Connection:
                 except BlockingIOError:
                     if not wait:
                         return
-                    self._await_room()
+                    self._sending.release()  # others may send or close meanwhile
+                    try:
+                        ready(self._socket, select.POLLOUT)
+                    finally:
+                        self._sending.acquire()
+                    self._check()
                     wait = False
                     continue
                 self._advance(count)
@@ -192,15 +173,6 @@ class Connection:
             self._ends.popleft()
             self._sent += 1
             self._sending.notify_all()
-
-    def _await_room(self) -> None:
-        """Others may send or close meanwhile."""
-        self._sending.release()
-        try:
-            ready(self._socket, select.POLLOUT)
-        finally:
-            self._sending.acquire()
-        self._check()
 
     # -- receiving ---------------------------------------------------------------------------------------
 
@@ -223,39 +195,24 @@ class Connection:
 
     def _receive_some(self) -> Frame | None:
         if self._incoming is None:
-            self._fill_head()
+            self._head_filled += self._read_into(memoryview(self._head)[self._head_filled :])
             if self._head_filled < _HEAD.size:
                 return None
             self._incoming = self._begin()
-        incoming = self._incoming
+        incoming, head = self._incoming, self._incoming.head
         if incoming.left:
-            self._fill(incoming)
+            start = head.length - incoming.left if incoming.wanted else 0
+            incoming.left -= self._read_into(incoming.body[start : start + min(SLICE, incoming.left)])
         if incoming.left:
             return None
         self._incoming, self._head_filled = None, 0
-        if not incoming.wanted:
-            return None
-        head = incoming.head
-        return Frame(head.kind, head.generation, head.place, incoming.body)
-
-    def _fill_head(self) -> None:
-        view = memoryview(self._head)[self._head_filled :]
-        self._head_filled += self._read_into(view)
-
-    def _fill(self, incoming: _Incoming) -> None:
-        if incoming.wanted:
-            view = incoming.body[incoming.filled : incoming.filled + SLICE]
-            count = self._read_into(view)
-            incoming.filled += count
-        else:
-            count = self._read_into(incoming.body[: min(incoming.left, incoming.body.nbytes)])
-        incoming.left -= count
+        return Frame(head.kind, head.generation, head.place, incoming.body) if incoming.wanted else None
 
     def _read_into(self, view: memoryview) -> int:
         count = self._socket.recv_into(view)
         if count == 0:
             if self._head_filled or self._incoming is not None:
-                self.refused.truncated += 1
+                self.refused["truncated"] += 1
             self._give_up()
             raise Lost("the other end has closed the connection")
         self._turn -= count
@@ -266,26 +223,29 @@ class Connection:
         head = Head(kind, generation, place, offset, length)
         ours = run == self._run and incarnation == self._incarnation
         if magic != MAGIC or (ours and number > self._next):
-            self.refused.garbage += 1
+            self.refused["garbage"] += 1
             self._refuse("what came is no frame" if magic != MAGIC else "frames are missing")
         if not ours or number < self._next:
-            self.refused.foreign += not ours
-            self.refused.again += ours
-            return _Incoming(head, memoryview(bytearray(min(length, SLICE) or 1)), wanted=False)
+            self.refused["again" if ours else "foreign"] += 1
+            return _Incoming(head, memoryview(bytearray(min(length, SLICE))), False, length)
         self._next += 1
         body = self._into(head)
         if body is None and length <= SMALL:
             body = memoryview(bytearray(length))
         if body is None or body.nbytes != length:
-            self.refused.oversized += 1
+            self.refused["oversized"] += 1
             room = SMALL if body is None else body.nbytes
             self._refuse(f"a frame of kind {kind} brings {length:,} bytes where {room:,} belong")
         assert body is not None
-        return _Incoming(head, body.cast("B"), wanted=True)
+        return _Incoming(head, body.cast("B"), True, length)
 
     def _refuse(self, why: str) -> None:
         self._give_up()
         raise Lost(f"{why}; the connection is closed")
+
+    def notice_silence(self) -> None:
+        """A machine that vanishes is noticed while something is under way to it."""
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT * 1000))
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -327,17 +287,8 @@ def ready(end: socket.socket, what: int, seconds: float | None = None) -> bool:
 
 
 def tune(end: socket.socket) -> None:
-    """Small frames go at once. Whoever does not read is not lost for it: who is, the pulse says (pulse.py)."""
+    """Small frames go at once. Whoever does not read is not lost for it: who is, the pulse says (heartbeat.py)."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
         end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def bytes_of(tensors: Iterable[Any]) -> list[memoryview]:
-    """Contiguous tensors of the CPU as the memory they lie in."""
-    import torch
-
-    return [
-        memoryview(tensor.detach().view(-1).view(torch.uint8).numpy()) for tensor in tensors if tensor.numel()
-    ]

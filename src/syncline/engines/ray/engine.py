@@ -8,112 +8,43 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from syncline.cluster.named import keep as keep_cluster
 from syncline.cluster.record import Cluster
+from syncline.cluster.record import keep as keep_cluster
 from syncline.engines.authentication import Secret
 from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.host_interface import Sites
-from syncline.engines.local.packing import Parcel, pack, pack_task
-from syncline.engines.ray.agent import About, Begin, describe, versions
-from syncline.engines.ray.agent_client import Way
-from syncline.engines.ray.cluster import READY, Agents, RayCluster, load_ray
+from syncline.engines.local.packing import pack, pack_task
+from syncline.engines.ray.cluster import RayCluster
 from syncline.engines.ray.cluster_machines import ClusterMachines
-from syncline.engines.ray.growth import Growth
-from syncline.engines.ray.heartbeat import Heartbeat
-from syncline.engines.ray.link_measurement import Echoes, measure_way, measured
-from syncline.engines.ray.placement import Node, chosen_nodes, deal, room_on, spread
-from syncline.engines.ray.remote_host import RemoteHost
-from syncline.engines.run import Engine, RunSpec, Storage
+from syncline.engines.ray.link_measurement import measure_way, measured
+from syncline.engines.ray.placement import chosen_nodes, deal, room_on, spread
+from syncline.engines.run import Engine, RunSpec
 from syncline.errors import NotYetError, UsageError
 from syncline.learn.server_session import check_whole
 from syncline.messages import Statistics
-from syncline.table.checkpoints import Folder
 from syncline.topologies import Trees
 
 
-@dataclasses.dataclass(slots=True)
-class Opened:
-    """What a run has of its cluster, and gives back at its end."""
-
-    spec: RunSpec
-    task: Parcel
-    cluster: RayCluster
-    agents: Agents
-    nodes: list[Node]
-    ways: dict[int, Way]
-    machines: ClusterMachines
-    pulse: Heartbeat
-    growth: Growth | None = None
-
-    def settle(self, node: Node, room: int) -> None:
-        """A node that has joined the cluster becomes a machine of the run."""
-        if room < 1:
-            self.machines.gain(f"node {node} joined the cluster and is not used: it has no core")
-            return
-        site = 1 + len(self.machines.addresses)
-        try:
-            host = self._settled(site, node, room)
-        except Exception as error:
-            self.agents.drop(site)
-            self.machines.gain(f"node {node} joined the cluster and is not used: {error}")
-        else:
-            self.machines.gain((node, host, room))
-
-    def _settled(self, site: int, node: Node, room: int) -> RemoteHost:
-        about = self.agents.add(site, node, room * self.spec.group)
-        _check_versions(str(node), about)
-        way = _way(self.agents, node, self.nodes[0], site)
-        folder = _folder(self.spec)
-        with _token(folder) as token:
-            others, sites = dict(self.machines.addresses), self.machines.sites.joined_by(site)
-            host = RemoteHost(way, self.task, Begin(_stripped(self.spec), sites, site, others, token))
-            try:
-                host.wait_ready(self._waits(), folder, self.ways)
-                self.pulse.add(site, way)
-            except BaseException:
-                host.close()
-                raise
-        self.ways[site], self.machines.addresses[site] = way, way.address
-        return host
-
-    def _waits(self) -> Callable[[], bool]:
-        """Whether it is worth waiting for a node."""
-        deadline = time.monotonic() + READY
-        return lambda: time.monotonic() < deadline and not self.agents.closing.is_set()
-
-    def close(self) -> None:
-        self.agents.closing.set()
-        if self.growth is not None:
-            self.growth.close()
-        self.pulse.close()
-        self.agents.close()
-        self.cluster.close()
-        self.task.close()
-
-
 class RayHandle(LocalHandle):
-    """A run on a cluster's nodes."""
+    """A run on a cluster's nodes; `given_back` at its end is what it has of them."""
 
-    def __init__(self, opened: Opened) -> None:
-        self.opened = opened
-        super().__init__(dataclasses.replace(opened.spec, card=None), machines=opened.machines)
+    def __init__(self, spec: RunSpec, machines: ClusterMachines, given_back: contextlib.ExitStack) -> None:
+        self.machines, self._given_back = machines, given_back
+        super().__init__(dataclasses.replace(spec, card=None), machines=machines)
 
     def _closed(self) -> None:
         outcome = self._run.outcome
         outcome.statistics = self._with_refused(outcome.statistics)
-        self.opened.close()
+        self._given_back.close()
 
     def statistics(self) -> Statistics:
         return self._with_refused(super().statistics())
 
     def _with_refused(self, statistics: Statistics) -> Statistics:
-        return dataclasses.replace(statistics, refused=self.opened.machines.refused)
+        return dataclasses.replace(statistics, refused=self.machines.refused)
 
 
 class Ray(Engine):
@@ -137,11 +68,8 @@ class Ray(Engine):
         resources: Mapping[str, float] | None = None,
         grow: bool = False,
     ) -> None:
-        for name, value in (
-            ("nodes", nodes),
-            ("learners_per_node", learners_per_node),
-            ("server_nodes", server_nodes),
-        ):
+        whole = {"nodes": nodes, "learners_per_node": learners_per_node, "server_nodes": server_nodes}
+        for name, value in whole.items():
             if value is not None:
                 check_whole(name, value)
         if address is not None and not (isinstance(address, str) and address):
@@ -154,6 +82,15 @@ class Ray(Engine):
 
     def start(self, spec: RunSpec) -> RayHandle:
         check_platform("ray")
+        self._check(spec)
+        undo = contextlib.ExitStack()
+        try:
+            return RayHandle(spec, self._begun(spec, undo), undo)
+        except BaseException:
+            undo.close()
+            raise
+
+    def _check(self, spec: RunSpec) -> None:
         if spec.batch is not None:
             raise NotYetError(
                 "sync='sandblaster' is not built yet on a cluster; working now: engine='local', 'sim'"
@@ -162,22 +99,6 @@ class Ray(Engine):
             raise UsageError(
                 "topology='allreduce' on several machines is torchrun's: start the script there, or use topology='servers' here"
             )
-        self._check_growth(spec)
-        with contextlib.ExitStack() as undo:
-            task = _task(spec)
-            undo.callback(task.close)
-            cluster = self._attach(max(spec.plan.learners, os.cpu_count() or 1))
-            undo.callback(cluster.close)
-            opened = self._placed(spec, task, cluster, undo)
-            if self._grow:
-                known = cluster.nodes()
-                opened.growth = Growth(cluster.nodes, known, partial(self._settle, opened))
-                undo.callback(opened.growth.close)
-            handle = RayHandle(opened)
-            undo.pop_all()
-        return handle
-
-    def _check_growth(self, spec: RunSpec) -> None:
         if self._grow and spec.plan.local:
             raise UsageError(
                 "grow=True: nobody can join one group that updates its part of the table by itself; give local_update=False"
@@ -188,8 +109,29 @@ class Ray(Engine):
                 "'servers', or leave grow out"
             )
 
-    def _settle(self, opened: Opened, node: Node) -> None:
-        opened.settle(node, room_on(node, self._most, opened.spec.group))
+    def _begun(self, spec: RunSpec, undo: contextlib.ExitStack) -> ClusterMachines:
+        """Learners and shards are dealt to nodes, whose agents are ready; how all of it ends goes to `undo`."""
+        for each in pack_task(spec):  # says what cannot travel
+            if each is not None:
+                each.close()
+        task = pack(spec.task)  # with all its data, since files are not there
+        undo.callback(task.close)
+        cluster = self._attach(max(spec.plan.learners, os.cpu_count() or 1))
+        undo.callback(cluster.close)
+        nodes, seats = chosen_nodes(cluster.nodes(), self._nodes), spec.group
+        dealt = deal(spec.plan.learners, nodes, most=self._most, servers=self._servers, seats=seats)
+        kept = spec.storage.folder is not None  # what a lost node takes along can be had again
+        shards = spread(spec.plan.topology.shards, dealt if kept else (), self._servers)
+        used = sorted({0, *dealt, *shards})
+        nodes = [nodes[index] for index in used]
+        dealt, shards = [used.index(each) for each in dealt], tuple(used.index(each) for each in shards)
+        loads = [seats * dealt.count(index) or (index and shards.count(index)) for index in range(len(nodes))]
+        gpus = "cuda" in spec.devices
+        cluster.begin(nodes, loads, Secret.new(), gpus=gpus, resources=self._resources)
+        sites = Sites(shards, tuple(range(len(nodes))), self._grow)
+        machines = ClusterMachines(spec, task, cluster, nodes, dealt, sites)
+        machines.begin(undo, (lambda node: room_on(node, self._most, seats)) if self._grow else None)
+        return machines
 
     def measure(
         self, costs: Cluster | None = None, *, learners: int | None = None, keep: bool = False
@@ -200,115 +142,21 @@ class Ray(Engine):
         """
         if learners is not None:
             check_whole("learners", learners)
-        cluster = self._attach(os.cpu_count() or 1)
-        try:
-            nodes, secret = chosen_nodes(cluster.nodes(), self._nodes), Secret.new()
-            with contextlib.closing(self._echoes(nodes[1:], secret)) as echoes:
+        secret = Secret.new()
+        with contextlib.closing(self._attach(os.cpu_count() or 1)) as cluster:
+            home, *others = nodes = chosen_nodes(cluster.nodes(), self._nodes)
+            with cluster.echoes(others, secret) as addresses:
                 ways = [
-                    measure_way(echoes.address(node), secret, here=nodes[0], there=node) for node in nodes[1:]
+                    measure_way(address, secret, here=home, there=node)
+                    for address, node in zip(addresses, others, strict=True)
                 ]
-        finally:
-            cluster.close()
         found = measured(nodes, ways, costs, learners=learners, most=self._most, servers=self._servers)
         if keep:
             keep_cluster(found)
         return found
 
-    def _echoes(self, nodes: list[Node], secret: Secret) -> Echoes:
-        return Echoes(nodes, secret)
-
     def _attach(self, cores: int) -> RayCluster:
-        load_ray()
         return RayCluster(self._address, cores)
-
-    def _placed(self, spec: RunSpec, task: Parcel, cluster: RayCluster, undo: contextlib.ExitStack) -> Opened:
-        nodes = chosen_nodes(cluster.nodes(), self._nodes)
-        dealt = deal(spec.plan.learners, nodes, most=self._most, servers=self._servers, seats=spec.group)
-        kept = spec.storage.folder is not None  # what a lost node takes along can be had again
-        shards = spread(spec.plan.topology.shards, dealt if kept else (), self._servers)
-        used = sorted({0, *dealt, *shards})
-        nodes = [nodes[index] for index in used]
-        dealt, shards = [used.index(each) for each in dealt], tuple(used.index(each) for each in shards)
-        sites = Sites(shards, tuple(range(len(nodes))), self._grow)
-        loads = [
-            spec.group * dealt.count(index) or (index and shards.count(index)) for index in range(len(nodes))
-        ]
-        agents = cluster.agents(
-            nodes, loads, Secret.new(), gpus="cuda" in spec.devices, resources=self._resources
-        )
-        undo.callback(agents.close)
-        for index, about in agents.about.items():
-            _check_versions(str(nodes[index]), about)
-        ways = {index: _way(agents, nodes[index], nodes[0], index) for index in agents.about}
-        pulse = Heartbeat(ways)
-        undo.callback(pulse.close)
-        remote = _begun(spec, task, ways, sites, pulse, undo)
-        addresses = {index: way.address for index, way in ways.items()}
-        machines = ClusterMachines(list(nodes), dealt, sites, remote, pulse, agents.secret, addresses)
-        return Opened(spec, task, cluster, agents, nodes, ways, machines, pulse)
-
-
-def _begun(
-    spec: RunSpec,
-    task: Parcel,
-    ways: Mapping[int, Way],
-    sites: Sites,
-    pulse: Heartbeat,
-    undo: contextlib.ExitStack,
-) -> list[RemoteHost]:
-    """All agents are told of the run."""
-    remote: list[RemoteHost] = []
-    folder = _folder(spec)
-    with _token(folder) as token:
-        for index, way in ways.items():
-            later = {each: other.address for each, other in ways.items() if each > index}
-            remote.append(RemoteHost(way, task, Begin(_stripped(spec), sites, index, later, token)))
-            undo.callback(remote[-1].close)
-        for host in remote:
-            host.wait_ready(partial(pulse.alive, host.site), folder, ways)
-    return remote
-
-
-def _way(agents: Agents, node: Node, home: Node, index: int) -> Way:
-    machine = "" if node.host == home.host else str(node)
-    return Way(agents.about[index].address, agents.secret, str(node), str(home), machine)
-
-
-def _stripped(spec: RunSpec) -> RunSpec:
-    """What other machines need of it."""
-    return dataclasses.replace(
-        spec,
-        task=None,  # type: ignore[arg-type]
-        storage=Storage(folder=spec.storage.folder),
-        card=None,
-        evaluate=None,
-        callbacks=(),
-        listeners=(),
-    )
-
-
-def _folder(spec: RunSpec) -> Folder | None:
-    return Folder(Path(spec.storage.folder)) if spec.storage.folder else None
-
-
-@contextlib.contextmanager
-def _token(folder: Folder | None) -> Iterator[str | None]:
-    """A file that machines which see the folder find there."""
-    if folder is None:
-        yield None
-        return
-    folder.root.mkdir(parents=True, exist_ok=True)
-    token = folder.root / f".seen-{os.urandom(8).hex()}"
-    token.touch()
-    try:
-        yield str(token)
-    finally:
-        token.unlink()
-
-
-def _check_versions(node: str, about: About) -> None:
-    if differs := describe(about, versions()):
-        raise UsageError(f"node {node} has other versions: {differs}; install the same on all nodes")
 
 
 def _checked(resources: Any) -> dict[str, float] | None:
@@ -322,12 +170,3 @@ def _checked(resources: Any) -> dict[str, float] | None:
             f'resources are what Ray reserves on each node, such as {{"CPU": 4}}, got {resources!r}'
         )
     return dict(resources)
-
-
-def _task(spec: RunSpec) -> Parcel:
-    """What learners on other nodes run: with all its data, since files are not there."""
-    checked, evaluate = pack_task(spec)  # says what cannot travel
-    for each in (checked, evaluate):
-        if each is not None:
-            each.close()
-    return pack(spec.task)

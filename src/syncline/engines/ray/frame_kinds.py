@@ -5,22 +5,23 @@ Objects are packed as for local processes (code by cloudpickle, bulk beside it),
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
+import socket
 import struct
 import threading
 from enum import IntEnum
 from typing import Any
 
+from syncline.engines.authentication import Secret
 from syncline.engines.local.packing import Parcel, pack
-from syncline.engines.ray.bulk_connection import Connection, Frame, Head
+from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost
 
 MOST = 1 << 30  # bytes of an object without its bulk
 WORD = struct.Struct("!q")
 AGENT = 0  # incarnation of what is said to an agent itself; of a relay's it is its generation, from 1 on
-
-
 LANE, TABLE = 1, 2  # memory that is written to
 _LEARNERS = 1 << 39  # learners' numbers, and nodes' below zero, are moved by so much
 
@@ -68,29 +69,29 @@ class Kind(IntEnum):
     LINK = 44  # this connection is another relay's
 
 
-class Objects:
-    """Sends and gathers objects on one connection; their bulk goes from memory into memory."""
+class ObjectConnection(Connection):
+    """To an agent, or its own: sends and gathers objects; their bulk goes from memory into memory."""
 
-    def __init__(self) -> None:
-        self._sending = threading.Lock()  # an object's frames follow each other
+    def __init__(self, end: socket.socket, secret: Secret) -> None:
+        super().__init__(end, run=secret.run, incarnation=AGENT, into=self._place)
+        self._telling = threading.Lock()  # an object's frames follow each other
         self._began: tuple[int, Parcel] | None = None  # its bulk is on its way
-        self._area: mmap.mmap | None = None
 
-    def send(self, connection: Connection, message: Any, *, place: int = 0) -> int:
-        """The number of its last frame."""
+    def tell(self, message: Any, *, place: int = 0) -> None:
+        """In vain where the connection is lost: whoever receives notices."""
+        if self.lost:
+            return
         parcel = message if isinstance(message, Parcel) else pack(message)
         assert len(parcel.fds) == (parcel.bulk >= 0), "no descriptor leaves its machine"
         head = pickle.dumps((parcel.pickled, parcel.sizes, parcel.inline, parcel.bulk))
-        with self._sending:
-            number = connection.send(Kind.SAID, head, place=place)
+        with contextlib.suppress(Lost), self._telling:
+            self.send(Kind.SAID, head, place=place)
             if parcel.bulk >= 0:
-                area = mmap.mmap(parcel.fds[0], parcel.bulk, prot=mmap.PROT_READ)
-                number = connection.send(Kind.CARGO, area)
+                self.send(Kind.CARGO, mmap.mmap(parcel.fds[0], parcel.bulk, prot=mmap.PROT_READ))
         if not isinstance(message, Parcel):
             parcel.close()
-        return number
 
-    def into(self, head: Head) -> memoryview | None:
+    def _place(self, head: Head) -> memoryview | None:
         """Where the body of an object's frame goes."""
         if head.kind == Kind.SAID and head.length <= MOST:
             return memoryview(bytearray(head.length))
@@ -98,14 +99,13 @@ class Objects:
             fd = os.memfd_create("syncline-cargo", os.MFD_CLOEXEC)
             os.ftruncate(fd, head.length)
             self._began[1].fds.append(fd)
-            self._area = mmap.mmap(fd, head.length)
-            return memoryview(self._area)
+            return memoryview(mmap.mmap(fd, head.length))
         return None
 
     def gather(self, frame: Frame) -> tuple[int, Parcel] | None:
         """(its place, the object, packed), once all of it is there."""
         if frame.kind == Kind.CARGO:
-            found, self._began, self._area = self._began, None, None
+            found, self._began = self._began, None
             return found
         if frame.kind != Kind.SAID:
             return None

@@ -1,7 +1,7 @@
 """The cluster at hand as a record for the simulator: what links between its nodes carry, measured over the run's own transport.
 
 Each other node gets a small process that answers; the caller's node, where the shards are, asks one after the other. Not
-responsible for what computing and folding cost (tools/calibration/calibrate.py), nor for who goes where (placing.py).
+responsible for what computing and folding cost (tools/calibration/calibrate.py), nor for who goes where (placement.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Any
 from syncline.cluster.record import Cluster, Link
 from syncline.engines.authentication import Listener, Secret, Stranger, connect
 from syncline.engines.ray.bulk_connection import Connection, Head, Lost
-from syncline.engines.ray.cluster import READY, load_ray
 from syncline.engines.ray.placement import Node, deal
 from syncline.errors import RunError
 
-PING, WANT, BULK = 60, 61, 62  # kinds of frames: answer; send so many blocks; a block
+ASK, ANSWER, BULK = 60, 61, 62  # kinds of frames: to be answered, after so many blocks; the answer; a block
 BLOCK = 1 << 20  # bytes
 PINGS = 50
 LONG = 0.25  # seconds that blocks must take to tell a rate
@@ -42,25 +41,41 @@ class Way:
     pull: float
 
 
+class BlockConnection(Connection):
+    """All blocks are sent from the same memory, and received into it."""
+
+    def __init__(self, end: socket.socket, secret: Secret) -> None:
+        self._block = memoryview(bytearray(BLOCK))
+        super().__init__(end, run=secret.run, incarnation=0, into=self._place)
+
+    def _place(self, head: Head) -> memoryview | None:
+        return self._block if head.kind == BULK else None
+
+    def send_blocks(self, count: int) -> None:
+        for _ in range(count):
+            self.wait_sent(self.send(BULK, self._block))
+
+
 class Echo:
-    """The other node's part: answers pings, takes blocks and sends them."""
+    """The other node's part: takes blocks, and answers with as many as it is asked for."""
 
     def __init__(self, host: str, secret: Secret) -> None:
         self._secret, self._lock = secret, threading.Lock()
         self._open: list[Connection] = []
         self._listener = Listener(host, secret, self._answer)
-        self.address = self._listener.address
+
+    def address(self) -> Address:
+        return self._listener.address
 
     def _answer(self, end: socket.socket) -> None:
-        connection, block = _opened(end, self._secret)
+        connection = BlockConnection(end, self._secret)
         with self._lock:
             self._open.append(connection)
         with contextlib.suppress(Lost):
             while (frame := connection.receive(SILENT)) is not None:
-                if frame.kind == PING:
-                    connection.wait_sent(connection.send(PING))
-                elif frame.kind == WANT:
-                    _send_blocks(connection, block, frame.place)
+                if frame.kind == ASK:
+                    connection.send_blocks(frame.place)
+                    connection.wait_sent(connection.send(ANSWER))
         connection.close()
 
     def close(self) -> None:
@@ -70,66 +85,40 @@ class Echo:
                 connection.close()
 
 
-class Echoes:
-    """One of each other node, as Ray's actors."""
-
-    def __init__(self, nodes: Sequence[Node], secret: Secret) -> None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        self._ray = load_ray()
-        actor = self._ray.remote(EchoActor)
-        self._actors = {
-            node: actor.options(
-                name=f"syncline measures {node.host}, {secret.run.hex()}",
-                num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            ).remote(secret.run, secret.key)
-            for node in nodes
-        }
-
-    def address(self, node: Node) -> Address:
-        try:
-            host, port = self._ray.get(self._actors[node].address.remote(), timeout=READY)
-        except self._ray.exceptions.RayError as error:
-            words = " ".join(str(error).split())
-            raise RunError(
-                f"{node} cannot be measured: {words[:200]}; is syncline installed there?"
-            ) from error
-        return host, port
-
-    def close(self) -> None:
-        for actor in self._actors.values():
-            self._ray.kill(actor)
-
-
-class EchoActor:
-    """At its node's address."""
-
-    def __init__(self, run: bytes, key: bytes) -> None:
-        import ray
-
-        self._echo = Echo(ray.util.get_node_ip_address(), Secret(run, key))
-
-    def address(self) -> Address:
-        return self._echo.address
-
-
 # -- the caller's part ---------------------------------------------------------------------------------------
 
 
 def measure_way(address: Address, secret: Secret, *, here: Node, there: Node) -> Way:
     """Between two nodes, while nothing else is on that way."""
     try:
-        connection, block = _opened(connect(address, secret), secret)
-        with contextlib.closing(connection):
+        with contextlib.closing(BlockConnection(connect(address, secret), secret)) as connection:
             trips = [_trip(connection) for _ in range(PINGS)]
-            push = _rate(lambda count: _push(connection, block, count))
-            pull = _rate(lambda count: _pull(connection, count))
+            push = _rate(lambda count: _trip(connection, push=count))
+            pull = _rate(lambda count: _trip(connection, pull=count))
     except (OSError, Stranger, Lost) as error:
         raise RunError(
             f"{here} cannot reach {there} at {address[0]}:{address[1]}: {error}; open that way between them (any port)"
         ) from error
     return Way(median(trips) / 2, push, pull)
+
+
+def _trip(connection: BlockConnection, *, push: int = 0, pull: int = 0) -> float:
+    """Seconds for so many blocks there, then a small message there and back, with so many blocks before its answer."""
+    began = time.perf_counter()
+    connection.send_blocks(push)
+    connection.send(ASK, place=pull)
+    for _ in range(pull + 1):
+        if connection.receive(SILENT) is None:
+            raise Lost(f"no answer within {SILENT:.0f} s")
+    return time.perf_counter() - began
+
+
+def _rate(seconds_of: Callable[[int], float]) -> float:
+    """Bytes per second: of so many blocks that the first of them do not matter."""
+    count = 4
+    while (seconds := seconds_of(count)) < LONG and count < MOST:
+        count *= 2
+    return count * BLOCK / seconds
 
 
 def measured(
@@ -158,58 +147,6 @@ def measured(
         shards_per_machine=None,
         beside=not servers,
     )
-
-
-def _opened(end: socket.socket, secret: Secret) -> tuple[Connection, memoryview]:
-    """A connection, and the memory that its blocks are sent from and received into."""
-    block = memoryview(bytearray(BLOCK))
-
-    def into(head: Head) -> memoryview | None:
-        return block if head.kind == BULK else None
-
-    return Connection(end, run=secret.run, incarnation=0, into=into), block
-
-
-def _trip(connection: Connection) -> float:
-    """A small message there and back."""
-    began = time.perf_counter()
-    connection.send(PING)
-    _heard(connection)
-    return time.perf_counter() - began
-
-
-def _push(connection: Connection, block: memoryview, count: int) -> float:
-    """Until the other end has all of them."""
-    began = time.perf_counter()
-    _send_blocks(connection, block, count)
-    _trip(connection)
-    return time.perf_counter() - began
-
-
-def _pull(connection: Connection, count: int) -> float:
-    began = time.perf_counter()
-    connection.send(WANT, place=count)
-    for _ in range(count):
-        _heard(connection)
-    return time.perf_counter() - began
-
-
-def _send_blocks(connection: Connection, block: memoryview, count: int) -> None:
-    for _ in range(count):
-        connection.wait_sent(connection.send(BULK, block))
-
-
-def _heard(connection: Connection) -> None:
-    if connection.receive(SILENT) is None:
-        raise Lost(f"no answer within {SILENT:.0f} s")
-
-
-def _rate(blocks: Callable[[int], float]) -> float:
-    """Bytes per second: of so many blocks that the first of them do not matter."""
-    count = 4
-    while (seconds := blocks(count)) < LONG and count < MOST:
-        count *= 2
-    return count * BLOCK / seconds
 
 
 def _copy_rate() -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from syncline.engines.local.host_interface import Seats
@@ -47,9 +47,22 @@ def deal(
     """The node of every rank, as an index: each learner goes where most cores are left; the first nodes may be the servers'."""
     room = [0 if index < servers else room_on(node, most, seats) for index, node in enumerate(nodes)]
     if not any(room) and seats > 1:
-        raise UsageError(_too_small(nodes[servers:], seats))
+        each = ", ".join(f"{node.cores} on {node}" for node in nodes[servers:])
+        raise UsageError(
+            f"group={seats}: the seats of a group share the memory of one node, a core for each, and no node has so many ({each}); "
+            "take a smaller group, or one group over several machines under torchrun"
+        )
     if sum(room) < learners:
-        raise UsageError(_too_few(learners, nodes, room, most, servers, seats))
+        each = ", ".join(f"{count} on {node}" for node, count in zip(nodes, room, strict=True))
+        limits = f" at learners_per_node={most}" if most else ""
+        limits += f" (server_nodes={servers} are for the shards)" if servers else ""
+        cores = (
+            "as many cores" if seats == 1 else f"{seats} cores each on one node, for the seats of its group"
+        )
+        raise UsageError(
+            f"learners={learners} need {cores}, the Ray cluster has room for {sum(room)}{limits}: {each}; "
+            "add nodes, or ask for fewer learners"
+        )
     counts: Counter[int] = Counter()
     for _ in range(learners):
         counts[max(range(len(nodes)), key=lambda node: (room[node] - counts[node], -node))] += 1
@@ -65,32 +78,6 @@ def spread(shards: int, dealt: Sequence[int], servers: int = 0) -> tuple[int, ..
     """The node of every shard: in turn over the servers' nodes, or over those with learners; the first is the caller's."""
     usable = list(range(servers)) if servers else sorted({0, *dealt})
     return tuple(usable[shard % len(usable)] for shard in range(shards))
-
-
-def _too_small(nodes: Sequence[Node], seats: int) -> str:
-    each = ", ".join(f"{node.cores} on {node}" for node in nodes)
-    return (
-        f"group={seats}: the seats of a group share the memory of one node, a core for each, and no node has so many ({each}); "
-        "take a smaller group, or one group over several machines under torchrun"
-    )
-
-
-def _too_few(
-    learners: int, nodes: Sequence[Node], room: Sequence[int], most: int | None, servers: int, seats: int
-) -> str:
-    each = ", ".join(f"{count} on {node}" for node, count in zip(nodes, room, strict=True))
-    limits = f" at learners_per_node={most}" if most else ""
-    limits += f" (server_nodes={servers} are for the shards)" if servers else ""
-    cores = "as many cores" if seats == 1 else f"{seats} cores each on one node, for the seats of its group"
-    return (
-        f"learners={learners} need {cores}, the Ray cluster has room for {sum(room)}{limits}: {each}; "
-        "add nodes, or ask for fewer learners"
-    )
-
-
-def next_node(counts: Sequence[int], usable: Iterable[int]) -> int | None:
-    """Where one more learner goes: to the usable node with the fewest; None without one."""
-    return min(usable, key=lambda node: (counts[node], node), default=None)
 
 
 def gpu_of(index: int, gpus: int) -> str:

@@ -12,7 +12,6 @@ import select
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from syncline import messages as m
@@ -33,13 +32,14 @@ from syncline.engines.local.host_interface import (
     TableHere,
 )
 from syncline.engines.local.shared_memory import WakeUp
+from syncline.engines.local.table_memory import Mailbox
+from syncline.engines.local.tree_node import NodeDesk
 from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost
 from syncline.engines.ray.frame_kinds import AGENT, LANE, TABLE, Kind, unplaced
 from syncline.engines.ray.relay_down import Down
 from syncline.engines.ray.relay_log import LogWays
-from syncline.engines.ray.relay_memory import LaneMemory, Learner, Table, of_learner
-from syncline.engines.ray.relay_nodes import NodeWays, TreeNode
-from syncline.engines.ray.relay_up import Up
+from syncline.engines.ray.relay_memory import LaneMemory, Learner, Table
+from syncline.engines.ray.relay_up import NodeWays, TreeNode, Up
 
 LOOK = 1000  # milliseconds without anything to do
 RETRY = 1  # milliseconds until what had no room is tried again
@@ -74,9 +74,7 @@ class Relay:
 
     parts: RelayParts
     secret: Secret
-    addresses: Mapping[
-        int, tuple[str, int]
-    ]  # of the machines that it connects to, as far as they have to do with it
+    addresses: Mapping[int, tuple[str, int]]  # of machines; it connects to those that it has to do with
 
     def __call__(self, channel: Channel) -> int:
         try:
@@ -103,12 +101,27 @@ class Running:
         self._gone: set[int] = set()  # machines
         self._left: set[int] = set()  # learners, and nodes by name
         self._refused = 0
-        self.up, self.down, self.log, self.tree = Up(self), Down(self), LogWays(self), NodeWays(self)
+        self.up = up = Up(self)
+        self.down = down = Down(self)
+        self.log = log = LogWays(self)
+        self.tree = tree = NodeWays(self)
         self._handlers: dict[int, Callable[[int, Frame], None]] = {
-            **self.up.handlers,
-            **self.down.handlers,
-            **self.log.handlers,
-            **self.tree.handlers,
+            Kind.NOTE: up.note,
+            Kind.MARK: up.mark,
+            Kind.MARKED: up.marked,
+            Kind.RELEASE: down.release,
+            Kind.FREED: down.freed,
+            Kind.PORTION: down.portion,
+            Kind.VERSION: down.version,
+            Kind.WANT: down.want,
+            Kind.BRING: down.bring,
+            Kind.BEGUN: down.begun,
+            Kind.GOT: down.got,
+            Kind.ENTRIES: log.entries,
+            Kind.LOGGED: log.logged,
+            Kind.NORMS: log.norms,
+            Kind.REACHED: log.reached,
+            **dict.fromkeys((Kind.SUM, Kind.OVER, Kind.ANSWER, Kind.BACK), tree.arrive),
         }
         self._poll = select.poll()
         for fd in (channel.fileno(), spec.parts.bell.fd):
@@ -124,13 +137,16 @@ class Running:
             if not linked and self.whole():
                 linked = True
                 self.say(Linked())
-            waiting = self.tree.scan() | self.up.scan() | self.down.scan() | self.log.scan()
+            waiting = self.tree.scan() | self.up.scan()
+            self.down.scan()
+            waiting |= self.log.scan()
             self._flush()
             wait = 0 if self.down.arrived() else RETRY if waiting else LOOK
             ready = dict(self._poll.poll(wait))
             self.parts.bell.quiet()
             if self._channel.fileno() in ready:
-                self._control_all()
+                while (message := self._channel.take()) is not NOTHING:
+                    self._control(message)
             for site in [each for each, peer in self.peers.items() if peer.fileno() in ready]:
                 self._receive(site)
 
@@ -157,12 +173,8 @@ class Running:
             self._join(site, end)
 
     def _join(self, site: int, end: socket.socket) -> None:
-        connection = Connection(
-            end,
-            run=self.spec.secret.run,
-            incarnation=1 + self.parts.generation,
-            into=partial(self._into, site),
-        )
+        run, incarnation = self.spec.secret.run, 1 + self.parts.generation
+        connection = Connection(end, run=run, incarnation=incarnation, into=self._into)
         self.peers[site] = connection
         self.sites = self.sites.joined_by(site)
         self._poll.register(connection.fileno(), select.POLLIN)
@@ -171,7 +183,7 @@ class Running:
 
     def _lost(self, site: int, why: str) -> None:
         self._drop(site)
-        self._channel.send(LinkLost(site, why))
+        self.say(LinkLost(site, why))
 
     def _drop(self, site: int) -> None:
         self._gone.add(site)
@@ -194,12 +206,10 @@ class Running:
         peer = self.peers.get(site)
         return peer is None or peer.sent(frame)
 
-    def write(self, site: int, place: int, memory: memoryview, spans: Iterable[tuple[int, int]]) -> int:
-        """The same bytes, there; the number of the last frame."""
-        frame = 0
+    def write(self, site: int, place: int, memory: memoryview, spans: Iterable[tuple[int, int]]) -> None:
+        """The same bytes, there."""
         for low, high in spans:
-            frame = self.send(site, Kind.WRITE, memory[low:high], place=place, offset=low)
-        return frame
+            self.send(site, Kind.WRITE, memory[low:high], place=place, offset=low)
 
     def _flush(self) -> None:
         for site, peer in list(self.peers.items()):
@@ -218,12 +228,13 @@ class Running:
                 peer = self.peers.get(site)
         except (Lost, KeyError) as error:
             self._lost(site, str(error))
-        if peer is not None and (refused := peer.refused.total()) > self._refused:
-            self._refused = refused
-            self._channel.send(RefusedFrames(refused))
+        if peer is not None and peer.refused:
+            self._refused += peer.refused.total()
+            peer.refused.clear()
+            self.say(RefusedFrames(self._refused))
 
-    def _into(self, site: int, head: Head) -> memoryview | None:
-        """Where a body goes; the words of another machine may be faster than those of this one's supervisor."""
+    def _into(self, head: Head) -> memoryview | None:
+        """Where a body goes."""
         if head.kind != Kind.WRITE:
             return None
         what, table, learner = unplaced(head.place)
@@ -242,9 +253,7 @@ class Running:
 
     def lane(self, table: int, learner: int) -> LaneMemory | None:
         """None: it has left."""
-        while (table, learner) not in self.lanes and learner not in self._left:
-            self._control(self._channel.receive())
-        return self.lanes.get((table, learner))
+        return self.lanes.get((table, learner)) or self._await(self.lanes, (table, learner), learner)
 
     def table(self, table: int) -> Table:
         while table not in self.tables:
@@ -253,15 +262,17 @@ class Running:
 
     def learner(self, learner: int) -> Learner | None:
         """None: it has left."""
-        while learner not in self.learners and learner not in self._left:
-            self._control(self._channel.receive())
-        return self.learners.get(learner)
+        return self.learners.get(learner) or self._await(self.learners, learner, learner)
 
     def node(self, name: int) -> TreeNode | None:
         """None: it is gone."""
-        while name not in self.nodes and name not in self._left:
+        return self.nodes.get(name) or self._await(self.nodes, name, name)
+
+    def _await(self, known: Mapping[Any, Any], key: Any, who: int) -> Any:
+        """Words of another machine may be faster than those of this one's supervisor."""
+        while key not in known and who not in self._left:
             self._control(self._channel.receive())
-        return self.nodes.get(name)
+        return known.get(key)
 
     def known(self, number: int) -> Learner | TreeNode | None:
         """A learner, or a node by its name; None: it has left, or was not heard of."""
@@ -272,17 +283,14 @@ class Running:
         self._left.add(learner)
         self.learners.pop(learner, None)
         self.nodes.pop(learner, None)
-        self.lanes = {key: lane for key, lane in self.lanes.items() if key[1] != learner}
+        for key in [key for key in self.lanes if key[1] == learner]:
+            del self.lanes[key]
         self.down.forget(learner)
 
     # -- this machine's supervisor -----------------------------------------------------------------------
 
     def say(self, message: Any) -> None:
         self._channel.send(message)
-
-    def _control_all(self) -> None:
-        while (message := self._channel.take()) is not NOTHING:
-            self._control(message)
 
     def _control(self, message: Any) -> None:
         match message:
@@ -293,17 +301,20 @@ class Running:
                     self._made.append(message.table)
                     self.down.begin(message.table, *self.peers)
             case LearnerKnown():
-                self.learners[message.learner] = of_learner(message)
+                desk = Mailbox(message.desk)
+                message.desk.close()
+                self.learners[message.learner] = Learner(message.site, desk, message.bell)
                 self.sites = self.sites.joined_by(message.site)
             case LaneHere():
                 geometry = self.parts.geometry
                 slots = geometry.slots if message.learner >= 0 else geometry.sums
-                self.lanes[message.table, message.learner] = LaneMemory.of(message, slots)
+                self.lanes[message.table, message.learner] = LaneMemory(message, slots)
             case NodeKnown():
-                self.nodes[message.name] = TreeNode.of(message)
+                site, parent, bell, above = message.site, message.parent, message.bell, message.above
+                self.nodes[message.name] = TreeNode(site, parent, NodeDesk(message.desk), bell, above)
             case NodeMoved():
-                if message.name in self.nodes:
-                    self.nodes[message.name].move(message)
+                if node := self.nodes.get(message.name):
+                    node.parent, node.way, node.above = message.parent, message.way, message.above
             case m.Dial():
                 self.dials[message.number] = message.sync
             case Forget():

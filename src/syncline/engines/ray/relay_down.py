@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,16 +49,13 @@ class Flow:
     there: deque[int]  # versions that it got last, or will never get
     turn: int = 0  # counts what was brought: places of the ring are filled in turn
     wanted: list[int] = field(default_factory=list)  # versions, or newer ones
-    orders: deque[tuple[int, bool]] = field(
-        default_factory=deque
-    )  # to be brought; asked for by another machine
+    # to be brought, and whether another machine has asked for it
+    orders: deque[tuple[int, bool]] = field(default_factory=deque)
     version: int = NEVER  # on its way
     asked: bool = False
     places: dict[int, int] = field(default_factory=dict)  # shard -> its place here
     frame: int = 0
-    unanswered: int = (
-        0  # versions that were decided on and have not all arrived; counted where they flow unasked
-    )
+    unanswered: int = 0  # versions that were decided on and have not all arrived, where they flow unasked
     missing: int = 0  # parts of others, where it is this machine that gets them
     pending: list[Pending] = field(default_factory=list)
     kept: dict[int, int] = field(default_factory=dict)  # of this machine's own: shard -> place
@@ -86,40 +82,31 @@ class Down:
         self._relay = relay
         places = relay.parts.geometry.places
         self._flows: dict[tuple[int, int], Flow] = defaultdict(lambda: Flow(deque(maxlen=places)))
-        self._readable: dict[tuple[int, int], int] = defaultdict(
-            lambda: NEVER
-        )  # by table and shard: the newest
+        self._readable = defaultdict[tuple[int, int], int](lambda: NEVER)  # by table and shard: the newest
         self._unasked: dict[int, bool] = {}  # by table: whether its versions flow so, by the dial in force
-        self.handlers: dict[int, Callable[[int, Frame], None]] = {
-            Kind.RELEASE: self._told_release,
-            Kind.FREED: self._freed,
-            Kind.PORTION: self._portion,
-            Kind.VERSION: self._version,
-            Kind.WANT: self._want,
-            Kind.BRING: self._bring,
-            Kind.BEGUN: self._begun,
-            Kind.GOT: self._got,
-        }
 
     # -- what shards here say ----------------------------------------------------------------------------
 
-    def scan(self) -> bool:
+    def scan(self) -> None:
         relay = self._relay
         if not relay.parts.shards or not relay.whole():
-            return False
+            return
         for (number, learner), lane in list(relay.lanes.items()):
             known, table = relay.known(learner), relay.tables.get(number)
             if known is not None and table is not None:
                 self._scan_lane(known.site, number, table, learner, lane)
-        if relay.site == relay.leader:
-            self._scan_portions()
-        for number, unasked in self._unasked.items():
-            if unasked:
-                self._scan_versions(number, relay.tables[number])
+        for number, known in relay.learners.items() if relay.site == relay.leader else ():
+            if known.site != relay.site:
+                while (record := known.desk.portions.pop()) is not None:
+                    relay.send(known.site, Kind.PORTION, PORTION.pack(*record), place=number)
+        for number in [number for number, unasked in self._unasked.items() if unasked]:
+            table = relay.tables[number]
+            for shard in table.here:  # once its first values were read, whatever it makes may be read
+                if self._readable[number, shard] != NEVER:
+                    self._readable[number, shard] = table.shelf.marks.reached(shard)
         for site, number in list(self._flows):
             while self._advance(site, number, relay.tables[number]):
                 pass
-        return False
 
     def _scan_lane(self, site: int, number: int, table: Table, learner: int, lane: LaneMemory) -> None:
         here = site == self._relay.site
@@ -130,42 +117,32 @@ class Down:
                 self._readable[number, shard] = max(self._readable[number, shard], version)
                 self._unasked[number] = self._flows_unasked(dial)
                 said = Pending(learner, shard, count - 1, version, dial, flags)
-                self._release(site, number, table, lane, said)
+                self._released(site, number, table, lane, said)
             for slot in range(0 if here else lane.slots):
                 freed = lane.lane.drafts.of(shard, slot)
                 if freed > lane.freed.get((shard, slot), 0):
                     lane.freed[shard, slot] = freed
                     self._relay.send(site, Kind.FREED, _FREED.pack(number, learner, shard, slot, freed - 1))
 
-    def _scan_versions(self, number: int, table: Table) -> None:
-        """Once its first values were read, whatever a shard makes may be read."""
-        for shard in table.here:
-            if self._readable[number, shard] != NEVER:
-                self._readable[number, shard] = table.shelf.marks.reached(shard)
-
-    def _scan_portions(self) -> None:
-        for number, learner in self._relay.learners.items():
-            if learner.site != self._relay.site:
-                while (record := learner.desk.portions.pop()) is not None:
-                    self._relay.send(learner.site, Kind.PORTION, PORTION.pack(*record), place=number)
-
-    def _release(self, site: int, number: int, table: Table, lane: LaneMemory, said: Pending) -> None:
-        flow = self._flows[site, number]
-        if said.flags & DELIVERED:
-            self._deliver(site, number, table, lane, said)
+    def _released(self, site: int, number: int, table: Table, lane: LaneMemory, said: Pending) -> None:
+        """When its version is there; the values of one that was overtaken lie in the inbox."""
+        relay, flow = self._relay, self._flows[site, number]
+        if site == relay.site:
             return
-        if site == self._relay.site:
+        if said.flags & DELIVERED:
+            spans = [(lane.inbox + low, lane.inbox + high) for low, high in table.parts[said.shard]]
+            relay.write(site, place_of(LANE, number, said.learner), lane.region.bytes, spans)
+            self._pass_on(site, number, lane, said)
             return
         flow.pending.append(said)
         if said.shard != table.here[0]:
             return
         if self._exact(said.dial):
             flow.order(said.version)
-        elif self._relay.site == self._relay.leader:
+        elif relay.site == relay.leader:
             flow.wanted.append(said.version)
-        elif site == self._relay.leader:  # of its own learners it does not hear
-            words = _BRING.pack(number, site, said.version)
-            self._relay.send(site, Kind.WANT, words)
+        elif site == relay.leader:  # of its own learners it does not hear
+            relay.send(site, Kind.WANT, _BRING.pack(number, site, said.version))
 
     def _exact(self, dial: int) -> bool:
         sync = self._relay.dials.get(dial)
@@ -175,36 +152,30 @@ class Down:
         sync = self._relay.dials.get(dial)
         return self._relay.parts.casts and sync is not None and not sync.waits
 
-    def _deliver(self, site: int, number: int, table: Table, lane: LaneMemory, said: Pending) -> None:
-        """What lies in the inbox of one that was overtaken."""
-        if site == self._relay.site:
-            return
-        spans = [(lane.inbox + low, lane.inbox + high) for low, high in table.parts[said.shard]]
-        self._relay.write(site, place_of(LANE, number, said.learner), lane.region.bytes, spans)
-        self._pass_on(site, number, lane, said)
-
     def _pass_on(self, site: int, number: int, lane: LaneMemory, said: Pending) -> None:
         self._relay.send(site, Kind.RELEASE, _RELEASE.pack(number, *said))
-        if not self._flows_unasked(
-            said.dial
-        ):  # else its machine reads on: versions are made beside each other (M13)
+        # where versions flow unasked its machine reads on: they are made beside each other (M13)
+        if not self._flows_unasked(said.dial):
             lane.lane.replies.has_read(said.number)
 
     # -- versions ----------------------------------------------------------------------------------------
 
     def _advance(self, site: int, number: int, table: Table) -> bool:
         """False: there is nothing to do before something comes or is sent."""
-        flow = self._flows[site, number]
-        self._pass_on_all(site, number, flow)
+        flow, relay = self._flows[site, number], self._relay
+        waiting, flow.pending = flow.pending, []
+        for said in waiting:
+            if not flow.has(said.version, exact=self._exact(said.dial)):
+                flow.pending.append(said)
+            elif (lane := relay.lanes.get((number, said.learner))) is not None:
+                self._pass_on(site, number, lane, said)
         if flow.version != NEVER:
-            if not self._relay.sent(site, flow.frame) or flow.missing:
+            if not relay.sent(site, flow.frame) or flow.missing:
                 return False
             self._complete(site, number, table, flow)
         elif flow.orders:
             return self._begin(site, number, table, flow)
-        elif self._relay.site == self._relay.leader and (
-            flow.wanted or self._casts(site, number, table, flow)
-        ):
+        elif relay.site == relay.leader and (flow.wanted or self._casts(site, number, table, flow)):
             self._decide(site, number, table, flow)
         else:
             return False
@@ -212,10 +183,9 @@ class Down:
 
     def arrived(self) -> bool:
         """Something that was on its way has been sent: there is more to do."""
-        flows = self._flows.items()
         return any(
             flow.version != NEVER and not flow.missing and self._relay.sent(site, flow.frame)
-            for (site, _), flow in flows
+            for (site, _), flow in self._flows.items()
         )
 
     def _casts(self, site: int, number: int, table: Table, flow: Flow) -> bool:
@@ -239,12 +209,12 @@ class Down:
                 self._relay.send(other, Kind.BRING, _BRING.pack(number, site, version))
         flow.order(version, asked=True)  # where that machine has shards, too, it waits for all parts
 
-    def _want(self, site: int, frame: Frame) -> None:
+    def want(self, site: int, frame: Frame) -> None:
         number, where, version = _BRING.unpack(frame.body)
         self._relay.table(number)
         self._flows[where, number].wanted.append(version)
 
-    def _bring(self, site: int, frame: Frame) -> None:
+    def bring(self, site: int, frame: Frame) -> None:
         number, where, version = _BRING.unpack(frame.body)
         table = self._relay.table(number)
         if not self._flows[where, number].order(version, asked=True):
@@ -263,21 +233,16 @@ class Down:
         flow.version, flow.places, flow.asked = version, places, asked
         if site == self._relay.site:
             flow.missing += len(table.elsewhere)
-        else:
-            flow.frame = self._send_version(site, number, table, flow)
-        return True
-
-    def _send_version(self, site: int, number: int, table: Table, flow: Flow) -> int:
-        flow.turn += 1
-        relay, target, frame = self._relay, flow.turn % table.places, 0
-        place = place_of(TABLE, number)
-        self._say_version(site, number, dict.fromkeys(flow.places, WRITTEN), target)
-        for shard, source in flow.places.items():
+            return True
+        flow.turn, flow.frame = flow.turn + 1, 0
+        target, place_there = flow.turn % table.places, place_of(TABLE, number)
+        self._say_version(site, number, dict.fromkeys(places, WRITTEN), target)
+        for shard, source in places.items():
             memory = table.region.bytes[source * table.size : (source + 1) * table.size]
             for low, high in table.parts[shard]:
-                offset = target * table.size + low
-                frame = relay.send(site, Kind.WRITE, memory[low:high], place=place, offset=offset)
-        return frame
+                body, offset = memory[low:high], target * table.size + low
+                flow.frame = self._relay.send(site, Kind.WRITE, body, place=place_there, offset=offset)
+        return True
 
     def _say_version(
         self, site: int, number: int, said: dict[int, int], place: int = 0, *, asked: bool = False
@@ -309,14 +274,6 @@ class Down:
             if (shard, place) not in read:
                 table.shelf.marks.keep(shard, place, False)
 
-    def _pass_on_all(self, site: int, number: int, flow: Flow) -> None:
-        waiting, flow.pending = flow.pending, []
-        for said in waiting:
-            if not flow.has(said.version, exact=self._exact(said.dial)):
-                flow.pending.append(said)
-            elif (lane := self._relay.lanes.get((number, said.learner))) is not None:
-                self._pass_on(site, number, lane, said)
-
     # -- what a table begins with ------------------------------------------------------------------------
 
     def begin(self, number: int, *sites: int) -> None:
@@ -325,32 +282,32 @@ class Down:
             self._relay.up.send_first(site, number)
             self._relay.send(site, Kind.BEGUN, place=number)
 
-    def _begun(self, site: int, frame: Frame) -> None:
+    def begun(self, site: int, frame: Frame) -> None:
         self._relay.say(Begun(frame.place))
 
     # -- for learners here -------------------------------------------------------------------------------
 
-    def _told_release(self, site: int, frame: Frame) -> None:
+    def release(self, site: int, frame: Frame) -> None:
         number, learner, shard, *rest = _RELEASE.unpack(frame.body)
         lane, known = self._relay.lane(number, learner), self._relay.learners.get(learner)
         if lane is not None and known is not None:
             lane.lane.replies.release(shard, *rest)
             known.bell.ring()
 
-    def _freed(self, site: int, frame: Frame) -> None:
+    def freed(self, site: int, frame: Frame) -> None:
         number, learner, shard, slot, ticket = _FREED.unpack(frame.body)
         lane, known = self._relay.lane(number, learner), self._relay.known(learner)
         if lane is not None and known is not None:
             lane.lane.drafts.free(shard, slot, ticket)
             known.bell.ring()
 
-    def _portion(self, site: int, frame: Frame) -> None:
+    def portion(self, site: int, frame: Frame) -> None:
         known = self._relay.learner(frame.place)
         if known is not None:
             known.desk.portions.push(PORTION.unpack(frame.body))
             known.bell.ring()
 
-    def _version(self, site: int, frame: Frame) -> None:
+    def version(self, site: int, frame: Frame) -> None:
         number, shard, place, version, asked = _VERSION.unpack(frame.body)
         table = self._relay.table(number)
         if version != NEVER:
@@ -358,17 +315,14 @@ class Down:
         if asked:
             flow = self._flows[self._relay.site, number]
             flow.missing -= 1
-            if self._relay.parts.casts and flow.missing % len(table.elsewhere) == 0:
-                self._say_got(number)
+            if not self._relay.parts.casts or flow.missing % len(table.elsewhere):
+                return
+            if self._relay.site == self._relay.leader:  # all parts of what was brought have come
+                flow.unanswered -= 1
+            else:
+                self._relay.send(self._relay.leader, Kind.GOT, place=number)
 
-    def _say_got(self, number: int) -> None:
-        """All parts of what was brought have come."""
-        if self._relay.site == self._relay.leader:
-            self._flows[self._relay.site, number].unanswered -= 1
-        else:
-            self._relay.send(self._relay.leader, Kind.GOT, place=number)
-
-    def _got(self, site: int, frame: Frame) -> None:
+    def got(self, site: int, frame: Frame) -> None:
         self._flows[site, frame.place].unanswered -= 1
 
     # -- the end of others -------------------------------------------------------------------------------

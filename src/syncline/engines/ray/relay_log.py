@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from syncline.engines.local.exchange import RECORD, Ring
@@ -43,12 +42,6 @@ class LogWays:
         self._arrived: deque[Record] = deque()  # for shards here
         self._norms: Counter[tuple[int, int]] = Counter()  # by table and shard: rounds that were passed on
         self._reached: dict[tuple[int, int], int] = {}
-        self.handlers: dict[int, Callable[[int, Frame], None]] = {
-            Kind.ENTRIES: self._entries,
-            Kind.LOGGED: self._logged,
-            Kind.NORMS: self._told_norms,
-            Kind.REACHED: self._told_reached,
-        }
 
     def scan(self) -> bool:
         """True if something waits for room."""
@@ -92,7 +85,7 @@ class LogWays:
             if site != relay.site:
                 relay.up.send_slot(site, number, who, slot, table.spans[site], full=full, options=options)
 
-    def _entries(self, site: int, frame: Frame) -> None:
+    def entries(self, site: int, frame: Frame) -> None:
         self._arrived.extend(ENTRY.iter_unpack(frame.body))
 
     def _log_here(self) -> bool:
@@ -105,7 +98,7 @@ class LogWays:
             self._ring_shards()
         return bool(self._arrived)
 
-    def _logged(self, site: int, frame: Frame) -> None:
+    def logged(self, site: int, frame: Frame) -> None:
         self._under_way[site] -= WORD.unpack(frame.body)[0]
 
     def _ring_shards(self) -> None:
@@ -127,14 +120,14 @@ class LogWays:
             for site in self._others:
                 relay.send(site, Kind.NORMS, body)
 
-    def _told_norms(self, site: int, frame: Frame) -> None:
+    def norms(self, site: int, frame: Frame) -> None:
         number, shard, round_ = _NORMS.unpack(frame.body[: _NORMS.size])
         values = frame.body[_NORMS.size :]
         table = self._relay.table(number)
         table.shelf.norms.tell(shard, round_, struct.unpack(f"={len(values) // 8}d", values))
         self._ring_shards()
 
-    def _told_reached(self, site: int, frame: Frame) -> None:
+    def reached(self, site: int, frame: Frame) -> None:
         number, shard, version = _REACHED.unpack(frame.body)
         self._relay.table(number).shelf.marks.reach(shard, version)
         self._ring_shards()

@@ -6,11 +6,11 @@ Not responsible for what is sent when.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from syncline.engines.local.host_interface import LaneHere, LearnerKnown, Sites, TableHere
-from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.local.host_interface import LaneHere, Sites, TableHere
+from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox, TableMemory
 from syncline.ports import WRITTEN
 from syncline.table.gradient_slot import SlotOffsets
@@ -53,6 +53,10 @@ class Table:
         self.layout, self.region, self._sites = event.layout, event.region, sites
         self.shelf = TableMemory(event.region, event.layout, places=geometry.places)
         self.places, self.size = geometry.places, event.layout.parameters.nbytes
+        self.first = (
+            self.places * self.size
+        )  # where all values but versions begin: first buffers and other tensors
+        self.end = self.first + event.layout.buffers.nbytes + event.layout.others.nbytes
         here = sites.of(site)
         self.here = [shard for shard in here if shard < event.layout.shards]
         self.elsewhere = [shard for shard in range(event.layout.shards) if shard not in here]
@@ -71,58 +75,32 @@ class Table:
         """By shard."""
         return [spans_of(self.layout, [shard]) for shard in range(self.layout.shards)]
 
-    @property
-    def end(self) -> int:
-        """Of all values: versions, first buffers and other tensors."""
-        return self.first + self.layout.buffers.nbytes + self.layout.others.nbytes
-
-    @property
-    def first(self) -> int:
-        return self.places * self.size
-
     def servers(self) -> list[int]:
         """Machines with shards of it, be their parts empty."""
         return [site for site in self._sites.servers if self._sites.of(site)[0] < self.layout.shards]
 
 
-@dataclass(slots=True)
 class LaneMemory:
     """Between one learner and the shards, of one table."""
 
-    lane: Lane
-    region: Region
-    layout: Layout
-    slots: int
-    at: SlotOffsets
-    released: dict[int, int] = field(default_factory=dict)  # shard -> tickets that were passed on
-    freed: dict[tuple[int, int], int] = field(default_factory=dict)  # by shard and slot
-    options: dict[tuple[int, int], int] = field(default_factory=dict)  # by machine and slot: what lies there
-
-    @classmethod
-    def of(cls, event: LaneHere, slots: int) -> LaneMemory:
-        lane = Lane(event.region, event.layout, slots=slots)
+    def __init__(self, event: LaneHere, slots: int) -> None:
+        self.lane, self.region, self.slots = (
+            Lane(event.region, event.layout, slots=slots),
+            event.region,
+            slots,
+        )
         event.region.close()
-        return cls(lane, event.region, event.layout, slots, SlotOffsets(event.layout))
-
-    @property
-    def start(self) -> int:
-        """Of the first slot: words come before."""
-        return self.lane.start
+        self.at = SlotOffsets(event.layout)
+        self.start = self.lane.start  # of the first slot: words come before
+        self.inbox = self.slot(slots)
+        self.released: dict[int, int] = {}  # shard -> tickets that were passed on
+        self.freed: dict[tuple[int, int], int] = {}  # by shard and slot
+        self.options: dict[tuple[int, int], int] = {}  # by machine and slot: what lies there
 
     def slot(self, index: int) -> int:
-        return self.lane.start + index * self.at.end
-
-    @property
-    def inbox(self) -> int:
-        return self.slot(self.slots)
+        return self.start + index * self.at.end
 
     def text(self, index: int, room: int) -> Span:
         """A text in a slot, with its length before it."""
         start = self.slot(index) + room
         return start, start + 8 + int.from_bytes(self.region.bytes[start : start + 8], "little")
-
-
-def of_learner(event: LearnerKnown) -> Learner:
-    desk = Mailbox(event.desk)
-    event.desk.close()
-    return Learner(event.site, desk, event.bell)

@@ -5,26 +5,59 @@ Not responsible for what the agent does with them (agent.py), nor for whether it
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from syncline import messages as m
+from syncline.engines.authentication import Secret, Stranger, connect
 from syncline.engines.checkpoint_writer import with_content
 from syncline.engines.local.host_interface import Ended as EndedOf
 from syncline.engines.local.host_interface import Heard, Host, Sites, Vitals
 from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process
 from syncline.engines.ray.agent import TASK, Begin, Do, Ended, Ready, Said, Started
-from syncline.engines.ray.agent_client import Way
-from syncline.engines.ray.bulk_connection import Connection, Lost
-from syncline.engines.ray.frame_kinds import AGENT, Kind, Objects
+from syncline.engines.ray.bulk_connection import Lost
+from syncline.engines.ray.frame_kinds import Kind, ObjectConnection
+from syncline.errors import RunError
 from syncline.table.checkpoints import Folder
 
 NO_PID = 0
 NOBODY = Vitals({}, {}, {})
-OVER = ("returned", "raised", "lost", "killed")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """From the caller's node to an agent."""
+
+    address: tuple[str, int]
+    secret: Secret
+    node: str
+    home: str
+    machine: str = ""  # its name, where it is another than the caller's
+
+    def connect(self) -> ObjectConnection:
+        try:
+            return ObjectConnection(connect(self.address, self.secret), self.secret)
+        except (OSError, Stranger) as error:
+            raise self.cut(error) from error
+
+    def cut(self, error: Exception) -> RunError:
+        host, port = self.address
+        return RunError(
+            f"{self.home} cannot reach the agent on {self.node} at {host}:{port}: {error}; open that way between them (any port)"
+        )
+
+
+def _passed_on(verb: str) -> Callable[..., None]:
+    """A verb that the agent carries out as it is."""
+
+    def tell(host: RemoteHost, *given: Any) -> None:
+        host._do(verb, *given)
+
+    return tell
 
 
 class RemoteHost(Host):
@@ -33,30 +66,18 @@ class RemoteHost(Host):
     def __init__(self, way: Way, task: Parcel, begin: Begin) -> None:
         self._way = way
         self.site = begin.site
-        self._objects = Objects()
-        end = way.connect()
-        self._connection = Connection(end, run=way.secret.run, incarnation=AGENT, into=self._objects.into)
+        self._connection = way.connect()
+        self.fd = self._connection.fileno()  # ready when something has come
         self.processes: list[Process] = []
         self._ended_unnoticed: set[int] = set()  # pids
         self._vitals = NOBODY
         self._folder: Folder | None = None  # that the machine does not see
-        self._heard: Heard
-        self._ended: EndedOf
-        self._broken: Callable[[int, str], None]
-        try:
+        with contextlib.suppress(Lost):  # whoever waits for its answer hears of it
             self._connection.send(Kind.CONTROL)
-            self._objects.send(self._connection, task, place=TASK)
-            self._objects.send(self._connection, begin)
-        except Lost as error:
-            self._connection.close()
-            raise way.cut(error) from error
-        threading.Thread(target=self._keep_sending, name="syncline-control", daemon=True).start()
-
-    def _keep_sending(self) -> None:
-        try:
-            self._connection.keep_sending()
-        except Lost:
-            return
+        self._connection.tell(task, place=TASK)
+        self._connection.tell(begin)
+        keep_sending = self._connection.keep_sending
+        threading.Thread(target=keep_sending, name="syncline-control", daemon=True).start()
 
     def wait_ready(self, alive: Callable[[], bool], folder: Folder | None, ways: Mapping[int, Way]) -> None:
         """Until it has what its learners run; `ways` are those of other machines."""
@@ -65,7 +86,7 @@ class RemoteHost(Host):
                 frame = self._connection.receive(0.5)
             except Lost as error:
                 raise self._way.cut(error) from error
-            if frame is not None and (found := self._objects.gather(frame)) is not None:
+            if frame is not None and (found := self._connection.gather(frame)) is not None:
                 ready = unpack(found[1])
                 assert isinstance(ready, Ready)
                 self._folder = None if ready.sees else folder
@@ -74,28 +95,16 @@ class RemoteHost(Host):
                 return
         raise self._way.cut(Lost("it does not answer any more"))
 
-    def listen(self, heard: Heard, ended: EndedOf, broken: Callable[[int, str], None]) -> int:
-        """From now on to these; the descriptor that is ready when something has come."""
+    def listen(self, heard: Heard, ended: EndedOf, broken: Callable[[int, str], None]) -> None:
+        """From now on these are told."""
         self._heard, self._ended, self._broken = heard, ended, broken
-        self._fd = self._connection.fileno()
-        return self._fd
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def _tell(self, message: Any) -> None:
-        if not self._connection.lost:
-            try:
-                self._objects.send(self._connection, message)
-            except Lost:
-                return  # noticed by whoever receives
 
     # -- what it says ------------------------------------------------------------------------------------
 
     def receive(self) -> None:
         try:
             while not self._connection.lost and (frame := self._connection.receive(0)) is not None:
-                if (found := self._objects.gather(frame)) is not None:
+                if (found := self._connection.gather(frame)) is not None:
                     self._said(unpack(found[1]))
         except Lost as error:
             self._broken(self.site, f"its agent is gone: {error}")
@@ -109,7 +118,7 @@ class RemoteHost(Host):
             process = next(each for each in self.processes if each.pid == event.pid)
             if isinstance(event, Said):
                 self._heard(process, event.message)
-            elif isinstance(event, Ended) and process.state not in OVER:
+            elif isinstance(event, Ended) and process.state == "running":
                 process.reaped = True
                 if process.role == "relay":  # nothing of the others reaches that machine any more
                     self._broken(self.site, f"its relay (pid {process.pid}) ended with {event.how}")
@@ -128,8 +137,18 @@ class RemoteHost(Host):
 
     # -- verbs -------------------------------------------------------------------------------------------
 
+    introduce = _passed_on("introduce")
+    forget = _passed_on("forget")
+    initialise = _passed_on("initialise")
+    tell_shard = _passed_on("tell_shard")
+    reply = _passed_on("reply")
+    announce = _passed_on("announce")
+    lose_site = _passed_on("lose_site")
+    gain_site = _passed_on("gain_site")
+    lose_node = _passed_on("lose_node")
+
     def _do(self, verb: str, *given: Any, **named: Any) -> None:
-        self._tell(Do(verb, given, named))
+        self._connection.tell(Do(verb, given, named))
 
     def _new(self, role: str, number: int, rank: int) -> Process:
         process = Process(role, number, rank, NO_PID, cast(Any, None), machine=self._way.machine)
@@ -154,32 +173,14 @@ class RemoteHost(Host):
         if process.pid != NO_PID:
             self._ended_unnoticed.add(process.pid)
 
-    def introduce(self, learner: int, rank: int, site: int) -> None:
-        self._do("introduce", learner, rank, site)
-
     def start_learner(self, learner: int, rank: int) -> Process:
         self._do("start_learner", learner, rank)
         return self._new("learner", learner, rank)
-
-    def forget(self, learner: int) -> None:
-        self._do("forget", learner)
-
-    def initialise(self, learner: int, message: m.Initialise) -> None:
-        self._do("initialise", learner, message)
 
     def tell_shards(self, message: Any) -> None:
         if isinstance(message, m.MakeTable) and message.source is not None and self._folder is not None:
             message = replace(with_content(message, self._folder), source=None)
         self._do("tell_shards", message)
-
-    def tell_shard(self, shard: int, message: Any) -> None:
-        self._do("tell_shard", shard, message)
-
-    def reply(self, learner: int, message: Any) -> None:
-        self._do("reply", learner, message)
-
-    def announce(self, word: int, value: int) -> None:
-        self._do("announce", word, value)
 
     def kill(self, process: Process) -> None:
         self._do("kill", process.role, process.number)
@@ -190,15 +191,6 @@ class RemoteHost(Host):
 
     def vitals(self) -> Vitals:
         return self._vitals
-
-    def lose_site(self, site: int) -> None:
-        self._do("lose_site", site)
-
-    def gain_site(self, site: int) -> None:
-        self._do("gain_site", site)
-
-    def lose_node(self, node: int) -> None:
-        self._do("lose_node", node)
 
     def close(self) -> None:
         self._connection.close()

@@ -28,9 +28,8 @@ from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.collectives import CollectiveGroup, MovesOf, wants_nccl
 from syncline.engines.malloc_tuning import keep_freed_memory
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
-from syncline.engines.torchrun.control_connection import ControlConnection
 from syncline.engines.torchrun.rank_and_store import Arrival, Refusal, TorchrunPlace, difference, next_store
-from syncline.engines.torchrun.run_server import Answer, Failed, Gone, Left, RunDone, RunServer, Stop, Waiting
+from syncline.engines.torchrun.run_server import Apart, ControlConnection, Left, RunServer, Stop
 from syncline.errors import LearnerError, LostError, RunError, UsageError
 from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.local_update import GroupSession
@@ -57,8 +56,7 @@ class Line:
         self.stop = False
         self.calls = 0  # collectives so far
         self.rank = rank
-        self._gone: list[Gone] = []
-        self._meeting: list[Waiting] = []
+        self._apart: list[Apart] = []
         self._groups: list[CollectiveGroup] = []
         self._joining = False
         self._thread = threading.Thread(target=self._hear, name="syncline-line", daemon=True)
@@ -97,7 +95,7 @@ class Line:
             try:
                 message = self._wire.receive()
             except (OSError, EOFError):
-                message = Failed(LostError("learner 0 is lost: its process ended, and the record with it"))
+                message = LostError("learner 0 is lost: its process ended, and the record with it")
             with self._changed:
                 self._take(message)
                 self._changed.notify_all()
@@ -111,39 +109,37 @@ class Line:
                 os._exit(1)
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Answer):
-            self._answers.append(message.values)
-            self._meeting.clear()
-        elif isinstance(message, Failed):
-            self.failure = message.error
-        elif isinstance(message, RunDone):
-            self.outcome = message.outcome
-        elif isinstance(message, Gone):
-            self._gone.append(message)
-            self._notice()
-        elif isinstance(message, Waiting):
-            self._meeting.append(message)
-            self._notice()
-        elif isinstance(message, Stop):
-            self.stop = True
+        match message:
+            case list():  # the answer to a meeting
+                self._answers.append(message)
+                self._apart = [other for other in self._apart if not other.what]
+            case BaseException():
+                self.failure = message
+            case Outcome():
+                self.outcome = message
+            case Apart():
+                self._apart.append(message)
+                self._notice()
+            case Stop():
+                self.stop = True
 
     def called(self) -> None:
         """One more collective begins."""
         self.calls += 1
-        if self._gone or self._meeting:
+        if self._apart:
             with self._changed:
                 self._notice()
             if self.failure is not None:
                 raise PeerLost
 
     def _notice(self) -> None:
-        """Somebody has left that would be needed."""
-        for gone in self._gone:
-            if self.calls > gone.calls and self.failure is None:
-                self.failure = early(gone.rank, gone.steps, self.rank, "a further step")
-        for other in self._meeting:
+        """Somebody does not come that would be needed."""
+        for other in self._apart:
             if self.calls > other.calls and self.failure is None:
-                self.failure = apart(other.rank, other.what, self.rank)
+                if other.what:
+                    self.failure = apart(other.rank, other.what, self.rank)
+                else:
+                    self.failure = early(other.rank, other.steps, self.rank, "a further step")
 
     def ask(self, message: Any) -> Any:
         self.send(message)
@@ -294,7 +290,10 @@ class TorchrunHandle(Handle):
                 clerk = RunServer(self._spec, self._place.master)
                 clerk.start()
                 store.set("clerk", clerk.secret.run + clerk.secret.key + f"{clerk.port}".encode())
-            line = _connect(store, self._place)
+            told = store.get("clerk")
+            secret, port = Secret(told[:RUN], told[RUN : RUN + KEY]), int(told[RUN + KEY :])
+            end = socket.create_connection((self._place.master, port), timeout=None)
+            line = Line(ControlConnection(end), self._place.rank, secret)
             self._outcome = self._learn(store, line)
         except BaseException as error:
             self._error = error
@@ -373,7 +372,7 @@ class TorchrunHandle(Handle):
         failure = line.why(BLAME)
         if failure is None:
             failure = RunError(f"a collective failed in learner {self._place.rank}: {broken}")
-        _try_send(line, Failed(failure))
+        _try_send(line, failure)
         line.abort()
         return failure
 
@@ -393,13 +392,6 @@ def _try_send(line: Line, message: Any) -> None:
         line.send(message)
     except PeerLost:
         return
-
-
-def _connect(store: Any, place: TorchrunPlace) -> Line:
-    said = store.get("clerk")
-    secret, port = Secret(said[:RUN], said[RUN : RUN + KEY]), int(said[RUN + KEY :])
-    end = socket.create_connection((place.master, port), timeout=None)
-    return Line(ControlConnection(end), place.rank, secret)
 
 
 def _own(argument: Any) -> Any:

@@ -55,20 +55,17 @@ class TorchrunPlace:
         if not wait:
             raise UsageError("wait=False cannot be under torchrun: the caller's process is itself a learner")
         if group > 1:
-            return self._one_group(group, learners, default)
+            if group != self.learners or learners not in (1, default):
+                raise UsageError(
+                    f"learners={learners}, group={group}, but torchrun has started {self.learners} processes, which are the seats of one "
+                    f"learner; give learners=1, group={self.learners}, or start the script without torchrun"
+                )
+            return 1
         if learners not in (default, self.learners):
             raise UsageError(
                 f"learners={learners}, but torchrun has started {self.learners} processes; leave learners= out"
             )
         return self.learners
-
-    def _one_group(self, group: int, learners: int, default: int) -> int:
-        if group != self.learners or learners not in (1, default):
-            raise UsageError(
-                f"learners={learners}, group={group}, but torchrun has started {self.learners} processes, which are the seats of one "
-                f"learner; give learners=1, group={self.learners}, or start the script without torchrun"
-            )
-        return 1
 
 
 class Refusal(CheckpointError, UsageError):

@@ -1,15 +1,17 @@
 """Rank 0's clerk: a thread that hears all learners, keeps the run's record and tells everybody when one is gone.
 
-One connection for each learner, rank 0's own included; its end is the learner's end. Evaluation runs on another thread, beside
-the learner.
+One connection for each learner, rank 0's own included; its end is the learner's end, and a machine that vanishes is noticed by
+keep-alives. Whole objects go over it, never gradients. Evaluation runs on another thread, beside the learner.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import queue
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -17,18 +19,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import cloudpickle
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.authentication import Listener, Secret
+from syncline.engines.authentication import Listener, Secret, Stranger, introduce
 from syncline.engines.recorder import learner_error, peer_record, said
-from syncline.engines.run import Outcome, RunSpec
-from syncline.engines.torchrun.control_connection import ControlConnection
-from syncline.errors import RunError
+from syncline.engines.run import RunSpec
+from syncline.errors import LostError, RunError
 from syncline.protocols.lifecycle import alone
 from syncline.roles.allreduce_coordinator import Meet
 
 LINGER = 2.0  # seconds that the last words get
+HELLO = 60.0  # seconds that a learner waits for rank 0's proof
+_HEAD = struct.Struct("!Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +46,13 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """A learner has left: whoever needs it for a further collective must know."""
+class Apart:
+    """A learner takes part in no collective beyond so many: whoever does must know."""
 
     rank: int
     calls: int
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A learner waits in a meeting: whoever is beyond it must know."""
-
-    rank: int
-    what: str
-    calls: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """To a meeting."""
-
-    values: list[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The run has failed for all."""
-
-    error: BaseException
+    steps: int = 0
+    what: str = ""  # the meeting that it waits in; none: it has left
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +60,52 @@ class Stop:
     """The run is to end."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunDone:
-    """All is recorded; of the tables only the buffers, the parameters everybody has."""
+class ControlConnection:
+    """One end of a connection. `send` may be called from several threads."""
 
-    outcome: Outcome
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)
+        self._lock = threading.Lock()
+
+    def introduce(self, rank: int, secret: Secret) -> None:
+        """A learner's first words."""
+        there = self.socket.getpeername()
+        try:
+            introduce(self.socket, secret, HELLO)
+        except Stranger as error:
+            raise LostError(
+                f"what listens at {there} is not rank 0 of this run: {error}; start the run again"
+            ) from error
+        self.socket.settimeout(None)
+        self.send(rank)
+
+    def send(self, message: Any) -> None:
+        """Raises OSError when the other end is gone."""
+        body = cloudpickle.dumps(message)
+        with self._lock:
+            self.socket.sendall(_HEAD.pack(len(body)) + body)
+
+    def receive(self) -> Any:
+        """Raises EOFError or OSError when the other end is gone."""
+        (length,) = _HEAD.unpack(self._exactly(_HEAD.size))
+        return cloudpickle.load(io.BytesIO(self._exactly(length)))
+
+    def _exactly(self, length: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < length:
+            got = self.socket.recv(min(1 << 20, length - len(parts)))
+            if not got:
+                raise EOFError
+            parts += got
+        return bytes(parts)
+
+    def close(self) -> None:
+        self.socket.close()
 
 
 class RunServer:
@@ -97,7 +120,7 @@ class RunServer:
             now=lambda: time.monotonic() - self._began,
             evaluate=lambda epoch, state: self._waiting.put((epoch, state)),
             stop=lambda: self._tell(Stop()),
-            reply=lambda rank, values: self._send(rank, Answer(values)),
+            reply=self._send,
             fail=self._fail,
         )
         self._wires: dict[int, ControlConnection] = {}
@@ -108,7 +131,10 @@ class RunServer:
         self._selector = selectors.DefaultSelector()
         self._door = threading.Lock()
         self._over = False
-        self._listener = self._listen(host)
+        try:  # where all machines can reach rank 0: the address they all know
+            self._listener = Listener(host, self.secret, self._admit)
+        except OSError:  # a name that is not this machine's own, behind a translation
+            self._listener = Listener("", self.secret, self._admit)
         self._threads = [threading.Thread(target=self._main, name="syncline-clerk", daemon=True)]
         if spec.evaluate is not None:
             self._threads.append(threading.Thread(target=self._test, name="syncline-test", daemon=True))
@@ -168,13 +194,6 @@ class RunServer:
             except OSError:
                 continue
 
-    def _listen(self, host: str) -> Listener:
-        """Where all machines can reach rank 0: the address they all know."""
-        try:
-            return Listener(host, self.secret, self._admit)
-        except OSError:  # a name that is not this machine's own, behind a translation
-            return Listener("", self.secret, self._admit)
-
     def _admit(self, end: socket.socket) -> None:
         """One of the run's own says which, on a thread of its own."""
         wire = ControlConnection(end)
@@ -190,7 +209,7 @@ class RunServer:
         self._wires[rank] = wire
         self._selector.register(wire.socket, selectors.EVENT_READ, lambda: self._hear(rank, wire))
         if self.recorder.error is not None:
-            self._send(rank, Failed(self.recorder.error))
+            self._send(rank, self.recorder.error)
 
     def _hear(self, rank: int, wire: ControlConnection) -> None:
         try:
@@ -198,7 +217,9 @@ class RunServer:
         except (OSError, EOFError):
             self._selector.unregister(wire.socket)
             if rank not in self._left:
-                self._lost(rank)
+                self.recorder.event("lost: its connection ended", self._learner(rank), kind="lost")
+                who = f"seat {rank} of learner 0" if self.spec.group > 1 else f"learner {rank}"
+                self._fail(alone(f"{who} is lost: its process ended without a word"))
             return
         if isinstance(message, Left):
             self._left[rank] = message
@@ -207,20 +228,15 @@ class RunServer:
                 outcome.returned[rank] = message.value
             outcome.signal = outcome.signal or message.signal
             outcome.interrupted |= message.signal != 0
-            self._tell(Gone(rank, message.calls, message.steps))
+            self._tell(Apart(rank, message.calls, message.steps))
         elif isinstance(message, m.Raised):
             self._fail(learner_error(self._learner(rank), message.error, message.traceback))
-        elif isinstance(message, Failed):
-            self._fail(message.error)
+        elif isinstance(message, BaseException):
+            self._fail(message)
         else:
             if isinstance(message, Meet):
-                self._tell(Waiting(rank, message.what, message.calls))
+                self._tell(Apart(rank, message.calls, what=message.what))
             self.keeper.hear(rank, message)
-
-    def _lost(self, rank: int) -> None:
-        self.recorder.event("lost: its connection ended", self._learner(rank), kind="lost")
-        who = f"seat {rank} of learner 0" if self.spec.group > 1 else f"learner {rank}"
-        self._fail(alone(f"{who} is lost: its process ended without a word"))
 
     def _learner(self, rank: int) -> int:
         return rank // self.spec.group
@@ -239,7 +255,7 @@ class RunServer:
         """The first failure is told to all."""
         if self.recorder.error is None:
             self.recorder.error = error
-            self._tell(Failed(error))
+            self._tell(error)
 
     # -- evaluation --------------------------------------------------------------------------------------
 
@@ -263,18 +279,14 @@ class RunServer:
         return len(self._left) == self.spec.processes and complete
 
     def _end(self) -> None:
-        """Tell everybody."""
+        """Tell everybody; of the tables only the buffers, the parameters everybody has."""
         outcome = self.recorder.outcome
         outcome.seconds = time.monotonic() - self._began
         if self.recorder.error is None:
-            light = {
-                number: (version, {name: state[name] for name in _buffers(self.keeper.layouts[number])})
-                for number, (version, state) in outcome.tables.items()
-            }
-            self._tell(RunDone(replace(outcome, tables=light)))
+            light = {}
+            for number, (version, state) in outcome.tables.items():
+                buffers = self.keeper.layouts[number].buffers.entries
+                light[number] = version, {entry.name: state[entry.name] for entry in buffers}
+            self._tell(replace(outcome, tables=light))
         with self._door:
             self._over = True
-
-
-def _buffers(layout: Any) -> list[str]:
-    return [entry.name for entry in layout.buffers.entries]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import syncline as sl
-from syncline.engines.ray.agent import About, describe, versions
+from syncline.engines.ray.agent import describe, versions
 from syncline.errors import UsageError
 
 
@@ -85,10 +85,8 @@ def test_what_does_not_travel_is_named_before_a_cluster_is_asked() -> None:
 
 def test_versions_that_differ_are_named() -> None:
     mine = versions()
-    same = About(("10.0.0.2", 1), *mine, 1)
-    assert describe(same, mine) == ""
-    other = About(("10.0.0.2", 1), mine[0], "1.0", mine[2], 1)
-    assert describe(other, mine) == f"torch 1.0 (here {mine[1]})"
+    assert describe(mine, mine) == ""
+    assert describe((mine[0], "1.0", mine[2]), mine) == f"torch 1.0 (here {mine[1]})"
 
 
 def test_tables_on_a_card_are_refused() -> None:

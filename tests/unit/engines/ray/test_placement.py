@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.engines.ray.placement import Node, chosen_nodes, deal, gpu_of, next_node
+from syncline.engines.ray.placement import Node, chosen_nodes, deal, gpu_of
 from syncline.errors import UsageError
 
 HOME = Node("a" * 40, "10.0.0.1", 4, home=True)
@@ -71,12 +71,6 @@ def test_every_learner_has_a_node_and_no_node_more_than_it_has_room_for(cores, l
     dealt = deal(learners, nodes, most=most)
     assert len(dealt) == learners
     assert all(dealt.count(node) <= room[node] for node in range(len(nodes)))
-
-
-def test_one_more_learner_goes_to_the_node_with_the_fewest_that_is_there() -> None:
-    assert next_node([2, 1, 1], [0, 1, 2]) == 1
-    assert next_node([2, 1, 1], [0, 2]) == 2
-    assert next_node([2, 1], []) is None
 
 
 def test_gpus_are_dealt_in_turn() -> None:

@@ -12,9 +12,8 @@ import pytest
 from syncline.dial import Course
 from syncline.engines.authentication import HELLO, WAITING, Secret, introduce
 from syncline.engines.run import RunSpec, Task
-from syncline.engines.torchrun.control_connection import ControlConnection
 from syncline.engines.torchrun.engine import Line
-from syncline.engines.torchrun.run_server import Failed, RunServer
+from syncline.engines.torchrun.run_server import ControlConnection, RunServer
 from syncline.errors import LostError
 from syncline.roles.allreduce_coordinator import Meet
 from syncline.roles.run_plan import RunPlan
@@ -33,7 +32,7 @@ def clerk() -> Iterator[RunServer]:
     with contextlib.suppress(OSError, LostError), call(clerk) as end:  # it may have ended
         wire = ControlConnection(end)
         wire.introduce(0, clerk.secret)
-        wire.send(Failed(LostError("enough")))
+        wire.send(LostError("enough"))
     clerk.join()
     assert not any(thread.name == "syncline-clerk" for thread in threading.enumerate())
 
@@ -49,7 +48,7 @@ def meets(clerk: RunServer) -> None:
     asking = threading.Thread(target=lambda: found.append(line.ask(Meet("a test", 7))), daemon=True)
     asking.start()
     asking.join(PATIENCE)
-    line.send(Failed(LostError("enough")))
+    line.send(LostError("enough"))
     line.why(PATIENCE)
     line.close()
     assert found == [[7]]
