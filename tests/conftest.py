@@ -49,5 +49,5 @@ def _warm_interpreter_ends() -> Iterator[None]:
 def _nothing_outlives_its_test() -> Iterator[None]:
     """A test that leaves a run, a thread or a process behind fails, and whatever it left is ended."""
     yield
-    left = end_leftovers(*ready_python.pids())
+    left = end_leftovers()
     assert not left, f"left behind: {', '.join(left)}"

@@ -18,6 +18,8 @@ import subprocess
 import sys
 from typing import Any
 
+from syncline.testing import leftovers
+
 FRESH = os.environ.get("FRESH_INTERPRETERS") == "1"
 SUBREAPER = 36  # of prctl: orphans become this process's children
 _warm: tuple[subprocess.Popen[bytes], socket.socket] | None = None
@@ -33,13 +35,9 @@ def _warm_one() -> socket.socket:
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
         )
         theirs.close()
+        leftovers.warm.add(process.pid)
         _warm = process, ask
     return _warm[1]
-
-
-def pids() -> list[int]:
-    """Of the warm one, which may stay."""
-    return [_warm[0].pid] if _warm is not None else []
 
 
 def end() -> None:

@@ -13,19 +13,21 @@ from syncline.engines.local import forkserver
 PATIENCE = 5.0  # seconds that a thread which is on its way out gets
 
 
+warm: set[int] = set()  # processes that stay from test to test; what they started may not
+
 # Torch's and Python's own, one for each process, which ends them.
 KEPT = ("torch/_inductor/compile_worker", "multiprocessing.resource_tracker")
 
 
-def end_leftovers(*kept: int) -> list[str]:
-    """In words; nothing of it is left afterwards, but for these processes."""
+def end_leftovers() -> list[str]:
+    """In words; nothing of it is left afterwards."""
     found = [f"a run that goes on ({type(handle).__name__})" for handle in live.end_all()]
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("syncline-")]:
         thread.join(PATIENCE)
         if thread.is_alive():
             found.append(f"thread {thread.name}")
-    server = forkserver.pid()
-    for pid in children(os.getpid()) - {server, *kept} | (children(server) if server is not None else set()):
+    stay = {pid for pid in (forkserver.pid(), *warm) if pid is not None}
+    for pid in set().union(*map(children, (os.getpid(), *stay))) - stay:
         command = _read(pid, "cmdline").replace("\0", " ").strip()[:200] or "gone"
         if not any(each in command for each in KEPT):
             found.append(f"process {pid}: {command}")

@@ -5,10 +5,13 @@ Real processes and real connections; only what Ray does (placing and watching ac
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,8 +26,10 @@ from syncline.engines.ray.cluster import RayCluster
 from syncline.engines.ray.engine import Ray
 from syncline.engines.ray.link_measurement import Address, Echo
 from syncline.engines.ray.placement import Node
+from syncline.testing import leftovers
 from syncline.testing.leftovers import children
 
+PATIENCE = 30.0  # seconds that an agent has to end
 Through = Callable[[tuple[str, int]], tuple[str, int]]
 
 
@@ -32,7 +37,7 @@ class ApartAgent:
     """A node of its own processes: they can be killed, frozen and thawed."""
 
     def __init__(self, about: About) -> None:
-        self._about = about
+        self._about, self._end = about, os.pidfd_open(about.pid)
 
     def about(self) -> About:
         return self._about
@@ -52,32 +57,67 @@ class ApartAgent:
                 os.kill(pid, number)
 
     def close(self) -> None:
+        """It ends when its cluster's pipe is closed."""
         self.signal(signal.SIGCONT, all_of_it=True)
+
+    def wait(self) -> None:
+        if not select.select([self._end], [], [], PATIENCE)[0]:
+            self.signal(signal.SIGKILL, all_of_it=True)
+        os.close(self._end)
 
 
 def _agent(secret: Secret, path: list[str], folder: str) -> Agent:
     return Agent(secret, "127.0.0.1", path=path, folder=folder)
 
 
-def serve() -> None:
-    """Starts the agents of nodes that are apart, each from one warm process; they end when its input does."""
-    out, life = os.dup(1), os.pipe()
-    os.dup2(2, 1)
+_starter: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+
+
+def _ask_starter(settings: Any, out: int, life: int) -> None:
+    """Of the one warm process that this process's agents apart are forked from: one more."""
+    global _starter
+    if _starter is None:
+        ask, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = f"from syncline.testing.small_cluster import serve; serve({theirs.fileno()})"
+        paths = os.pathsep.join(path for path in sys.path if path)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        theirs.close()
+        _starter = process, ask
+        leftovers.warm.add(process.pid)
+        atexit.register(_end_starter, *_starter)
+    socket.send_fds(_starter[1], [pickle.dumps(settings)], [out, life])
+
+
+def _end_starter(process: subprocess.Popen[bytes], ask: socket.socket) -> None:
+    ask.close()
+    process.wait()
+
+
+def serve(fd: int) -> None:
+    """Starts agents of nodes that are apart until nobody asks any more."""
+    ask = socket.socket(fileno=fd)
     forkserver._warm_up()
-    with contextlib.suppress(EOFError):
-        while True:
-            settings = pickle.load(sys.stdin.buffer)
-            if os.fork() == 0:
-                os.close(life[1])
-                _live(settings, out, life[0])
-    os.close(out)
-    os.close(life[1])
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
+    while True:
+        settings, fds, _, _ = socket.recv_fds(ask, 1 << 18, 2)
+        if not settings:
+            return
+        if os.fork() == 0:
+            ask.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _live(pickle.loads(settings), *fds)
+        for each in fds:
+            os.close(each)
 
 
 def _live(settings: Any, out: int, life: int) -> NoReturn:
+    """Until the other end of its life line is closed."""
     forkserver.start_here()
     agent = _agent(*settings)
     os.write(out, pickle.dumps(agent.about()))
@@ -95,7 +135,8 @@ class SmallCluster(RayCluster):
         self._apart, self._through, self._blind = apart, through, blind
         self._at_hand: list[Node] = []
         self.agents: dict[int, Any] = {}
-        self._starter: subprocess.Popen[bytes] | None = None
+        self._apart_ones: list[ApartAgent] = []  # of this run, lost ones too
+        self._life: tuple[int, int] | None = None  # a pipe: they end when it is closed
         for _ in range(count):
             self.add_node(cores)
 
@@ -121,33 +162,23 @@ class SmallCluster(RayCluster):
 
     def _start_all(self, indices: Sequence[int]) -> None:
         here = (self.secret, list(sys.path), os.getcwd())
-        if self._apart:
-            made: list[Any] = [ApartAgent(about) for about in self._start_apart(len(indices), here)]
-        else:
-            made = [_agent(*here) for _ in indices]
-        for index, agent in zip(indices, made, strict=True):
+        for index in indices:
+            agent: Any = self._start_apart(here) if self._apart else _agent(*here)
             self.agents[index] = agent
             about = agent.about()
             self.about[index] = replace(about, address=self._through(about.address))
             if self._blind:
                 agent.sees = lambda token: False
 
-    def _start_apart(self, count: int, settings: Any) -> list[About]:
-        if self._starter is None:
-            code = "from syncline.testing.small_cluster import serve; serve()"
-            paths = os.pathsep.join(path for path in sys.path if path)
-            self._starter = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": paths},
-            )
-        words, answers = self._starter.stdin, self._starter.stdout
-        assert words is not None and answers is not None
-        for _ in range(count):
-            pickle.dump(settings, words)
-        words.flush()
-        return [pickle.load(answers) for _ in range(count)]
+    def _start_apart(self, settings: Any) -> ApartAgent:
+        if self._life is None:
+            self._life = os.pipe()
+        answer, out = os.pipe()
+        _ask_starter(settings, out, self._life[0])
+        os.close(out)
+        with open(answer, "rb") as said:
+            self._apart_ones.append(ApartAgent(pickle.load(said)))
+        return self._apart_ones[-1]
 
     @contextlib.contextmanager
     def echoes(self, nodes: Sequence[Node], secret: Secret) -> Iterator[list[Address]]:
@@ -158,9 +189,12 @@ class SmallCluster(RayCluster):
     def close(self) -> None:
         for agent in self.agents.values():
             agent.close()
-        starter, self._starter = self._starter, None
-        if starter is not None:
-            starter.communicate()
+        if self._life is not None:
+            for end in self._life:
+                os.close(end)
+            for agent in self._apart_ones:
+                agent.wait()
+            self._life, self._apart_ones = None, []
 
 
 class Nodes(Ray):
