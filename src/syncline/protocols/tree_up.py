@@ -273,22 +273,22 @@ class Intake:
         if not verdict.taken:
             return verdict, []
         self.take(sum_)
-        return verdict, self._sequence.take_sum(sum_.tickets)
+        return verdict, self._sequence.gradient(*sum_.tickets)
 
     def take(self, sum_: Sum) -> None:
         """It counts."""
         self.taken |= {ticket.learner: ticket.number for ticket in sum_.tickets}
 
     def judge(self, tickets: Collection[Ticket]) -> Verdict:
-        members = self._sequence.members
+        live = self._sequence.members.live
         bad = frozenset(
             (ticket.learner, ticket.number)
             for ticket in tickets
-            if ticket.learner not in members or ticket.number <= self.taken.get(ticket.learner, -1)
+            if ticket.learner not in live or ticket.number <= self.taken.get(ticket.learner, -1)
         )
         if not self._sequence.sync.lockstep:
             return Verdict(bad)
-        counted = self._sequence.iterations(ticket.learner for ticket in tickets if ticket.learner in members)
+        counted = self._sequence.iterations(ticket.learner for ticket in tickets if ticket.learner in live)
         if bad:
             return Verdict(bad, counted)
         twice = len(counted) < len(tickets)

@@ -218,7 +218,7 @@ class Leader:
                 self._belongings.keep(table, learner, sum_.buffers[index])
             if self._gathering.meetings.here:
                 self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
-        self._decided(table, sequence.take_sum(tickets))
+        self._decided(table, sequence.gradient(*tickets))
         if (len(self._sequences) > 1 or self._gathering.openings) and self._gathering.tangled:
             self._gathering.untangle()
 
@@ -288,7 +288,7 @@ class Leader:
         if not fetch.deliver:
             has = fetch.has if fetch.has >= 0 else None
             self._decided(fetch.table, sequence.fetch(learner, fetch.number, has))
-        elif learner in sequence.members:
+        elif learner in sequence.members.live:
             keep = self._cadence is not None and self._cadence.armed
             self._log(log.Release(fetch.table, learner, fetch.number, sequence.version, keep, True))
 
@@ -430,12 +430,10 @@ class Leader:
 
     def _fold(self, table: int, fold: Fold) -> None:
         tickets = fold.tickets
-        first = tickets[0]
-        if len(tickets) > 1:
-            first = max((t for t in tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
-            if self._replay.options_changed and self._trunk is None:
-                self._replay.options_changed = False
-                self._agreement.check(table, tickets, lockstep=self._sequences[table].sync.lockstep)
+        first = fold.leader
+        if len(tickets) > 1 and self._replay.options_changed and self._trunk is None:
+            self._replay.options_changed = False
+            self._agreement.check(table, tickets, lockstep=self._sequences[table].sync.lockstep)
         learner, number = self.named(table, first) if self._trunk else (first.learner, first.number)
         self._log(log.Fold(table, learner, number, first.iteration, fold.version, fold.factor))
         if self._stamps is not None and table == 0:

@@ -229,7 +229,7 @@ class Forest:
         if self.sync.lockstep:
             assert len({ticket.learner for ticket in fold.tickets}) == len(keys), "one of each"
         elif self.sync.rate == "share":
-            assert fold.factor == len(keys) / max(1, len(self.sequence.members))
+            assert fold.factor == len(keys) / max(1, len(self.sequence.members.live))
 
     # -- learners ------------------------------------------------------------------------------------------
 

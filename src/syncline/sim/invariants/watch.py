@@ -211,10 +211,9 @@ class Watch:
 
     def _fold(self, number: int, table: TableAccount, fold: Fold) -> None:
         gradients = table.fold(fold)
-        first = max((t for t in fold.tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
         role = self._world.roles[0]
         self._values[number].folded(
-            fold, lambda: role.replay.options(number, *role.leader.named(number, first))
+            fold, lambda: role.replay.options(number, *role.leader.named(number, fold.leader))
         )
         for ticket, gradient in zip(fold.tickets, gradients, strict=True):
             self._each(gradient.usage, lambda feed, span: feed.settled([span], f"in version {fold.version}"))
