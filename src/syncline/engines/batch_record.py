@@ -21,8 +21,8 @@ from syncline.engines.run import EpochRecord, RunSpec
 from syncline.errors import RunError, UsageError
 from syncline.learn.model_factories import made
 from syncline.learn.portion_worker import BatchPlan, trained
+from syncline.protocols.epoch_positions import Standing
 from syncline.protocols.sequence import Account
-from syncline.protocols.spans import Standing
 from syncline.protocols.staleness import StalenessClock
 from syncline.roles.checkpoint_manifest import LoaderState, Restored, TableState, table_file
 from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, Written, layout_json, layout_of

@@ -19,7 +19,7 @@ from syncline.errors import UsageError
 from syncline.learn.batches import CopyStream, to_device
 from syncline.learn.loader import epoch_order, reader
 from syncline.protocols.allreduce import Rounds, Share, Spans, at_start, left_of, standing
-from syncline.protocols.spans import Standing
+from syncline.protocols.epoch_positions import Standing
 from syncline.roles.checkpoint_manifest import LoaderState
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from syncline.dial import Sync
+from syncline.protocols.epoch_positions import Standing
 from syncline.protocols.meetings import MeetingPlace
 from syncline.protocols.sequence import Account
-from syncline.protocols.spans import Standing
 from syncline.protocols.staleness import Staleness
 from syncline.table.checkpoints import Content, Source, Written
 from syncline.table.layout import Layout

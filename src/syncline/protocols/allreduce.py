@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from syncline.errors import UsageError
-from syncline.protocols.spans import Standing
+from syncline.protocols.epoch_positions import Standing
 
 # what is left of an epoch: one for all, or (`partition`) one for each rank
 Spans = tuple[tuple[int, int], ...]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from syncline import messages as m
 from syncline.errors import RunError
+from syncline.protocols.epoch_positions import Standing
 from syncline.protocols.sequence import Account
-from syncline.protocols.spans import Standing
 from syncline.protocols.staleness import Staleness
 from syncline.roles.checkpoint_manifest import (
     LEARNERS,

@@ -19,8 +19,8 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
+from syncline.protocols.epoch_positions import Standing
 from syncline.protocols.sequence import Account
-from syncline.protocols.spans import Standing
 from syncline.table.checkpoints import (
     Checkpoint,
     CheckpointError,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from syncline import messages as m
 from syncline.messages.to_leader import AskBatch, Blocked, CloseLoader, StreamEnded
 from syncline.ports import OUTSIDE, Portion, ServerPort
+from syncline.protocols.epoch_positions import Decision, Standing
 from syncline.protocols.ledger import Ledger
 from syncline.protocols.meetings import EPOCH, MeetingPlace
-from syncline.protocols.spans import Decision, Standing
 from syncline.protocols.streams import StreamEpochs
 
 

@@ -14,12 +14,12 @@ from syncline.messages import log
 from syncline.messages import to_leader as say
 from syncline.ports import Portion, ServerPort
 from syncline.protocols.checkpoint_schedule import CheckpointSchedule
+from syncline.protocols.epoch_positions import Decision as LedgerDecision
+from syncline.protocols.epoch_positions import End, EpochDone, Grant, Standing
 from syncline.protocols.folding import Ticket
 from syncline.protocols.meetings import STEP, MeetingPlace, Met, Uncross, Unmet
 from syncline.protocols.meetings import Decision as MeetingDecision
 from syncline.protocols.sequence import Change, Decision, Drop, Fold, Full, Sequence, Take
-from syncline.protocols.spans import Decision as LedgerDecision
-from syncline.protocols.spans import End, EpochDone, Grant, Standing
 from syncline.protocols.waiting import Release
 from syncline.roles.barrier import Barrier
 from syncline.roles.checkpoint_manifest import LEARNERS, table_file

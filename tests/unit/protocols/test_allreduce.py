@@ -25,8 +25,8 @@ from syncline.protocols.allreduce import (
     turn,
     whole,
 )
+from syncline.protocols.epoch_positions import Grant, Standing
 from syncline.protocols.ledger import Ledger
-from syncline.protocols.spans import Grant, Standing
 
 PARAMETERS = st.lists(
     st.tuples(st.integers(0, 50), st.sampled_from(["f32", "bf16"])), min_size=1, max_size=20

@@ -18,9 +18,9 @@ from syncline.errors import InvariantError
 from syncline.messages import to_leader as say
 from syncline.messages.log import Entry, Leave
 from syncline.ports import ServerPort
+from syncline.protocols.epoch_positions import End, EpochDone, Grant
 from syncline.protocols.meetings import Met, Uncross, Unmet
 from syncline.protocols.sequence import Change, Drop, Fold, Take
-from syncline.protocols.spans import End, EpochDone, Grant
 from syncline.protocols.waiting import Release
 from syncline.roles.server import ServerRole
 from syncline.sim.invariants.feed import Broken, FeedAccount, Span, StreamAccount
