@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from syncline.protocols.folding import Ticket
-from syncline.protocols.sequence import Decision, Sequence
+from syncline.protocols.sequence import Sequence
 
 Key = tuple[int, int]  # learner, number of its ticket
 NO_ITERATION = -1  # under a free dial: in lockstep the root refuses it, and says what it is
@@ -265,41 +265,34 @@ class Intake:
     """The root's side: a sum goes into the sequence whole, once, and only if all of it counts."""
 
     def __init__(self, sequence: Sequence) -> None:
-        self._sequence = sequence
+        self.sequence = sequence
         self.taken: dict[int, int] = {}  # learner -> its last ticket that was taken
 
-    def arrive(self, sum_: Sum) -> tuple[Verdict, list[Decision]]:
-        verdict = self.judge(sum_.tickets)
-        if not verdict.taken:
-            return verdict, []
-        self.take(sum_)
-        return verdict, self._sequence.gradient(*sum_.tickets)
-
-    def take(self, sum_: Sum) -> None:
-        """It counts."""
-        self.taken |= {ticket.learner: ticket.number for ticket in sum_.tickets}
-
-    def judge(self, tickets: Collection[Ticket]) -> Verdict:
-        live = self._sequence.members.live
+    def arrive(self, tickets: Collection[Ticket]) -> Verdict:
+        """A sum's: what is taken here goes into the sequence next."""
+        live = self.sequence.members.live
         bad = frozenset(
             (ticket.learner, ticket.number)
             for ticket in tickets
             if ticket.learner not in live or ticket.number <= self.taken.get(ticket.learner, -1)
         )
-        if not self._sequence.sync.lockstep:
-            return Verdict(bad)
-        counted = self._sequence.iterations(ticket.learner for ticket in tickets if ticket.learner in live)
-        if bad:
-            return Verdict(bad, counted)
-        twice = len(counted) < len(tickets)
-        wrong = any(ticket.iteration != counted[ticket.learner] for ticket in tickets)
-        return Verdict(counted=counted) if twice or wrong or len(set(counted.values())) > 1 else Verdict()
+        counted: dict[int, int] = {}
+        if self.sequence.sync.lockstep:
+            counted = self.sequence.iterations(each.learner for each in tickets if each.learner in live)
+            twice = len(counted) < len(tickets)
+            wrong = any(ticket.iteration != counted.get(ticket.learner) for ticket in tickets)
+            if not (bad or twice or wrong or len(set(counted.values())) > 1):
+                counted = {}
+        verdict = Verdict(bad, counted)
+        if verdict.taken:
+            self.taken |= {ticket.learner: ticket.number for ticket in tickets}
+        return verdict
 
     def active(self, below: Mapping[int, Iterable[int]]) -> dict[int, int]:
         """Children of a node (with the learners below each) that it waits for in lockstep, and the iteration each is at."""
-        live = self._sequence.members.live
+        live = self.sequence.members.live
         counted = {
-            child: self._sequence.iterations(
+            child: self.sequence.iterations(
                 each for each in learners if each in live and not live[each].resting
             ).values()
             for child, learners in below.items()

@@ -1,5 +1,5 @@
 """What the leading shard counts and keeps beside its decisions: examples, steps and losses; learners' buffers and random states for
-snapshots, results and checkpoints (M6); vector clocks of updates (R6); whether learners in lockstep agree about their options (M4).
+snapshots, results and checkpoints (M6); vector clocks of updates (R6).
 
 Not responsible for versions and staleness.
 """
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.ports import ServerPort
 from syncline.protocols.folding import Ticket
 from syncline.roles.checkpoint_manifest import learner_tensors
-
-if TYPE_CHECKING:
-    from syncline.roles.server import LogApplier
 
 Losses = dict[int, list[float]]  # rank -> [sum, count]
 
@@ -166,29 +162,3 @@ class VectorClocks:
         if self._rows:
             rows, self._rows = self._rows, []
             self._report(m.Clocks(np.array(rows, dtype="<u4").tobytes()))
-
-
-class OptionsCheck:
-    """Looks at the gradients of a fold when options have changed."""
-
-    def __init__(self, port: ServerPort, replay: LogApplier) -> None:
-        self._port, self._replay, self._warned = port, replay, False
-
-    def check(self, table: int, tickets: Iterable[Ticket], *, lockstep: bool) -> None:
-        if lockstep and not self._warned:
-            self._compare({t.rank: self._replay.options(table, t.learner, t.number) for t in tickets})
-
-    def _compare(self, options: dict[int, object]) -> None:
-        first = next(iter(options.values()))
-        differ = sorted(rank for rank, option in options.items() if option is not first and option != first)
-        if differ:
-            self._warned = True
-            ranks = sorted(options)
-            self._port.tell(
-                m.Warned(
-                    f"learners {ranks} disagree about the options of their parameter groups (ranks {differ} differ "
-                    f"from rank {ranks[0]}); each update uses those of the learner furthest along. Step the same "
-                    "scheduler in every learner.",
-                    "options",
-                )
-            )

@@ -192,7 +192,8 @@ class Forest:
         assert body == Counter(sum_.keys)
         if sender not in self.nodes:
             return  # lost before this came: nobody hears of it
-        verdict, decisions = self.intake.arrive(sum_)
+        verdict = self.intake.arrive(sum_.tickets)
+        decisions = self.sequence.gradient(*sum_.tickets) if verdict.taken else []
         answer = ("taken", sum_.number)
         if verdict.taken:
             self.sums.append(sum_.keys)
