@@ -187,10 +187,7 @@ class LogApplier:
         shard = self.shards[entry.table]
         if added := shard.gather(entry.iteration):
             self._port.spend(Serving(log.Take, entry.table, added))
-        if shard.clip_norm is None:
-            self._apply(entry, shard)
-        elif shard.layout.shards == 1:
-            shard.clip_alone()
+        if shard.clip_norm is None or shard.layout.shards == 1:
             self._apply(entry, shard)
         else:
             self._norms_of = entry

@@ -6,14 +6,15 @@ themselves. Only the store knows which. Not responsible for who reads, nor for o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from syncline.table.layout import DTYPES, Layout
-from syncline.table.version_memory import WRITTEN, VersionMemory
 
+WRITTEN = -1  # in place of a version: that place is being written, or never was
 PLACES = 3  # of a ring, where no dial needs older versions
 
 
@@ -21,6 +22,27 @@ def places_for(delay: int) -> int:
     """Where lockstep learners run k versions ahead: k + 1 to read and one to write; and k more, since as many updates follow
     at once where the dial changes, while the slowest still reads the oldest."""
     return max(PLACES, 2 * delay + 2)
+
+
+class VersionMemory(ABC):
+    """A ring of places for versions of a shard's part. The shard writes them; who may read one copies it meanwhile.
+
+    Engines implement it, and the seam (`ports`) names it with the rest.
+    """
+
+    places: list[list[Tensor]]  # segments of the part
+
+    @abstractmethod
+    def offer(self, place: int, version: int) -> None:
+        """This place holds that version, to be read; `WRITTEN`: nothing from here on."""
+
+    @abstractmethod
+    def being_read(self) -> bool:
+        """Somebody may be copying what was offered."""
+
+    def kept(self, place: int) -> bool:
+        """Somebody reads there for long: others are written first."""
+        return False
 
 
 class OwnMemory(VersionMemory):
