@@ -202,9 +202,9 @@ def versions_kept_in_the_wrong_place(patch: Patch) -> None:
     apply = Shard.apply
 
     def misplaced(self: Shard, options: Any, factor: float) -> None:
-        self.version += 1
+        self._store.version += 1
         apply(self, options, factor)
-        self.version -= 1
+        self._store.version -= 1
 
     patch.setattr(Shard, "apply", misplaced)
 
