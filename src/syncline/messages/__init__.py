@@ -146,7 +146,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class LoadState:
-    """A new optimizer state for the shards; answered by True when all have it."""
+    """A new optimizer state for the shards; answered when all have it."""
 
     table: int
     number: int
@@ -215,9 +215,12 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
+    """A state has come, to be loaded when the log says so."""
+
     table: int
     number: int
     learner: int
+    shard: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,6 +277,6 @@ class ServerRole:
         elif kind is tuple:  # (learner, LoadState)
             learner, blob = event
             self.replay.keep_blob(learner, blob)
-            self._port.tell(m.Loaded(blob.table, blob.number, learner))
+            self._port.tell(m.Loaded(blob.table, blob.number, learner, self._port.shard))
         if self._port.shard == 0:
             self.leader.hear(event)
