@@ -159,7 +159,7 @@ class Coordinator:
         if isinstance(message, m.AskDial):
             self._port.reply(learner, self._dials[message.number][0])
             return
-        self._room.enter(learner, message)
+        self._room.asked[learner] = message
         if learner in self._stale and not isinstance(message, m.Rejoin):
             self._room.reply(learner, m.Stale())
             return
@@ -216,7 +216,7 @@ class Coordinator:
         self._tell_standing()
         self._openings.make_again()
         self._port.announce(m.Renewed())
-        for learner, message in self._room.asked.items():
+        for learner, message in list(self._room.asked.items()):
             if learner in self._stale and not isinstance(message, m.Rejoin):
                 self._room.reply(learner, m.Stale())
         self._try_rejoin()

@@ -79,16 +79,12 @@ class Store:
         self._memory, self._places, self._movable = memory, memory.places, movable
         self._held = [WRITTEN] * len(self._places)  # versions by place
         self._newest = 0
+        self.segments = self._places[0]  # where the newest version lies, and the next is to be made
         self._keep = False
         self.version = version
         for place in range(1, len(self._places)):
-            self._begin(place)
-        self._offer()
-
-    @property
-    def segments(self) -> list[Tensor]:
-        """Where the newest version lies, and the next is to be made."""
-        return self._places[self._newest]
+            self._mark(place, WRITTEN)
+        self._mark(0, version)
 
     def keep(self, older: bool) -> None:
         """Older versions stay readable beside the newest, as many as there are places for."""
@@ -106,33 +102,28 @@ class Store:
             if not self._keep:
                 others = [each for each in others if not memory.kept(each)] or others
             other = min(others, key=held.__getitem__)
-            self._begin(other)
-            copy_segments(self._places[other], self._places[newest])
+            self._mark(other, WRITTEN)
+            copy_segments(self._places[other], self.segments)
             if self._movable:
-                self._newest = other
+                self._newest, self.segments = other, self._places[other]
                 return
-            held[other] = self.version
-            memory.offer(other, self.version)
-        self._begin(newest)
+            self._mark(other, self.version)
+        self._mark(newest, WRITTEN)
 
     def complete(self) -> None:
         """The next version is made."""
         self.version += 1
-        self._offer()
+        self._mark(self._newest, self.version)
 
     def fill(self, values: Sequence[Tensor]) -> None:
         """Other values for the present version."""
-        self._begin(self._newest)
+        self._mark(self._newest, WRITTEN)
         copy_segments(self.segments, values)
-        self._offer()
+        self._mark(self._newest, self.version)
 
-    def _begin(self, place: int) -> None:
-        self._held[place] = WRITTEN
-        self._memory.offer(place, WRITTEN)
-
-    def _offer(self) -> None:
-        self._held[self._newest] = self.version
-        self._memory.offer(self._newest, self.version)
+    def _mark(self, place: int, version: int) -> None:
+        self._held[place] = version
+        self._memory.offer(place, version)
 
 
 def fill(segments: Sequence[Tensor], layout: Layout, shard: int, values: Mapping[int, Tensor]) -> None:
