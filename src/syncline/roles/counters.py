@@ -27,8 +27,8 @@ class Counters:
     def __init__(self) -> None:
         self.examples: dict[int, int] = defaultdict(int)  # by table
         self.steps: dict[int, int] = defaultdict(int)  # by rank
-        self._last: dict[int, float] = {}
-        self._losses: dict[int, Losses] = defaultdict(_none)  # by epoch
+        self.last: dict[int, float] = {}  # losses by rank
+        self._losses: dict[int, Losses] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))  # by epoch
         self._unread: list[tuple[int, SupportsFloat, int, dict[int, int]]] = []  # arguments of `_add`
 
     def resume(self, counts: m.Counts) -> None:
@@ -51,7 +51,7 @@ class Counters:
     def _add(self, rank: int, loss: float, count: float, epochs: dict[int, int]) -> None:
         if loss != loss:
             return
-        self._last[rank] = loss
+        self.last[rank] = loss
         whole = sum(epochs.values())
         for epoch, part in epochs.items():
             share = count if part == whole else count * part / whole
@@ -74,11 +74,6 @@ class Counters:
         means = {rank: part / n for rank, (part, n) in sorted(losses.items()) if n}
         return total / count if count else float("nan"), means
 
-    def last_losses(self) -> dict[int, float]:
-        """By rank."""
-        self.read()
-        return dict(self._last)
-
     def counts(self) -> m.Counts:
         """For a checkpoint."""
         self.read()
@@ -86,10 +81,6 @@ class Counters:
             epoch: {rank: list(pair) for rank, pair in found.items()} for epoch, found in self._losses.items()
         }
         return m.Counts(dict(self.examples), losses, dict(self.steps))
-
-
-def _none() -> Losses:
-    return defaultdict(lambda: [0.0, 0.0])
 
 
 def joint_buffers(columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -104,39 +95,33 @@ class LearnerStates:
     """Of all learners that are not lost."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[int, int], list[Tensor]] = {}  # by (table, learner)
+        self.buffers: dict[tuple[int, int], list[Tensor]] = {}  # by (table, learner)
         self.random: dict[int, bytes] = {}  # states by rank
-
-    def bring(self, table: int, learner: int, buffers: list[Tensor]) -> None:
-        """A learner comes with these."""
-        self._buffers[table, learner] = buffers
 
     def keep(self, table: int, learner: int, buffers: Sequence[Tensor]) -> None:
         """Those of its last gradient, copied where they lie."""
-        kept = self._buffers.get((table, learner))
+        kept = self.buffers.get((table, learner))
         if kept is None or kept[0].device != buffers[0].device:
-            self._buffers[table, learner] = [value.clone() for value in buffers]
+            self.buffers[table, learner] = [value.clone() for value in buffers]
         else:
             torch._foreach_copy_(kept, list(buffers))
 
     def lose(self, learner: int) -> None:
         """A lost learner's statistics do not count, unless a table has no others."""
-        for table in [table for table, who in self._buffers if who == learner]:
-            if sum(each == table for each, _ in self._buffers) > 1:
-                del self._buffers[table, learner]
+        for table in [table for table, who in self.buffers if who == learner]:
+            if sum(each == table for each, _ in self.buffers) > 1:
+                del self.buffers[table, learner]
 
     def joint(self, table: int) -> list[Tensor] | None:
         """One table's buffers over all learners."""
-        kept = [
-            [value.cpu() for value in each] for (t, _), each in sorted(self._buffers.items()) if t == table
-        ]
-        return joint_buffers(kept) if kept else None
+        mine = [each for (of, _), each in sorted(self.buffers.items()) if of == table]
+        return joint_buffers([[value.cpu() for value in each] for each in mine]) if mine else None
 
     def tensors(self, ranks: Mapping[int, int]) -> dict[str, Tensor]:
         """For a checkpoint, by name."""
         buffers = {
             (table, ranks[learner]): [value.cpu().clone() for value in values]
-            for (table, learner), values in self._buffers.items()
+            for (table, learner), values in self.buffers.items()
         }
         return learner_tensors(self.random, buffers)
 

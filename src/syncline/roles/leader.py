@@ -159,7 +159,7 @@ class Leader:
             self._late[join.learner].append(join)
             return
         if join.buffers is not None:
-            self._belongings.bring(join.table, join.learner, join.buffers)
+            self._belongings.buffers[join.table, join.learner] = join.buffers
         sequence = self._sequences[join.table]
         self._decided(join.table, sequence.join(join.learner, join.rank, 0))
         cold = sequence.cold(join.learner)
@@ -354,30 +354,31 @@ class Leader:
 
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket
-        gradient, usage = self._open[table, ticket.learner, ticket.number]
+        learner, number = ticket.learner, ticket.number
+        gradient, usage = self._open[table, learner, number]
         if self._trunk is not None:
             self._trunk.take(table, ticket)
         else:
             if table in self._buffered:  # before it is taken, which may free the draft
-                buffers = self._port.receive(table, ticket.learner, ticket.number).buffers
-                self._belongings.keep(table, ticket.learner, buffers)
+                self._belongings.keep(table, learner, self._port.receive(table, learner, number).buffers)
             following = self._todo[0][1] if self._todo else None
+            alone = isinstance(following, Fold) and following.tickets == (ticket,)
             self._log(
                 log.Take(
                     table,
-                    ticket.learner,
-                    ticket.number,
+                    learner,
+                    number,
                     gradient.options,
                     gradient.full,
                     ticket.count,
                     ticket.rank,
                     ticket.iteration,
-                    isinstance(following, Fold) and following.tickets == (ticket,),
+                    alone,
                     ticket.weight,
                 )
             )
         if usage:
-            self._later.append((self._feeding.taken, ticket.learner, usage))
+            self._later.append((self._feeding.taken, learner, usage))
 
     def _fold(self, table: int, fold: Fold) -> None:
         tickets = fold.tickets
@@ -457,18 +458,8 @@ class Leader:
             for table in self._sequences:
                 self._log(log.Snapshot(table, epoch))
                 tables += 1
-        self._port.tell(
-            m.EpochEnd(
-                loader,
-                epoch,
-                primary.version if primary else 0,
-                self._tally.examples[0],
-                mean,
-                losses,
-                tables,
-                done,
-            )
-        )
+        version, examples = primary.version if primary else 0, self._tally.examples[0]
+        self._port.tell(m.EpochEnd(loader, epoch, version, examples, mean, losses, tables, done))
         if loader == 0:
             passed, self._passed = self._passed, done
             for begin in range(passed + 1, done + 1):
@@ -533,7 +524,7 @@ class Leader:
         return self._sequences[table].clock.last_update
 
     def statistics(self, number: int) -> m.Statistics:
-        losses = self._tally.last_losses()
+        self._tally.read()
         if self._stamps is not None:
             self._stamps.tell()
         ranks = self._ranks
@@ -553,5 +544,5 @@ class Leader:
                 for table, sequence in self._sequences.items()
             },
             dict(self._tally.steps),
-            losses,
+            dict(self._tally.last),
         )
