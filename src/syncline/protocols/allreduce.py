@@ -179,16 +179,13 @@ class Filling:
             return range(0)
         self._come.add(index)
         self._missing[self._bucket_of[index]] -= 1
-        return self._startable()
-
-    def has(self, index: int) -> bool:
-        return index in self._come
-
-    def _startable(self) -> range:
         first = self.started
         while self.started < len(self._sizes) and self._missing[self.started] == 0:
             self.started += 1
         return range(first, self.started)
+
+    def has(self, index: int) -> bool:
+        return index in self._come
 
     def rest(self) -> range:
         """Backward is over, no more gradients come: all that were not started."""
@@ -284,9 +281,6 @@ class Vote:
         self.share = self._waited / self._spent if self._spent > 0 else 0.0
         could = self._early == self._seen
         self._waited, self._spent, self._early, self._seen = 0.0, 0.0, 0, 0
-        return self._decide(could)
-
-    def _decide(self, could: bool) -> int | None:
         if self.share > self.much:
             self._quiet = 0
             if self.depth == self.limit:

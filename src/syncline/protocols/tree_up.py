@@ -123,16 +123,14 @@ class Node:
         if sum_.sender in self._gone:
             return []
         if self._leaf:
-            sum_ = replace(sum_, tickets=tuple(self._numbered(ticket) for ticket in sum_.tickets))
+            (ticket,) = sum_.tickets
+            iteration = NO_ITERATION
+            if self._lockstep:
+                iteration = self._next.get(ticket.learner, ticket.stamp)
+                self._next[ticket.learner] = iteration + 1
+            sum_ = replace(sum_, tickets=(replace(ticket, iteration=iteration),))
         self._held.setdefault(sum_.sender, deque()).append(sum_)
         return self._send()
-
-    def _numbered(self, ticket: Ticket) -> Ticket:
-        if not self._lockstep:
-            return replace(ticket, iteration=NO_ITERATION)
-        iteration = self._next.get(ticket.learner, ticket.stamp)
-        self._next[ticket.learner] = iteration + 1
-        return replace(ticket, iteration=iteration)
 
     def lose(self, child: int) -> list[Passed]:
         """A child is gone: what is not under way goes with it; of the rest the root decides."""
@@ -158,7 +156,10 @@ class Node:
     def again(
         self, number: int, without: frozenset[Key] = frozenset(), counted: Mapping[int, int] | None = None
     ) -> list[Passed]:
-        """The root refuses the sum: some of it counts already, is of nobody any more, or is of other iterations."""
+        """The root refuses the sum: some of it counts already, is of nobody any more, or is of other iterations.
+
+        Its parts wait again, are no more, or are made anew by the child.
+        """
         if self._under_way is None or self._under_way[0].number != number:
             return []
         _, parts = self._under_way
@@ -167,7 +168,14 @@ class Node:
         for part in reversed(parts):
             if part.keys - without:  # else it has nothing more of that iteration
                 self._sent[part.sender] = min(self._sent.get(part.sender, 0), max(0, part.iteration))
-            out += self._take_back(part, without, counted or {})
+            if part.sender in self._gone:
+                continue
+            if self._leaf and part.keys & without:
+                out.append(SumDone(part.sender, part.number))
+            elif not self._leaf and (part.keys & without or counted):
+                out.append(Again(part.sender, part.number, without, counted or {}))
+            else:
+                self._held.setdefault(part.sender, deque()).appendleft(part)
         if self._leaf and counted:
             self._renumber(counted)
         return [*out, *self._send()]
@@ -180,17 +188,6 @@ class Node:
         if all(ticket.number <= taken.get(ticket.learner, -1) for ticket in sum_.tickets):
             return self.taken(sum_.number)
         return self.again(sum_.number)
-
-    def _take_back(self, part: Sum, without: frozenset[Key], counted: Mapping[int, int]) -> list[Passed]:
-        """A part of a refused sum: it waits again, is no more, or is made anew by the child."""
-        if part.sender in self._gone:
-            return []
-        if self._leaf and part.keys & without:
-            return [SumDone(part.sender, part.number)]
-        if not self._leaf and (part.keys & without or counted):
-            return [Again(part.sender, part.number, without, counted)]
-        self._held.setdefault(part.sender, deque()).appendleft(part)
-        return []
 
     def _renumber(self, counted: Mapping[int, int]) -> None:
         for learner, iteration in counted.items():
@@ -208,15 +205,19 @@ class Node:
     def _send(self, *, complete: bool = True) -> list[Passed]:
         if self._under_way is not None or not any(self._held.values()):
             return []
-        parts = _apart(self._round(complete) if self._lockstep else self.held)
+        parts: list[Sum] = []
+        seen: set[Key] = set()
+        for part in self._round(complete) if self._lockstep else self.held:
+            if not seen & part.keys:  # who lost its leaf may have come a second time, by another
+                parts.append(part)
+                seen |= part.keys
         if not parts:
             return []
         for part in parts:
             self._held[part.sender].remove(part)
+            self._sent[part.sender] = max(self._sent.get(part.sender, 0), part.iteration + 1)
         parts.sort(key=lambda part: (min(ticket.rank for ticket in part.tickets), part.number))
         tickets = tuple(ticket for part in parts for ticket in part.tickets)
-        for part in parts:
-            self._sent[part.sender] = max(self._sent.get(part.sender, 0), part.iteration + 1)
         self._number += 1
         sum_ = Sum(self.node, self._number, tickets, tuple((part.sender, part.number) for part in parts))
         self._under_way = (sum_, parts)
@@ -228,25 +229,10 @@ class Node:
             return []
         heads = [queue[0] for queue in self._held.values() if queue]
         iteration = min(part.iteration for part in heads)
-        missing = (  # whoever has a later one here has none of this iteration
-            each
-            for each in self._active or ()
-            if not self._held.get(each) and self._sent.get(each, 0) <= iteration
-        )
-        if complete and any(True for _ in missing):
-            return []
+        for each in self._active or () if complete else ():
+            if not self._held.get(each) and self._sent.get(each, 0) <= iteration:
+                return []  # whoever has a later one here has none of this iteration
         return [part for part in heads if part.iteration == iteration]
-
-
-def _apart(sums: list[Sum]) -> list[Sum]:
-    """Those that share no gradient with one before: who lost its leaf may have come a second time, by another."""
-    chosen: list[Sum] = []
-    seen: set[Key] = set()
-    for sum_ in sums:
-        if not seen & sum_.keys:
-            chosen.append(sum_)
-            seen |= sum_.keys
-    return chosen
 
 
 @dataclass(frozen=True, slots=True)
