@@ -136,7 +136,7 @@ def read_batch(checkpoint: Checkpoint) -> Restored:
             optimizer=stands["method"],
             account=account,
         )
-        done = Standing(done=count, newest=count - 1, fresh={}, returned=[], skipped={}, broken=[])
+        done = Standing.before(count)
         return Restored(
             name=str(checkpoint.path),
             seed=found["seed"],

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from syncline.errors import UsageError
 from syncline.learn.batches import CopyStream, to_device
 from syncline.learn.loader import epoch_order, reader
-from syncline.protocols.allreduce import Rounds, Share, Spans, at_start, left_of, standing
+from syncline.protocols.allreduce import Rounds, Share, Spans, left_of, standing
 from syncline.protocols.epoch_positions import Standing
 from syncline.roles.checkpoint_manifest import LoaderState
 
@@ -126,7 +126,7 @@ class AllReduceLoader:
             return self._halted
         if self._iterating:
             return standing(self.epoch, self._rounds.after(self._settled))
-        return standing(self.epoch, self._left) if self._left is not None else at_start(self.epoch)
+        return standing(self.epoch, self._left) if self._left is not None else Standing.before(self.epoch)
 
     def _source(self) -> Iterator[tuple[Share, Any]]:
         order = epoch_order(
@@ -231,7 +231,7 @@ class AllReduceSplitLoader:
         if self._halted is not None:
             return self._halted
         rounds = self._settled if self._iterating else self._skip
-        return standing(self.epoch, ((rounds, rounds + 1),)) if rounds else at_start(self.epoch)
+        return standing(self.epoch, ((rounds, rounds + 1),)) if rounds else Standing.before(self.epoch)
 
     def __iter__(self) -> Iterator[Any]:
         self._iterating = True

@@ -89,15 +89,10 @@ def standing(epoch: int, left: Spans) -> Standing:
     """Of a feed in that epoch, with so much of it left; as a ledger says it."""
     open_spans = {owner: span for owner, span in enumerate(left) if span[0] < span[1]}
     if not open_spans:
-        return Standing(done=epoch + 1, newest=epoch, fresh={}, returned=[], skipped={}, broken=[])
+        return Standing.before(epoch + 1)
     return Standing(
         done=epoch, newest=epoch, fresh={epoch: open_spans}, returned=[], skipped={epoch: 0}, broken=[]
     )
-
-
-def at_start(epoch: int) -> Standing:
-    """Of a feed before that epoch."""
-    return Standing(done=epoch, newest=epoch - 1, fresh={}, returned=[], skipped={}, broken=[])
 
 
 def left_of(found: Standing, *, size: int, learners: int, parts: int, partition: bool) -> Spans | None:

@@ -55,6 +55,11 @@ class Standing:
     skipped: dict[int, int]
     broken: list[int]
 
+    @classmethod
+    def before(cls, epoch: int) -> Standing:
+        """Of a feed that has not begun that epoch."""
+        return cls(done=epoch, newest=epoch - 1, fresh={}, returned=[], skipped={}, broken=[])
+
     def has_done(self, epoch: int) -> bool:
         return epoch < self.done or (epoch <= self.newest and epoch not in self.fresh)
 

@@ -189,7 +189,7 @@ class StreamEpochs:
 
     def standing(self) -> Standing:
         """An epoch that is not over begins again."""
-        return Standing(done=self._done, newest=self._done - 1, fresh={}, returned=[], skipped={}, broken=[])
+        return Standing.before(self._done)
 
     # -- epochs ----------------------------------------------------------------------------------------------
 
