@@ -284,10 +284,14 @@ class Ledger:
             self._out.append(Grant(member.id, self._count(member), *span))
         if not member.asks:
             self._let_go(member)
-        elif self._epochs == member.epoch + 1:
-            self._hold(member)
-        else:
+        elif self._epochs != member.epoch + 1:
             self._end(member)
+        elif member.id not in self._held:
+            self._holds += 1
+            member.held = self._holds
+            self._held[member.id] = member
+            if member.blocked:
+                self._stopped[member.id] = member
 
     def _claim(self, member: _Learner) -> Span | None:
         """In lockstep its part of the next joint slice, which all learners that have not ended get at once, in rank order."""
@@ -461,14 +465,6 @@ class Ledger:
         """It may have something now that may come back, or may go on."""
         if self._hopeful is not None:
             self._hopeful[member.id] = member
-
-    def _hold(self, member: _Learner) -> None:
-        if member.id not in self._held:
-            self._holds += 1
-            member.held = self._holds
-            self._held[member.id] = member
-            if member.blocked:
-                self._stopped[member.id] = member
 
     def _let_go(self, member: _Learner) -> None:
         if self._held.pop(member.id, None) is not None:

@@ -140,18 +140,19 @@ class Gate:
                     self._for_clock.setdefault(clock, []).append(learner)
         if len(free) > 1:
             free.sort(key=self._order.__getitem__)
-        return [self._release(learner, version) for learner in free]
-
-    def _release(self, learner: int, version: int) -> Release:
-        number, needed, silent = self.waiting.pop(learner)
-        del self._order[learner]
-        if learner in self._rested:
-            self._rested.discard(learner)
-            return Release(learner, number, self._last[learner], same=True)
-        read = needed if self._lockstep else version
-        if not silent:
-            self._last[learner] = read
-        return Release(learner, number, read, not silent)
+        releases = []
+        for learner in free:
+            number, needed, silent = self.waiting.pop(learner)
+            del self._order[learner]
+            if learner in self._rested:
+                self._rested.discard(learner)
+                releases.append(Release(learner, number, self._last[learner], same=True))
+                continue
+            read = needed if self._lockstep else version
+            if not silent:
+                self._last[learner] = read
+            releases.append(Release(learner, number, read, not silent))
+        return releases
 
     def holds(self, learner: int, number: int) -> bool:
         """This ticket, or one after it, was not let go yet; it does not rest."""

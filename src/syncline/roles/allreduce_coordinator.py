@@ -316,26 +316,19 @@ class AllReduceCoordinator:
         self._check_absent()
         if len(self.closed) < self._processes:
             return
-        self._emit_copies("final", [self.closed[each].copies for each in range(self._learners)])
-        self._emit(m.Finished(self._statistics()))
-        if problem := _difference(self.closed):
-            self._fail(RunError(problem))
-
-    def _statistics(self) -> m.Statistics:
+        ranks = range(self._learners)
+        self._emit_copies("final", [self.closed[each].copies for each in ranks])
         tables = {
             table: m.TableStatistics(
                 account.version, account.gradients, 0, account.examples, account.staleness, {}, [], 0
             )
             for table, account in self.closed[0].accounts.items()
         }
-        ranks = range(self._learners)
-        losses = {rank: self.closed[rank].loss for rank in ranks}
-        return m.Statistics(
-            -1,
-            tables,
-            {rank: self.closed[rank].steps for rank in ranks},
-            {rank: loss for rank, loss in losses.items() if loss == loss},
-        )
+        steps = {each: self.closed[each].steps for each in ranks}
+        losses = {each: loss for each in ranks if (loss := self.closed[each].loss) == loss}
+        self._emit(m.Finished(m.Statistics(-1, tables, steps, losses)))
+        if problem := _difference(self.closed):
+            self._fail(RunError(problem))
 
     def _emit_copies(self, tag: str, copies: list[dict[int, Copy]]) -> None:
         for table, first in copies[0].items():

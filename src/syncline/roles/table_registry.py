@@ -1,7 +1,7 @@
 """Tables and loaders that learners open: layouts are compared, the lowest rank initialises, all begin together (M6, M7).
 
 The coordinator's part: shards hear of what is made and who joins it, learners get their answers. Not responsible for
-learners that wait for each other elsewhere (`waiting_room`), nor for what a checkpoint holds (`restore`).
+learners that wait for each other elsewhere (`waiting_learners`), nor for what a checkpoint holds (`checkpoint_manifest`).
 """
 
 from __future__ import annotations

@@ -79,8 +79,11 @@ class WaitingLearners:
 
     def look(self, learner: int) -> None:
         """It has asked for something, or others have gone on: tell the leading shard who opens something and waits."""
-        if place := _place(self.asked.get(learner)):
-            self._opening[learner] = self._news[learner] = place
+        asked = self.asked.get(learner)
+        if isinstance(asked, m.Open):
+            self._opening[learner] = self._news[learner] = MeetingPlace(TABLE, asked.table)
+        elif isinstance(asked, m.OpenLoader):
+            self._opening[learner] = self._news[learner] = MeetingPlace(LOADER, asked.loader)
         self.tell()
 
     def tell(self) -> None:
@@ -112,13 +115,6 @@ class WaitingLearners:
         """It waits in a step, and asks whether it is to go on waiting."""
         problem = self._refusals.pop(learner, None)
         self.reply(learner, m.Refused(problem) if problem else None)
-
-
-def _place(asked: Any) -> MeetingPlace | None:
-    """Where a learner waits that has asked this, if it waits for others to open something."""
-    if isinstance(asked, m.Open):
-        return MeetingPlace(TABLE, asked.table)
-    return MeetingPlace(LOADER, asked.loader) if isinstance(asked, m.OpenLoader) else None
 
 
 def differing(places: Mapping[MeetingPlace | None, list[int]]) -> str:

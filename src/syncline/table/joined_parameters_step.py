@@ -87,8 +87,10 @@ class JoinedStep:
         """One step with the gradient's segments; False where only the plain step will do, and nothing was done."""
         if self._fits is None:
             self._fits = not _fused(self._optimizer)
-            if self._fits:
-                self._follow()
+            for mine, theirs in zip(self._joined.param_groups, self._optimizer.param_groups, strict=True):
+                mine.update((key, value) for key, value in theirs.items() if key != "params")
+                if "foreach" in mine and mine["foreach"] is None and not mine.get("differentiable"):
+                    mine["foreach"] = self._foreach  # torch's choice, made once
         if not self._fits or (not self._holds and not self._take_over()):
             return False
         if gradients is not self._gradients:
@@ -101,13 +103,6 @@ class JoinedStep:
     def changed(self) -> None:
         """The optimizer's options are others."""
         self._fits = None
-
-    def _follow(self) -> None:
-        """The same options, and torch's choice made once."""
-        for mine, theirs in zip(self._joined.param_groups, self._optimizer.param_groups, strict=True):
-            mine.update((key, value) for key, value in theirs.items() if key != "params")
-            if "foreach" in mine and mine["foreach"] is None and not mine.get("differentiable"):
-                mine["foreach"] = self._foreach
 
     def rebind(self, weights: Sequence[Tensor]) -> None:
         """The same values lie there from now on."""

@@ -248,7 +248,24 @@ class Shard:
     def cut(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
         """Weights and optimizer state as they are now, by name; the copies are good until the next cut."""
         self._look()
-        live, notes = self._to_keep()
+        part, parameters = self.part, self.parameters
+        views = [parameter.detach() for parameter in parameters]
+        groups = group_notes(self._groups.own())
+        if self._wraps:
+            with self._groups.unscaled():
+                live, notes = wrapped_tensors(part, views, self.optimizer, parameters, groups)
+        elif other := homeless(self.optimizer):
+            raise CheckpointError(
+                f"optimizer state under {other!r} belongs to no parameter, and cannot be kept"
+            )
+        else:
+            states = {
+                (piece.entry, piece.start, piece.stop): dict(state)
+                for piece, parameter in zip(part.pieces, parameters, strict=True)
+                if (state := self.optimizer.state.get(parameter))
+            }
+            live, notes = piece_tensors(part, views, states)
+            notes |= groups
         for name, tensor in live.items():
             kept = self._copies.get(name)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
@@ -256,26 +273,6 @@ class Shard:
             else:
                 kept.copy_(tensor)
         return {name: self._copies[name] for name in live}, notes
-
-    def _to_keep(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-        """The same, not copied."""
-        part, parameters = self.part, self.parameters
-        views = [parameter.detach() for parameter in parameters]
-        groups = group_notes(self._groups.own())
-        if self._wraps:
-            with self._groups.unscaled():
-                return wrapped_tensors(part, views, self.optimizer, parameters, groups)
-        if other := homeless(self.optimizer):
-            raise CheckpointError(
-                f"optimizer state under {other!r} belongs to no parameter, and cannot be kept"
-            )
-        states = {
-            (piece.entry, piece.start, piece.stop): dict(state)
-            for piece, parameter in zip(part.pieces, parameters, strict=True)
-            if (state := self.optimizer.state.get(parameter))
-        }
-        live, notes = piece_tensors(part, views, states)
-        return live, notes | groups
 
     def state(self) -> tuple[Options, PieceState]:
         self._look()
