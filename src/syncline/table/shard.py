@@ -104,18 +104,15 @@ class Shard:
             self._one = self._accumulator.alone()
             if self._one is not None:
                 return 0
-        gathered = self._accumulator.gather(iteration)
-        self._go_by(gathered)
+        gathered = self._gathered = self._accumulator.gather(iteration)
+        if not self._alone:
+            self._set_gradients(gathered)
         if self.clip_norm is not None and self.layout.shards == 1:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         return gathered.added
 
-    def _go_by(self, gathered: Made) -> None:
-        self._gathered = gathered
-        if not (gathered.flat and gathered.whole is not None and self._alone):
-            self._set_gradients(gathered)  # else only the plain step looks at each parameter's
-
     def _set_gradients(self, gathered: Made) -> None:
+        """Only clipping and the plain step look at each parameter's."""
         views, present = gathered.views, gathered.present
         full = all(present)
         if views is self._set and full and not self._own_step:  # which may have cleared them
@@ -148,7 +145,7 @@ class Shard:
         one, self._one = self._one, None
         if one is None or self._put or not self._step_later(one):
             if one is not None:
-                self._go_by(self._accumulator.made([one]))
+                self._gathered = self._accumulator.made([one])
             self._step_now()
         self._store.complete()
 
@@ -178,14 +175,18 @@ class Shard:
         gathered, self._gathered = self._gathered, None
         assert gathered is not None
         whole = gathered.whole
-        if gathered.flat and whole is not None:
-            if self._fits_flat and self._flat_steps().step(self.parameters, whole):
-                return
-            self._set_gradients(gathered)
+        if gathered.flat:
+            stepped = (
+                self._fits_flat and whole is not None and self._flat_steps().step(self.parameters, whole)
+            )
+        else:
+            stepped = self._joined is not None and whole is not None and self._joined.step(whole)
+        if stepped:
+            return
         if self._joined is not None:
-            if not gathered.flat and whole is not None and self._joined.step(whole):
-                return
             self._joined.give_back(whole=True)
+        if self._alone:  # else they are set
+            self._set_gradients(gathered)
         self._step()
 
     def _rebind(self, weights: list[Tensor]) -> None:
