@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncline.table.layout import Layout
-from syncline.table.version_memory import WRITTEN as WRITTEN
-from syncline.table.version_memory import VersionMemory as VersionMemory
+from syncline.table.store import WRITTEN as WRITTEN
+from syncline.table.store import VersionMemory as VersionMemory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,8 +21,8 @@ from syncline.engines.run import EpochRecord, RunSpec
 from syncline.errors import RunError, UsageError
 from syncline.learn.model_factories import made
 from syncline.learn.portion_worker import BatchPlan, trained
+from syncline.protocols.epoch_positions import Standing
 from syncline.protocols.sequence import Account
-from syncline.protocols.spans import Standing
 from syncline.protocols.staleness import StalenessClock
 from syncline.roles.checkpoint_manifest import LoaderState, Restored, TableState, table_file
 from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, Written, layout_json, layout_of
@@ -121,7 +121,7 @@ def read_batch(checkpoint: Checkpoint) -> Restored:
         account = Account(version=count, gradients=sums, dropped=dropped, histogram={0: sums})
         layout = layout_of(found["layout"])
         table = TableState(layout=layout, optimizer=stands["method"], account=account)
-        done = Standing(done=count, newest=count - 1, fresh={}, returned=[], skipped={}, broken=[])
+        done = Standing.before(count)
         return Restored(
             name=str(checkpoint.path),
             seed=found["seed"],

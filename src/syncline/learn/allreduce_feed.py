@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, default_collate
 from syncline.errors import UsageError
 from syncline.learn.batches import to_device
 from syncline.learn.loader import LoaderBase, ReadingAhead
-from syncline.protocols.allreduce import Rounds, Share, Spans, at_start, left_of, standing
-from syncline.protocols.spans import Standing
+from syncline.protocols.allreduce import Rounds, Share, Spans, left_of, standing
+from syncline.protocols.epoch_positions import Standing
 from syncline.roles.checkpoint_manifest import LoaderState
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class AllReduceLoader(LoaderBase):
         if self._halted is not None:
             return self._halted
         left = self._left_over()
-        return standing(self.epoch, left) if left is not None else at_start(self.epoch)
+        return standing(self.epoch, left) if left is not None else Standing.before(self.epoch)
 
     def __len__(self) -> int:
         """Batches of an epoch that this loop sees, those that it repeats without weight included."""

@@ -46,6 +46,22 @@ class Sum(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class OfTable:
+    """It concerns one table."""
+
+    table: int
+    number: int  # of the ticket
+
+
+@dataclass(frozen=True, slots=True)
+class OfLoader:
+    """It concerns one loader."""
+
+    loader: int
+    upto: int  # batches
+
+
+@dataclass(frozen=True, slots=True)
 class AskBatch:
     """One more batch of this epoch."""
 
@@ -53,28 +69,16 @@ class AskBatch:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Used:
+class Used(OfLoader):
     """Batches up to here belong to the next gradient, beside those that it names itself."""
 
-    loader: int
-    upto: int
 
-
-@dataclass(frozen=True, slots=True)
-class CloseLoader:
+class CloseLoader(OfLoader):
     """It has left a loader's epoch early, having used so many batches; a portion outside the count answers."""
 
-    loader: int
-    upto: int
 
-
-@dataclass(frozen=True, slots=True)
-class StreamEnded:
+class StreamEnded(OfLoader):
     """Its stream's epoch ends after so many batches."""
-
-    loader: int
-    upto: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,69 +90,45 @@ class Blocked:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class Rest(OfTable):
     """It has nothing to compute until its portion of this index is there, or (NO_LOADER) others are: quorums go on without it."""
 
-    table: int
-    number: int
     loader: int
     index: int
     states: bytes = b""  # of its random generators, where checkpoints are written
 
 
 @dataclass(frozen=True, slots=True)
-class Reread:
+class Reread(OfTable):
     """It rested, and is there again: it reads what it would read after a step."""
 
-    table: int
-    number: int
     states: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(OfTable):
     """The parameters in a draft are to become global."""
 
-    table: int
-    number: int
 
-
-@dataclass(frozen=True, slots=True)
-class AskState:
+class AskState(OfTable):
     """It wants the optimizer's state."""
 
-    table: int
-    number: int
 
-
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(OfTable):
     """A new optimizer state of this number has gone to the shards: from here on it holds."""
 
-    table: int
-    number: int
-
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(OfTable):
     """It wants the newest weights without publishing."""
 
-    table: int
-    number: int
-    deliver: bool = (
-        False  # sent to it, whatever the dial: it was overtaken while it read what was released before
-    )
-    has: int = (
-        -1
-    )  # versions come unasked, it has this one: it only wants to hear of the dial, and of checkpoints
+    # sent to it, whatever the dial: it was overtaken while it read what was released before
+    deliver: bool = False
+    # versions come unasked, it has this one: it only wants to hear of the dial, and of checkpoints
+    has: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Await:
+class Await(OfTable):
     """It does nothing until this ticket, of a fetch or of a gradient whose draft it needs, is let go."""
-
-    table: int
-    number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from syncline.errors import UsageError
-from syncline.protocols.spans import Standing
+from syncline.protocols.epoch_positions import Standing
 
 # what is left of an epoch: one for all, or (`partition`) one for each rank
 Spans = tuple[tuple[int, int], ...]
@@ -89,15 +89,10 @@ def standing(epoch: int, left: Spans) -> Standing:
     """Of a feed in that epoch, with so much of it left; as a ledger says it."""
     open_spans = {owner: span for owner, span in enumerate(left) if span[0] < span[1]}
     if not open_spans:
-        return Standing(done=epoch + 1, newest=epoch, fresh={}, returned=[], skipped={}, broken=[])
+        return Standing.before(epoch + 1)
     return Standing(
         done=epoch, newest=epoch, fresh={epoch: open_spans}, returned=[], skipped={epoch: 0}, broken=[]
     )
-
-
-def at_start(epoch: int) -> Standing:
-    """Of a feed before that epoch."""
-    return Standing(done=epoch, newest=epoch - 1, fresh={}, returned=[], skipped={}, broken=[])
 
 
 def left_of(found: Standing, *, size: int, learners: int, parts: int, partition: bool) -> Spans | None:
@@ -179,16 +174,13 @@ class Filling:
             return range(0)
         self._come.add(index)
         self._missing[self._bucket_of[index]] -= 1
-        return self._startable()
-
-    def has(self, index: int) -> bool:
-        return index in self._come
-
-    def _startable(self) -> range:
         first = self.started
         while self.started < len(self._sizes) and self._missing[self.started] == 0:
             self.started += 1
         return range(first, self.started)
+
+    def has(self, index: int) -> bool:
+        return index in self._come
 
     def rest(self) -> range:
         """Backward is over, no more gradients come: all that were not started."""
@@ -284,9 +276,6 @@ class Vote:
         self.share = self._waited / self._spent if self._spent > 0 else 0.0
         could = self._early == self._seen
         self._waited, self._spent, self._early, self._seen = 0.0, 0.0, 0, 0
-        return self._decide(could)
-
-    def _decide(self, could: bool) -> int | None:
         if self.share > self.much:
             self._quiet = 0
             if self.depth == self.limit:

@@ -1,6 +1,6 @@
-"""The positions of every epoch (M7): those not handed out, those that came back, how many are not settled. Pure.
+"""The positions of every epoch (M7): those not handed out, those that came back, how many are not settled; and what is said of them.
 
-Responsible for cutting batches from them, for the fixed parts of `partition`, and for what a checkpoint keeps of them.
+Responsible for cutting batches from them, for the fixed parts of `partition`, and for what a checkpoint keeps of them. Pure.
 Not responsible for who gets which, nor for when (`ledger`).
 """
 
@@ -10,8 +10,73 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-from syncline.protocols.spans import EpochDone, Span, Standing
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """This learner computes positions start…stop−1 of that epoch's order."""
+
+    learner: int
+    index: int  # counts the grants and ends of this learner
+    epoch: int  # of the positions: older than the learner's own where they came back
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """This learner's loader of that epoch ends; its other asks for it are void."""
+
+    learner: int
+    index: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochDone:
+    """Every position of the epoch is settled, but for those that nobody wanted."""
+
+    epoch: int
+    skipped: int = 0  # left over where learners broke out of their loops
+
+
+Decision = Grant | End | EpochDone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What of each epoch is not settled: enough to go on with the feed later, with any number of learners."""
+
+    done: int  # epochs, in order: later ones may be done before them
+    newest: int
+    fresh: dict[int, dict[int, tuple[int, int]]]  # epoch that is not done -> owner -> not handed out
+    returned: list[tuple[int, int, int]]  # (epoch, start, stop) of all that was handed out and is not settled
+    skipped: dict[int, int]
+    broken: list[int]
+
+    @classmethod
+    def before(cls, epoch: int) -> Standing:
+        """Of a feed that has not begun that epoch."""
+        return cls(done=epoch, newest=epoch - 1, fresh={}, returned=[], skipped={}, broken=[])
+
+    def has_done(self, epoch: int) -> bool:
+        return epoch < self.done or (epoch <= self.newest and epoch not in self.fresh)
+
+
+class Span(NamedTuple):
+    """Positions start…stop−1 of an epoch; sorts by age."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    def cut(self, length: int) -> tuple[Span, Span | None]:
+        """The first `length` positions, and the rest if there is one."""
+        middle = self.start + length
+        if middle >= self.stop:
+            return self, None
+        return Span(self.epoch, self.start, middle), Span(self.epoch, middle, self.stop)
 
 
 @dataclass(slots=True)
@@ -187,22 +252,18 @@ class EpochPositions:
         self.orphans = self.over = True
         for epoch, owners in standing.fresh.items():
             fresh = {owner: Span(epoch, *ends) for owner, ends in owners.items()}
-            back = (span for span in self.returned if span.epoch == epoch)
+            back = [span for span in self.returned if span.epoch == epoch]
             left = length(fresh.values()) + length(back)
-            if self.partition:
-                self._reown(epoch, fresh)
+            # what owners had of their parts comes first in these again, so that joint rounds are as they were
+            ends = {span.stop: span for span in back}
+            for owner, part in self._owned(epoch).items() if self.partition else ():
+                start = fresh[owner].start if owner in fresh else part.stop
+                while start > part.start and start in ends:
+                    self.returned.remove(ends[start])
+                    start = ends[start].start
+                if start < part.stop:
+                    fresh[owner] = part._replace(start=start)
             self._unfinished[epoch] = _Epoch(fresh=fresh, left=left, skipped=standing.skipped[epoch])
-
-    def _reown(self, epoch: int, fresh: dict[int, Span]) -> None:
-        """What owners had of their parts comes first in these again, so that joint rounds are as they were."""
-        ends = {span.stop: span for span in self.returned if span.epoch == epoch}
-        for owner, part in self._owned(epoch).items():
-            start = fresh[owner].start if owner in fresh else part.stop
-            while start > part.start and start in ends:
-                self.returned.remove(ends[start])
-                start = ends[start].start
-            if start < part.stop:
-                fresh[owner] = part._replace(start=start)
 
 
 def length(spans: Iterable[Span]) -> int:

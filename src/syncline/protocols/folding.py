@@ -23,7 +23,7 @@ class Ticket:
     stamp: int  # version of the weights it was computed on
     step: int  # the learner's own step
     count: int  # examples in it
-    iteration: int = 0  # lockstep: which fold it belongs to
+    iteration: int = 0  # lockstep: which fold it belongs to; as the weight, set when it is taken
     weight: float = 1.0  # what it is damped by in the mean of its fold
     silent: bool = False  # its learner went on and reads when it wants to
 
@@ -45,31 +45,27 @@ class Folding:
             self._queue.append(ticket)
 
     def ready(self, version: int, members: Members) -> list[Ticket]:
-        """The tickets of the next update, in the order of the fold; empty if the quorum is not there."""
+        """The tickets of the next update, in the order of the fold; empty if the quorum is not there.
+
+        Who rests is not counted where others would wait for it.
+        """
         if not members.started:
             return []
         if self._lockstep:
-            return self._ready_round(version, members)
-        if not self._queue or len(self._queue) < self.quorum(members):
+            tickets = self._rounds.get(version)
+            if not tickets or len(tickets) < members.present:
+                return []
+            for member in members.live.values():
+                if member.learner not in tickets and not member.resting:
+                    return []
+            return self.rest(version)
+        if not self._queue:
             return []
-        return self.rest(version)
-
-    def quorum(self, members: Members) -> int:
-        """Gradients of the next update; who rests is not counted where others would wait for it."""
-        present = members.present if self._waits else len(members)
+        present = members.present if self._waits else len(members.live)
         quorum = self._quorums.get(present)
         if quorum is None:
             quorum = self._quorums[present] = max(1, self._sync.quorum(max(1, present), members.initial))
-        return quorum
-
-    def _ready_round(self, version: int, members: Members) -> list[Ticket]:
-        tickets = self._rounds.get(version)
-        if not tickets or len(tickets) < members.present:
-            return []
-        for member in members.live.values():
-            if member.learner not in tickets and not member.resting:
-                return []
-        return self.rest(version)
+        return self.rest(version) if len(self._queue) >= quorum else []
 
     def rest(self, version: int) -> list[Ticket]:
         """Everything that could go into the next update, complete or not."""

@@ -2,7 +2,7 @@
 
 Responsible for handing out every position of every epoch once, for taking back what a lost learner had, for
 the joint rounds and the barrier of lockstep, and for saying when an epoch is done. Not responsible for which
-positions there are (`stock`), for the order behind them, for reading data, nor for when gradients are folded.
+positions there are (`epoch_positions`), for the order behind them, for reading data, nor for when gradients are folded.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from syncline.errors import RunError, UsageError
-from syncline.protocols.epoch_positions import EpochPositions, length
-from syncline.protocols.spans import Decision, End, Grant, Span, Standing
+from syncline.protocols.epoch_positions import Decision, End, EpochPositions, Grant, Span, Standing, length
 
 
 @dataclass(slots=True)
@@ -127,19 +126,22 @@ class Ledger:
             raise RunError(
                 f"a gradient of learner {learner} is taken, but it is not in the feed: it left, or never joined"
             )
-        _move(member.open, member.taken, upto)
+        _take(member, upto)
         return self._advance()
 
     def settled(self, learner: int, upto: int, since: int = 0) -> list[Decision]:
         """Those gradients are folded or dropped (legal after it left, too); not those before `since`, which are only taken."""
         member = self._learners.get(learner)
         if member is not None:
-            _move(member.open, member.taken, upto)
-            self._settle(member.taken, upto, since)
-        elif learner in self._gone:
-            self._settle(self._gone[learner], upto, since)
-            if not self._gone[learner]:
-                del self._gone[learner]
+            _take(member, upto)
+        taken = member.taken if member is not None else self._gone.get(learner, [])
+        first = 0  # they are in the order of their indices
+        while first < len(taken) and taken[first][0] < since:
+            first += 1
+        while first < len(taken) and taken[first][0] < upto:
+            self._stock.settle(taken.pop(first)[1])
+        if not taken:
+            self._gone.pop(learner, None)
         return self._advance()
 
     def block(self, learner: int, upto: int) -> list[Decision]:
@@ -265,9 +267,8 @@ class Ledger:
     def idle(self, learner: int) -> bool:
         """Lockstep quorums need not wait for it: it has nothing to compute until others go on."""
         member = self._learners.get(learner)
-        return self._lockstep and (member is None or self._rests(member))
-
-    def _rests(self, member: _Learner) -> bool:
+        if not self._lockstep or member is None:
+            return self._lockstep
         # An end may be given ahead: until its last batches are taken it still computes. At the barrier it does
         # not: what is left open there was consumed, and belongs to a later gradient.
         without = member.ended or member.id in self._held
@@ -283,26 +284,26 @@ class Ledger:
             self._out.append(Grant(member.id, self._count(member), *span))
         if not member.asks:
             self._let_go(member)
-        elif self._epochs == member.epoch + 1:
-            self._hold(member)
-        else:
+        elif self._epochs != member.epoch + 1:
             self._end(member)
+        elif member.id not in self._held:
+            self._holds += 1
+            member.held = self._holds
+            self._held[member.id] = member
+            if member.blocked:
+                self._stopped[member.id] = member
 
     def _claim(self, member: _Learner) -> Span | None:
+        """In lockstep its part of the next joint slice, which all learners that have not ended get at once, in rank order."""
+        epoch, stock = member.epoch, self._stock
         if not self._lockstep:
-            return self._stock.next(member.epoch, member.rank)
-        if not member.reserved:
-            self._form_round(member.epoch)
+            return stock.next(epoch, member.rank)
+        if not member.reserved and stock.has(epoch):
+            for each in self._by_rank():
+                if each.epoch == epoch and not each.ended and (span := stock.next(epoch, each.rank)):
+                    each.reserved.append(span)
+                    self._look_at(each)
         return member.reserved.pop(0) if member.reserved else None
-
-    def _form_round(self, epoch: int) -> None:
-        """The next joint slice: a part for each learner that has not ended, in rank order."""
-        if not self._stock.has(epoch):
-            return
-        for member in self._by_rank():
-            if member.epoch == epoch and not member.ended and (span := self._stock.next(epoch, member.rank)):
-                member.reserved.append(span)
-                self._look_at(member)
 
     def _end(self, member: _Learner) -> None:
         member.ended = True
@@ -334,12 +335,6 @@ class Ledger:
         self._let_go(member)
         self._stock.broken.add(member.epoch)
 
-    def _settle(self, taken: list[tuple[int, Span]], upto: int, since: int) -> None:
-        first, done = _before(taken, since) if since else 0, _before(taken, upto)
-        for _, span in taken[first:done]:
-            self._stock.settle(span)
-        del taken[first:done]
-
     # -- epochs ----------------------------------------------------------------------------------------------
 
     def _begin(self, epoch: int) -> None:
@@ -351,28 +346,27 @@ class Ledger:
         return {member.rank for member in self._learners.values()}
 
     def _move_on(self, member: _Learner, epoch: int) -> None:
-        """It asks for a later epoch than its own."""
+        """It asks for a later epoch than its own.
+
+        Who has no part of its own, where others have, does not begin one: it would run through epochs without end.
+        """
         if not member.ended:
             self._break_off(member)
         if self._epochs is not None and epoch >= self._epochs:
             self._unqueue(member)
             member.epoch = epoch
             self._end(member)
-        elif epoch > self._stock.newest and (self._lockstep or self._is_guest(member)):
-            self._queue(member, epoch)
+            return
+        waits = epoch > self._stock.newest
+        if waits and not self._lockstep:
+            owners = self._stock.owners()
+            waits = member.rank not in owners and bool(owners & self._ranks())
+        if waits:
+            member.queued = member.queued + 1 if epoch == member.wanted else 1
+            member.wanted = epoch
+            self._barrier.add(member.id)
         else:
             self._enter(member, epoch, 1)
-
-    def _is_guest(self, member: _Learner) -> bool:
-        """It has no part of its own, others have: they begin epochs, or it would run through them without end."""
-        owners = self._stock.owners()
-        return bool(owners) and member.rank not in owners and bool(owners & self._ranks())
-
-    def _admit_late(self) -> None:
-        """What they wait for has begun."""
-        for member in [self._learners[each] for each in self._barrier]:
-            if member.wanted <= self._stock.newest:
-                self._let_in(member)
 
     def _let_in(self, member: _Learner) -> None:
         """From the barrier."""
@@ -387,11 +381,6 @@ class Ledger:
         member.asks, member.asked = asks, True
         self._serve(member)
 
-    def _queue(self, member: _Learner, epoch: int) -> None:
-        member.queued = member.queued + 1 if epoch == member.wanted else 1
-        member.wanted = epoch
-        self._barrier.add(member.id)
-
     def _unqueue(self, member: _Learner) -> None:
         member.queued = 0
         self._barrier.discard(member.id)
@@ -400,27 +389,22 @@ class Ledger:
         """All have ended the epoch and want the next: it begins for all, but who is beyond the last.
 
         Nobody crosses while one is still on its way: it may yet publish a gradient of the old epoch, and the
-        others would not know to which fold it belongs.
+        others would not know to which fold it belongs. Who was on its way the last time is asked first.
         """
-        while self._barrier and not self._on_their_way():
-            self._begin(self._stock.newest + 1)
+        while self._barrier:
+            newest, last = self._stock.newest, self._behind
+            if last is None or last.id not in self._learners or last.queued or last.epoch > newest:
+                away = (m for m in self._learners.values() if not m.queued and m.epoch <= newest)
+                self._behind = next(away, None)
+            if self._behind is not None:
+                return
+            self._begin(newest + 1)
             for member in self._learners.values():
                 self._resume(member)
             for member in self._by_rank():
                 if member.asks:
                     self._serve(member)
             self._skip_leftovers()
-
-    def _on_their_way(self) -> bool:
-        """Somebody has not come to the barrier yet; who it was the last time is asked first."""
-        last = self._behind
-        if last is not None and last.id in self._learners and not self._has_come(last):
-            return True
-        self._behind = next((m for m in self._learners.values() if not self._has_come(m)), None)
-        return self._behind is not None
-
-    def _has_come(self, member: _Learner) -> bool:
-        return member.queued > 0 or member.epoch > self._stock.newest
 
     def _resume(self, member: _Learner) -> None:
         if member.epoch >= self._stock.newest:
@@ -446,7 +430,9 @@ class Ledger:
         if stock.broken:
             self._skip_leftovers()
         if self._barrier:
-            self._admit_late()
+            for member in [self._learners[each] for each in self._barrier]:
+                if member.wanted <= stock.newest:  # it has begun
+                    self._let_in(member)
             self._cross_barrier()
         if stock.over:
             self._out += stock.finish()
@@ -459,44 +445,26 @@ class Ledger:
         """End those for whom nothing can come back, and only who is blocked: the others may still be needed.
 
         Of several that are blocked, who has consumed something goes first and publishes it; the others stay, and
-        get it if that fails.
+        get it if that fails. Who may have come to have something is looked at until one has: each costs once, however many there are.
         """
-        if not self._stopped or self._hope():
+        if not self._stopped:
             return
+        if self._hopeful is None:
+            self._hopeful = dict(self._learners)
+        while self._hopeful:
+            learner, member = next(reversed(self._hopeful.items()))
+            if learner not in self._stopped and self._may_return(member):
+                return
+            del self._hopeful[learner]
         last = sorted(self._stopped.values(), key=lambda member: -member.held)
         first = next((member for member in last if self._may_return(member)), None)
         for member in last if first is None else [first]:
             self._end(member)
 
-    def _hope(self) -> bool:
-        """Something may come back from one that is not blocked.
-
-        Who may have come to have something is looked at until one has: each costs once, however many there are.
-        """
-        if self._hopeful is None:
-            self._hopeful = dict(self._learners)
-        while self._hopeful:
-            learner, member = next(reversed(self._hopeful.items()))
-            if self._gives_hope(member):
-                return True
-            del self._hopeful[learner]
-        return False
-
-    def _gives_hope(self, member: _Learner) -> bool:
-        return member.id not in self._stopped and self._may_return(member)
-
     def _look_at(self, member: _Learner) -> None:
         """It may have something now that may come back, or may go on."""
         if self._hopeful is not None:
             self._hopeful[member.id] = member
-
-    def _hold(self, member: _Learner) -> None:
-        if member.id not in self._held:
-            self._holds += 1
-            member.held = self._holds
-            self._held[member.id] = member
-            if member.blocked:
-                self._stopped[member.id] = member
 
     def _let_go(self, member: _Learner) -> None:
         if self._held.pop(member.id, None) is not None:
@@ -504,10 +472,7 @@ class Ledger:
             self._look_at(member)
 
     def _may_return(self, member: _Learner) -> bool:
-        if member.open or member.reserved:
-            return True
-        stock = self._stock
-        return stock.partition and stock.owns(member.rank)
+        return bool(member.open or member.reserved) or self._stock.owns(member.rank)
 
     def _skip_leftovers(self) -> None:
         """What is left of an epoch that learners broke out of is wanted by nobody once all are past it."""
@@ -517,16 +482,7 @@ class Ledger:
                 self._stock.skip(epoch)
 
 
-def _before(spans: list[tuple[int, Span]], upto: int) -> int:
-    """How many have a smaller index; they are in its order."""
-    count = 0
-    while count < len(spans) and spans[count][0] < upto:
-        count += 1
-    return count
-
-
-def _move(source: list[tuple[int, Span]], target: list[tuple[int, Span]], upto: int) -> None:
-    if source:
-        count = _before(source, upto)
-        target += source[:count]
-        del source[:count]
+def _take(member: _Learner, upto: int) -> None:
+    """What it was granted before that index is in a gradient."""
+    while member.open and member.open[0][0] < upto:
+        member.taken.append(member.open.pop(0))

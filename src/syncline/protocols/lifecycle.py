@@ -223,7 +223,9 @@ class Lifecycle:
         ]
         if self._all_lost:
             return found + self.fail(error)
-        return [*found, WarnLost(rank, f"raised {_last_line(error)}", len(self.live)), *self._finish()]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        how = f"raised {lines[-1] if lines else ''}"  # what it says, without where
+        return [*found, WarnLost(rank, how, len(self.live)), *self._finish()]
 
     def lost(
         self,
@@ -323,13 +325,10 @@ class Lifecycle:
         for learner in ended:
             del self.live[learner]
         found: list[Decision] = [said, GoBack(lost, start, tuple(ended), self._new(sorted(begin)))]
-        return found + self._stop_again(now)
-
-    def _stop_again(self, now: float) -> list[Decision]:
-        """A stop that was under way is not forgotten."""
+        # a stop that was under way is not forgotten
         if self._grace is not None and (self._asked or self.stopping):
             self._deadline = now + (self._grace.step if self.stopping else self._grace.cut)
-        return [PrepareStop()] if self._asked and not self.stopping else []
+        return [*found, PrepareStop()] if self._asked and not self.stopping else found
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -428,8 +427,3 @@ class Watchdog:
     def silence(self, learner: int, now: float) -> float:
         """Seconds since it was last heard of."""
         return now - self._seen[learner][1] if learner in self._seen else 0.0
-
-
-def _last_line(error: BaseException) -> str:
-    """What it says, without where."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")

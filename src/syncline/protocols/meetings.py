@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 EPOCH, STEP, TABLE, LOADER = "epoch", "step", "table", "loader"
 
@@ -124,40 +124,31 @@ class Meetings:
 
 
 class Contributions:
-    """Everybody brings one thing: complete, once, when every live member has brought its own, or left.
+    """Everybody brings the same thing: complete, once, when every live member has brought it, or left.
 
-    Used to open loaders, where all begin with the first epoch. Who joins later is not waited for in what is complete already.
+    Used to open loaders, where all begin with the first epoch. Who joins later is not waited for.
     """
 
     def __init__(self, members: Iterable[int]) -> None:
         self._members = set(members)
-        self._brought: dict[Any, dict[int, Any]] = {}
+        self._brought: dict[int, set[int]] = {}  # thing -> members
 
-    def join(self, member: int) -> None:
-        self._members.add(member)
+    def bring(self, thing: int, member: int) -> set[int] | None:
+        """All who brought it, once all live members have; else None."""
+        self._brought.setdefault(thing, set()).add(member)
+        return self._complete(thing)
 
-    def bring(self, key: Any, member: int, thing: Any) -> dict[int, Any] | None:
-        """All that was brought, once all live members are there; else None."""
-        self._brought.setdefault(key, {})[member] = thing
-        return self._complete(key)
+    def withdraw(self, thing: int, member: int) -> None:
+        """It brings it not, after all: the others wait for it again."""
+        self._brought.get(thing, set()).discard(member)
 
-    def withdraw(self, key: Any, member: int) -> None:
-        """It brings nothing, after all: the meeting waits for it again."""
-        self._brought.get(key, {}).pop(member, None)
-
-    def leave(self, member: int) -> list[tuple[Any, dict[int, Any]]]:
-        """The meetings that its leaving completes."""
+    def leave(self, member: int) -> list[tuple[int, set[int]]]:
+        """What its leaving completes."""
         self._members.discard(member)
         for brought in self._brought.values():
-            brought.pop(member, None)
-        complete = [(key, self._complete(key)) for key in list(self._brought)]
-        return [(key, brought) for key, brought in complete if brought]
+            brought.discard(member)
+        complete = [(thing, self._complete(thing)) for thing in list(self._brought)]
+        return [(thing, brought) for thing, brought in complete if brought]
 
-    def _complete(self, key: Any) -> dict[int, Any] | None:
-        brought = self._brought[key].keys()
-        if len(brought) < len(self._members) or self._members - brought:
-            return None
-        return self._brought.pop(key)
-
-    def missing(self, key: Any) -> list[int]:
-        return sorted(self._members - self._brought.get(key, {}).keys())
+    def _complete(self, thing: int) -> set[int] | None:
+        return None if self._members - self._brought[thing] else self._brought.pop(thing)

@@ -31,34 +31,25 @@ class Members:
         self.live: dict[int, Member] = {}
         self._expected = set(initial)
         self._clocks: dict[int, int] = {}  # clock -> active members that have it
-        self._slowest: int | None = None
+        self.slowest: int | None = None  # the smallest clock of an active member
         self.present = 0  # active members
         self.started = not self._expected  # the first fold waits for all initial learners' start (M3)
 
-    def __len__(self) -> int:
-        return len(self.live)
-
-    def __contains__(self, learner: int) -> bool:
-        return learner in self.live
-
     def join(self, learner: int, rank: int, iteration: int) -> Member:
         """A joiner's clock starts at the slowest's (M8)."""
-        self._came(learner)
-        member = Member(learner, rank, iteration, clock=self.slowest() or 0)
+        self.excuse(learner)
+        member = Member(learner, rank, iteration, clock=self.slowest or 0)
         self.live[learner] = member
         self._count(member)
         return member
 
     def excuse(self, learner: int) -> None:
-        """Nobody waits for its start."""
-        self._came(learner)
-
-    def _came(self, learner: int) -> None:
+        """Nobody waits for its start any more."""
         self._expected.discard(learner)
         self.started = not self._expected
 
     def leave(self, learner: int) -> Member | None:
-        self._came(learner)
+        self.excuse(learner)
         member = self.live.pop(learner, None)
         if member is not None and not member.resting:
             self._discount(member)
@@ -74,8 +65,10 @@ class Members:
         clocks[clock + 1] = clocks.get(clock + 1, 0) + 1
         if clocks[clock] > 1:
             clocks[clock] -= 1
-        else:
-            self._drop(clock)
+            return
+        del clocks[clock]
+        if clock == self.slowest:
+            self.slowest = clock + 1
 
     def rest(self, member: Member) -> None:
         """Nobody need wait for it."""
@@ -85,7 +78,7 @@ class Members:
 
     def rouse(self, member: Member) -> None:
         """It rested and has data again: nobody waits for what it missed."""
-        member.clock = max(member.clock, self.slowest() or 0)
+        member.clock = max(member.clock, self.slowest or 0)
         member.resting = False
         self._count(member)
 
@@ -94,30 +87,22 @@ class Members:
         for member in self.live.values():
             member.next_iteration, member.clock = iteration, 0
         self._clocks = {0: self.present} if self.present else {}
-        self._slowest = 0 if self.present else None
+        self.slowest = 0 if self.present else None
 
     def active(self) -> list[Member]:
         """Those that others may wait for."""
         return [member for member in self.live.values() if not member.resting]
 
-    def slowest(self) -> int | None:
-        """The smallest clock of an active member; None where there is none."""
-        return self._slowest
-
     def _count(self, member: Member) -> None:
         self.present += 1
         self._clocks[member.clock] = self._clocks.get(member.clock, 0) + 1
-        if self._slowest is None or member.clock < self._slowest:
-            self._slowest = member.clock
+        if self.slowest is None or member.clock < self.slowest:
+            self.slowest = member.clock
 
     def _discount(self, member: Member) -> None:
         self.present -= 1
         self._clocks[member.clock] -= 1
         if not self._clocks[member.clock]:
-            self._drop(member.clock)
-
-    def _drop(self, clock: int) -> None:
-        """Nobody has it any more."""
-        del self._clocks[clock]
-        if clock == self._slowest:
-            self._slowest = min(self._clocks, default=None)
+            del self._clocks[member.clock]
+            if member.clock == self.slowest:
+                self.slowest = min(self._clocks, default=None)

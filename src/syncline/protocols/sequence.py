@@ -8,7 +8,7 @@ decisions into the log; the other shards replay them, so all shards fold the sam
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from syncline.dial import Sync
 from syncline.protocols.folding import Folding, Ticket, leader
@@ -37,7 +37,7 @@ class Fold:
 
     version: int
     tickets: tuple[Ticket, ...]
-    leader: int  # the learner whose group options hold
+    leader: Ticket  # whose group options hold
     factor: float  # multiplies the rate (M4)
 
 
@@ -112,7 +112,7 @@ class Sequence:
     def _turn(self, sync: Sync) -> None:
         self.sync, self._lockstep = sync, sync.lockstep
         self._weighs, self._damps = sync.weighs, sync.rate == "staleness" and not sync.weighs
-        self._factors: dict[int, float] = {}
+        self._factors: dict[int, float] = {}  # of the rate, by the number of learners
 
     @property
     def full(self) -> bool:
@@ -120,7 +120,7 @@ class Sequence:
 
     def join(self, learner: int, rank: int, number: int) -> list[Decision]:
         """It counts from the version it now reads."""
-        if self.version < self._warm and len(self.members):
+        if self.version < self._warm and self.members.live:
             self._cold[learner] = (rank, number)
             return self.excuse(learner)  # it was to work alone, and another does
         self.members.join(learner, rank, self.version)
@@ -133,21 +133,24 @@ class Sequence:
         self.members.excuse(learner)
         return self._begin()
 
-    def gradient(self, ticket: Ticket) -> list[Decision]:
-        """A learner published a gradient."""
-        if ticket.learner not in self.members:
-            return []
-        if not self.members.started:
-            self._early.append(ticket)
-            return []
-        return self._accept(ticket)
-
-    def take_sum(self, tickets: Iterable[Ticket]) -> list[Decision]:
-        """Gradients that came as one sum (M14): no update takes a part of them."""
+    def gradient(self, *tickets: Ticket) -> list[Decision]:
+        """A learner published a gradient; or several came as one sum (M14), of which no update takes a part."""
+        for ticket in tickets:
+            if ticket.learner not in self.members.live:
+                return []
         if not self.members.started:
             self._early += tickets
             return []
-        return self._accept_all(tickets)
+        return [*map(self._enter, tickets), *self._advance()]
+
+    def _begin(self) -> list[Decision]:
+        """What came early counts as soon as all have started."""
+        if not self.members.started or not self._early:
+            return []
+        early, self._early = self._early, []
+        if self._sums:
+            return self.gradient(*early)
+        return [decision for ticket in early for decision in self.gradient(ticket)]
 
     def iterations(self, learners: Iterable[int]) -> dict[int, int]:
         """Learner to the iteration that its next gradient is of, in lockstep."""
@@ -175,19 +178,20 @@ class Sequence:
 
     def rest(self, learner: int, number: int) -> list[Decision]:
         """It waits for data: quorums go on without it until `resume`."""
-        if learner not in self.members:
+        member = self.members.live.get(learner)
+        if member is None:
             return []
         self._fetching.discard(learner)
         self._gate.hold(learner, number)
-        self.members.rest(self.members.live[learner])
+        self.members.rest(member)
         return self._advance()
 
     def reread(self, learner: int, number: int) -> list[Decision]:
         """It wanted to rest, but its data is there already: it reads what it would read after a step."""
-        if learner not in self.members:
+        member = self.members.live.get(learner)
+        if member is None:
             return []
         self._fetching.discard(learner)
-        member = self.members.live[learner]
         if member.resting:  # since the end of other data
             self._rouse(member)
         self._gate.hold(learner, number)
@@ -223,14 +227,14 @@ class Sequence:
         self._gate.leave(learner)
         self._early = [ticket for ticket in self._early if ticket.learner != learner]
         decisions = [*self._begin(), *self._advance()]
-        if not len(self.members) and self._cold:  # the one that worked alone is gone: the next does
+        if not self.members.live and self._cold:  # the one that worked alone is gone: the next does
             first = min(self._cold, key=lambda cold: self._cold[cold])
             decisions += self.join(first, *self._cold.pop(first))
         return decisions
 
     def go_on_without(self) -> list[Decision]:
         """All wait, but those that are not at the gate for something else than this table: this once nobody waits for them."""
-        absent = [member for member in self.members.active() if member.learner not in self._gate]
+        absent = [member for member in self.members.active() if member.learner not in self._gate.waiting]
         for member in absent:
             self.members.rest(member)
         decisions = self._advance()
@@ -265,14 +269,15 @@ class Sequence:
     def missing(self) -> list[int]:
         """Ranks that the next update, or somebody too far ahead, waits for."""
         if self.sync.slack is not None:
-            slowest = self.members.slowest()
-            waiting = {learner for learner, version in self.waiting().items() if version >= 0}
-            return sorted(m.rank for m in self.members.active() if waiting and m.clock == slowest)
+            waits = any(version >= 0 for version in self.waiting().values())
+            slowest = self.members.slowest if waits else None
+            return sorted(m.rank for m in self.members.active() if m.clock == slowest)
         return self._folding.missing(self.version, self.members) if self.sync.lockstep else []
 
     def waiting(self) -> dict[int, int]:
         """Learner to the version it waits for (-1: it rests)."""
-        return {**self._gate.waiting(), **dict.fromkeys(self._cold, self._warm)}
+        at_gate = {learner: needed for learner, (_, needed, _) in self._gate.waiting.items()}
+        return {**at_gate, **dict.fromkeys(self._cold, self._warm)}
 
     def stepping(self) -> set[int]:
         """Learners that do nothing until others publish, or start."""
@@ -284,7 +289,7 @@ class Sequence:
     @property
     def at_gate(self) -> int:
         """How many wait, or rest."""
-        return len(self._gate) + len(self._early)
+        return len(self._gate.waiting) + len(self._early)
 
     def account(self) -> Account:
         return Account(
@@ -298,22 +303,6 @@ class Sequence:
     def pending(self) -> int:
         """Taken, not yet folded."""
         return self._folding.pending + len(self._early)
-
-    def _begin(self) -> list[Decision]:
-        if not self.members.started or not self._early:
-            return []
-        early, self._early = self._early, []
-        if self._sums:
-            return self._accept_all(early)
-        return [decision for ticket in early for decision in self._accept(ticket)]
-
-    def _accept_all(self, tickets: Iterable[Ticket]) -> list[Decision]:
-        took = [self._enter(ticket) for ticket in tickets]
-        return [*took, *self._advance()]
-
-    def _accept(self, ticket: Ticket) -> list[Decision]:
-        entered = self._enter(ticket)
-        return [entered, *(self._advance() if isinstance(entered, Take) else self._gate.open(self.version))]
 
     def _enter(self, ticket: Ticket) -> Take | Drop:
         member = self.members.live[ticket.learner]
@@ -330,10 +319,10 @@ class Sequence:
             self.members.rouse(member)
         self.members.step(member)
         if self._lockstep:
-            ticket = _at(ticket, iteration)
+            ticket.iteration = iteration
             member.next_iteration = iteration + 1
         elif self._weighs:
-            ticket = replace(ticket, weight=1 / max(1, self.version - ticket.stamp))
+            ticket.weight = 1 / max(1, self.version - ticket.stamp)
         self._folding.add(ticket)
         self._gate.arrive(ticket.learner, ticket.number, ticket.iteration, self.version, ticket.silent)
         return Take(ticket)
@@ -346,42 +335,22 @@ class Sequence:
         decisions += self._gate.open(self.version)
         return decisions
 
-    def _factor(self) -> float:
-        """Of the rate, by the number of learners."""
-        live = len(self.members)
-        factor = self._factors.get(live)
-        if factor is None:
-            factor = self._factors[live] = self.sync.factor(max(1, live), self._batch_size)
-        return factor
-
     def _fold(self, tickets: list[Ticket]) -> list[Decision]:
         sigma = self.clock.fold(self.version, [ticket.stamp for ticket in tickets])
         self.version += 1
         self.gradients += len(tickets)
-        factor = self._factor()
+        live = len(self.members.live)
+        factor = self._factors.get(live)
+        if factor is None:
+            factor = self._factors[live] = self.sync.factor(max(1, live), self._batch_size)
         if self._sums and self.sync.rate == "share":
-            factor = len(tickets) / max(1, len(self.members))
+            factor = len(tickets) / max(1, live)
         if self._damps:
             factor /= max(1.0, sigma)
         first = leader(tickets) if len(tickets) > 1 else tickets[0]
-        decisions: list[Decision] = [Fold(self.version, tuple(tickets), first.learner, factor)]
+        decisions: list[Decision] = [Fold(self.version, tuple(tickets), first, factor)]
         if self.version == self._warm:
             cold, self._cold = self._cold, {}
             for learner, (rank, number) in sorted(cold.items(), key=lambda item: item[1]):
                 decisions += self.join(learner, rank, number)
         return [*decisions, Full(self.version)] if self.full else decisions
-
-
-def _at(ticket: Ticket, iteration: int) -> Ticket:
-    """`replace` would take as long as all else that a gradient costs here."""
-    return Ticket(
-        ticket.learner,
-        ticket.rank,
-        ticket.number,
-        ticket.stamp,
-        ticket.step,
-        ticket.count,
-        iteration,
-        1.0,
-        ticket.silent,
-    )

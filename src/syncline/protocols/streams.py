@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from syncline.errors import RunError
-from syncline.protocols.spans import Decision, End, EpochDone, Grant, Standing
+from syncline.protocols.epoch_positions import Decision, End, EpochDone, Grant, Standing
 
 NOBODY = -1  # has ended an epoch
 NEVER = -1  # in place of an epoch that ends at once: of all that could find something in it none is left
@@ -158,8 +158,7 @@ class StreamEpochs:
         """Learners that do nothing until the others come."""
         return {member.id for member in self._learners.values() if member.queued and member.blocked}
 
-    def waiting(self) -> set[int]:
-        return self.stuck()
+    waiting = stuck
 
     def epoch(self, learner: int) -> int:
         """The epoch that this learner is in: a joiner's first ask is for this one."""
@@ -190,7 +189,7 @@ class StreamEpochs:
 
     def standing(self) -> Standing:
         """An epoch that is not over begins again."""
-        return Standing(done=self._done, newest=self._done - 1, fresh={}, returned=[], skipped={}, broken=[])
+        return Standing.before(self._done)
 
     # -- epochs ----------------------------------------------------------------------------------------------
 
@@ -202,11 +201,6 @@ class StreamEpochs:
         member.epoch, member.begun, member.ended, member.queued = epoch, True, False, False
         self._answer(member, Grant(member.id, member.index, epoch, 0, 0))
 
-    def _end(self, member: _Learner) -> None:
-        """It would find nothing, and nobody is there with whom it could wait for the next."""
-        member.epoch, member.begun, member.ended = member.wanted, True, True
-        self._answer(member, End(member.id, member.index, member.wanted if self._returned else NEVER))
-
     def _answer(self, member: _Learner, answer: Grant | End) -> None:
         member.index += 1
         member.blocked = member.queued = False
@@ -216,7 +210,7 @@ class StreamEpochs:
         waiting = [member for member in self._learners.values() if member.queued]
         if waiting:
             self._cross(waiting)
-        while self._done <= self._last and self._over(self._done):
+        while self._done <= self._last and self._over():
             self._out.append(EpochDone(self._done))
             self._done += 1
         if not self._out:
@@ -227,20 +221,25 @@ class StreamEpochs:
     def _cross(self, waiting: list[_Learner]) -> None:
         """What they wait for has begun; or all have come, and it begins for all, unless nobody would find anything in it."""
         if len(waiting) == len(self._learners):
-            if all(member.empty for member in waiting):
+            if all(
+                member.empty for member in waiting
+            ):  # nobody is there with whom they could wait for the next
                 for member in waiting:
-                    self._end(member)
+                    member.epoch, member.begun, member.ended = member.wanted, True, True
+                    found = member.wanted if self._returned else NEVER
+                    self._answer(member, End(member.id, member.index, found))
                 return
             self._newest = max(self._newest, min(member.wanted for member in waiting))
         for member in self._by_rank():
             if member.queued and member.wanted <= self._newest:
                 self._enter(member, member.wanted)
 
-    def _over(self, epoch: int) -> bool:
-        """All live learners have read their shares of it, and all that was read is settled."""
+    def _over(self) -> bool:
+        """All live learners have read their shares of the first that is not done, and all that was read is settled."""
+        epoch = self._done
         if self._cut is not None and epoch >= self._cut:
             return False
         live = all(
-            member.past(epoch) and member.settled(epoch, published=True) for member in self._learners.values()
+            each.past(epoch) and each.settled(epoch, published=True) for each in self._learners.values()
         )
-        return live and all(member.settled(epoch, published=False) for member in self._gone.values())
+        return live and all(each.settled(epoch, published=False) for each in self._gone.values())

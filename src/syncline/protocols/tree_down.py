@@ -64,12 +64,14 @@ class Relay:
     def _answer(self, just: int | None = None) -> list[Fetch | Give]:
         out: list[Fetch | Give] = []
         left = []
+        here = {*self.versions, *([] if just is None else [just])}
+        newest = max(here, default=-1)
         for child, number, needed in self._waiting:
-            version = self._fitting(needed, just)
-            if version is None:
-                left.append((child, number, needed))
-            else:
+            version = needed.version if needed.exact else max(newest, needed.version)
+            if version in here:
                 out.append(Give(child, number, version))
+            else:
+                left.append((child, number, needed))
         self._waiting = left
         if left and self._asked is None:
             exact = [needed for _, _, needed in left if needed.exact]
@@ -77,13 +79,6 @@ class Relay:
             self._asked = min(exact, key=by_version) if exact else max((n for *_, n in left), key=by_version)
             out.append(self._asked)
         return out
-
-    def _fitting(self, needed: Fetch, just: int | None) -> int | None:
-        here = {*self.versions, *([] if just is None else [just])}
-        if needed.exact:
-            return needed.version if needed.version in here else None
-        newest = max(here, default=-1)
-        return newest if newest >= needed.version else None
 
 
 @dataclass(frozen=True, slots=True)

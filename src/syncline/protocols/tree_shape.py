@@ -42,10 +42,10 @@ class Tree:
         self._next = max(self._leaves) + 1  # the next node's number
         level = sorted(leaves)
         while len(level) > fan_in:
-            groups = _groups(level, fan_in)
-            above = [self._number() for _ in groups]
-            self.parent |= {node: up for up, group in zip(above, groups, strict=True) for node in group}
-            level = above
+            groups, level = _groups(level, fan_in), []
+            for group in groups:
+                level.append(self._number())
+                self.parent |= dict.fromkeys(group, level[-1])
         self.parent |= dict.fromkeys(level, ROOT)
 
     def _number(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from syncline.protocols.folding import Ticket
-from syncline.protocols.sequence import Decision, Sequence
+from syncline.protocols.sequence import Sequence
 
 Key = tuple[int, int]  # learner, number of its ticket
 NO_ITERATION = -1  # under a free dial: in lockstep the root refuses it, and says what it is
@@ -123,16 +123,14 @@ class Node:
         if sum_.sender in self._gone:
             return []
         if self._leaf:
-            sum_ = replace(sum_, tickets=tuple(self._numbered(ticket) for ticket in sum_.tickets))
+            (ticket,) = sum_.tickets
+            iteration = NO_ITERATION
+            if self._lockstep:
+                iteration = self._next.get(ticket.learner, ticket.stamp)
+                self._next[ticket.learner] = iteration + 1
+            sum_ = replace(sum_, tickets=(replace(ticket, iteration=iteration),))
         self._held.setdefault(sum_.sender, deque()).append(sum_)
         return self._send()
-
-    def _numbered(self, ticket: Ticket) -> Ticket:
-        if not self._lockstep:
-            return replace(ticket, iteration=NO_ITERATION)
-        iteration = self._next.get(ticket.learner, ticket.stamp)
-        self._next[ticket.learner] = iteration + 1
-        return replace(ticket, iteration=iteration)
 
     def lose(self, child: int) -> list[Passed]:
         """A child is gone: what is not under way goes with it; of the rest the root decides."""
@@ -158,7 +156,10 @@ class Node:
     def again(
         self, number: int, without: frozenset[Key] = frozenset(), counted: Mapping[int, int] | None = None
     ) -> list[Passed]:
-        """The root refuses the sum: some of it counts already, is of nobody any more, or is of other iterations."""
+        """The root refuses the sum: some of it counts already, is of nobody any more, or is of other iterations.
+
+        Its parts wait again, are no more, or are made anew by the child.
+        """
         if self._under_way is None or self._under_way[0].number != number:
             return []
         _, parts = self._under_way
@@ -167,7 +168,14 @@ class Node:
         for part in reversed(parts):
             if part.keys - without:  # else it has nothing more of that iteration
                 self._sent[part.sender] = min(self._sent.get(part.sender, 0), max(0, part.iteration))
-            out += self._take_back(part, without, counted or {})
+            if part.sender in self._gone:
+                continue
+            if self._leaf and part.keys & without:
+                out.append(SumDone(part.sender, part.number))
+            elif not self._leaf and (part.keys & without or counted):
+                out.append(Again(part.sender, part.number, without, counted or {}))
+            else:
+                self._held.setdefault(part.sender, deque()).appendleft(part)
         if self._leaf and counted:
             self._renumber(counted)
         return [*out, *self._send()]
@@ -180,17 +188,6 @@ class Node:
         if all(ticket.number <= taken.get(ticket.learner, -1) for ticket in sum_.tickets):
             return self.taken(sum_.number)
         return self.again(sum_.number)
-
-    def _take_back(self, part: Sum, without: frozenset[Key], counted: Mapping[int, int]) -> list[Passed]:
-        """A part of a refused sum: it waits again, is no more, or is made anew by the child."""
-        if part.sender in self._gone:
-            return []
-        if self._leaf and part.keys & without:
-            return [SumDone(part.sender, part.number)]
-        if not self._leaf and (part.keys & without or counted):
-            return [Again(part.sender, part.number, without, counted)]
-        self._held.setdefault(part.sender, deque()).appendleft(part)
-        return []
 
     def _renumber(self, counted: Mapping[int, int]) -> None:
         for learner, iteration in counted.items():
@@ -208,15 +205,19 @@ class Node:
     def _send(self, *, complete: bool = True) -> list[Passed]:
         if self._under_way is not None or not any(self._held.values()):
             return []
-        parts = _apart(self._round(complete) if self._lockstep else self.held)
+        parts: list[Sum] = []
+        seen: set[Key] = set()
+        for part in self._round(complete) if self._lockstep else self.held:
+            if not seen & part.keys:  # who lost its leaf may have come a second time, by another
+                parts.append(part)
+                seen |= part.keys
         if not parts:
             return []
         for part in parts:
             self._held[part.sender].remove(part)
+            self._sent[part.sender] = max(self._sent.get(part.sender, 0), part.iteration + 1)
         parts.sort(key=lambda part: (min(ticket.rank for ticket in part.tickets), part.number))
         tickets = tuple(ticket for part in parts for ticket in part.tickets)
-        for part in parts:
-            self._sent[part.sender] = max(self._sent.get(part.sender, 0), part.iteration + 1)
         self._number += 1
         sum_ = Sum(self.node, self._number, tickets, tuple((part.sender, part.number) for part in parts))
         self._under_way = (sum_, parts)
@@ -228,25 +229,10 @@ class Node:
             return []
         heads = [queue[0] for queue in self._held.values() if queue]
         iteration = min(part.iteration for part in heads)
-        missing = (  # whoever has a later one here has none of this iteration
-            each
-            for each in self._active or ()
-            if not self._held.get(each) and self._sent.get(each, 0) <= iteration
-        )
-        if complete and any(True for _ in missing):
-            return []
+        for each in self._active or () if complete else ():
+            if not self._held.get(each) and self._sent.get(each, 0) <= iteration:
+                return []  # whoever has a later one here has none of this iteration
         return [part for part in heads if part.iteration == iteration]
-
-
-def _apart(sums: list[Sum]) -> list[Sum]:
-    """Those that share no gradient with one before: who lost its leaf may have come a second time, by another."""
-    chosen: list[Sum] = []
-    seen: set[Key] = set()
-    for sum_ in sums:
-        if not seen & sum_.keys:
-            chosen.append(sum_)
-            seen |= sum_.keys
-    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,41 +251,34 @@ class Intake:
     """The root's side: a sum goes into the sequence whole, once, and only if all of it counts."""
 
     def __init__(self, sequence: Sequence) -> None:
-        self._sequence = sequence
+        self.sequence = sequence
         self.taken: dict[int, int] = {}  # learner -> its last ticket that was taken
 
-    def arrive(self, sum_: Sum) -> tuple[Verdict, list[Decision]]:
-        verdict = self.judge(sum_.tickets)
-        if not verdict.taken:
-            return verdict, []
-        self.take(sum_)
-        return verdict, self._sequence.take_sum(sum_.tickets)
-
-    def take(self, sum_: Sum) -> None:
-        """It counts."""
-        self.taken |= {ticket.learner: ticket.number for ticket in sum_.tickets}
-
-    def judge(self, tickets: Collection[Ticket]) -> Verdict:
-        members = self._sequence.members
+    def arrive(self, tickets: Collection[Ticket]) -> Verdict:
+        """A sum's: what is taken here goes into the sequence next."""
+        live = self.sequence.members.live
         bad = frozenset(
             (ticket.learner, ticket.number)
             for ticket in tickets
-            if ticket.learner not in members or ticket.number <= self.taken.get(ticket.learner, -1)
+            if ticket.learner not in live or ticket.number <= self.taken.get(ticket.learner, -1)
         )
-        if not self._sequence.sync.lockstep:
-            return Verdict(bad)
-        counted = self._sequence.iterations(ticket.learner for ticket in tickets if ticket.learner in members)
-        if bad:
-            return Verdict(bad, counted)
-        twice = len(counted) < len(tickets)
-        wrong = any(ticket.iteration != counted[ticket.learner] for ticket in tickets)
-        return Verdict(counted=counted) if twice or wrong or len(set(counted.values())) > 1 else Verdict()
+        counted: dict[int, int] = {}
+        if self.sequence.sync.lockstep:
+            counted = self.sequence.iterations(each.learner for each in tickets if each.learner in live)
+            twice = len(counted) < len(tickets)
+            wrong = any(ticket.iteration != counted.get(ticket.learner) for ticket in tickets)
+            if not (bad or twice or wrong or len(set(counted.values())) > 1):
+                counted = {}
+        verdict = Verdict(bad, counted)
+        if verdict.taken:
+            self.taken |= {ticket.learner: ticket.number for ticket in tickets}
+        return verdict
 
     def active(self, below: Mapping[int, Iterable[int]]) -> dict[int, int]:
         """Children of a node (with the learners below each) that it waits for in lockstep, and the iteration each is at."""
-        live = self._sequence.members.live
+        live = self.sequence.members.live
         counted = {
-            child: self._sequence.iterations(
+            child: self.sequence.iterations(
                 each for each in learners if each in live and not live[each].resting
             ).values()
             for child, learners in below.items()

@@ -36,7 +36,7 @@ class Gate:
     def __init__(self, sync: Sync, members: Members) -> None:
         self._members = members
         # learner -> (ticket number, version it needs, whether it only wants its slot back)
-        self._waiting: dict[int, tuple[int, int, bool]] = {}
+        self.waiting: dict[int, tuple[int, int, bool]] = {}
         self._order: dict[int, int] = {}  # learner -> counts arrivals
         self._arrivals = 0
         self._fresh: set[int] = set()  # learners to be looked at; the others wait for something below
@@ -53,12 +53,12 @@ class Gate:
         self._base = version  # versions before it are not kept
         self._rested.clear()
         self._last.clear()
-        self._waiting = {
+        self.waiting = {
             learner: (number, version if needed != RESTS else RESTS, silent)
-            for learner, (number, needed, silent) in self._waiting.items()
+            for learner, (number, needed, silent) in self.waiting.items()
         }
         self._for_version, self._for_clock = {}, {}
-        self._fresh = set(self._waiting)
+        self._fresh = set(self.waiting)
 
     def arrive(self, learner: int, number: int, iteration: int, version: int, silent: bool = False) -> None:
         """It has published its gradient of this iteration, taken at this version; a silent one is let go with its fold."""
@@ -78,25 +78,25 @@ class Gate:
 
     def _wait(self, learner: int, number: int, needed: int, silent: bool) -> None:
         """A ticket's release is that of all before it: what one of those was to read comes with the last one."""
-        last, _, silent_before = self._waiting.get(learner, (-1, 0, True))
+        last, _, silent_before = self.waiting.get(learner, (-1, 0, True))
         if last < number:
-            if learner not in self._waiting:
+            if learner not in self.waiting:
                 self._arrivals += 1
                 self._order[learner] = self._arrivals
-            self._waiting[learner] = (number, needed, silent and silent_before)
+            self.waiting[learner] = (number, needed, silent and silent_before)
             self._fresh.add(learner)
 
     def rests_since(self, learner: int, number: int) -> bool:
         """It rests with a later ticket than this one, which came before the start."""
-        last, needed, _ = self._waiting.get(learner, (-1, 0, True))
+        last, needed, _ = self.waiting.get(learner, (-1, 0, True))
         return needed == RESTS and last > number
 
     def resume(self, learner: int, iteration: int) -> None:
         """It goes on with this iteration: it reads what it would have read after the one before."""
-        number, needed, silent = self._waiting.get(learner, (0, 0, False))
+        number, needed, silent = self.waiting.get(learner, (0, 0, False))
         if needed == RESTS:
             wanted = max(self._base, iteration - self._delay) if self._lockstep else 0
-            self._waiting[learner] = (number, wanted, silent)
+            self.waiting[learner] = (number, wanted, silent)
             self._fresh.add(learner)
             if not self._waits and learner in self._last:
                 self._rested.add(learner)  # it goes on with what it has, as if it had not rested
@@ -106,28 +106,30 @@ class Gate:
         self._last[learner] = version
 
     def leave(self, learner: int) -> None:
-        self._waiting.pop(learner, None)
+        self.waiting.pop(learner, None)
         self._order.pop(learner, None)
         self._last.pop(learner, None)
         self._rested.discard(learner)
 
     def open(self, version: int) -> list[Release]:
-        """Everybody whose version is there and who is not too far ahead, in the order of arrival."""
-        if not self._waiting:
-            return []
-        free = self._free(version)
-        if len(free) > 1:
-            free.sort(key=self._order.__getitem__)
-        return [self._release(learner, version) for learner in free]
+        """Everybody whose version is there and who is not too far ahead, in the order of arrival.
 
-    def _free(self, version: int) -> list[int]:
-        """Who may go on; who may not is put where it will be found when it may."""
-        furthest = math.inf if self._slack is None else (self._members.slowest() or 0) + self._slack
+        Looked at are those whose place has changed, and who waited for what is there now; who may not go on is put where it will be
+        found when it may.
+        """
+        if not self.waiting:
+            return []
+        furthest = math.inf if self._slack is None else (self._members.slowest or 0) + self._slack
+        looked_at, self._fresh = self._fresh, set()
+        for there in [needed for needed in self._for_version if needed <= version]:
+            looked_at.update(self._for_version.pop(there))
+        for near in [clock for clock in self._for_clock if clock <= furthest]:
+            looked_at.update(self._for_clock.pop(near))
         free = []
-        for learner in self._looked_at(version, furthest):
-            if learner not in self._waiting:
+        for learner in looked_at:
+            if learner not in self.waiting:
                 continue
-            needed = self._waiting[learner][1]
+            needed = self.waiting[learner][1]
             if needed > version:
                 self._for_version.setdefault(needed, []).append(learner)
             elif needed != RESTS:
@@ -136,48 +138,29 @@ class Gate:
                     free.append(learner)
                 else:
                     self._for_clock.setdefault(clock, []).append(learner)
-        return free
-
-    def _looked_at(self, version: int, furthest: float) -> set[int]:
-        """Whose place has changed, and who waited for what is there now."""
-        found, self._fresh = self._fresh, set()
-        for there in [needed for needed in self._for_version if needed <= version]:
-            found.update(self._for_version.pop(there))
-        for near in [clock for clock in self._for_clock if clock <= furthest]:
-            found.update(self._for_clock.pop(near))
-        return found
-
-    def _release(self, learner: int, version: int) -> Release:
-        number, needed, silent = self._waiting.pop(learner)
-        del self._order[learner]
-        if learner in self._rested:
-            self._rested.discard(learner)
-            return Release(learner, number, self._last[learner], same=True)
-        read = needed if self._lockstep else version
-        if not silent:
-            self._last[learner] = read
-        return Release(learner, number, read, not silent)
+        if len(free) > 1:
+            free.sort(key=self._order.__getitem__)
+        releases = []
+        for learner in free:
+            number, needed, silent = self.waiting.pop(learner)
+            del self._order[learner]
+            if learner in self._rested:
+                self._rested.discard(learner)
+                releases.append(Release(learner, number, self._last[learner], same=True))
+                continue
+            read = needed if self._lockstep else version
+            if not silent:
+                self._last[learner] = read
+            releases.append(Release(learner, number, read, not silent))
+        return releases
 
     def holds(self, learner: int, number: int) -> bool:
         """This ticket, or one after it, was not let go yet; it does not rest."""
-        last, needed, _ = self._waiting.get(learner, (-1, RESTS, True))
+        last, needed, _ = self.waiting.get(learner, (-1, RESTS, True))
         return last >= number and needed != RESTS
-
-    def __contains__(self, learner: int) -> bool:
-        """It waits, or rests."""
-        return learner in self._waiting
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def blocked(self) -> set[int]:
         """Learners that do nothing until they may go on."""
         return {
-            learner
-            for learner, (_, needed, silent) in self._waiting.items()
-            if needed != RESTS and not silent
+            learner for learner, (_, needed, silent) in self.waiting.items() if needed != RESTS and not silent
         }
-
-    def waiting(self) -> dict[int, int]:
-        """Learner to the version it waits for (-1: it rests)."""
-        return {learner: needed for learner, (_, needed, _) in self._waiting.items()}

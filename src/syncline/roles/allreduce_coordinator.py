@@ -15,8 +15,8 @@ from torch import Tensor
 
 from syncline import messages as m
 from syncline.errors import RunError
+from syncline.protocols.epoch_positions import Standing
 from syncline.protocols.sequence import Account
-from syncline.protocols.spans import Standing
 from syncline.protocols.staleness import Staleness
 from syncline.roles.checkpoint_manifest import (
     LEARNERS,
@@ -54,30 +54,28 @@ class PeerCut:
     joint: Joint | None = None
 
 
-@dataclass(slots=True)
-class _Open:
+@dataclass(frozen=True, slots=True)
+class GatheredCut:
+    """What has come of a checkpoint; all of it but the learners' own file when it is kept."""
+
+    number: int
     parts: dict[int, PeerCut] = field(default_factory=dict)  # by rank
     saved: dict[str, m.Saved] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class GatheredCut:
-    """All of a checkpoint is there but the learners' own file."""
-
-    parts: dict[int, PeerCut]
-    saved: list[m.Saved]
-
     @property
-    def number(self) -> int:
-        return self.parts[0].number
+    def joint(self) -> Joint:
+        joint = self.parts[0].joint
+        assert joint is not None
+        return joint
 
     @property
     def files(self) -> list[Written]:
-        return [each.written for each in self.saved if each.written is not None]
+        found = (self.saved[name].written for name in self.joint.files)
+        return [written for written in found if written is not None]
 
     @property
     def problem(self) -> str:
-        return next((each.problem for each in self.saved if each.problem), "")
+        return next((each.problem for each in self.saved.values() if each.problem), "")
 
     def learners(self) -> tuple[str, dict[str, Tensor]]:
         """The file of random states and buffers."""
@@ -92,8 +90,7 @@ class GatheredCut:
     def manifest(
         self, *, seed: int, sync: str, layouts: Mapping[int, Any], history: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        joint = self.parts[0].joint
-        assert joint is not None
+        joint = self.joint
         epoch = joint.standings[0].done if 0 in joint.standings else 0
         counts = m.Counts(
             joint.examples,
@@ -121,34 +118,6 @@ def own_losses(
     by_rank = [pair for epoch in losses.values() for pair in epoch.items()]
     mine = [each for other, each in by_rank if other == rank or (rank == 0 and other >= learners)]
     return sum(loss for loss, _ in mine), int(sum(count for _, count in mine))
-
-
-class AllReduceCheckpoints:
-    """Those that are not complete, by number."""
-
-    def __init__(self, learners: int) -> None:
-        self._learners = learners
-        self._cuts: dict[int, _Open] = {}
-
-    @property
-    def open(self) -> bool:
-        return bool(self._cuts)
-
-    def add(self, rank: int, message: PeerCut | m.Saved) -> GatheredCut | None:
-        """One more part; all of them, when it was the last."""
-        cut = self._cuts.setdefault(message.number, _Open())
-        if isinstance(message, PeerCut):
-            cut.parts[rank] = message
-        else:
-            cut.saved[message.name] = message
-        if len(cut.parts) < self._learners:
-            return None
-        joint = cut.parts[0].joint
-        assert joint is not None
-        if set(joint.files) - cut.saved.keys():
-            return None
-        del self._cuts[message.number]
-        return GatheredCut(cut.parts, [cut.saved[name] for name in joint.files])
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +206,7 @@ class AllReduceCoordinator:
     ) -> None:
         self._learners, self._processes = learners, processes  # more of them where a learner has seats
         self._emit, self._event, self._reply, self._fail, self._keep = emit, event, reply, fail, keep
-        self._cuts = AllReduceCheckpoints(learners)
+        self._cuts: dict[int, GatheredCut] = {}  # checkpoints that are not complete, by number
         self.layouts: dict[int, Layout] = {}
         self._met = [0] * processes  # meetings of each
         self._meetings: dict[int, dict[int, Meet]] = {}
@@ -256,8 +225,7 @@ class AllReduceCoordinator:
         elif isinstance(message, PeerClosed):
             self._close(rank, message)
         elif isinstance(message, PeerCut | m.Saved):
-            if (cut := self._cuts.add(rank, message)) is not None:
-                self._keep(cut)
+            self._cut(rank, message)
         elif isinstance(message, Deeper):
             what = (
                 f"delay {message.before} → {message.depth}: {message.share:.0%} of the time was spent waiting"
@@ -269,7 +237,18 @@ class AllReduceCoordinator:
     @property
     def cutting(self) -> bool:
         """A checkpoint is being written."""
-        return self._cuts.open
+        return bool(self._cuts)
+
+    def _cut(self, rank: int, message: PeerCut | m.Saved) -> None:
+        """One more part of a checkpoint; it may have been the last."""
+        cut = self._cuts.setdefault(message.number, GatheredCut(message.number))
+        if isinstance(message, PeerCut):
+            cut.parts[rank] = message
+        else:
+            cut.saved[message.name] = message
+        if len(cut.parts) == self._learners and not set(cut.joint.files) - cut.saved.keys():
+            del self._cuts[message.number]
+            self._keep(cut)
 
     # -- meetings ----------------------------------------------------------------------------------------
 
@@ -337,26 +316,19 @@ class AllReduceCoordinator:
         self._check_absent()
         if len(self.closed) < self._processes:
             return
-        self._emit_copies("final", [self.closed[each].copies for each in range(self._learners)])
-        self._emit(m.Finished(self._statistics()))
-        if problem := _difference(self.closed):
-            self._fail(RunError(problem))
-
-    def _statistics(self) -> m.Statistics:
+        ranks = range(self._learners)
+        self._emit_copies("final", [self.closed[each].copies for each in ranks])
         tables = {
             table: m.TableStatistics(
                 account.version, account.gradients, 0, account.examples, account.staleness, {}, [], 0
             )
             for table, account in self.closed[0].accounts.items()
         }
-        ranks = range(self._learners)
-        losses = {rank: self.closed[rank].loss for rank in ranks}
-        return m.Statistics(
-            -1,
-            tables,
-            {rank: self.closed[rank].steps for rank in ranks},
-            {rank: loss for rank, loss in losses.items() if loss == loss},
-        )
+        steps = {each: self.closed[each].steps for each in ranks}
+        losses = {each: loss for each in ranks if (loss := self.closed[each].loss) == loss}
+        self._emit(m.Finished(m.Statistics(-1, tables, steps, losses)))
+        if problem := _difference(self.closed):
+            self._fail(RunError(problem))
 
     def _emit_copies(self, tag: str, copies: list[dict[int, Copy]]) -> None:
         for table, first in copies[0].items():

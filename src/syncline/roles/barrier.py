@@ -8,27 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from syncline import messages as m
 from syncline.ports import OUTSIDE, ServerPort
-from syncline.protocols.meetings import Decision, MeetingPlace, Meetings, Met, Unmet
+from syncline.protocols.meetings import STEP, Decision, MeetingPlace, Meetings, Met, Unmet
+from syncline.protocols.sequence import Sequence
 from syncline.roles.data_dispatcher import DataDispatcher
 
 PATIENCE = 10  # steps; equal loops of unequally many batches make one
-
-
-class Steps(Protocol):
-    """What the gathering asks of the tables."""
-
-    def stepping(self) -> dict[int, MeetingPlace]:
-        """Who waits for others' gradients, and of which table."""
-
-    def crossing(self, members: int) -> bool:
-        """So many may stand still, some of them in steps of different tables: quick to see, and seldom so."""
-
-    def drifting(self) -> bool:
-        """Learners whose loops began together may be steps apart."""
 
 
 class Barrier:
@@ -37,16 +24,17 @@ class Barrier:
     def __init__(
         self,
         port: ServerPort,
+        ranks: Mapping[int, int],
         feeding: DataDispatcher,
-        steps: Steps,
+        sequences: Mapping[int, Sequence],
         decided: Callable[[int, list[Decision]], None],
     ) -> None:
-        self._port, self._feeding, self._steps, self._decided = port, feeding, steps, decided
+        self._port, self._ranks, self._feeding = port, ranks, feeding
+        self._sequences, self._decided = sequences, decided
         self.meetings = Meetings()
-        self.openings: dict[
-            int, MeetingPlace
-        ] = {}  # who waits for others to open something too, as last heard
-        self._heard = 0  # of that, how often
+        # who waits for others to open something too, as last heard, and how often that was
+        self.openings: dict[int, MeetingPlace] = {}
+        self._heard = 0
         self._together: set[int] = set()  # learners whose loops began together
         self._apart: Counter[int] = Counter()  # of learners, while others of them wait in the meeting
         self.cold: set[int] = set()  # learners that wait for the warm start's end
@@ -73,30 +61,30 @@ class Barrier:
 
     def come(self, learner: int) -> None:
         self._decided(OUTSIDE, self.meetings.come(learner))
+        self.untangle()
 
-    def stepped(self, learner: int, ranks: Mapping[int, int], *, lockstep: bool) -> None:
+    def stepped(self, learner: int, *, lockstep: bool) -> None:
         """While others wait in the meeting: in lockstep it is soon there, or its loop is another."""
         self._apart[learner] += 1
         if lockstep and self._apart[learner] == PATIENCE:
-            self._warn(learner, ranks, "has made")
+            self._warn(learner, "has made")
 
-    def closed(self, learner: int, ranks: Mapping[int, int]) -> None:
-        """It returns, and will never be there."""
-        if self._apart[learner]:
-            self._warn(learner, ranks, "has returned after")
+    def leave(self, learner: int, *, closed: bool) -> None:
+        """If it has returned by itself, it will never be there."""
+        if closed and self._apart[learner]:
+            self._warn(learner, "has returned after")
+        self.cold.discard(learner)
+        self._decided(OUTSIDE, self.meetings.leave(learner))
+        self.untangle()
 
-    def _warn(self, learner: int, ranks: Mapping[int, int], what: str) -> None:
-        waiting = sorted(ranks[each] for each in self.meetings.here & self._together)
+    def _warn(self, learner: int, what: str) -> None:
+        waiting = sorted(self._ranks[each] for each in self.meetings.here & self._together)
         if waiting and learner in self._together:
             text = (
-                f"session.mean: learner {ranks[learner]} {what} {self._apart[learner]} steps while learners {waiting} wait "
+                f"session.mean: learner {self._ranks[learner]} {what} {self._apart[learner]} steps while learners {waiting} wait "
                 "in it, without a part in those updates. Every learner must call it equally often, at the same places"
             )
             self._port.tell(m.Warned(text, "mean"))
-
-    def leave(self, learner: int) -> None:
-        self.cold.discard(learner)
-        self._decided(OUTSIDE, self.meetings.leave(learner))
 
     @property
     def tangled(self) -> bool:
@@ -104,8 +92,11 @@ class Barrier:
         return bool(self.openings) or self._crossing()
 
     def _crossing(self) -> bool:
+        """All may stand still, some of them in steps of different tables: quick to see, and seldom so."""
         meetings = self.meetings
-        return self._steps.crossing(len(meetings.members) - len(meetings.here) - len(self.openings))
+        waiting = [sequence.at_gate for sequence in self._sequences.values()]
+        others = len(meetings.members) - len(meetings.here) - len(self.openings)
+        return sum(waiting) >= others and sum(map(bool, waiting)) > 1
 
     def opening(self, event: m.Opening) -> None:
         self._heard = event.number
@@ -113,6 +104,7 @@ class Barrier:
             self.openings.pop(learner, None)
             if place is not None:
                 self.openings[learner] = place
+        self.untangle()
 
     def untangle(self, *, sure: bool = False) -> None:
         """Nobody waits for ever: where all wait, a meeting is held by those who are in it, or an epoch begins without some.
@@ -127,14 +119,20 @@ class Barrier:
             return
         elsewhere = self._feeding.waiting()
         if opening or crossing:
-            stepping = self._steps.stepping()
+            stepping = {
+                learner: MeetingPlace(STEP, table)
+                for table, sequence in self._sequences.items()
+                for learner in sequence.stepping()
+            }
             if meetings.still(stepping, elsewhere, opening):
                 waiting = {**stepping, **elsewhere, **opening}
                 if opening and not sure:
                     self._port.tell(m.Standstill(self._heard, {*meetings.here, *waiting}))
                     return
                 elsewhere = waiting
-        decisions = meetings.stand_still(elsewhere, drifting=self._steps.drifting())
+        # backup drops the gradients of slow learners: they stay behind
+        drifting = any(sequence.sync.late == "drop" for sequence in self._sequences.values())
+        decisions = meetings.stand_still(elsewhere, drifting=drifting)
         self._decided(OUTSIDE, decisions)
         if not decisions and (sure or not (meetings.here or opening)):
             self._feeding.untangle(elsewhere if sure else ())

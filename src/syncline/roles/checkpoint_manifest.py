@@ -6,7 +6,6 @@ as large as the model, in another. Everything else is in the manifest. Not respo
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -19,8 +18,8 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
+from syncline.protocols.epoch_positions import Standing
 from syncline.protocols.sequence import Account
-from syncline.protocols.spans import Standing
 from syncline.table.checkpoints import (
     Checkpoint,
     CheckpointError,
@@ -92,35 +91,6 @@ def pipelines_json(
         ]
         found.append({**asdict(pipeline), "table": table, "flights": flights})
     return found
-
-
-def pipelines_of(
-    records: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
-) -> dict[int, PipelineState]:
-    """The inverse, after a trip through JSON."""
-    gradients: dict[tuple[int, int], dict[int, Tensor]] = {}
-    for name, tensor in tensors.items():
-        table, iteration, entry = map(int, name.split("/"))
-        gradients.setdefault((table, iteration), {})[entry] = tensor
-    return {record["table"]: _pipeline(record, gradients) for record in records}
-
-
-def _pipeline(
-    record: Mapping[str, Any], gradients: Mapping[tuple[int, int], dict[int, Tensor]]
-) -> PipelineState:
-    flights = [
-        MeanInFlight(
-            **{
-                **each,
-                "losses": {int(rank): (loss, count) for rank, (loss, count) in each["losses"].items()},
-                "gradients": gradients.get((record["table"], each["iteration"]), {}),
-            }
-        )
-        for each in record["flights"]
-    ]
-    return PipelineState(
-        **{**{key: value for key, value in record.items() if key != "table"}, "flights": flights}
-    )
 
 
 LEARNERS = "learners.safetensors"
@@ -245,7 +215,7 @@ def manifest(
                 "table": table,
                 "layout": layout_json(layout),
                 "optimizer": optimizer,
-                "account": dataclasses.asdict(cut.accounts[table]),
+                "account": asdict(cut.accounts[table]),
             }
             for table, (layout, optimizer) in tables.items()
         ],
@@ -255,11 +225,11 @@ def manifest(
                 "size": opened.size,
                 "policy": opened.policy,
                 "parts": parts,
-                "standing": dataclasses.asdict(cut.standings[loader]),
+                "standing": asdict(cut.standings[loader]),
             }
             for loader, (opened, parts) in loaders.items()
         ],
-        "counts": dataclasses.asdict(cut.counts),
+        "counts": asdict(cut.counts),
         "history": upto(cut.number, history),
     }
 
@@ -278,15 +248,15 @@ def restored(checkpoint: Checkpoint) -> Restored:
         )
     try:
         counts = {key: _by_number(value) for key, value in found["counts"].items()}
-        loaders = {record["loader"]: _loader(record) for record in found["loaders"]}
+        counts["losses"] = {epoch: _by_number(ranks) for epoch, ranks in counts["losses"].items()}
         return Restored(
             name=str(checkpoint.path),
             seed=found["seed"],
             seal=checkpoint.seal,
             tables={record["table"]: _table(checkpoint, record) for record in found["tables"]},
-            loaders=loaders,
+            loaders={record["loader"]: _loader(record) for record in found["loaders"]},
             learners=_learners(checkpoint.tensors(LEARNERS), counts["steps"]),
-            counts=m.Counts(**{**counts, "losses": _losses(counts["losses"], loaders)}),
+            counts=m.Counts(**counts),
             history=found["history"],
             sync=found["sync"],
             chosen=[(Sync(**record), epoch) for record, epoch in found.get("chosen", [])],
@@ -301,8 +271,27 @@ def restored(checkpoint: Checkpoint) -> Restored:
 
 
 def _pipelines(checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> dict[int, PipelineState]:
-    flying = any(record["flights"] for record in records)
-    return pipelines_of(records, checkpoint.tensors(FLIGHTS) if flying else {})
+    gradients: dict[tuple[int, int], dict[int, Tensor]] = {}
+    tensors = checkpoint.tensors(FLIGHTS) if any(record["flights"] for record in records) else {}
+    for name, tensor in tensors.items():
+        table, iteration, entry = map(int, name.split("/"))
+        gradients.setdefault((table, iteration), {})[entry] = tensor
+    found = {}
+    for record in records:
+        state = dict(record)
+        table = state.pop("table")
+        state["flights"] = [
+            MeanInFlight(
+                **{
+                    **flight,
+                    "losses": {int(rank): (loss, count) for rank, (loss, count) in flight["losses"].items()},
+                    "gradients": gradients.get((table, flight["iteration"]), {}),
+                }
+            )
+            for flight in record["flights"]
+        ]
+        found[table] = PipelineState(**state)
+    return found
 
 
 def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
@@ -349,16 +338,6 @@ def _learners(tensors: Mapping[str, Tensor], steps: Mapping[int, int]) -> dict[i
         )
         for rank in sorted({*steps, *random, *buffers})
     }
-
-
-def _losses(
-    found: Mapping[int, Any], loaders: Mapping[int, LoaderState]
-) -> dict[int, dict[int, list[float]]]:
-    if any(
-        isinstance(each, list) for each in found.values()
-    ):  # by rank, as they once were kept: of one epoch
-        return {loaders[0].standing.done if 0 in loaders else 0: dict(found)}
-    return {epoch: _by_number(ranks) for epoch, ranks in found.items()}
 
 
 def _by_number(mapping: Mapping[Any, Any]) -> dict[int, Any]:

@@ -20,54 +20,6 @@ from syncline.roles.waiting_learners import WaitingLearners
 from syncline.table.checkpoints import FIRST
 from syncline.table.layout import Layout
 
-Key = tuple[int, int, int]  # table, number, learner
-
-
-class OptimizerStates:
-    """Those under way; `shards_of` is the number of shards that hold a table."""
-
-    def __init__(self, port: CoordinatorPort, room: WaitingLearners, shards_of: Callable[[int], int]) -> None:
-        self._port, self._room, self._shards_of = port, room, shards_of
-        self._parts: dict[Key, dict[int, m.StatePart]] = {}
-        self._waits: set[Key] = set()  # learners that wait for parts
-        self._loaded: dict[Key, int] = {}  # shards that have got a state to load
-
-    def reset(self) -> None:
-        """The shards that were asked are gone."""
-        self._parts.clear()
-        self._waits.clear()
-        self._loaded.clear()
-
-    def load(self, learner: int, message: m.LoadState) -> None:
-        self._loaded[message.table, message.number, learner] = 0
-        self._port.tell_shards((learner, message))
-
-    def loaded(self, message: m.Loaded) -> None:
-        key = (message.table, message.number, message.learner)
-        self._loaded[key] += 1
-        if self._loaded[key] == self._port.shards:
-            del self._loaded[key]
-            self._room.reply(message.learner, True)
-
-    def wait(self, learner: int, message: m.AwaitState) -> None:
-        """It has asked the shards, and waits for their parts."""
-        key = (message.table, message.number, learner)
-        self._waits.add(key)
-        self._try(key)
-
-    def part(self, message: m.StatePart) -> None:
-        key = (message.table, message.number, message.learner)
-        self._parts.setdefault(key, {})[message.shard] = message
-        self._try(key)
-
-    def _try(self, key: Key) -> None:
-        parts = self._parts.get(key, {})
-        if key in self._waits and len(parts) == self._shards_of(key[0]):
-            del self._parts[key]
-            self._waits.discard(key)
-            self._room.reply(key[2], [parts[shard] for shard in sorted(parts)])
-
-
 PAST = -1  # the epoch of a dial that does not begin by itself
 
 
@@ -90,9 +42,10 @@ class Coordinator:
         self._room = WaitingLearners(port, self.live, lambda *these: self._openings.withdraw(*these))
         self._openings = TableRegistry(port, plan, self.live, self._room, lambda: self._dial)
         self._openings.expect(learners, self._restored)
-        self._states = OptimizerStates(port, self._room, lambda table: self.layout(table).shards)
+        # states of optimizers under way, by table, number, learner: what shards have said, and how many are to say it
+        self._answers: dict[tuple[int, int, int], dict[int, m.StatePart | m.Loaded]] = {}
+        self._awaited: dict[tuple[int, int, int], int] = {}
         self._stale: set[int] = set()  # learners that know only servers that are gone
-        self._rejoining: dict[int, m.Rejoin] = {}
         self._closed: set[int] = set()  # learners whose function has come to its end by itself
         self._open_cut: m.Cut | None = None
         self._saved: dict[str, m.Saved] = {}  # files of it, which may come before the leading shard's word
@@ -206,7 +159,7 @@ class Coordinator:
         if isinstance(message, m.AskDial):
             self._port.reply(learner, self._dials[message.number][0])
             return
-        self._room.enter(learner, message)
+        self._room.asked[learner] = message
         if learner in self._stale and not isinstance(message, m.Rejoin):
             self._room.reply(learner, m.Stale())
             return
@@ -215,9 +168,9 @@ class Coordinator:
             m.Initialised: self._openings.initialised,
             m.OpenLoader: self._openings.open_loader,
             m.MeanOf: lambda *_: self._room.try_met(),
-            m.LoadState: self._states.load,
-            m.AwaitState: self._states.wait,
-            m.Rejoin: self._rejoin,
+            m.LoadState: self._load_state,
+            m.AwaitState: self._await_state,
+            m.Rejoin: lambda *_: self._try_rejoin(),
             m.Called: lambda learner, _: self._room.answer_call(learner),
         }
         try:
@@ -232,7 +185,6 @@ class Coordinator:
         if rank is None:
             return
         self._room.leave(learner)
-        self._rejoining.pop(learner, None)
         self._stale.discard(learner)
         self._port.tell_shards(m.Leave(learner, rank, lost, learner in self._closed))
         self._openings.leave(learner)
@@ -253,7 +205,8 @@ class Coordinator:
         self._epoch = self._restored.epoch
         self.live.update(learners)
         self._stale = set(self.live) - set(learners)
-        self._states.reset()
+        self._answers.clear()
+        self._awaited.clear()
         self._room.reset()
         self._open_cut, self._saved = None, {}
         self._finish_later = self._stopping = self._exact = self.reached = False
@@ -263,36 +216,56 @@ class Coordinator:
         self._tell_standing()
         self._openings.make_again()
         self._port.announce(m.Renewed())
-        for learner, message in self._room.asked.items():
+        for learner, message in list(self._room.asked.items()):
             if learner in self._stale and not isinstance(message, m.Rejoin):
                 self._room.reply(learner, m.Stale())
         self._try_rejoin()
 
-    def _rejoin(self, learner: int, message: m.Rejoin) -> None:
-        self._rejoining[learner] = message
-        self._try_rejoin()
-
     def _try_rejoin(self) -> None:
         """All at once: the first fold and the first joint round are for all of them."""
-        if not self._stale or self._stale - self._rejoining.keys():
+        back = {each: asked for each, asked in self._room.asked.items() if isinstance(asked, m.Rejoin)}
+        if not self._stale or self._stale - back.keys():
             return
-        back, self._rejoining, self._stale = self._rejoining, {}, set()
+        self._stale = set()
         ordered = self._room.by_rank(back)
         opened = self._openings.join_again({learner: back[learner] for learner in ordered})
         for learner in ordered:
             self._openings.alone(learner)
             self._room.reply(learner, m.Rejoined(opened[learner]))
 
+    # -- states of optimizers ----------------------------------------------------------------------------
+
+    def _load_state(self, learner: int, message: m.LoadState) -> None:
+        self._awaited[message.table, message.number, learner] = self._port.shards
+        self._port.tell_shards((learner, message))
+
+    def _await_state(self, learner: int, message: m.AwaitState) -> None:
+        """It has asked the shards, and waits for their parts."""
+        key = (message.table, message.number, learner)
+        self._awaited[key] = self.layout(message.table).shards
+        self._try_state(key)
+
+    def _state(self, message: m.StatePart | m.Loaded) -> None:
+        key = (message.table, message.number, message.learner)
+        self._answers.setdefault(key, {})[message.shard] = message
+        self._try_state(key)
+
+    def _try_state(self, key: tuple[int, int, int]) -> None:
+        answers = self._answers.get(key, {})
+        if len(answers) == self._awaited.get(key):
+            del self._answers[key], self._awaited[key]
+            self._room.reply(key[2], [answers[shard] for shard in sorted(answers)])
+
     # -- shards ------------------------------------------------------------------------------------------
 
     def from_shard(self, message: Any) -> None:
         kind = type(message)
-        if kind is m.StatePart:
-            self._states.part(message)
-        elif kind is m.Loaded:
-            self._states.loaded(message)
+        if kind in (m.StatePart, m.Loaded):
+            self._state(message)
         elif kind is m.Saved and message.number == FIRST:
-            self._first(message)
+            self._openings.first(message)
+            if message.problem:
+                self._port.tell(m.Checkpointed(0, "", message.problem))
         elif kind in (m.Cut, m.Saved):
             self._cut(message)
         elif kind is m.Met:
@@ -312,11 +285,6 @@ class Coordinator:
 
     def ask_cut(self) -> None:
         self._port.tell_shards(m.AskCut())
-
-    def _first(self, saved: m.Saved) -> None:
-        self._openings.first(saved)
-        if saved.problem:
-            self._port.tell(m.Checkpointed(0, "", saved.problem))
 
     def _cut(self, message: m.Cut | m.Saved) -> None:
         if self._stopping and not self._exact and isinstance(message, m.Cut):

@@ -1,5 +1,5 @@
 """What the leading shard counts and keeps beside its decisions: examples, steps and losses; learners' buffers and random states for
-snapshots, results and checkpoints (M6); vector clocks of updates (R6); whether learners in lockstep agree about their options (M4).
+snapshots, results and checkpoints (M6); vector clocks of updates (R6).
 
 Not responsible for versions and staleness.
 """
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.ports import ServerPort
 from syncline.protocols.folding import Ticket
 from syncline.roles.checkpoint_manifest import learner_tensors
-
-if TYPE_CHECKING:
-    from syncline.roles.server import LogApplier
 
 Losses = dict[int, list[float]]  # rank -> [sum, count]
 
@@ -31,8 +27,8 @@ class Counters:
     def __init__(self) -> None:
         self.examples: dict[int, int] = defaultdict(int)  # by table
         self.steps: dict[int, int] = defaultdict(int)  # by rank
-        self._last: dict[int, float] = {}
-        self._losses: dict[int, Losses] = defaultdict(_none)  # by epoch
+        self.last: dict[int, float] = {}  # losses by rank
+        self._losses: dict[int, Losses] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))  # by epoch
         self._unread: list[tuple[int, SupportsFloat, int, dict[int, int]]] = []  # arguments of `_add`
 
     def resume(self, counts: m.Counts) -> None:
@@ -55,7 +51,7 @@ class Counters:
     def _add(self, rank: int, loss: float, count: float, epochs: dict[int, int]) -> None:
         if loss != loss:
             return
-        self._last[rank] = loss
+        self.last[rank] = loss
         whole = sum(epochs.values())
         for epoch, part in epochs.items():
             share = count if part == whole else count * part / whole
@@ -78,11 +74,6 @@ class Counters:
         means = {rank: part / n for rank, (part, n) in sorted(losses.items()) if n}
         return total / count if count else float("nan"), means
 
-    def last_losses(self) -> dict[int, float]:
-        """By rank."""
-        self.read()
-        return dict(self._last)
-
     def counts(self) -> m.Counts:
         """For a checkpoint."""
         self.read()
@@ -90,10 +81,6 @@ class Counters:
             epoch: {rank: list(pair) for rank, pair in found.items()} for epoch, found in self._losses.items()
         }
         return m.Counts(dict(self.examples), losses, dict(self.steps))
-
-
-def _none() -> Losses:
-    return defaultdict(lambda: [0.0, 0.0])
 
 
 def joint_buffers(columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -108,39 +95,33 @@ class LearnerStates:
     """Of all learners that are not lost."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[int, int], list[Tensor]] = {}  # by (table, learner)
+        self.buffers: dict[tuple[int, int], list[Tensor]] = {}  # by (table, learner)
         self.random: dict[int, bytes] = {}  # states by rank
-
-    def bring(self, table: int, learner: int, buffers: list[Tensor]) -> None:
-        """A learner comes with these."""
-        self._buffers[table, learner] = buffers
 
     def keep(self, table: int, learner: int, buffers: Sequence[Tensor]) -> None:
         """Those of its last gradient, copied where they lie."""
-        kept = self._buffers.get((table, learner))
+        kept = self.buffers.get((table, learner))
         if kept is None or kept[0].device != buffers[0].device:
-            self._buffers[table, learner] = [value.clone() for value in buffers]
+            self.buffers[table, learner] = [value.clone() for value in buffers]
         else:
             torch._foreach_copy_(kept, list(buffers))
 
     def lose(self, learner: int) -> None:
         """A lost learner's statistics do not count, unless a table has no others."""
-        for table in [table for table, who in self._buffers if who == learner]:
-            if sum(each == table for each, _ in self._buffers) > 1:
-                del self._buffers[table, learner]
+        for table in [table for table, who in self.buffers if who == learner]:
+            if sum(each == table for each, _ in self.buffers) > 1:
+                del self.buffers[table, learner]
 
     def joint(self, table: int) -> list[Tensor] | None:
         """One table's buffers over all learners."""
-        kept = [
-            [value.cpu() for value in each] for (t, _), each in sorted(self._buffers.items()) if t == table
-        ]
-        return joint_buffers(kept) if kept else None
+        mine = [each for (of, _), each in sorted(self.buffers.items()) if of == table]
+        return joint_buffers([[value.cpu() for value in each] for each in mine]) if mine else None
 
     def tensors(self, ranks: Mapping[int, int]) -> dict[str, Tensor]:
         """For a checkpoint, by name."""
         buffers = {
             (table, ranks[learner]): [value.cpu().clone() for value in values]
-            for (table, learner), values in self._buffers.items()
+            for (table, learner), values in self.buffers.items()
         }
         return learner_tensors(self.random, buffers)
 
@@ -166,29 +147,3 @@ class VectorClocks:
         if self._rows:
             rows, self._rows = self._rows, []
             self._report(m.Clocks(np.array(rows, dtype="<u4").tobytes()))
-
-
-class OptionsCheck:
-    """Looks at the gradients of a fold when options have changed."""
-
-    def __init__(self, port: ServerPort, replay: LogApplier) -> None:
-        self._port, self._replay, self._warned = port, replay, False
-
-    def check(self, table: int, tickets: Iterable[Ticket], *, lockstep: bool) -> None:
-        if lockstep and not self._warned:
-            self._compare({t.rank: self._replay.options(table, t.learner, t.number) for t in tickets})
-
-    def _compare(self, options: dict[int, object]) -> None:
-        first = next(iter(options.values()))
-        differ = sorted(rank for rank, option in options.items() if option is not first and option != first)
-        if differ:
-            self._warned = True
-            ranks = sorted(options)
-            self._port.tell(
-                m.Warned(
-                    f"learners {ranks} disagree about the options of their parameter groups (ranks {differ} differ "
-                    f"from rank {ranks[0]}); each update uses those of the learner furthest along. Step the same "
-                    "scheduler in every learner.",
-                    "options",
-                )
-            )

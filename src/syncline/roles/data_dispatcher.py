@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from syncline import messages as m
 from syncline.messages.to_leader import AskBatch, Blocked, CloseLoader, StreamEnded
 from syncline.ports import OUTSIDE, Portion, ServerPort
+from syncline.protocols.epoch_positions import Decision, Standing
 from syncline.protocols.ledger import Ledger
 from syncline.protocols.meetings import EPOCH, MeetingPlace
-from syncline.protocols.spans import Decision, Standing
 from syncline.protocols.streams import StreamEpochs
 
 
@@ -125,10 +125,22 @@ class DataDispatcher:
             for loader, upto in usage:
                 self._decided(loader, self._ledgers[loader].taken(learner, upto))
 
-    def settled(self, learner: int, usage: list[tuple[int, int]]) -> None:
-        """Folded."""
+    def settled(self, learner: int, usage: list[tuple[int, int]]) -> dict[int, int]:
+        """Folded. Of which epochs of the first loader its batches are, and how many examples.
+
+        A gradient without batches of its own (of a second table, say) belongs where its learner's last ones do.
+        """
+        first, found = self._ledgers.get(0), dict[int, int]()
+        for loader, upto in usage:
+            if loader == 0:
+                found = self._ledgers[0].epochs(learner, upto)
+        if found:
+            self._epochs[learner] = max(found)
+        else:
+            found[first.not_done(self._epochs.get(learner, 0)) if first is not None else 0] = 1
         for loader, upto in usage:
             self._decided(loader, self._ledgers[loader].settled(learner, upto))
+        return found
 
     def dropped(
         self, learner: int, usage: list[tuple[int, int]], before: Sequence[list[tuple[int, int]]]
@@ -137,21 +149,6 @@ class DataDispatcher:
         for loader, upto in usage:
             since = max((until for each in before for at, until in each if at == loader), default=0)
             self._decided(loader, self._ledgers[loader].settled(learner, upto, since))
-
-    def epochs(self, learner: int, usage: list[tuple[int, int]]) -> dict[int, int]:
-        """Of which epochs of the first loader a gradient's batches are, and how many examples.
-
-        One without batches of its own (of a second table, say) belongs where its learner's last ones do.
-        """
-        ledger, found = self._ledgers.get(0), dict[int, int]()
-        if ledger is None:
-            return {0: 1}
-        for loader, upto in usage:
-            if loader == 0:
-                found = ledger.epochs(learner, upto)
-        if found:
-            self._epochs[learner] = max(found)
-        return found or {ledger.not_done(self._epochs.get(learner, 0)): 1}
 
     def done(self, loader: int) -> int:
         """Epochs that are done, in order."""

@@ -14,16 +14,14 @@ from syncline.messages import log
 from syncline.messages import to_leader as say
 from syncline.ports import Portion, ServerPort
 from syncline.protocols.checkpoint_schedule import CheckpointSchedule
+from syncline.protocols.epoch_positions import End, EpochDone, Grant, Standing
 from syncline.protocols.folding import Ticket
-from syncline.protocols.meetings import STEP, MeetingPlace, Met, Uncross, Unmet
-from syncline.protocols.meetings import Decision as MeetingDecision
-from syncline.protocols.sequence import Change, Decision, Drop, Fold, Full, Sequence, Take
-from syncline.protocols.spans import Decision as LedgerDecision
-from syncline.protocols.spans import End, EpochDone, Grant, Standing
+from syncline.protocols.meetings import Met, Uncross, Unmet
+from syncline.protocols.sequence import Change, Drop, Fold, Full, Sequence, Take
 from syncline.protocols.waiting import Release
 from syncline.roles.barrier import Barrier
 from syncline.roles.checkpoint_manifest import LEARNERS, table_file
-from syncline.roles.counters import Counters, LearnerStates, OptionsCheck, VectorClocks
+from syncline.roles.counters import Counters, LearnerStates, VectorClocks
 from syncline.roles.data_dispatcher import DataDispatcher
 from syncline.roles.tree_root import TreeRoot
 
@@ -42,11 +40,10 @@ class Leader:
         self._sequences: dict[int, Sequence] = {}
         self._ranks: dict[int, int] = {}
         self._todo: deque[tuple[int, Any]] = deque()  # decisions, each of a table or loader
-        self._later: deque[tuple[Callable[[int, Ticket], None], int, Ticket]] = deque()
+        self._later: deque[tuple[Any, ...]] = deque()  # functions, each with its arguments
         self._working = self._cut_due = False
         self._feeding = DataDispatcher(port, self._ranks, self._decided)
-        self._gathering = Barrier(port, self._feeding, self, self._decided)
-        self._agreement = OptionsCheck(port, replay)
+        self._gathering = Barrier(port, self._ranks, self._feeding, self._sequences, self._decided)
         self._tally, self._belongings = Counters(), LearnerStates()
         self._usage: dict[int, Usage] = defaultdict(list)
         self._open: dict[tuple[int, int, int], tuple[say.Gradient, Usage]] = {}  # by table, learner, number
@@ -58,11 +55,10 @@ class Leader:
         self._course: dict[int, int] = {}  # epoch -> number of the dial that begins with it
         self._passed = 0  # epochs of the first loader, in order: dials begin when all before them are done
         self._late: dict[int, list[m.JoinTable]] = defaultdict(list)  # who waits for the warm start's end
-        self._finished = False
+        self._finished = self._disagree = False
         self._trunk: TreeRoot | None = None  # over a tree
-        self.watch: Callable[[int, Any], None] | None = (
-            None  # told of every decision before it is carried out
-        )
+        # told of every decision before it is carried out
+        self.watch: Callable[[int, Any], None] | None = None
         replay.buffers = self._belongings.joint
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             say.Gradient: self._gradient,
@@ -74,7 +70,7 @@ class Leader:
             say.Blocked: self._blocked,
             say.Rest: self._rest,
             say.Reread: self._reread,
-            say.Meet: self._meet,
+            say.Meet: lambda learner, _: self._gathering.come(learner),
             say.Farewell: lambda learner, farewell: self._keep_states(learner, farewell.states),
             say.Fetch: self._fetch,
             say.Await: self._await,
@@ -91,12 +87,27 @@ class Leader:
             m.JoinLoader: self._join_loader,
             m.Leave: self.leave,
             m.NodesMoved: self._moved,
-            m.Opening: self._opening,
+            m.Opening: self._gathering.opening,
             m.Standstill: self._gathering.standstill,
             m.AskCut: lambda _: self._cadence.ask() if self._cadence is not None else None,
             m.CutDone: lambda _: self._cadence.written() if self._cadence is not None else None,
             m.AskStatistics: lambda event: port.tell(self.statistics(event.number)),
             m.Finish: self._finish,
+        }
+        # of a table, or of a loader
+        self._effects: dict[type, Callable[[int, Any], None]] = {
+            Take: self._take,
+            Fold: self._fold,
+            Release: self._release,
+            Drop: self._drop,
+            Full: lambda _, full: port.tell(m.Reached(full.version)),
+            Change: self._turn,
+            Grant: self._grant,
+            End: self._grant,
+            EpochDone: self._epoch_done,
+            Met: self._met,
+            Unmet: self._met,
+            Uncross: lambda _, it: self._decided(it.table, self._sequences[it.table].go_on_without()),
         }
 
     # -- the coordinator's events ------------------------------------------------------------------------
@@ -148,7 +159,7 @@ class Leader:
             self._late[join.learner].append(join)
             return
         if join.buffers is not None:
-            self._belongings.bring(join.table, join.learner, join.buffers)
+            self._belongings.buffers[join.table, join.learner] = join.buffers
         sequence = self._sequences[join.table]
         self._decided(join.table, sequence.join(join.learner, join.rank, 0))
         cold = sequence.cold(join.learner)
@@ -179,10 +190,7 @@ class Leader:
             self._decided(table, sequence.leave(learner))
         self._late.pop(learner, None)
         self._feeding.leave(learner, lost=event.lost)
-        if event.closed:
-            self._gathering.closed(learner, self._ranks)
-        self._gathering.leave(learner)
-        self._gathering.untangle()
+        self._gathering.leave(learner, closed=event.closed)
         self._start_sums()
         leaves = log.Leave(learner)
         self._port.append(leaves)
@@ -208,19 +216,13 @@ class Leader:
 
     def _sum(self, node: int, sum_: say.Sum) -> None:
         assert self._trunk is not None
-        table, sequence = sum_.table, self._sequences[sum_.table]
         tickets = self._trunk.arrive(node, sum_)
         if tickets is None:
             return
-        for index, (learner, gradient) in enumerate(sum_.gradients):
-            self._opened(learner, gradient)
-            if table in self._buffered:
-                self._belongings.keep(table, learner, sum_.buffers[index])
-            if self._gathering.meetings.here:
-                self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
-        self._decided(table, sequence.take_sum(tickets))
-        if (len(self._sequences) > 1 or self._gathering.openings) and self._gathering.tangled:
-            self._gathering.untangle()
+        if sum_.table in self._buffered:
+            for (learner, _), buffers in zip(sum_.gradients, sum_.buffers, strict=True):
+                self._belongings.keep(sum_.table, learner, buffers)
+        self._published(sum_.table, sum_.gradients, tickets)
 
     def _moved(self, event: m.NodesMoved) -> None:
         """Nodes have others below them now."""
@@ -235,7 +237,6 @@ class Leader:
             self._trunk.recount()
 
     def _gradient(self, learner: int, gradient: say.Gradient) -> None:
-        self._opened(learner, gradient)
         ticket = Ticket(
             learner,
             self._ranks[learner],
@@ -245,22 +246,24 @@ class Leader:
             gradient.examples,
             silent=gradient.silent,
         )
-        sequence = self._sequences[gradient.table]
-        if self._gathering.meetings.here:
-            self._gathering.stepped(learner, self._ranks, lockstep=sequence.sync.lockstep)
-        self._decided(gradient.table, sequence.gradient(ticket))
+        self._published(gradient.table, ((learner, gradient),), (ticket,))
+
+    def _published(
+        self, table: int, gradients: Iterable[tuple[int, say.Gradient]], tickets: Iterable[Ticket]
+    ) -> None:
+        sequence = self._sequences[table]
+        for learner, gradient in gradients:  # what each brings beside its values
+            if gradient.loader >= 0:
+                self._usage[learner].append((gradient.loader, gradient.upto))
+            self._open[table, learner, gradient.number] = (gradient, self._usage.pop(learner, NOTHING))
+            self._tally.steps[self._ranks[learner]] += 1
+            if gradient.states:
+                self._keep_states(learner, gradient.states)
+            if self._gathering.meetings.here:
+                self._gathering.stepped(learner, lockstep=sequence.sync.lockstep)
+        self._decided(table, sequence.gradient(*tickets))
         if (len(self._sequences) > 1 or self._gathering.openings) and self._gathering.tangled:
             self._gathering.untangle()
-
-    def _opened(self, learner: int, gradient: say.Gradient) -> None:
-        """What it brings beside its values."""
-        if gradient.loader >= 0:
-            self._usage[learner].append((gradient.loader, gradient.upto))
-        table, number = gradient.table, gradient.number
-        self._open[table, learner, number] = (gradient, self._usage.pop(learner, NOTHING))
-        self._tally.steps[self._ranks[learner]] += 1
-        if gradient.states:
-            self._keep_states(learner, gradient.states)
 
     def _blocked(self, learner: int, blocked: say.Blocked) -> None:
         self._feeding.block(learner, blocked)
@@ -279,16 +282,12 @@ class Leader:
         self._feeding.met([learner])
         self._decided(reread.table, self._sequences[reread.table].reread(learner, reread.number))
 
-    def _meet(self, learner: int, _: say.Meet) -> None:
-        self._gathering.come(learner)
-        self._gathering.untangle()
-
     def _fetch(self, learner: int, fetch: say.Fetch) -> None:
         sequence = self._sequences[fetch.table]
         if not fetch.deliver:
             has = fetch.has if fetch.has >= 0 else None
             self._decided(fetch.table, sequence.fetch(learner, fetch.number, has))
-        elif learner in sequence.members:
+        elif learner in sequence.members.live:
             keep = self._cadence is not None and self._cadence.armed
             self._log(log.Release(fetch.table, learner, fetch.number, sequence.version, keep, True))
 
@@ -308,23 +307,6 @@ class Leader:
         if states:
             self._belongings.random[self._ranks[learner]] = states
 
-    def stepping(self) -> dict[int, MeetingPlace]:
-        """Who waits for others' gradients, and of which table."""
-        return {
-            learner: MeetingPlace(STEP, table)
-            for table, sequence in self._sequences.items()
-            for learner in sequence.stepping()
-        }
-
-    def crossing(self, members: int) -> bool:
-        """So many may stand still, some of them in steps of different tables."""
-        waiting = [sequence.at_gate for sequence in self._sequences.values()]
-        return sum(waiting) >= members and sum(map(bool, waiting)) > 1
-
-    def drifting(self) -> bool:
-        """Backup drops the gradients of slow learners: they stay behind."""
-        return any(sequence.sync.late == "drop" for sequence in self._sequences.values())
-
     # -- decisions to effects ----------------------------------------------------------------------------
 
     def _decided(self, place: int, decisions: Iterable[Any]) -> None:
@@ -342,10 +324,13 @@ class Leader:
         try:
             while todo or later:
                 if todo and not (self._cut_due and isinstance(todo[0][1], Take | Fold)):
-                    self._carry_out(*todo.popleft())
+                    place, decision = todo.popleft()
+                    if self.watch is not None:
+                        self.watch(place, decision)
+                    self._effects[type(decision)](place, decision)
                 elif later:
-                    action, table, ticket = later.popleft()
-                    action(table, ticket)
+                    action, *arguments = later.popleft()
+                    action(*arguments)
                 else:
                     self._cut()
             if self._cut_due:
@@ -358,36 +343,6 @@ class Leader:
             self._port.append(entry)
         self._replay.replay(entry)
 
-    def _carry_out(self, place: int, decision: Decision | LedgerDecision | MeetingDecision) -> None:
-        """`place` is the table, or the loader of a ledger's decision."""
-        if self.watch is not None:
-            self.watch(place, decision)
-        kind = type(decision)
-        if kind is Take:
-            self._take(place, decision)  # type: ignore[arg-type]
-        elif kind is Fold:
-            self._fold(place, decision)  # type: ignore[arg-type]
-        elif kind is Release:
-            self._release(place, decision)  # type: ignore[arg-type]
-        elif isinstance(decision, Grant):
-            portion = Portion(place, decision.index, decision.epoch, decision.start, decision.stop)
-            self._grant(portion, decision.learner)
-        elif isinstance(decision, Drop):
-            self._log(log.Free(place, *self.named(place, decision.ticket)))
-            self._later.append((self._drop, place, decision.ticket))
-        elif isinstance(decision, Full):
-            self._port.tell(m.Reached(decision.version))
-        elif isinstance(decision, End):
-            self._grant(Portion(place, decision.index, decision.epoch, 0, 0, 1), decision.learner)
-        elif isinstance(decision, EpochDone):
-            self._epoch_done(place, decision.epoch, self._feeding.done(place))
-        elif isinstance(decision, Change):
-            self._turn(place, decision.dial)
-        elif isinstance(decision, Met | Unmet):
-            self._met(decision)
-        elif isinstance(decision, Uncross):
-            self._decided(decision.table, self._sequences[decision.table].go_on_without())
-
     def _release(self, table: int, release: Release) -> None:
         if self._gathering.cold and table == 0 and self._gathering.warmed(release.learner):
             for join in self._late.pop(release.learner, ()):
@@ -399,43 +354,39 @@ class Leader:
 
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket
-        gradient, usage = self._open[table, ticket.learner, ticket.number]
+        learner, number = ticket.learner, ticket.number
+        gradient, usage = self._open[table, learner, number]
         if self._trunk is not None:
             self._trunk.take(table, ticket)
         else:
             if table in self._buffered:  # before it is taken, which may free the draft
-                buffers = self._port.receive(table, ticket.learner, ticket.number).buffers
-                self._belongings.keep(table, ticket.learner, buffers)
+                self._belongings.keep(table, learner, self._port.receive(table, learner, number).buffers)
             following = self._todo[0][1] if self._todo else None
+            alone = isinstance(following, Fold) and following.tickets == (ticket,)
             self._log(
                 log.Take(
                     table,
-                    ticket.learner,
-                    ticket.number,
+                    learner,
+                    number,
                     gradient.options,
                     gradient.full,
                     ticket.count,
                     ticket.rank,
                     ticket.iteration,
-                    isinstance(following, Fold) and following.tickets == (ticket,),
+                    alone,
                     ticket.weight,
                 )
             )
         if usage:
-            self._later.append((self._taken, table, ticket))
-
-    def _taken(self, table: int, ticket: Ticket) -> None:
-        _, usage = self._open[table, ticket.learner, ticket.number]
-        self._feeding.taken(ticket.learner, usage)
+            self._later.append((self._feeding.taken, learner, usage))
 
     def _fold(self, table: int, fold: Fold) -> None:
         tickets = fold.tickets
-        first = tickets[0]
-        if len(tickets) > 1:
-            first = max((t for t in tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
-            if self._replay.options_changed and self._trunk is None:
-                self._replay.options_changed = False
-                self._agreement.check(table, tickets, lockstep=self._sequences[table].sync.lockstep)
+        first = fold.leader
+        if len(tickets) > 1 and self._replay.options_changed and self._trunk is None:
+            self._replay.options_changed = False
+            if self._sequences[table].sync.lockstep:
+                self._compare_options(table, tickets)
         learner, number = self.named(table, first) if self._trunk else (first.learner, first.number)
         self._log(log.Fold(table, learner, number, first.iteration, fold.version, fold.factor))
         if self._stamps is not None and table == 0:
@@ -445,6 +396,21 @@ class Leader:
         if self._cadence is not None and table == max(self._sequences):
             self._cut_due = self._cadence.folded(fold.version)
 
+    def _compare_options(self, table: int, tickets: Iterable[Ticket]) -> None:
+        """Learners in lockstep should agree about the options of their groups (M4)."""
+        options = {each.rank: self._replay.options(table, each.learner, each.number) for each in tickets}
+        first = next(iter(options.values()))
+        differ = sorted(rank for rank, option in options.items() if option is not first and option != first)
+        if differ and not self._disagree:
+            self._disagree = True
+            ranks = sorted(options)
+            text = (
+                f"learners {ranks} disagree about the options of their parameter groups (ranks {differ} differ "
+                f"from rank {ranks[0]}); each update uses those of the learner furthest along. Step the same "
+                "scheduler in every learner."
+            )
+            self._port.tell(m.Warned(text, "options"))
+
     def named(self, table: int, ticket: Ticket) -> tuple[int, int]:
         """A gradient as the shards know it: over a tree it lies in a node's sum."""
         learner, number = ticket.learner, ticket.number
@@ -453,29 +419,38 @@ class Leader:
     def _account(self, table: int, ticket: Ticket) -> None:
         """A folded gradient: examples and loss are counted, its batches are done."""
         gradient, usage = self._open.pop((table, ticket.learner, ticket.number))
-        epochs = self._feeding.epochs(ticket.learner, usage)
+        epochs = self._feeding.settled(ticket.learner, usage)
         self._tally.folded(table, ticket.rank, ticket.count, gradient.loss, epochs)
-        if usage:
-            self._feeding.settled(ticket.learner, usage)
         if self._trunk is not None:
             self._trunk.done(table, ticket)
 
-    def _drop(self, table: int, ticket: Ticket) -> None:
+    def _drop(self, table: int, drop: Drop) -> None:
+        self._log(log.Free(table, *self.named(table, drop.ticket)))
+        self._later.append((self._dropped, table, drop.ticket))
+
+    def _dropped(self, table: int, ticket: Ticket) -> None:
         """Near a run's set end it may be dropped before others of its learner are folded."""
         learner, opened = ticket.learner, self._open
         _, usage = opened.pop((table, learner, ticket.number))
         before = [opened[table, learner, each][1] for each in self._sequences[table].unfolded(learner)]
         self._feeding.dropped(learner, usage, before)
+        if self._trunk is not None:
+            self._trunk.done(table, ticket)
 
     # -- the feed ----------------------------------------------------------------------------------------
 
-    def _grant(self, portion: Portion, learner: int) -> None:
-        if self._feeding.grant(portion, learner):
+    def _grant(self, loader: int, grant: Grant | End) -> None:
+        if isinstance(grant, Grant):
+            portion = Portion(loader, grant.index, grant.epoch, grant.start, grant.stop)
+        else:
+            portion = Portion(loader, grant.index, grant.epoch, 0, 0, 1)
+        if self._feeding.grant(portion, grant.learner):
             for table, sequence in self._sequences.items():
-                self._decided(table, sequence.resume(learner))
+                self._decided(table, sequence.resume(grant.learner))
 
-    def _epoch_done(self, loader: int, epoch: int, done: int) -> None:
-        """`done`: epochs up to here, in order; one may be done before an earlier one."""
+    def _epoch_done(self, loader: int, decision: EpochDone) -> None:
+        """One may be done before an earlier one."""
+        epoch, done = decision.epoch, self._feeding.done(loader)
         mean, losses = self._tally.epoch(epoch) if loader == 0 else (float("nan"), {})
         primary = self._sequences.get(0)
         tables = 0
@@ -483,18 +458,8 @@ class Leader:
             for table in self._sequences:
                 self._log(log.Snapshot(table, epoch))
                 tables += 1
-        self._port.tell(
-            m.EpochEnd(
-                loader,
-                epoch,
-                primary.version if primary else 0,
-                self._tally.examples[0],
-                mean,
-                losses,
-                tables,
-                done,
-            )
-        )
+        version, examples = primary.version if primary else 0, self._tally.examples[0]
+        self._port.tell(m.EpochEnd(loader, epoch, version, examples, mean, losses, tables, done))
         if loader == 0:
             passed, self._passed = self._passed, done
             for begin in range(passed + 1, done + 1):
@@ -507,23 +472,19 @@ class Leader:
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.change(sync, number))
 
-    def _turn(self, table: int, number: int) -> None:
-        self._log(log.Change(table, number))
+    def _turn(self, table: int, change: Change) -> None:
+        self._log(log.Change(table, change.dial))
         if table == 0:
-            self._feeding.change(lockstep=self._replay.dials[number].lockstep)
+            self._feeding.change(lockstep=self._replay.dials[change.dial].lockstep)
 
     # -- meetings ----------------------------------------------------------------------------------------
 
-    def _met(self, decision: Met | Unmet) -> None:
+    def _met(self, _: int, decision: Met | Unmet) -> None:
         """All of them count again before one can publish: lockstep rounds stay whole."""
         self._feeding.met(decision.learners)
         for table, sequence in self._sequences.items():
             self._decided(table, sequence.met(decision.learners))
         self._gathering.over(decision)
-
-    def _opening(self, event: m.Opening) -> None:
-        self._gathering.opening(event)
-        self._gathering.untangle()
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -563,7 +524,7 @@ class Leader:
         return self._sequences[table].clock.last_update
 
     def statistics(self, number: int) -> m.Statistics:
-        losses = self._tally.last_losses()
+        self._tally.read()
         if self._stamps is not None:
             self._stamps.tell()
         ranks = self._ranks
@@ -583,5 +544,5 @@ class Leader:
                 for table, sequence in self._sequences.items()
             },
             dict(self._tally.steps),
-            losses,
+            dict(self._tally.last),
         )

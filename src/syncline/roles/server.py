@@ -36,13 +36,11 @@ class LogApplier:
         self.shards: dict[int, Shard] = {}
         self._makes: dict[int, m.MakeTable] = {}
         self._parts: dict[tuple[int, int, Any], SlotPart | PromisedPart] = {}  # (table, learner, slot)
-        self._options: dict[tuple[int, int], dict[int, Options]] = defaultdict(
-            dict
-        )  # by number of the gradient
-        self._said: dict[
-            tuple[int, int], tuple[int, Options]
-        ] = {}  # what came last, parsed when it has changed
-        self._blobs: dict[tuple[int, int, int], m.LoadState] = {}
+        # by table, learner; then by number of the gradient
+        self._options: dict[tuple[int, int], dict[int, Options]] = defaultdict(dict)
+        # what came last, parsed when it has changed
+        self._said: dict[tuple[int, int], tuple[int, Options]] = {}
+        self.blobs: dict[tuple[int, int, int], m.LoadState] = {}
         self._queue: deque[log.Entry] = deque()
         self._lying: dict[int, list[log.Take]] = defaultdict(list)  # taken, and folded where they lie
         self._norms_of: log.Fold | None = None  # the fold that waits for the other shards' norms
@@ -107,9 +105,6 @@ class LogApplier:
 
     def _leave(self, leave: log.Leave) -> None:
         self._parts = {key: part for key, part in self._parts.items() if key[1] != leave.learner}
-
-    def keep_blob(self, learner: int, blob: m.LoadState) -> None:
-        self._blobs[blob.table, learner, blob.number] = blob
 
     def options(self, table: int, learner: int, number: int) -> Options:
         """The group options that came with a gradient."""
@@ -187,10 +182,7 @@ class LogApplier:
         shard = self.shards[entry.table]
         if added := shard.gather(entry.iteration):
             self._port.spend(Serving(log.Take, entry.table, added))
-        if shard.clip_norm is None:
-            self._apply(entry, shard)
-        elif shard.layout.shards == 1:
-            shard.clip_alone()
+        if shard.clip_norm is None or shard.layout.shards == 1:
             self._apply(entry, shard)
         else:
             self._norms_of = entry
@@ -199,13 +191,10 @@ class LogApplier:
     def _apply(self, entry: log.Fold, shard: Shard) -> None:
         shard.apply(self._options[entry.table, entry.learner][entry.number], entry.factor)
         self._port.spend(Serving(log.Fold, entry.table))
-        if lying := self._lying[
-            entry.table
-        ]:  # folded where it lay; in lockstep later rounds lie there already
+        if lying := self._lying.pop(entry.table, None):  # folded where it lay
             lockstep = self.dials[self._dial[entry.table]].lockstep
-            self._lying[entry.table] = []
             for take in lying:
-                if lockstep and take.iteration != entry.iteration:
+                if lockstep and take.iteration != entry.iteration:  # of a later round
                     self._lying[entry.table].append(take)
                 else:
                     self._port.release(take.table, take.learner, take.number, None)
@@ -233,14 +222,11 @@ class LogApplier:
 
     def _state(self, entry: log.GiveState) -> None:
         shard = self.shards[entry.table]
-        options, state = shard.state()
-        whole = shard.whole_state()
-        self._port.tell(
-            m.StatePart(entry.table, entry.number, entry.learner, self._port.shard, options, state, whole)
-        )
+        found = (*shard.state(), shard.whole_state())
+        self._port.tell(m.StatePart(entry.table, entry.number, entry.learner, self._port.shard, *found))
 
     def _load(self, entry: log.LoadState) -> None:
-        blob = self._blobs.pop((entry.table, entry.learner, entry.number))
+        blob = self.blobs.pop((entry.table, entry.learner, entry.number))
         self.shards[entry.table].load(blob.options, blob.state, blob.whole)
         self._release(entry)
 
@@ -279,7 +265,7 @@ class ServerRole:
             self.replay.norms(event)
         elif kind is tuple:  # (learner, LoadState)
             learner, blob = event
-            self.replay.keep_blob(learner, blob)
-            self._port.tell(m.Loaded(blob.table, blob.number, learner))
+            self.replay.blobs[blob.table, learner, blob.number] = blob
+            self._port.tell(m.Loaded(blob.table, blob.number, learner, self._port.shard))
         if self._port.shard == 0:
             self.leader.hear(event)

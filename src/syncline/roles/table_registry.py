@@ -1,7 +1,7 @@
 """Tables and loaders that learners open: layouts are compared, the lowest rank initialises, all begin together (M6, M7).
 
 The coordinator's part: shards hear of what is made and who joins it, learners get their answers. Not responsible for
-learners that wait for each other elsewhere (`waiting_room`), nor for what a checkpoint holds (`restore`).
+learners that wait for each other elsewhere (`waiting_learners`), nor for what a checkpoint holds (`checkpoint_manifest`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TableRegistry:
 
     def leave(self, learner: int) -> None:
         """Nobody waits for it to open a loader."""
-        for (_, loader), brought in self._together.leave(learner):
+        for loader, brought in self._together.leave(learner):
             self._join_loader(loader, self._room.by_rank(brought))
 
     def hand_over(self, learner: int) -> None:
@@ -131,7 +131,7 @@ class TableRegistry:
             )
         self._restored.check_layout(message.table, message.layout)
         if table.made:
-            self._join(message.table, table, learner)
+            self._room.reply(learner, self._opened(message.table, table, learner))
             return
         table.waiting.add(learner)
         self._choose_initialiser(message.table, table)
@@ -153,7 +153,7 @@ class TableRegistry:
         self._make(message.table, table)
         by_rank = sorted(table.waiting, key=lambda waiting: (waiting != learner, self._live[waiting]))
         for waiting in by_rank:  # who has the first values before all others
-            self._join(message.table, table, waiting, first=waiting == learner)
+            self._room.reply(waiting, self._opened(message.table, table, waiting, first=waiting == learner))
         table.waiting.clear()
 
     def _make(self, number: int, table: Table) -> None:
@@ -183,7 +183,8 @@ class TableRegistry:
     def first(self, saved: m.Saved) -> None:
         """A shard's part of a table's first weights is on the disk: it begins there again if it is lost before a checkpoint."""
         for number, table in self.tables.items():
-            if saved.written and saved.name in _files(number, table.layout):
+            files = [table_file(number, shard) for shard in range(table.layout.shards)]
+            if saved.written and saved.name in files:
                 table.firsts.add(saved.name)
 
     def in_checkpoint(self, tables: Iterable[int]) -> None:
@@ -197,9 +198,6 @@ class TableRegistry:
         return any(
             number not in self.tables or not self.tables[number].made for number in self._restored.tables
         )
-
-    def _join(self, number: int, table: Table, learner: int, *, first: bool = False) -> None:
-        self._room.reply(learner, self._opened(number, table, learner, first=first))
 
     def _opened(self, number: int, table: Table, learner: int, *, first: bool = False) -> m.Opened:
         rank = self._live[learner]
@@ -221,7 +219,7 @@ class TableRegistry:
             self._make_loader(message)
             self.loaders[message.loader] = message
         if learner in self.initial:  # all begin with the first epoch, and a joint round is cut for all
-            brought = self._together.bring(("loader", message.loader), learner, message)
+            brought = self._together.bring(message.loader, learner)
             if brought is not None:
                 self._join_loader(message.loader, self._room.by_rank(brought))
         else:
@@ -254,11 +252,7 @@ class TableRegistry:
         if isinstance(opening, m.Open):
             self.tables[opening.table].waiting.discard(learner)
         else:
-            self._together.withdraw(("loader", opening.loader), learner)
-
-
-def _files(table: int, layout: Layout) -> list[str]:
-    return [table_file(table, shard) for shard in range(layout.shards)]
+            self._together.withdraw(opening.loader, learner)
 
 
 def _name(template: OptimizerTemplate) -> str:

@@ -1,13 +1,12 @@
 """The leading shard's side of a tree: sums come in, each with the gradients that are in it (M14).
 
-To the shards a node is who publishes: a sum is one gradient of its. Not responsible for deciding anything: `protocols.sums` and the
-sequences do.
+To the shards a node is who publishes: a sum is one gradient of its. Not responsible for deciding anything: `protocols.tree_up` and
+the sequences do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from syncline.messages import log
 from syncline.messages.to_leader import Sum
@@ -16,20 +15,6 @@ from syncline.ports import ServerPort
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Sequence
 from syncline.protocols.tree_up import Intake
-from syncline.protocols.tree_up import Sum as Tickets
-
-
-@dataclass(slots=True)
-class Body:
-    """What the shards see of a sum."""
-
-    node: int
-    number: int
-    options: int
-    full: bool
-    examples: int
-    rank: int  # the lowest in it
-    told: bool = False  # the log has it
 
 
 class TreeRoot:
@@ -40,17 +25,19 @@ class TreeRoot:
     ) -> None:
         self._port, self._ranks, self._log = port, ranks, append
         self._intakes: dict[int, Intake] = {}
-        self._sequences: dict[int, Sequence] = {}
-        self._bodies: dict[tuple[int, int, int], Body] = {}  # by table, learner, number
+        # what the shards see of the sum that a gradient is in, by table, learner, number
+        self._takes: dict[tuple[int, int, int], log.Take] = {}
+        self._told: log.Take | None = None  # the last that the log has
         self._early: list[tuple[int, Sum]] = []  # before all initial learners had started
         self._counted: dict[int, tuple[bool, frozenset[int]]] = {}
 
     def add(self, table: int, sequence: Sequence) -> None:
-        self._intakes[table], self._sequences[table] = Intake(sequence), sequence
+        self._intakes[table] = Intake(sequence)
 
     def arrive(self, node: int, sum_: Sum) -> list[Ticket] | None:
         """The tickets, if the sum counts; else its node hears why not."""
-        if not self._sequences[sum_.table].members.started:
+        table, intake = sum_.table, self._intakes[sum_.table]
+        if not intake.sequence.members.started:
             self._early.append((node, sum_))
             return None
         tickets = [
@@ -66,22 +53,30 @@ class TreeRoot:
             )
             for learner, each in sum_.gradients
         ]
-        verdict = self._intakes[sum_.table].judge(tickets)
+        verdict = intake.arrive(tickets)
         if not verdict.taken:
-            refused = Refused(sum_.table, sum_.number, verdict.without, verdict.counted)
-            self._port.tell_nodes(refused, node)
+            self._port.tell_nodes(Refused(table, sum_.number, verdict.without, verdict.counted), node)
             return None
-        self._intakes[sum_.table].take(Tickets(node, sum_.number, tuple(tickets)))
-        self._port.tell_nodes(Taken(sum_.table, sum_.number), node)
-        examples, rank = sum(t.count for t in tickets), min(t.rank for t in tickets)
-        body = Body(node, sum_.number, sum_.options, sum_.full, examples, rank)
-        for ticket in tickets:
-            self._bodies[sum_.table, ticket.learner, ticket.number] = body
+        self._port.tell_nodes(Taken(table, sum_.number), node)
+        take = log.Take(
+            table,
+            node,
+            sum_.number,
+            sum_.options,
+            sum_.full,
+            sum(ticket.count for ticket in tickets),
+            min(ticket.rank for ticket in tickets),
+            sum_.iteration,
+            alone=False,
+            weight=1.0,
+        )
+        self._takes |= {(table, ticket.learner, ticket.number): take for ticket in tickets}
         return tickets
 
     def early(self) -> list[tuple[int, Sum]]:
         """What came before the start, once all have started."""
-        if not self._early or not all(each.members.started for each in self._sequences.values()):
+        started = all(intake.sequence.members.started for intake in self._intakes.values())
+        if not self._early or not started:
             return []
         early, self._early = self._early, []
         return early
@@ -92,29 +87,28 @@ class TreeRoot:
 
     def named(self, table: int, learner: int, number: int) -> tuple[int, int]:
         """The node and number of the sum that it is in."""
-        body = self._bodies[table, learner, number]
-        return body.node, body.number
+        take = self._takes[table, learner, number]
+        return take.learner, take.number
 
     def take(self, table: int, ticket: Ticket) -> None:
         """The shards hear of a sum once, with the first of its tickets."""
-        body = self._bodies[table, ticket.learner, ticket.number]
-        if not body.told:
-            body.told = True
-            what = (body.node, body.number, body.options, body.full, body.examples, body.rank)
-            self._log(log.Take(table, *what, ticket.iteration, False, 1.0))
+        take = self._takes[table, ticket.learner, ticket.number]
+        if take is not self._told:
+            self._told = take
+            self._log(take)
 
     def done(self, table: int, ticket: Ticket) -> None:
         """Folded, or dropped."""
-        self._bodies.pop((table, ticket.learner, ticket.number), None)
+        self._takes.pop((table, ticket.learner, ticket.number), None)
 
     def recount(self, *, anew: bool = False) -> None:
         """Nodes hear whom to wait for, where that has changed."""
         if anew:
             self._counted.clear()
         for table, intake in self._intakes.items():
-            sequence = self._sequences[table]
-            lockstep = sequence.sync.lockstep
-            active = intake.active({each: (each,) for each in sequence.members.live}) if lockstep else {}
+            lockstep = intake.sequence.sync.lockstep
+            learners = intake.sequence.members.live if lockstep else ()
+            active = intake.active({each: (each,) for each in learners})
             now = (lockstep, frozenset(active))
             if self._counted.get(table) != now:
                 self._counted[table] = now

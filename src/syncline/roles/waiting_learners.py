@@ -26,20 +26,12 @@ class WaitingLearners:
     ) -> None:
         self._port, self._live, self._withdrawn = port, live, withdrawn
         self._met: list[m.Met] = []  # meetings whose values are not all here
-        self._asked: dict[int, Any] = {}  # learner -> the request it waits for
+        self.asked: dict[int, Any] = {}  # learner -> the request it waits for
         self._opening: dict[int, MeetingPlace] = {}  # who waits for others to open the same
         self._news: dict[int, MeetingPlace | None] = {}  # what the shards have not heard of that
         self._told = 0  # how often they were
         self._refusals: dict[int, LoopError] = {}  # for learners that wait in a step, when they ask
         self.ending = False  # some have heard of the end, others not yet: they differ for no fault of theirs
-
-    @property
-    def asked(self) -> dict[int, Any]:
-        """The request that each waits for."""
-        return dict(self._asked)
-
-    def enter(self, learner: int, request: Any) -> None:
-        self._asked[learner] = request
 
     def reply(self, learner: int, answer: Any) -> None:
         self.leave(learner)
@@ -47,7 +39,7 @@ class WaitingLearners:
 
     def leave(self, learner: int) -> None:
         """It waits no more."""
-        self._asked.pop(learner, None)
+        self.asked.pop(learner, None)
         if self._opening.pop(learner, None):
             self._news[learner] = None
 
@@ -66,26 +58,19 @@ class WaitingLearners:
 
     def try_met(self) -> None:
         for met in list(self._met):
-            brought = {learner: self._asked.get(learner) for learner in met.learners if learner in self._live}
+            brought = {learner: self.asked.get(learner) for learner in met.learners if learner in self._live}
             if all(isinstance(asked, m.MeanOf) for asked in brought.values()):
                 self._met.remove(met)
                 if met.others and not self.ending:
                     self._refuse_different(met)
                 elif brought:
-                    self._answer({learner: asked.value for learner, asked in brought.items() if asked})
-
-    def _answer(self, brought: dict[int, Tensor]) -> None:
-        try:
-            mean = mean_of({self._live[learner]: value for learner, value in brought.items()})
-        except UsageError as error:
-            self._refuse(brought, error)
-            return
-        for learner in self.by_rank(brought):
-            self.reply(learner, mean)
-
-    def _refuse(self, learners: Iterable[int], error: UsageError) -> None:
-        for learner in self.by_rank(learners):
-            self.reply(learner, m.Refused(error))
+                    values = {self._live[learner]: asked.value for learner, asked in brought.items() if asked}
+                    try:
+                        answer: Any = mean_of(values)
+                    except UsageError as error:
+                        answer = m.Refused(error)
+                    for learner in self.by_rank(brought):
+                        self.reply(learner, answer)
 
     def by_rank(self, learners: Iterable[int]) -> list[int]:
         return sorted(learners, key=lambda learner: self._live[learner])
@@ -94,8 +79,11 @@ class WaitingLearners:
 
     def look(self, learner: int) -> None:
         """It has asked for something, or others have gone on: tell the leading shard who opens something and waits."""
-        if place := _place(self._asked.get(learner)):
-            self._opening[learner] = self._news[learner] = place
+        asked = self.asked.get(learner)
+        if isinstance(asked, m.Open):
+            self._opening[learner] = self._news[learner] = MeetingPlace(TABLE, asked.table)
+        elif isinstance(asked, m.OpenLoader):
+            self._opening[learner] = self._news[learner] = MeetingPlace(LOADER, asked.loader)
         self.tell()
 
     def tell(self) -> None:
@@ -116,8 +104,9 @@ class WaitingLearners:
         problem = LoopError(differing({place: sorted(ranks) for place, ranks in places.items()}))
         opening = [learner for learner in met.others if learner in self._opening]
         for learner in opening:
-            self._withdrawn(learner, self._asked[learner])
-        self._refuse([*(each for each in met.learners if each in self._live), *opening], problem)
+            self._withdrawn(learner, self.asked[learner])
+        for learner in self.by_rank([*(each for each in met.learners if each in self._live), *opening]):
+            self.reply(learner, m.Refused(problem))
         if len(stepped := {place for place in met.others.values() if place.what == STEP}) > 1:
             self._refusals.update((each, problem) for each, place in met.others.items() if place in stepped)
             self._port.announce(m.Call())
@@ -126,13 +115,6 @@ class WaitingLearners:
         """It waits in a step, and asks whether it is to go on waiting."""
         problem = self._refusals.pop(learner, None)
         self.reply(learner, m.Refused(problem) if problem else None)
-
-
-def _place(asked: Any) -> MeetingPlace | None:
-    """Where a learner waits that has asked this, if it waits for others to open something."""
-    if isinstance(asked, m.Open):
-        return MeetingPlace(TABLE, asked.table)
-    return MeetingPlace(LOADER, asked.loader) if isinstance(asked, m.OpenLoader) else None
 
 
 def differing(places: Mapping[MeetingPlace | None, list[int]]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,7 +44,12 @@ class Mean:
     def add(self, gradient: Values, present: Present, count: int, damping: float = 1.0) -> None:
         """`damping` multiplies this gradient; the mean is still by the count of examples."""
         if self.total == 0:
-            self._start(gradient, present, count, damping)
+            if self.segments is not gradient.segments:
+                for mean, value in zip(self.segments, gradient.segments, strict=True):
+                    mean.copy_(value)
+            if damping != 1.0:
+                torch._foreach_mul_(self.segments, damping)
+            self.present, self.total = present, count
             return
         if count == 0:
             return
@@ -65,14 +70,6 @@ class Mean:
                 torch.mul(value, weight * damping, out=mean)
         self.present = tuple(a or b for a, b in zip(self.present, present, strict=True))
 
-    def _start(self, gradient: Values, present: Present, count: int, damping: float) -> None:
-        if self.segments is not gradient.segments:
-            for mean, value in zip(self.segments, gradient.segments, strict=True):
-                mean.copy_(value)
-        if damping != 1.0:
-            torch._foreach_mul_(self.segments, damping)
-        self.present, self.total = present, count
-
 
 def add_up(mean: Mean, parts: Sequence[tuple[Values, Present, int]]) -> None:
     """The mean of these, by their examples, in this order."""
@@ -84,21 +81,29 @@ def add_up(mean: Mean, parts: Sequence[tuple[Values, Present, int]]) -> None:
 
 
 class Made(NamedTuple):
-    """A fold's mean."""
+    """A fold's mean, the gradient of a step; its memory is the shard's until the step is made."""
 
     views: list[Tensor]  # one per piece of the part
-    present: tuple[bool, ...]  # which of them have a gradient
+    present: Present  # which of them have a gradient
     segments: list[Tensor] | None = None  # the same as the part's segments, for a step over all at once
+    flat: bool = False  # a step over segments need equal the plain one only to rounding
+    added: int = 0  # gradients that were added up only now
+
+    @property
+    def whole(self) -> list[Tensor] | None:
+        """The segments, where nothing is missing and they are at hand."""
+        return self.segments if all(self.present) else None
 
 
 class Taken(NamedTuple):
-    """One promised gradient of the sequence, and how it counts in the mean of its fold."""
+    """One gradient of the sequence that waits for its fold, and how it counts in the mean."""
 
-    promise: Any
+    gradient: Any  # `Values`, where they lie; or the promise of some
     examples: int  # the mean is weighted by them
     damping: float  # multiplies the gradient, not its weight
     rank: int
     iteration: int
+    present: Present = ()  # of one that is promised only its maker knows
 
 
 class Maker(ABC):
@@ -122,62 +127,30 @@ class Maker(ABC):
         return None
 
 
-class PromisedPart:
-    """What one shard sees of a slot with a promise in it; stands where a `SlotPart` would."""
+class PromisedPart(NamedTuple):
+    """What a shard sees of a slot with a promise in it; stands where a `SlotPart` would."""
 
-    def __init__(self, slot: Any, part: Part, maker: Maker) -> None:
-        self.slot, self.part, self.maker = slot, part, maker
-
-    def take(self, examples: int, damping: float, rank: int, iteration: int) -> Taken:
-        """The promise as it lies in the slot now: after this the slot is free."""
-        return Taken(self.slot.promise, examples, damping, rank, iteration)
+    slot: Any  # free as soon as its promise is taken
+    maker: Maker
 
 
 # -- until the fold -----------------------------------------------------------------------------------------
 
 
-class Gathered(NamedTuple):
-    """The gradient of a fold; its memory is the shard's until the step is made."""
-
-    views: list[Tensor]  # one per piece
-    present: Present
-    segments: list[Tensor] | None  # where nothing is missing, and they are at hand
-    flat: bool = False  # a step over segments need equal the plain one only to rounding
-    added: int = 0  # gradients that were added up only now
-
-    @property
-    def whole(self) -> list[Tensor] | None:
-        return self.segments if all(self.present) else None
-
-
-class _Kept(NamedTuple):
-    """A gradient that waits for its fold where it lies."""
-
-    gradient: Values
-    present: Present
-    examples: int
-    rank: int
-    iteration: int
-
-
-_Waits = TypeVar("_Waits", _Kept, Taken)
-
-
 class Accumulator:
-    """Of one shard; `like` are segments of the shape that a mean needs."""
+    """Of one shard; `like` are segments of the shape that a mean needs. A table's gradients are all promised, or none is."""
 
     def __init__(self, layout: Layout, part: Part, like: Sequence[Tensor]) -> None:
         self._layout, self._part, self._like = layout, part, like
         self._lockstep = False
         self._all = (True,) * len(part.pieces)
-        self._kept: list[_Kept] = []
-        self._promised: list[Taken] = []
+        self._taken: list[Taken] = []
         self._mean: Mean | None = None
         self.maker: Maker | None = None
 
     def change(self, *, lockstep: bool) -> None:
         """Another dial; nothing that was taken waits for its fold."""
-        assert not self._kept and not self._promised and (self._mean is None or self._mean.total == 0)
+        assert not self._taken and (self._mean is None or self._mean.total == 0)
         self._lockstep = lockstep
 
     def take(
@@ -195,11 +168,11 @@ class Accumulator:
         kept = self._lockstep or (alone and damping == 1.0)
         if isinstance(gradient, PromisedPart):
             self.maker = gradient.maker
-            self._promised.append(gradient.take(count, damping, rank, iteration))
+            self._taken.append(Taken(gradient.slot.promise, count, damping, rank, iteration))
             return not kept
         present = self._all if full else gradient.present()
         if kept:
-            self._kept.append(_Kept(gradient, present, count, rank, iteration))
+            self._taken.append(Taken(gradient, count, damping, rank, iteration, present))
             return False
         self._running_mean().add(gradient, present, count, damping)
         return True
@@ -210,40 +183,34 @@ class Accumulator:
             self._mean = Mean(segments, self._part.views(segments, self._layout.parameters.entries))
         return self._mean
 
-    def gather(self, iteration: int) -> Gathered:
+    def gather(self, iteration: int) -> Made:
         """The mean of what the fold takes: in lockstep of this iteration, else of all."""
-        if self._promised:
-            taken, self._promised, added = self._choose(self._promised, iteration)
-            return self.made(taken, added)
-        if self._kept:
-            kept, self._kept, added = self._choose(self._kept, iteration)
-            first = kept[0].gradient
-            mean = Mean(first.segments, first.views)  # in place: it is the shard's until it is free
-            add_up(mean, [each[:3] for each in kept])
-            return Gathered(mean.views, mean.present, mean.segments, added=added)
-        mean = self._running_mean()
-        mean.total = 0
-        return Gathered(mean.views, mean.present, mean.segments)
+        if not self._taken:
+            mean = self._running_mean()
+            mean.total = 0
+            return Made(mean.views, mean.present, mean.segments)
+        chosen, self._taken = self._taken, []
+        if self._lockstep:
+            self._taken = [each for each in chosen if each.iteration != iteration]
+            now = [each for each in chosen if each.iteration == iteration]
+            chosen = sorted(now, key=lambda each: each.rank)
+        added = len(chosen) if self._lockstep and len(chosen) > 1 else 0
+        chosen = [each for each in chosen if each.examples > 0] or chosen[:1]
+        if self.maker is not None:
+            return self.made(chosen, added)
+        first = chosen[0].gradient
+        mean = Mean(first.segments, first.views)  # in place: it is the shard's until it is free
+        for each in chosen:
+            mean.add(each.gradient, each.present, each.examples)
+        return Made(mean.views, mean.present, mean.segments, added=added)
 
     def alone(self) -> Taken | None:
         """The only gradient, where it is promised and counts as it is; taken out."""
-        if len(self._promised) != 1 or self._promised[0].damping != 1.0:
+        if len(self._taken) != 1 or self._taken[0].damping != 1.0:
             return None
-        return self._promised.pop()
+        return self._taken.pop()
 
-    def made(self, taken: Sequence[Taken], added: int = 0) -> Gathered:
+    def made(self, taken: Sequence[Taken], added: int = 0) -> Made:
         """Promised gradients, made now."""
         assert self.maker is not None
-        found: Made = self.maker.fold(self._part, taken)
-        return Gathered(found.views, found.present, found.segments, True, added)
-
-    def _choose(self, waiting: list[_Waits], iteration: int) -> tuple[list[_Waits], list[_Waits], int]:
-        """What the fold takes and what stays; how many are added up only now."""
-        chosen, rest = waiting, []
-        if self._lockstep:
-            chosen = sorted(
-                (each for each in waiting if each.iteration == iteration), key=lambda each: each.rank
-            )
-            rest = [each for each in waiting if each.iteration != iteration]
-        added = len(chosen) if self._lockstep and len(chosen) > 1 else 0
-        return [each for each in chosen if each.examples > 0] or chosen[:1], rest, added
+        return self.maker.fold(self._part, taken)._replace(flat=True, added=added)

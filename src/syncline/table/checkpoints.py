@@ -218,7 +218,17 @@ class Folder:
     def commit(self, number: int, manifest: Mapping[str, Any], files: Sequence[Written]) -> Path:
         """Make the files that were written to `begin(number)` the checkpoint of that number."""
         source, target, old = self._at(number, "tmp"), self._at(number), self._at(number, "old")
-        text = _seal(number, manifest, files)
+        content = {
+            "format": FORMAT,
+            "number": number,
+            "files": [*map(asdict, files)],
+            "manifest": {**manifest},
+        }
+        try:
+            body = json.dumps(content, separators=(",", ":")).encode()
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the manifest of checkpoint {number} is no JSON: {error}") from error
+        text = b'{"crc32": "%08x",\n"content": %b}\n' % (zlib.crc32(body), body)  # of the lines that follow
         with _named(f"cannot commit checkpoint {number} in {self.root}"):
             for file in files:
                 if (found := (source / file.name).stat().st_size) != file.nbytes:
@@ -272,16 +282,6 @@ class Folder:
             os.rename(path, gone)
             _sync(self.root)
             shutil.rmtree(gone)
-
-
-def _seal(number: int, manifest: Mapping[str, Any], files: Sequence[Written]) -> bytes:
-    """The text of checkpoint.json: JSON whose first line is the crc32 of the content that follows."""
-    content = {"format": FORMAT, "number": number, "files": [*map(asdict, files)], "manifest": dict(manifest)}
-    try:
-        body = json.dumps(content, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the manifest of checkpoint {number} is no JSON: {error}") from error
-    return b'{"crc32": "%08x",\n"content": %b}\n' % (zlib.crc32(body), body)
 
 
 @dataclass(frozen=True)
@@ -429,19 +429,6 @@ def wrapped_tensors(
     return tensors | kept, {**groups, WHOLE: {"optimizer": node}}
 
 
-def kept_whole(tensors: dict[str, Tensor], notes: dict[str, dict[str, Any]]) -> Kept | None:
-    """The inverse: taken out of a file's tensors and notes."""
-    if (found := notes.pop(WHOLE, None)) is None:
-        return None
-    return found["optimizer"], {name: tensors.pop(name) for name in list(tensors) if name.startswith(PREFIX)}
-
-
-def own_options(notes: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The inverse: taken out of a file's notes."""
-    found = notes.pop(GROUPS, {})
-    return [found[str(number)] for number in range(len(found))]
-
-
 def _is_plain(value: object) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
@@ -453,8 +440,18 @@ def whole(
 ) -> tuple[dict[int, Tensor], dict[int, dict[str, Any]]]:
     """Values and optimizer state by entry from all shards' pieces, of all entries or some; only `layout`'s entries matter."""
     found: dict[int, list[_Found]] = defaultdict(list)
-    for part in parts:
-        _collect(part, found)
+    for tensors, notes in parts:
+        states = {place: dict(state) for place, state in notes.items()}
+        for name in sorted(tensors, reverse=True):  # "s/…" before "p/…"
+            if (match := _PIECE.fullmatch(name)) is None:
+                raise CheckpointError(f"tensor {name!r} of the checkpoint is no piece of a table")
+            if match["s"]:
+                states.setdefault(match["s"], {})[unquote(match["key"])] = tensors[name]
+            else:
+                entry, start = map(int, match["p"].split("/"))
+                found[entry].append((start, tensors[name], states.pop(match["p"], {})))
+        if states:
+            raise CheckpointError(f"the checkpoint has optimizer state without values, for {sorted(states)}")
     entries = layout.parameters.entries
     if (most := max(found, default=-1)) >= len(entries):
         raise CheckpointError(f"the checkpoint has a parameter {most}, the model only {len(entries)}")
@@ -464,21 +461,6 @@ def whole(
     }
     values = {i: value for i, (value, _) in joined.items()}
     return values, {i: state for i, (_, state) in joined.items() if state}
-
-
-def _collect(part: Pieces, found: dict[int, list[_Found]]) -> None:
-    """Add a shard's pieces to those found, by entry."""
-    states = {place: dict(state) for place, state in part[1].items()}
-    for name in sorted(part[0], reverse=True):  # "s/…" before "p/…"
-        if (match := _PIECE.fullmatch(name)) is None:
-            raise CheckpointError(f"tensor {name!r} of the checkpoint is no piece of a table")
-        if match["s"]:
-            states.setdefault(match["s"], {})[unquote(match["key"])] = part[0][name]
-        else:
-            entry, start = map(int, match["p"].split("/"))
-            found[entry].append((start, part[0][name], states.pop(match["p"], {})))
-    if states:
-        raise CheckpointError(f"the checkpoint has optimizer state without values, for {sorted(states)}")
 
 
 def _joined(entry: Entry, pieces: Sequence[_Found]) -> tuple[Tensor, dict[str, Any]]:
@@ -556,7 +538,12 @@ def read_content(
     checkpoint = Checkpoint(folder, 0, {})
     names = [table_file(source.table, shard) for shard in range(source.shards)]
     parts = [(checkpoint.tensors(name), checkpoint.notes(name)) for name in names]
-    own = [own_options(notes) for _, notes in parts]
-    kept = [kept_whole(tensors, notes) for tensors, notes in parts]
+    groups = [notes.pop(GROUPS, {}) for _, notes in parts]  # the same on all shards
+    own = [groups[0][str(number)] for number in range(len(groups[0]))]
+    kept: Kept | None = None
+    for tensors, notes in parts:
+        if (found := notes.pop(WHOLE, None)) is not None:  # of an optimizer that is in one shard
+            theirs = [name for name in tensors if name.startswith(PREFIX)]
+            kept = kept or (found["optimizer"], {name: tensors.pop(name) for name in theirs})
     values, state = whole(layout, parts, entries)
-    return Content(values, state if source.folder else None, own[0], kept[0])
+    return Content(values, state if source.folder else None, own, kept)

@@ -94,11 +94,17 @@ class FlatSGD:
             plan = self._last = self._find_plan(parameters)
         if not plan.fits:
             return None
-        if plan.momentum and not self._adopted(parameters):
-            if not self._adopt(parameters):
-                return None
-            self._plans.clear()
-            plan = self._last = self._find_plan(parameters)
+        if plan.momentum:
+            state = self._optimizer.state.get(parameters[0])
+            # the optimizer's momentum is still what `_adopt` made of it
+            adopted = (
+                state is not None and self._first is not None and state.get("momentum_buffer") is self._first
+            )
+            if not adopted:
+                if not self._adopt(parameters):
+                    return None
+                self._plans.clear()
+                plan = self._last = self._find_plan(parameters)
         return plan
 
     def _find_plan(self, parameters: Sequence[Tensor]) -> StepPlan:
@@ -106,29 +112,29 @@ class FlatSGD:
         key = tuple([group[name] for group in groups for name in COUNT])
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(parameters)
+            first = groups[0]
+            same = all(group[name] == first[name] for group in groups for name in SAME)
+            plan = self._plans[key] = StepPlan(
+                fits=bool(parameters)
+                and same
+                and not any(isinstance(group["lr"], Tensor) for group in groups),
+                rates=self._rates([float(group["lr"]) for group in groups], parameters),
+                decays=self._rates([float(group["weight_decay"]) for group in groups], parameters),
+                **{name: first[name] for name in SAME},
+            )
             if len(self._plans) > PLANS_KEPT:
                 del self._plans[next(iter(self._plans))]
         return plan
-
-    def _plan(self, parameters: Sequence[Tensor]) -> StepPlan:
-        groups = self._optimizer.param_groups
-        first = groups[0]
-        return StepPlan(
-            fits=bool(parameters)
-            and all(group[name] == first[name] for group in groups for name in SAME)
-            and not any(isinstance(group["lr"], Tensor) for group in groups),
-            rates=self._rates([float(group["lr"]) for group in groups], parameters),
-            decays=self._rates([float(group["weight_decay"]) for group in groups], parameters),
-            **{name: first[name] for name in SAME},
-        )
 
     def move(self, plan: StepPlan, index: int, weights: Tensor, gradient: Tensor, into: Tensor) -> None:
         """One segment's step from these weights, into others or the same."""
         if plan.maximize:
             gradient = -gradient
-        if plan.decays.scale:
-            gradient = _add(gradient, weights, plan.decays, index)
+        decays, rates = plan.decays, plan.rates
+        if decays.scale and decays.each is None:
+            gradient = torch.add(gradient, weights, alpha=decays.scale)
+        elif decays.each is not None:
+            gradient = torch.addcmul(gradient, decays.each[index], weights, value=decays.scale)
         if plan.momentum:
             kept = self.momentum[index]
             if plan.dampening:
@@ -136,7 +142,6 @@ class FlatSGD:
             else:
                 torch.add(gradient, kept, alpha=plan.momentum, out=kept)
             gradient = torch.add(gradient, kept, alpha=plan.momentum) if plan.nesterov else kept
-        rates = plan.rates
         if rates.each is None:
             torch.add(weights, gradient, alpha=-rates.scale, out=into)
         else:
@@ -150,20 +155,11 @@ class FlatSGD:
         relative = tuple(float(torch.tensor(value / scale, dtype=torch.float32)) for value in values)
         each = self._kept.get(relative)
         if each is None:
-            each = self._kept[relative] = self._spread(relative, parameters)
+            each = self._kept[relative] = [torch.zeros_like(segment) for segment in self.weights]
+            for piece, parameter in zip(self._part.pieces, parameters, strict=True):
+                end = piece.position + piece.stop - piece.start
+                each[piece.segment][piece.position : end] = relative[self._group[id(parameter)]]
         return _Rates(scale, each)
-
-    def _spread(self, values: Sequence[float], parameters: Sequence[Tensor]) -> list[Tensor]:
-        each = [torch.zeros_like(segment) for segment in self.weights]
-        for piece, parameter in zip(self._part.pieces, parameters, strict=True):
-            end = piece.position + piece.stop - piece.start
-            each[piece.segment][piece.position : end] = values[self._group[id(parameter)]]
-        return each
-
-    def _adopted(self, parameters: Sequence[Tensor]) -> bool:
-        """The optimizer's momentum is still what `_adopt` made of it."""
-        state = self._optimizer.state.get(parameters[0])
-        return state is not None and self._first is not None and state.get("momentum_buffer") is self._first
 
     def _adopt(self, parameters: Sequence[Tensor]) -> bool:
         """The momentum as one flat buffer of which the optimizer's are views; False before the first step."""
@@ -179,9 +175,3 @@ class FlatSGD:
             state[parameter]["momentum_buffer"] = view
         self._first = state[parameters[0]]["momentum_buffer"]
         return True
-
-
-def _add(gradient: Tensor, weights: Tensor, decays: _Rates, index: int) -> Tensor:
-    if decays.each is None:
-        return torch.add(gradient, weights, alpha=decays.scale)
-    return torch.addcmul(gradient, decays.each[index], weights, value=decays.scale)

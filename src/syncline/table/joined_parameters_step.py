@@ -77,9 +77,8 @@ class JoinedStep:
         weights: Sequence[Tensor],
     ) -> JoinedStep | None:
         """Only where the bits are the same, and where it gains something."""
-        if type(optimizer) not in ELEMENTWISE or any(segment.dtype not in DTYPES for segment in weights):
-            return None
-        if _fused(optimizer):
+        plain = all(segment.dtype in DTYPES for segment in weights)
+        if type(optimizer) not in ELEMENTWISE or not plain or _fused(optimizer):
             return None
         joined = cls(optimizer, part, parameters, weights)
         return joined if len(joined._runs) <= WORTH * len(parameters) else None
@@ -87,7 +86,11 @@ class JoinedStep:
     def step(self, gradients: Sequence[Tensor]) -> bool:
         """One step with the gradient's segments; False where only the plain step will do, and nothing was done."""
         if self._fits is None:
-            self._fits = self._follow()
+            self._fits = not _fused(self._optimizer)
+            for mine, theirs in zip(self._joined.param_groups, self._optimizer.param_groups, strict=True):
+                mine.update((key, value) for key, value in theirs.items() if key != "params")
+                if "foreach" in mine and mine["foreach"] is None and not mine.get("differentiable"):
+                    mine["foreach"] = self._foreach  # torch's choice, made once
         if not self._fits or (not self._holds and not self._take_over()):
             return False
         if gradients is not self._gradients:
@@ -100,16 +103,6 @@ class JoinedStep:
     def changed(self) -> None:
         """The optimizer's options are others."""
         self._fits = None
-
-    def _follow(self) -> bool:
-        """The same options, and torch's choice made once."""
-        if _fused(self._optimizer):
-            return False
-        for mine, theirs in zip(self._joined.param_groups, self._optimizer.param_groups, strict=True):
-            mine.update((key, value) for key, value in theirs.items() if key != "params")
-            if "foreach" in mine and mine["foreach"] is None and not mine.get("differentiable"):
-                mine["foreach"] = self._foreach
-        return True
 
     def rebind(self, weights: Sequence[Tensor]) -> None:
         """The same values lie there from now on."""
@@ -124,10 +117,14 @@ class JoinedStep:
         for run in self._runs:
             state = self._joined.state[run.flat]
             for parameter, piece in run.pieces:
+                own = {}
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        shaped = value.shape == run.flat.shape
+                        value = run.cut(value, parameter, piece) if shaped else value.clone()
+                    own[key] = value
                 if state:
-                    self._optimizer.state[parameter] = {
-                        key: _part_of(run, value, parameter, piece) for key, value in state.items()
-                    }
+                    self._optimizer.state[parameter] = own
 
     def _take_over(self) -> bool:
         """The state of each run, from those of its parameters; False where they do not go together."""
@@ -166,13 +163,13 @@ def _runs(
             last[1].append((parameter, piece))
         else:
             chunks.append((key, [(parameter, piece)]))
-    return [_run(key, pieces, weights) for key, pieces in chunks]
-
-
-def _run(key: tuple[int, int], pieces: list[tuple[nn.Parameter, Piece]], weights: Sequence[Tensor]) -> _Run:
-    start, last = pieces[0][1].position, pieces[-1][1]
-    stop = last.position + last.stop - last.start
-    return _Run(*key, start, stop, pieces, nn.Parameter(weights[key[1]][start:stop].detach()))
+    runs = []
+    for (group, segment), pieces in chunks:
+        start, final = pieces[0][1].position, pieces[-1][1]
+        stop = final.position + final.stop - final.start
+        flat = nn.Parameter(weights[segment][start:stop].detach())
+        runs.append(_Run(group, segment, start, stop, pieces, flat))
+    return runs
 
 
 def _join(run: _Run, states: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -194,9 +191,3 @@ def _join(run: _Run, states: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         else:
             return None
     return joined
-
-
-def _part_of(run: _Run, value: Any, parameter: Tensor, piece: Piece) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return run.cut(value, parameter, piece) if value.shape == run.flat.shape else value.clone()

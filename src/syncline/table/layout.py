@@ -224,24 +224,16 @@ def _part(flat: Flat, spans: Spans) -> Part:
         ):
             begin, end = (min(length, max(0, (at - offset) // size)) for at in (low, high))
             slices.append((segment, begin, end))
-        pieces += _pieces(flat, (low, high), slices[first:], first)
+        for index, (entry, (segment, start)) in enumerate(zip(flat.entries, flat.places, strict=True)):
+            _, left, right = slices[first + segment]
+            begin, end = max(start, left), min(start + entry.numel, right)
+            here = low <= flat.offsets[segment] + start * flat.item_sizes[segment] < high
+            if begin < end or (entry.numel == 0 and here):
+                end = max(begin, end)
+                entire = end - begin == entry.numel
+                own = (begin - start, end - start, first + segment, begin - left)
+                pieces.append(Piece(index, *own, entire))
     return Part(tuple(slices), tuple(sorted(pieces, key=lambda piece: (piece.entry, piece.start))))
-
-
-def _pieces(
-    flat: Flat, span: tuple[int, int], slices: Sequence[tuple[int, int, int]], number: int
-) -> list[Piece]:
-    """Of entries in a span of bytes, whose slices, one of each segment, are counted from `number`."""
-    found = []
-    for index, (entry, (segment, start)) in enumerate(zip(flat.entries, flat.places, strict=True)):
-        _, first, last = slices[segment]
-        begin, end = max(start, first), min(start + entry.numel, last)
-        here = span[0] <= flat.offsets[segment] + start * flat.item_sizes[segment] < span[1]
-        if begin < end or (entry.numel == 0 and here):
-            whole = end - begin == entry.numel
-            end = max(begin, end)
-            found.append(Piece(index, begin - start, end - start, number + segment, begin - first, whole))
-    return found
 
 
 @dataclass(frozen=True)
@@ -263,7 +255,16 @@ def lay_out(
         if id(parameter) in names:
             aliases.append((name, names[id(parameter)]))
         names.setdefault(id(parameter), name)
-    chosen, index_groups = _chosen(groups, names)
+    chosen: list[nn.Parameter] = []
+    indices: list[tuple[int, ...]] = []  # of each group
+    for number, group in enumerate(groups):
+        first = len(chosen)
+        for parameter in group:
+            names.setdefault(id(parameter), f"group{number}.{len(chosen) - first}")
+            chosen.append(parameter)
+        indices.append(tuple(range(first, len(chosen))))
+    if not chosen:
+        raise LayoutError("the optimizer holds no parameters: give it a model with at least one nn.Parameter")
     own = {id(parameter) for parameter in chosen}
     rest = [(name, p) for name, p in model.named_parameters() if id(p) not in own]
     buffers = list(model.named_buffers())
@@ -271,26 +272,9 @@ def lay_out(
         parameters=Flat(tuple(Entry.of(names[id(p)], p) for p in chosen)),
         buffers=Flat(tuple(Entry.of(name, buffer) for name, buffer in buffers)),
         others=Flat(tuple(Entry.of(name, p) for name, p in rest)),
-        groups=index_groups,
+        groups=tuple(indices),
         aliases=tuple(aliases),
         cuttable=cuttable,
         shards=shards,
     )
     return layout, Tensors(chosen, [buffer for _, buffer in buffers], [p.data for _, p in rest])
-
-
-def _chosen(
-    groups: Sequence[Iterable[nn.Parameter]], names: dict[int, str]
-) -> tuple[list[nn.Parameter], tuple[tuple[int, ...], ...]]:
-    chosen: list[nn.Parameter] = []
-    index_groups = []
-    for number, group in enumerate(groups):
-        indices: list[int] = []
-        for parameter in group:
-            names.setdefault(id(parameter), f"group{number}.{len(indices)}")
-            indices.append(len(chosen))
-            chosen.append(parameter)
-        index_groups.append(tuple(indices))
-    if not chosen:
-        raise LayoutError("the optimizer holds no parameters: give it a model with at least one nn.Parameter")
-    return chosen, tuple(index_groups)

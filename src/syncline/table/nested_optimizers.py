@@ -10,9 +10,10 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -228,64 +229,47 @@ def keep(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Kept:
 
 def take_up(optimizer: Optimizer, kept: Kept, parameters: Sequence[Tensor]) -> None:
     """Give a new optimizer of the same kind that state, in place: who shares a container still does."""
-    node, found = kept
-    tensors = {name: tensor.clone() for name, tensor in found.items()}
-    containers: list[Any] = []
+    node, tensors = kept
+    _Taking({name: tensor.clone() for name, tensor in tensors.items()}, parameters).made(node, optimizer)
 
-    def made(node: Node, new: Any) -> Any:
+
+class _Taking:
+    """The inverse of `_Keeping`, in what a new optimizer has there."""
+
+    def __init__(self, tensors: dict[str, Tensor], parameters: Sequence[Tensor]) -> None:
+        self._tensors, self._parameters = tensors, parameters
+        self._containers: list[Any] = []
+
+    def made(self, node: Node, new: Any) -> Any:
         kind, content = node
         if kind == "value":
             return content
         if kind == "tensor":
             name, on_device = content
             if on_device:
-                tensors[name] = tensors[name].to(parameters[0].device)
-            return tensors[name]
+                self._tensors[name] = self._tensors[name].to(self._parameters[0].device)
+            return self._tensors[name]
         if kind in ("parameter", "again"):
-            return (parameters if kind == "parameter" else containers)[content]
-        if kind == "same":
-            return new
-        return _FILL[kind](content, new, containers, made)
+            return (self._parameters if kind == "parameter" else self._containers)[content]
+        return new if kind == "same" else self._filled(kind, content, new)
 
-    made(node, optimizer)
-
-
-Made = Callable[[Node, Any], Any]
-
-
-def _fill_optimizer(content: Node, new: Any, containers: list[Any], made: Made) -> Any:
-    containers.append(new)
-    vars(new).update((key, made(node, vars(new).get(key))) for key, node in content)
-    return new
-
-
-def _fill_dict(content: Node, new: Any, containers: list[Any], made: Made) -> Any:
-    into = new if isinstance(new, dict) else {}
-    containers.append(into)
-    pairs = {made(key, None): node for key, node in content}
-    values = {key: made(node, into.get(key)) for key, node in pairs.items()}
-    into.clear()
-    into.update(values)
-    return into
-
-
-def _fill_list(content: Node, new: Any, containers: list[Any], made: Made) -> Any:
-    into = new if isinstance(new, list) else []
-    containers.append(into)
-    into[:] = list(_each(content, into, made))
-    return into
-
-
-def _fill_tuple(content: Node, new: Any, containers: list[Any], made: Made) -> Any:
-    place = len(containers)
-    containers.append(None)
-    containers[place] = tuple(_each(content, new if isinstance(new, tuple) else (), made))
-    return containers[place]
-
-
-def _each(content: Node, new: Sequence[Any], made: Made) -> Iterator[Any]:
-    for index, node in enumerate(content):
-        yield made(node, new[index] if index < len(new) else None)
-
-
-_FILL = {"optimizer": _fill_optimizer, "dict": _fill_dict, "list": _fill_list, "tuple": _fill_tuple}
+    def _filled(self, kind: str, content: Node, new: Any) -> Any:
+        """A container, known by its number before it is filled: it may be in itself."""
+        types = {"optimizer": Optimizer, "dict": dict, "list": list, "tuple": tuple}
+        into: Any = new if isinstance(new, types[kind]) else types[kind]()
+        place = len(self._containers)
+        self._containers.append(into)
+        if kind == "optimizer":
+            vars(into).update((key, self.made(each, vars(into).get(key))) for key, each in content)
+        elif kind == "dict":
+            nodes = {self.made(key, None): each for key, each in content}
+            values = {key: self.made(each, into.get(key)) for key, each in nodes.items()}
+            into.clear()
+            into.update(values)
+        else:
+            found = [self.made(each, old) for each, old in zip_longest(content, into[: len(content)])]
+            if kind == "list":
+                into[:] = found
+            else:
+                self._containers[place] = tuple(found)
+        return self._containers[place]

@@ -84,8 +84,14 @@ class OptimizerTemplate:
             nn.Parameter(view.detach(), requires_grad=view.is_floating_point() or view.is_complex())
             for view in views
         ]
-        if self.whole is not None:
-            return self._build_whole(self.whole, part, parameters), parameters
+        if self.whole is not None:  # one shard has all its parameters, each in one piece
+            optimizer = unpacked(self.whole, dict(enumerate(parameters)))
+            if self.kept is not None:
+                take_up(optimizer, self.kept, parameters)
+                owns = self.own or [{} for _ in self.options]
+                for group, option, own in zip(optimizer.param_groups, self.options, owns, strict=True):
+                    group.update((key, value) for key, value in option.items() if key not in own)
+            return optimizer, parameters
         by_entry: dict[int, list[nn.Parameter]] = defaultdict(list)
         state: dict[nn.Parameter, Any] = defaultdict(dict)
         for piece, parameter in zip(part.pieces, parameters, strict=True):
@@ -102,17 +108,6 @@ class OptimizerTemplate:
         own = copy.deepcopy(self.attributes)  # shards of one process share nothing
         optimizer.__setstate__({**own, "state": state, "param_groups": groups})
         return optimizer, parameters
-
-    def _build_whole(self, blob: bytes, part: Part, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """One shard has all its parameters, whole."""
-        by_entry = {piece.entry: parameter for piece, parameter in zip(part.pieces, parameters, strict=True)}
-        optimizer = unpacked(blob, by_entry)
-        if self.kept is not None:
-            take_up(optimizer, self.kept, [by_entry[entry] for entry in range(len(by_entry))])
-            owns = self.own or [{} for _ in self.options]
-            for group, option, own in zip(optimizer.param_groups, self.options, owns, strict=True):
-                group.update((key, value) for key, value in option.items() if key not in own)
-        return optimizer
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
@@ -164,13 +159,13 @@ def group_options(optimizer: torch.optim.Optimizer) -> Options:
 
 def _options(groups: Iterable[dict[str, Any]]) -> Options:
     return [
-        {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        {
+            key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
         for group in groups
     ]
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def to_host(value: Any) -> Any:

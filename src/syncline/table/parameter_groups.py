@@ -36,7 +36,8 @@ class Groups:
                 for key, value in option.items():
                     if key not in told or told[key] != value:
                         told[key] = value
-                        group[key] = _as_it_was(value, group.get(key))
+                        tuples = isinstance(group.get(key), tuple) and isinstance(value, list)
+                        group[key] = tuple(value) if tuples else value
         self._scale(factor)
 
     def _unscale(self) -> None:
@@ -99,7 +100,3 @@ _UNSAID = object()
 def _as_sent(value: Any) -> Any:
     """Options travel as JSON."""
     return list(value) if isinstance(value, tuple) else value
-
-
-def _as_it_was(value: Any, before: Any) -> Any:
-    return tuple(value) if isinstance(before, tuple) and isinstance(value, list) else value

@@ -6,14 +6,15 @@ themselves. Only the store knows which. Not responsible for who reads, nor for o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from syncline.table.layout import DTYPES, Layout
-from syncline.table.version_memory import WRITTEN, VersionMemory
 
+WRITTEN = -1  # in place of a version: that place is being written, or never was
 PLACES = 3  # of a ring, where no dial needs older versions
 
 
@@ -21,6 +22,27 @@ def places_for(delay: int) -> int:
     """Where lockstep learners run k versions ahead: k + 1 to read and one to write; and k more, since as many updates follow
     at once where the dial changes, while the slowest still reads the oldest."""
     return max(PLACES, 2 * delay + 2)
+
+
+class VersionMemory(ABC):
+    """A ring of places for versions of a shard's part. The shard writes them; who may read one copies it meanwhile.
+
+    Engines implement it, and the seam (`ports`) names it with the rest.
+    """
+
+    places: list[list[Tensor]]  # segments of the part
+
+    @abstractmethod
+    def offer(self, place: int, version: int) -> None:
+        """This place holds that version, to be read; `WRITTEN`: nothing from here on."""
+
+    @abstractmethod
+    def being_read(self) -> bool:
+        """Somebody may be copying what was offered."""
+
+    def kept(self, place: int) -> bool:
+        """Somebody reads there for long: others are written first."""
+        return False
 
 
 class OwnMemory(VersionMemory):
@@ -57,16 +79,12 @@ class Store:
         self._memory, self._places, self._movable = memory, memory.places, movable
         self._held = [WRITTEN] * len(self._places)  # versions by place
         self._newest = 0
+        self.segments = self._places[0]  # where the newest version lies, and the next is to be made
         self._keep = False
         self.version = version
         for place in range(1, len(self._places)):
-            self._begin(place)
-        self._offer()
-
-    @property
-    def segments(self) -> list[Tensor]:
-        """Where the newest version lies, and the next is to be made."""
-        return self._places[self._newest]
+            self._mark(place, WRITTEN)
+        self._mark(0, version)
 
     def keep(self, older: bool) -> None:
         """Older versions stay readable beside the newest, as many as there are places for."""
@@ -84,33 +102,28 @@ class Store:
             if not self._keep:
                 others = [each for each in others if not memory.kept(each)] or others
             other = min(others, key=held.__getitem__)
-            self._begin(other)
-            copy_segments(self._places[other], self._places[newest])
+            self._mark(other, WRITTEN)
+            copy_segments(self._places[other], self.segments)
             if self._movable:
-                self._newest = other
+                self._newest, self.segments = other, self._places[other]
                 return
-            held[other] = self.version
-            memory.offer(other, self.version)
-        self._begin(newest)
+            self._mark(other, self.version)
+        self._mark(newest, WRITTEN)
 
     def complete(self) -> None:
         """The next version is made."""
         self.version += 1
-        self._offer()
+        self._mark(self._newest, self.version)
 
     def fill(self, values: Sequence[Tensor]) -> None:
         """Other values for the present version."""
-        self._begin(self._newest)
+        self._mark(self._newest, WRITTEN)
         copy_segments(self.segments, values)
-        self._offer()
+        self._mark(self._newest, self.version)
 
-    def _begin(self, place: int) -> None:
-        self._held[place] = WRITTEN
-        self._memory.offer(place, WRITTEN)
-
-    def _offer(self) -> None:
-        self._held[self._newest] = self.version
-        self._memory.offer(self._newest, self.version)
+    def _mark(self, place: int, version: int) -> None:
+        self._held[place] = version
+        self._memory.offer(place, version)
 
 
 def fill(segments: Sequence[Tensor], layout: Layout, shard: int, values: Mapping[int, Tensor]) -> None:

@@ -16,7 +16,6 @@ from syncline.protocols.allreduce import (
     Spans,
     Vote,
     ahead,
-    at_start,
     behind,
     equal_shares,
     left_of,
@@ -25,8 +24,8 @@ from syncline.protocols.allreduce import (
     turn,
     whole,
 )
+from syncline.protocols.epoch_positions import Grant, Standing
 from syncline.protocols.ledger import Ledger
-from syncline.protocols.spans import Grant, Standing
 
 PARAMETERS = st.lists(
     st.tuples(st.integers(0, 50), st.sampled_from(["f32", "bf16"])), min_size=1, max_size=20
@@ -251,7 +250,7 @@ def at(fresh: dict[int, dict[int, tuple[int, int]]], returned: list[tuple[int, i
 def test_what_servers_have_handed_out_and_not_folded_is_left_too() -> None:
     found = at({2: {0: (30, 50)}}, [(2, 20, 25), (2, 25, 30)])
     assert left_of(found, size=50, learners=3, parts=3, partition=False) == ((20, 50),)
-    assert left_of(at_start(3), size=50, learners=3, parts=2, partition=False) is None
+    assert left_of(Standing.before(3), size=50, learners=3, parts=2, partition=False) is None
     assert whole(50, 3, partition=True) == ((0, 16), (16, 33), (33, 50))
 
 

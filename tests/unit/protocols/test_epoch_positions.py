@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.protocols.epoch_positions import EpochPositions
-from syncline.protocols.spans import EpochDone, Span
+from syncline.protocols.epoch_positions import EpochDone, EpochPositions, Span
 
 moves = st.lists(st.tuples(st.sampled_from("nnnnbssd"), st.integers(0, 3)), max_size=60)
 options = st.fixed_dictionaries(

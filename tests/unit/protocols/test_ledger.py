@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import RunError, UsageError
+from syncline.protocols.epoch_positions import Decision, End, EpochDone, Grant, Standing
 from syncline.protocols.ledger import Ledger
-from syncline.protocols.spans import Decision, End, EpochDone, Grant, Standing
 
 
 def ledger_of(team: int, **options: Any) -> Ledger:

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from syncline.protocols.epoch_positions import Decision, End, Grant
 from syncline.protocols.ledger import Ledger
-from syncline.protocols.spans import Decision, End, Grant
 from tests.unit.protocols.test_ledger import Team, call, teams
 
 many = settings(max_examples=300, deadline=None)

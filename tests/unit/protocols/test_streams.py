@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import RunError
-from syncline.protocols.spans import Decision, End, EpochDone, Grant, Standing
+from syncline.protocols.epoch_positions import Decision, End, EpochDone, Grant, Standing
 from syncline.protocols.streams import NEVER, StreamEpochs
 
 

@@ -192,7 +192,8 @@ class Forest:
         assert body == Counter(sum_.keys)
         if sender not in self.nodes:
             return  # lost before this came: nobody hears of it
-        verdict, decisions = self.intake.arrive(sum_)
+        verdict = self.intake.arrive(sum_.tickets)
+        decisions = self.sequence.gradient(*sum_.tickets) if verdict.taken else []
         answer = ("taken", sum_.number)
         if verdict.taken:
             self.sums.append(sum_.keys)
@@ -229,7 +230,7 @@ class Forest:
         if self.sync.lockstep:
             assert len({ticket.learner for ticket in fold.tickets}) == len(keys), "one of each"
         elif self.sync.rate == "share":
-            assert fold.factor == len(keys) / max(1, len(self.sequence.members))
+            assert fold.factor == len(keys) / max(1, len(self.sequence.members.live))
 
     # -- learners ------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class PlainGate:
     def __init__(self, sync: Sync, members: Members) -> None:
         self._members = members
         # learner -> (ticket number, version it needs, whether it only wants its slot back)
-        self._waiting: dict[int, tuple[int, int, bool]] = {}
+        self.waiting: dict[int, tuple[int, int, bool]] = {}
         self._last: dict[int, int] = {}  # learner -> the version it read last
         self._rested: set[int] = set()  # resumed, and not let go yet
         self.change(sync, 0)
@@ -58,9 +58,9 @@ class PlainGate:
         self._base = version  # versions before it are not kept
         self._rested.clear()
         self._last.clear()
-        self._waiting = {
+        self.waiting = {
             learner: (number, version if needed != RESTS else RESTS, silent)
-            for learner, (number, needed, silent) in self._waiting.items()
+            for learner, (number, needed, silent) in self.waiting.items()
         }
 
     def arrive(self, learner: int, number: int, iteration: int, version: int, silent: bool = False) -> None:
@@ -81,21 +81,21 @@ class PlainGate:
 
     def _wait(self, learner: int, number: int, needed: int, silent: bool) -> None:
         """A ticket's release is that of all before it: what one of those was to read comes with the last one."""
-        last, _, silent_before = self._waiting.get(learner, (-1, 0, True))
+        last, _, silent_before = self.waiting.get(learner, (-1, 0, True))
         if last < number:
-            self._waiting[learner] = (number, needed, silent and silent_before)
+            self.waiting[learner] = (number, needed, silent and silent_before)
 
     def rests_since(self, learner: int, number: int) -> bool:
         """It rests with a later ticket than this one, which came before the start."""
-        last, needed, _ = self._waiting.get(learner, (-1, 0, True))
+        last, needed, _ = self.waiting.get(learner, (-1, 0, True))
         return needed == RESTS and last > number
 
     def resume(self, learner: int, iteration: int) -> None:
         """It goes on with this iteration: it reads what it would have read after the one before."""
-        number, needed, silent = self._waiting.get(learner, (0, 0, False))
+        number, needed, silent = self.waiting.get(learner, (0, 0, False))
         if needed == RESTS:
             wanted = max(self._base, iteration - self._delay) if self._lockstep else 0
-            self._waiting[learner] = (number, wanted, silent)
+            self.waiting[learner] = (number, wanted, silent)
             if not self._waits and learner in self._last:
                 self._rested.add(
                     learner
@@ -106,21 +106,21 @@ class PlainGate:
         self._last[learner] = version
 
     def leave(self, learner: int) -> None:
-        self._waiting.pop(learner, None)
+        self.waiting.pop(learner, None)
         self._last.pop(learner, None)
         self._rested.discard(learner)
 
     def open(self, version: int) -> list[Release]:
         """Everybody whose version is there and who is not too far ahead, in the order of arrival."""
-        if not self._waiting:
+        if not self.waiting:
             return []
-        free = [learner for learner, (_, needed, _) in self._waiting.items() if 0 <= needed <= version]
+        free = [learner for learner, (_, needed, _) in self.waiting.items() if 0 <= needed <= version]
         if self._slack is not None and free:
-            furthest = (self._members.slowest() or 0) + self._slack
+            furthest = (self._members.slowest or 0) + self._slack
             free = [learner for learner in free if self._members.live[learner].clock <= furthest]
         releases = []
         for learner in free:
-            number, needed, silent = self._waiting.pop(learner)
+            number, needed, silent = self.waiting.pop(learner)
             if learner in self._rested:
                 self._rested.discard(learner)
                 releases.append(Release(learner, number, self._last[learner], same=True))
@@ -131,15 +131,11 @@ class PlainGate:
                 self._last[learner] = read
         return releases
 
-    def waiting(self) -> dict[int, int]:
-        """Learner to the version it waits for (-1: it rests)."""
-        return {learner: needed for learner, (_, needed, _) in self._waiting.items()}
-
 
 def check(members: Members) -> None:
     active = members.active()
     assert members.present == len(active)
-    assert members.slowest() == min((member.clock for member in active), default=None)
+    assert members.slowest == min((member.clock for member in active), default=None)
 
 
 @given(st.sampled_from(DIALS), st.lists(events, max_size=80))
@@ -190,4 +186,4 @@ def test_the_gate_is_the_plain_one(first: str, script: list[tuple[str, int, str]
         check(members)
         sorted_one, plain = (gate.open(version) for gate in gates)
         assert sorted_one == plain
-        assert gates[0].waiting() == gates[1].waiting()
+        assert gates[0].waiting == gates[1].waiting

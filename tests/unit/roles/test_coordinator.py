@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 from syncline import messages as m
 from syncline.dial import Course
 from syncline.ports import CoordinatorPort
-from syncline.protocols.spans import Standing
+from syncline.protocols.epoch_positions import Standing
 from syncline.roles.checkpoint_manifest import LoaderState, Restored
 from syncline.roles.coordinator import Coordinator
 from syncline.roles.run_plan import RunPlan

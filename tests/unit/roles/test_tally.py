@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 
-from syncline.roles.checkpoint_manifest import _by_number, _losses
+from syncline.roles.checkpoint_manifest import _by_number
 from syncline.roles.counters import Counters
 
 
@@ -34,6 +34,7 @@ def test_losses_of_open_epochs_go_on_from_a_checkpoint() -> None:
     tally.folded(0, 0, 4, 1.0, {0: 4})
     tally.folded(0, 1, 4, 3.0, {2: 4})
     kept = json.loads(json.dumps(dataclasses.asdict(tally.counts())))["losses"]
-    again.resume(dataclasses.replace(tally.counts(), losses=_losses(_by_number(kept), {})))
+    losses = {epoch: _by_number(ranks) for epoch, ranks in _by_number(kept).items()}
+    again.resume(dataclasses.replace(tally.counts(), losses=losses))
     again.folded(0, 0, 4, 2.0, {0: 4})
     assert (again.epoch(0), again.epoch(2)) == ((1.5, {0: 1.5}), (3.0, {1: 3.0}))

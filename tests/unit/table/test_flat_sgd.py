@@ -58,7 +58,7 @@ class Both:
                 self.layout.parameters.entries,
                 [segment.clone() for segment in gradient],
             )
-            part = PromisedPart(_Slot(), shard.part, maker)
+            part = PromisedPart(_Slot(), maker)
             shard.take(part, full=True, count=1, rank=0, iteration=0, alone=True)
             shard.gather(0)
             shard.apply(self.options, factor)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from syncline.dial import Sync
 from syncline.errors import UsageError
 from syncline.messages.log import Change, Entry
 from syncline.protocols.epoch_positions import EpochPositions
@@ -123,18 +124,15 @@ def fold_again(patch: Patch) -> None:
 
 def one_more_step_ahead(patch: Patch) -> None:
     """ssp lets learners run s + 1 ahead."""
-    slowest = Members.slowest
-
-    def nearer(self: Members, but: int | None = None) -> int | None:
-        found = slowest(self, but)
-        return None if found is None else found + 1
-
     opened = Gate.open
 
     def open_(self: Gate, version: int) -> list[Release]:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Members, "slowest", nearer)
+        slowest = self._members.slowest
+        self._members.slowest = None if slowest is None else slowest + 1
+        try:
             return opened(self, version)
+        finally:
+            self._members.slowest = slowest
 
     patch.setattr(Gate, "open", open_)
 
@@ -152,22 +150,21 @@ def go_on_before_the_fold(patch: Patch) -> None:
 
 
 def drop_without_counting(patch: Patch) -> None:
-    accept = Sequence._accept
+    gradient = Sequence.gradient
 
-    def uncounted(self: Sequence, ticket: Ticket) -> list[Any]:
+    def uncounted(self: Sequence, *tickets: Ticket) -> list[Any]:
         dropped = self.dropped
-        decisions = accept(self, ticket)
+        decisions = gradient(self, *tickets)
         self.dropped = dropped
         return decisions
 
-    patch.setattr(Sequence, "_accept", uncounted)
+    patch.setattr(Sequence, "gradient", uncounted)
 
 
 def quorum_of_the_first_learners(patch: Patch) -> None:
     """Quorums do not follow those that leave."""
-    patch.setattr(
-        Folding, "quorum", lambda self, members: max(1, self._sync.quorum(members.initial, members.initial))
-    )
+    quorum = Sync.quorum
+    patch.setattr(Sync, "quorum", lambda self, present, initial: quorum(self, initial, initial))
 
 
 def remember_the_dead(patch: Patch) -> None:
@@ -207,9 +204,9 @@ def versions_kept_in_the_wrong_place(patch: Patch) -> None:
     apply = Shard.apply
 
     def misplaced(self: Shard, options: Any, factor: float) -> None:
-        self.version += 1
+        self._store.version += 1
         apply(self, options, factor)
-        self.version -= 1
+        self._store.version -= 1
 
     patch.setattr(Shard, "apply", misplaced)
 
@@ -243,7 +240,7 @@ def who_meets_is_waited_for(patch: Patch) -> None:
 
     def computes(self: Sequence, learner: int, number: int) -> list[Any]:
         decisions = rest(self, learner, number)
-        if learner in self.members:
+        if learner in self.members.live:
             self.members.rouse(self.members.live[learner])
         return decisions
 
@@ -254,7 +251,7 @@ def who_met_is_not_there_again(patch: Patch) -> None:
     """Rounds are folded without those that come out of a meeting."""
 
     def still_rests(self: Sequence, learners: Any) -> list[Any]:
-        live = [learner for learner in learners if learner in self.members]
+        live = [learner for learner in learners if learner in self.members.live]
         for learner in live:
             self._gate.resume(learner, max(self.members.live[learner].next_iteration, self.version))
         return list(self._gate.open(self.version))
@@ -278,19 +275,19 @@ def what_a_loop_left_is_lost(patch: Patch) -> None:
 
 def late_gradients_are_folded(patch: Patch) -> None:
     """backup takes what should be dropped."""
-    accept = Sequence._accept
+    gradient = Sequence.gradient
 
-    def takes(self: Sequence, ticket: Ticket) -> list[Any]:
-        if self.sync.late == "drop" and ticket.stamp == self.version - 1:
+    def takes(self: Sequence, *tickets: Ticket) -> list[Any]:
+        if self.sync.late == "drop" and tickets[0].stamp == self.version - 1:
             self.version -= 1
             try:
-                decisions = accept(self, ticket)
+                decisions = gradient(self, *tickets)
             finally:
                 self.version += 1
             return decisions
-        return accept(self, ticket)
+        return gradient(self, *tickets)
 
-    patch.setattr(Sequence, "_accept", takes)
+    patch.setattr(Sequence, "gradient", takes)
 
 
 def epochs_wait_for_earlier_ones(patch: Patch) -> None:
@@ -325,9 +322,10 @@ def batches_grow_on_their_way(patch: Patch) -> None:
     """A gradient counts more examples than its batches hold."""
     gradient = Sequence.gradient
 
-    def more(self: Sequence, ticket: Ticket) -> Any:
-        ticket.count += ticket.count == 3
-        return gradient(self, ticket)
+    def more(self: Sequence, *tickets: Ticket) -> Any:
+        for ticket in tickets:
+            ticket.count += ticket.count == 3
+        return gradient(self, *tickets)
 
     patch.setattr(Sequence, "gradient", more)
 

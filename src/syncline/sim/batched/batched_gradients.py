@@ -127,7 +127,7 @@ class BatchedGradients(Computer):
     def fold(self, part: Part, taken: Sequence[Taken]) -> Made:
         total = sum(each.examples for each in taken)
         shares = [each.examples / total * each.damping if total else each.damping for each in taken]
-        promises = [each.promise for each in taken]
+        promises = [each.gradient for each in taken]
         if self._layout.shards == 1:
             return self._cut(part, self._mean(promises, shares))
         key = tuple(map(id, promises))  # the shards that have yet to fold hold them

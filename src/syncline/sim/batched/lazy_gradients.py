@@ -180,7 +180,7 @@ class PromisedSlot:
         return torch.tensor(self._computer.make(self.promise).present, dtype=torch.uint8)
 
     def part(self, part: Part) -> PromisedPart:
-        return PromisedPart(self, part, self._computer)
+        return PromisedPart(self, self._computer)
 
     def write_options(self, text: bytes) -> None:
         self._options = text
@@ -278,7 +278,7 @@ class EachAlone(Computer):
 
     def fold(self, part: Part, taken: Sequence[Taken]) -> Made:
         """In place of the first: its memory is nobody's else by now, and shards' parts do not overlap."""
-        cuts = [_Cut(self.make(each.promise), part, self._shop.layout) for each in taken]
+        cuts = [_Cut(self.make(each.gradient), part, self._shop.layout) for each in taken]
         mean = Mean(cuts[0].segments, cuts[0].views)
         for gradient, each in zip(cuts, taken, strict=True):
             mean.add(gradient, gradient.present(), each.examples, each.damping)

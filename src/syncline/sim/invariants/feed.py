@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from syncline.protocols.spans import Standing
+from syncline.protocols.epoch_positions import Standing
 
 Span = tuple[int, int, int]  # epoch, start, stop
 FREE, OUT, SETTLED = 0, 1, 2

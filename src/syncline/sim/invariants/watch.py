@@ -18,9 +18,9 @@ from syncline.errors import InvariantError
 from syncline.messages import to_leader as say
 from syncline.messages.log import Entry, Leave
 from syncline.ports import ServerPort
+from syncline.protocols.epoch_positions import End, EpochDone, Grant
 from syncline.protocols.meetings import Met, Uncross, Unmet
 from syncline.protocols.sequence import Change, Drop, Fold, Take
-from syncline.protocols.spans import End, EpochDone, Grant
 from syncline.protocols.waiting import Release
 from syncline.roles.server import ServerRole
 from syncline.sim.invariants.feed import Broken, FeedAccount, Span, StreamAccount
@@ -211,10 +211,9 @@ class Watch:
 
     def _fold(self, number: int, table: TableAccount, fold: Fold) -> None:
         gradients = table.fold(fold)
-        first = max((t for t in fold.tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
         role = self._world.roles[0]
         self._values[number].folded(
-            fold, lambda: role.replay.options(number, *role.leader.named(number, first))
+            fold, lambda: role.replay.options(number, *role.leader.named(number, fold.leader))
         )
         for ticket, gradient in zip(fold.tickets, gradients, strict=True):
             self._each(gradient.usage, lambda feed, span: feed.settled([span], f"in version {fold.version}"))

@@ -259,7 +259,8 @@ class TimedTree:
         self._shards[0].do(message + take.seconds(self._parts[0]), partial(self._arrive, node, sum_))
 
     def _arrive(self, node: TimedNode, sum_: Sum) -> None:
-        verdict, decisions = self._intake.arrive(sum_)
+        verdict = self._intake.arrive(sum_.tickets)
+        decisions = self.sequence.gradient(*sum_.tickets) if verdict.taken else ()
         answer = (
             SumDone(node.node, sum_.number)
             if verdict.taken
