@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from syncline.table.version_memory import WRITTEN
+from syncline.table.store import WRITTEN
 
 LINE = 8  # words in a cache line: words of different writers do not share one
 RECORD = 16  # words
