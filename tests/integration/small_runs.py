@@ -146,3 +146,9 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def until(ready: Callable[[], Any]) -> None:
+    """Else the test's time is over."""
+    while not ready():
+        time.sleep(0.01)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,11 @@ from syncline.engines import live_runs as live
 from syncline.engines.local import supervisor
 from syncline.engines.local.supervisor_base import RunSupervisor
 from syncline.sim.simulation import Simulation
-from tests.integration.small_runs import PATIENCE, kinds, points, start
+from tests.integration.small_runs import PATIENCE, kinds, points, start, until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 LONG = 100_000  # epochs: ends only when somebody ends it
-
-
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.005)
 
 
 def version(run: sl.Run) -> int:

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.testing import Nodes
 from syncline.testing.leftovers import children
-from tests.integration.small_runs import PATIENCE, alive, check_accounts, kinds, same
+from tests.integration.small_runs import PATIENCE, alive, check_accounts, kinds, same, until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.filterwarnings("ignore::syncline.errors.LostWarning")
@@ -56,11 +55,6 @@ def begin(**options: Any) -> sl.Run:
         "threads": 1,
     }
     return sl.train(net(), DATA, wait=False, **{**settings, **options})
-
-
-def until(ready: Callable[[], Any]) -> None:
-    while not ready():  # else the test's time is over
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.engines.ray import cluster_machines
 from syncline.testing import Faults, Nodes
-from tests.integration.small_runs import PATIENCE, check_accounts, kinds
+from tests.integration.small_runs import PATIENCE, check_accounts, kinds, until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -51,11 +50,6 @@ def begin(engine: Nodes, **options: Any) -> sl.Run:
     }
     data = TensorDataset(x, (x.sum(1) > 0).long())
     return sl.train(net, data, wait=False, engine=engine, **{**settings, **options})
-
-
-def until(ready: Callable[[], Any]) -> None:
-    while not ready():  # else the test's time is over
-        time.sleep(0.01)
 
 
 def ranks(run: sl.Run) -> set[int]:

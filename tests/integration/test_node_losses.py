@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.testing import Nodes
-from tests.integration.small_runs import PATIENCE, alive, check_accounts, kinds
+from tests.integration.small_runs import PATIENCE, alive, check_accounts, kinds, until
 from tests.integration.wires import ControlConnection, Stalling, wire
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -60,11 +60,6 @@ def begin(engine: Nodes, **options: Any) -> sl.Run:
     }
     data = TensorDataset(x, (x.sum(1) > 0).long())
     return sl.train(nn.Linear(6, 2), data, wait=False, engine=engine, **{**settings, **options})
-
-
-def until(ready: Callable[[], Any]) -> None:
-    while not ready():  # else the test's time is over
-        time.sleep(0.01)
 
 
 def version(run: sl.Run) -> int:

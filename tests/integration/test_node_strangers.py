@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,10 @@ from syncline.engines.ray.agent import Agent, Begin
 from syncline.engines.ray.bulk_connection import _HEAD, Connection
 from syncline.engines.ray.frame_kinds import AGENT, Kind
 from syncline.testing import Nodes
-from tests.integration.small_runs import PATIENCE, kinds, same
+from tests.integration.small_runs import PATIENCE, kinds, same, until
 from tests.integration.wires import Repeating, wire
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def until(ready: Callable[[], Any]) -> None:
-    while not ready():  # else the test's time is over
-        time.sleep(0.01)
 
 
 def slowly(model: nn.Module, batch: Any) -> Any:

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.report import read_clocks
 from syncline.testing import Faults, Nodes
-from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same
+from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same, until
 from tests.integration.wires import wire
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -72,11 +71,6 @@ def held(gate: str, model: nn.Module, batch: Any) -> Any:
     while steps > 5 and not Path(gate).exists():
         time.sleep(0.005)
     return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def until(ready: Callable[[], Any]) -> None:
-    while not ready():  # else the test's time is over
-        time.sleep(0.01)
 
 
 def version(run: sl.Run) -> int:

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.testing import Faults, Nodes
-from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same
+from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same, until
 from tests.integration.wires import wire
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -55,11 +54,6 @@ def begin(**options: Any) -> sl.Run:
 
 def train(**options: Any) -> sl.Result:
     return begin(**options).wait(PATIENCE)
-
-
-def until(ready: Callable[[], Any]) -> None:
-    while not ready():  # else the test's time is over
-        time.sleep(0.01)
 
 
 def version(run: sl.Run) -> int:

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.dial import Course
 from syncline.testing import Faults, Nodes
-from tests.integration.small_runs import PATIENCE, alive, check_accounts, kinds, same
+from tests.integration.small_runs import PATIENCE, alive, check_accounts, kinds, same, until
 from tests.integration.wires import Late
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -64,11 +63,6 @@ def begin(**options: Any) -> sl.Run:
 
 def train(**options: Any) -> sl.Result:
     return begin(**options).wait(PATIENCE)
-
-
-def until(ready: Callable[[], Any]) -> None:
-    while not ready():  # else the test's time is over
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("sync", ["hardsync", "delayed:2", "hardsync until 1 then delayed:1"])
