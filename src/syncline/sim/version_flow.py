@@ -17,7 +17,7 @@ from torch import Tensor
 from syncline.dial import Sync
 from syncline.protocols.tree_down import Buffers, Downcast, Send
 from syncline.protocols.tree_shape import ROOT
-from syncline.sim.clock import Action, Worker
+from syncline.sim.clock import Action, Worker, last_of
 
 if TYPE_CHECKING:
     from syncline.sim.learner import SimLearner
@@ -145,13 +145,7 @@ class TableFlow:
             self._workers[node].do(self._world.cluster.serve.seconds(nbytes), move)
 
     def _from_shards(self, machine: int, then: Action) -> None:
-        left = list(self._parts)
-
-        def arrived() -> None:
-            left.pop()
-            if not left:
-                then()
-
+        arrived = last_of(len(self._parts), then)
         for shard, nbytes in enumerate(self._parts):
             source = self._world.cluster.machine_of_shard(shard)
             move = partial(self._world.send, source, machine, arrived, nbytes)
