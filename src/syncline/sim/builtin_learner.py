@@ -8,7 +8,6 @@ its own (`batched.lazy_gradients`); nothing is computed here.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncline import messages as m
-from syncline.engines.recorder import learner_error
 from syncline.errors import InvariantError
 from syncline.learn.loader import AHEAD
 from syncline.learn.model_factories import pack_random, seed_random, unpack_random
@@ -69,9 +67,7 @@ class Builtin(SimLearner):
         except InvariantError as error:
             self._world.fail(error)
         except Exception as error:
-            text = "".join(traceback.format_exception(error))
-            failure = learner_error(self.rank, error, text)
-            self.leave(lambda: self._world.raised(self, failure))
+            self._raised(error)
 
     def _resume(self) -> None:
         self.fiber.resume()

@@ -95,7 +95,7 @@ class SimCoordinator(CoordinatorPort):
     def announce(self, what: m.Stop | m.Renewed | m.Call) -> None:
         world = self._world
         if isinstance(what, m.Stop):
-            world.stop()
+            world.supervision.stop()
             return
         for learner in world.live.values():
             world.soon_at(learner, learner.call if isinstance(what, m.Call) else learner.wake)

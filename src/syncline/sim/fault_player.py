@@ -91,26 +91,32 @@ def check_script(script: Script, spec: RunSpec, cluster: Cluster) -> None:
                 )
 
 
-def happens_to_machines(world: Simulation, fault: Fault) -> bool:
-    """A line about a whole machine (`node`) or a link, now; False if nobody is there."""
+def strike(world: Simulation, fault: Fault) -> None:
+    """A line that kills or pauses a learner, a shard, or all that is on a machine, or cuts a link, now."""
     if fault.action == "cut":
         what = f"the link between nodes {fault.rank} and {fault.other} is cut for {fault.length:g} s"
         world.recorder.event(what, kind="cut")
         world.network.cut(fault.rank, fault.other, world.clock.now + fault.length)
-        return True
-    learners = [each for each in world.live.values() if each.machine == fault.rank and not each.dead]
-    servers = [each for each in world.servers if each.machine == fault.rank and not each.dead]
-    done = "killed" if fault.action == "kill" else f"paused for {fault.length:g} s"
-    if learners or servers:
-        world.recorder.event(f"node {fault.rank} is {done} by the script", kind=done.split()[0])
+        return
+    role, kills, why = fault.role, fault.action == "kill", "killed by the script"
+    how = "killed" if kills else f"paused for {fault.length:g} s"
+    learners = [each for each in world.live.values() if not each.dead]
+    if role == "node" and not isinstance(world.spec.plan.topology, Trees):  # else they are the tree's
+        learners = [each for each in learners if each.machine == fault.rank]
+        servers = [each for each in world.servers if each.machine == fault.rank and not each.dead]
+    else:
+        learners = [each for each in learners if role == "learner" and each.rank == fault.rank][-1:]
+        servers = world.servers[fault.rank : fault.rank + 1] if role == "shard" else []
+    if not learners and not servers:
+        world.recorder.event(f"not played, nobody is there: {fault.text}", kind="missed")
+    elif role == "node":
+        why = f"{why} with its node"
+        world.recorder.event(f"node {fault.rank} is {how} by the script", kind=how.split()[0])
+    elif learners and not kills:
+        world.recorder.event(how, fault.rank, kind="paused")
+    elif not kills:
+        world.recorder.event(f"shard {fault.rank} is {how}", kind="paused", shard=fault.rank)
     for learner in learners:
-        if fault.action == "kill":
-            world.kill(learner, "killed by the script with its node")
-        else:
-            world.pause(learner, fault.length)
+        world.kill(learner, why) if kills else world.pause(learner, fault.length)
     for server in servers:
-        if fault.action == "kill":
-            world.lose_shard(server.shard)
-        else:
-            server.pause.begin(world.clock.now, fault.length)
-    return bool(learners or servers)
+        world.lose_shard(server.shard) if kills else server.pause.begin(world.clock.now, fault.length)

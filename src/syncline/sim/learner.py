@@ -124,9 +124,11 @@ class SimLearner(LearnerPort):
         except InvariantError as error:
             world.fail(error)
         except BaseException as error:
-            text = "".join(traceback.format_exception(error))
-            failure = learner_error(self.rank, error, text)
-            self.leave(lambda: world.raised(self, failure))
+            self._raised(error)
+
+    def _raised(self, error: BaseException) -> None:
+        failure = learner_error(self.rank, error, "".join(traceback.format_exception(error)))
+        self.leave(lambda: self._world.supervision.raised(self.learner, failure))
 
     def start(self) -> None:
         """Begin (from the scheduler)."""
@@ -145,8 +147,8 @@ class SimLearner(LearnerPort):
         self._world.streams.enter(self.learner)
         return pack_random(torch.device(self._world.spec.seat(self.rank).device))
 
-    def kill(self) -> None:
-        """It ends where it is; what it sent arrives (from the scheduler)."""
+    def kill(self) -> float:
+        """It ends where it is (from the scheduler); when everything that has left it will have arrived."""
         self.dead = True
         if self._line is not None:
             self._arrival = max(self._arrival, self._line.end())
@@ -155,9 +157,6 @@ class SimLearner(LearnerPort):
             self._world.streams.enter(self.learner)
             self.fiber.end()
         self._world.streams.forget(self.learner)
-
-    def last_words(self) -> float:
-        """When everything that has left it will have arrived."""
         return max(self._arrival, self.now() + self._world.cluster.card.latency)
 
     def times(self) -> LearnerTimes:

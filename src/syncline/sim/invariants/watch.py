@@ -212,7 +212,7 @@ class Watch:
     def _fold(self, number: int, table: TableAccount, fold: Fold) -> None:
         gradients = table.fold(fold)
         first = max((t for t in fold.tickets if t.learner == fold.leader), key=lambda ticket: ticket.step)
-        role = self._world.roles[0]
+        role = self._world.servers[0].role
         self._values[number].folded(
             fold, lambda: role.replay.options(number, *role.leader.named(number, first))
         )
@@ -252,7 +252,7 @@ class Watch:
     def carried_out(self, shard: int, entry: Entry) -> None:
         if not isinstance(entry, Leave):
             with self._checking():
-                role = self._world.roles[shard]
+                role = self._world.servers[shard].role
                 self._values[entry.table].carried_out(shard, entry, role.replay.shards[entry.table])
 
     # -- the run -----------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Watch:
     def _compare(self) -> None:
         """The ledgers know of all that is not settled."""
         with self._checking():
-            for loader, standing in self._world.roles[0].leader.standings().items():
+            for loader, standing in self._world.servers[0].role.leader.standings().items():
                 self._feeds[loader].compare(standing)
 
     def went_back(self) -> None:
