@@ -87,9 +87,7 @@ class SimLearner(LearnerPort):
         self._leader = world.servers[0]  # the one that it knows
         self.pause = ClockPause()
         self.stepped = False  # it has said something to the leading shard
-        self._outgoing = InTurn(
-            world.machines, self.machine, self
-        )  # what it says, behind gradients it copies
+        self._outgoing = InTurn(world.machines, self.machine, self)  # what it says, behind copies
         self._incoming: dict[int, InTurn] = {}  # by shard: what it is copying
         self._arrival = 0.0  # of the last thing it sent: nothing overtakes
         self.portions: dict[tuple[int, int], Portion] = {}
@@ -262,28 +260,18 @@ class SimLearner(LearnerPort):
         """Its last word to the coordinator, after all that it sent."""
         self.send(partial(self._line.arrived, last) if self._line is not None else last)
 
-    def _in_order(self, message: ToLeader, arrive: Action) -> Action:
-        """What happens where the message arrives."""
-        world = self._world
-        if world.late is None or world.nodes:
-            return arrive
-        if self._line is None:
-            self._line = Line(world.clock, world.late)
-        return partial(self._noted, self._line, message, arrive)
-
-    def _noted(self, line: Line, message: ToLeader, arrive: Action) -> None:
-        if isinstance(message, BULK):
-            line.arrived(arrive, partial(self._bulk, message), self._parts_there(message))
-        else:
-            line.arrived(arrive)
-
-    def _parts_there(self, message: Gradient | Put) -> float:
-        lane = self._world.lanes.get((message.table, self.learner))
+    def _arrive_late(self, message: ToLeader, hand_on: Action) -> None:
+        """The note is there; the shards get it when what comes with it is, too."""
+        assert self._line is not None
+        if not isinstance(message, BULK):
+            self._line.arrived(hand_on)
+            return
+        lane, number = self._world.lanes.get((message.table, self.learner)), message.number
         ways = lane.under_way if lane is not None else {}
-        return max((time for (_, number), time in ways.items() if number == message.number), default=0.0)
+        parts_there = max((time for (_, each), time in ways.items() if each == number), default=0.0)
+        self._line.arrived(hand_on, partial(self._put_bulk, message), parts_there)
 
-    def _bulk(self, message: Gradient | Put) -> None:
-        """All parts are there."""
+    def _put_bulk(self, message: Gradient | Put) -> None:
         lane = self._world.lanes.get((message.table, self.learner))
         if isinstance(lane, SimLane) and (sent := lane.coming.pop(message.number, None)) is not None:
             lane.sent[lane.numbers.index(message.number)].memory.copy_(sent)
@@ -347,7 +335,10 @@ class SimLearner(LearnerPort):
         if world.watch is not None and not self.stale:
             world.watch.posted(self.learner, message)
         server = self._leader
-        arrive = self._in_order(message, partial(server.note, self, message))
+        arrive: Action = partial(server.note, self, message)
+        if world.late is not None and not world.nodes:
+            self._line = self._line or Line(world.clock, world.late)
+            arrive = partial(self._arrive_late, message, arrive)
         if not isinstance(message, BULK):
             self.send(arrive, server.machine)
             return
@@ -361,17 +352,13 @@ class SimLearner(LearnerPort):
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
         key = (loader, index)
         if block:
-            self._await_portion(key)
+            try:
+                self.until_served(lambda: key in self.portions or self.stopping(), f"data of loader {loader}")
+            except Killed:
+                # a loop that is being left, where nothing may be raised, ends with the next wait
+                if index != OUTSIDE:
+                    raise
         return self.portions.pop(key, None)
-
-    def _await_portion(self, key: tuple[int, int]) -> None:
-        try:
-            self.until_served(lambda: key in self.portions or self.stopping(), f"data of loader {key[0]}")
-        except Killed:
-            if (
-                key[1] != OUTSIDE
-            ):  # else a loop is being left, where nothing may be raised: it ends with the next wait
-                raise
 
     def give(self, portion: Portion) -> None:
         self.portions[portion.loader, portion.number] = portion
@@ -413,10 +400,8 @@ class SimLearner(LearnerPort):
         return TwinTable(self, opened, self._world)
 
     def stopping(self) -> bool:
-        world = self._world
-        return (
-            world.stopping or self.dead or world.recorder.error is not None
-        )  # unwinding asks for nothing more
+        world = self._world  # unwinding asks for nothing more
+        return world.stopping or self.dead or world.recorder.error is not None
 
 
 class TwinTable(TablePort):
@@ -448,15 +433,6 @@ class TwinTable(TablePort):
         others = [torch.empty_like(each) for each in self.others] if self._first is not None else ()
         return Draft(slot.gradients, slot.buffers, place, others)
 
-    def _begin(self, draft: Draft) -> None:
-        """First values: its shards take them when they hear of it."""
-        assert self._first is not None
-        self._first.begin(draft)
-        self._lane.numbers[draft.place] = FIRST_VALUES
-        self._lane.sent[draft.place].memory.copy_(self._lane.slots[draft.place].memory)
-        if self._world.poisons:
-            poison([*draft.gradients, *draft.buffers])
-
     def publish(
         self,
         draft: Draft,
@@ -464,22 +440,24 @@ class TwinTable(TablePort):
         options: bytes = b"",
         present: Sequence[bool] = (),
     ) -> None:
-        if isinstance(message, m.Initialised):
-            self._begin(draft)
-            return
-        slot = self._lane.slots[draft.place]
-        self._lane.numbers[draft.place] = message.number
-        if isinstance(message, Gradient):
-            slot.write_options(options)
-            if not message.full:
-                slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
-        sent = self._lane.sent[draft.place]
-        if self._world.late is not None and not self._world.nodes:
-            self._lane.coming[message.number] = slot.memory.clone()
-            poison([*sent.gradients, *sent.buffers])
-        else:
+        slot, sent = self._lane.slots[draft.place], self._lane.sent[draft.place]
+        if isinstance(message, m.Initialised):  # its shards take them when they hear of it
+            assert self._first is not None
+            self._first.begin(draft)
+            self._lane.numbers[draft.place] = FIRST_VALUES
             sent.memory.copy_(slot.memory)
-        self._learner.post(message)
+        else:
+            self._lane.numbers[draft.place] = message.number
+            if isinstance(message, Gradient):
+                slot.write_options(options)
+                if not message.full:
+                    slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
+            if self._world.late is not None and not self._world.nodes:
+                self._lane.coming[message.number] = slot.memory.clone()
+                poison([*sent.gradients, *sent.buffers])
+            else:
+                sent.memory.copy_(slot.memory)
+            self._learner.post(message)
         if self._world.poisons:
             poison([*slot.gradients, *slot.buffers])
 
@@ -499,22 +477,19 @@ class TwinTable(TablePort):
 
     def read(self, reading: Reading | None, into: list[Tensor]) -> int | None:
         if reading is None:
-            return self._read_newest(into)
+            assert self._end is not None
+            if (found := self._end.swap()) is None:
+                return None
+            self._learner.reads(self._table, found.version, found.weights)
+            torch._foreach_copy_(into, found.weights)
+            self._lane.served = dict.fromkeys(range(self.layout.shards), found.version)
+            return found.version
         if into:
             self._learner.reads(self._table, reading.version, self._views)
             torch._foreach_copy_(into, self._views)
         if self._end is not None:
             self._end.has(reading.version)
         return reading.version
-
-    def _read_newest(self, into: list[Tensor]) -> int | None:
-        assert self._end is not None
-        if (found := self._end.swap()) is None:
-            return None
-        self._learner.reads(self._table, found.version, found.weights)
-        torch._foreach_copy_(into, found.weights)
-        self._lane.served = dict.fromkeys(range(self.layout.shards), found.version)
-        return found.version
 
 
 def copy_arguments(arguments: Any) -> Any:
