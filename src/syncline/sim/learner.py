@@ -423,8 +423,7 @@ class TwinTable(TablePort):
         if (place := self._drafts.find()) is None:
             if not block:
                 return None
-            for time in self._drafts.known():
-                self._world.clock.at(time, self._learner.wake)
+            self._drafts.plan(self._learner.wake)
             self._learner.until_released(lambda: self._drafts.find() is not None, DRAFT)
             place = self._drafts.find()
             assert place is not None
@@ -462,8 +461,7 @@ class TwinTable(TablePort):
             poison([*slot.gradients, *slot.buffers])
 
     def _under_way(self) -> bool:
-        for time in self._drafts.known():
-            self._world.clock.at(time, self._learner.wake)
+        self._drafts.plan(self._learner.wake)
         return self._drafts.under_way()
 
     def wait(self, number: int | None, *, block: bool = True) -> Reading | None:

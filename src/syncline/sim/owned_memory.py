@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncline.messages.to_leader import Gradient
 from syncline.ports import WRITTEN, Draft, Reading
-from syncline.sim.clock import Clock
+from syncline.sim.clock import Action, Clock
 from syncline.table.gradient_slot import private_slot
 from syncline.table.layout import Layout
 from syncline.table.store import OwnMemory
@@ -100,9 +100,11 @@ class Drafts:
         """Something that was published."""
         return any(number >= 0 and not self._free(number) for number in self._lane.numbers)
 
-    def known(self) -> list[float]:
+    def plan(self, wake: Action) -> None:
         """When it will know of what has been freed."""
-        return [time for time in self._lane.freed.values() if time > self._clock.now]
+        for time in self._lane.freed.values():
+            if time > self._clock.now:
+                self._clock.at(time, wake)
 
     def hold(self, place: int) -> None:
         """It is being filled."""

@@ -223,10 +223,7 @@ WEIGHTS = cast(Version, object())
 class SizedReplica(PromisedReplica):
     """Of a table that has no weights."""
 
-    def _initialise(self, answer: m.Initialise) -> None:
-        pass
-
-    def _begin(self, opened: m.Opened) -> None:
+    def _begin(self, answer: m.Initialise | m.Opened) -> None:
         pass
 
     def fill(self, draft: Draft) -> list[bool]:
