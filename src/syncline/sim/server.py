@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from syncline.cluster.record import Cost
 from syncline.engines.checkpoint_writer import with_content, write_part
 from syncline.messages import MakeTable
 from syncline.messages.log import Entry, Fold, Leave, PutValues, Take
@@ -52,7 +51,6 @@ class SimServer(ServerPort):
         cluster = world.cluster
         self._clock, self._message, self._reply = world.clock, cluster.message, cluster.reply
         self._shared = world.machines.shared
-        self._costs: dict[Kind, Cost] = {Take: cluster.take, Fold: cluster.fold}
         self._memories: dict[int, ShardMemory] = {}
         self._known_costs: dict[tuple[Kind, int], float] = {}  # by kind and table
 
@@ -69,52 +67,45 @@ class SimServer(ServerPort):
         """An event from the coordinator or another shard has arrived."""
         if isinstance(event, MakeTable):
             event = with_content(event, self._world.folder, self.shard)
-        self._queue(lambda: self.role.handle(event))
+        if not self.dead:
+            self._inputs.append((None, None, lambda: self.role.handle(event)))
+            self._next()
 
     def entry(self, entry: Entry) -> None:
         """A decision of the leading shard has arrived."""
-        self._queue(partial(self._carry_out, entry), entry)
-
-    def _carry_out(self, entry: Entry) -> None:
-        self.role.entry(entry)
-        if isinstance(entry, Leave):
-            self._leaving.append(entry.learner)
-
-    def _queue(self, action: Action, entry: Entry | None = None) -> None:
-        """One thing after another, in the order they came."""
         if not self.dead:
-            self._inputs.append((entry, None, action))
+            self._inputs.append((entry, None, None))
             self._next()
 
     def _next(self) -> None:
+        """One thing after another, in the order they came; what an entry speaks of must have arrived here."""
         clock, inputs = self._clock, self._inputs
         while inputs and not self._busy and not self.dead:
             entry, learner, what = inputs[0]
             ready = self.pause.until
-            if entry is not None:
-                ready = max(ready, self._there(entry))
+            if entry is not None and isinstance(entry, Take | PutValues):
+                lane = self._world.lanes.get((entry.table, entry.learner))
+                if lane is not None:
+                    ready = max(ready, lane.under_way.get((self.shard, entry.number), 0.0))
             if ready > clock.now:
                 clock.at(ready, self._next)
                 return
             inputs.popleft()
             if self._message:
                 self._work.append((self._message, None))
-            if learner is None:
-                what()
-            else:
+            if learner is not None:
                 learner.handled = clock.now
                 self.role.note(learner.learner, what)
+            elif entry is None:
+                what()
+            else:
+                self.role.entry(entry)
+                if isinstance(entry, Leave):
+                    self._leaving.append(entry.learner)
             while self._leaving and self.role.replay.settled:  # nothing more is needed of them
                 self._world.forget(self._leaving.pop())
             if self._work:
                 self._go_on()
-
-    def _there(self, entry: Entry) -> float:
-        """When this shard's part of what the entry speaks of has arrived."""
-        if not isinstance(entry, Take | PutValues):
-            return 0.0
-        lane = self._world.lanes.get((entry.table, entry.learner))
-        return lane.under_way.get((self.shard, entry.number), 0.0) if lane is not None else 0.0
 
     # -- work --------------------------------------------------------------------------------------------
 
@@ -126,7 +117,9 @@ class SimServer(ServerPort):
         seconds = self._known_costs.get((kind, table))
         if seconds is None:
             nbytes = self._world.tables[table].part_bytes[self.shard]
-            seconds = self._known_costs[kind, table] = self._costs[kind].seconds(nbytes)
+            cluster = self._world.cluster
+            cost = cluster.take if kind is Take else cluster.fold
+            seconds = self._known_costs[kind, table] = cost.seconds(nbytes)
         self._add_work(times * seconds)
 
     def _add_work(self, seconds: float) -> None:
@@ -208,12 +201,7 @@ class SimServer(ServerPort):
             return
         target = world.learners[learner]
         if reading is None:
-            if self.shard:
-                lane.under_way.pop((self.shard, number), None)
-            if world.poisons and isinstance(lane, SimLane):
-                sent = lane.sent[lane.numbers.index(number)]
-                poison(self._memories[table].views(sent.segments))
-                poison(sent.buffers if self.shard == 0 else ())
+            self._forget_part(lane, table, number)
             self._effect(partial(self._free, lane, target, number))
             return
         if world.flow is not None:
@@ -221,14 +209,29 @@ class SimServer(ServerPort):
         nbytes, bulk = 0, None
         if lane.served.get(self.shard, -1) < reading.version:  # R4: not what it has
             lane.served[self.shard] = reading.version
-            nbytes, bulk = self._to_move(table, target), self._sent(table, lane, reading.version)
+            nbytes, bulk = (
+                world.tables[table].part_bytes[self.shard],
+                self._sent(table, lane, reading.version),
+            )
+            if self.machine != target.machine:  # else it copies for itself
+                self._add_work(world.cluster.serve.seconds(nbytes))
         if self.shard == 0:
             target.decided = self._clock.now
             self._add_work(self._reply)
         arrive = partial(self._arrive, lane, target, number, reading, bulk)
         if world.late is not None:
             arrive = partial(self._arrive_late, lane, world.late.delay() if nbytes else 0.0, arrive)
-        self._effect(partial(world.send_weights, self, target, nbytes, arrive))
+        seconds = world.cluster.copy.seconds(nbytes) if nbytes else 0.0
+        take_in = partial(target.take_in, self.shard, seconds, arrive)
+        self._effect(partial(world.send, self.machine, target.machine, take_in, nbytes))
+
+    def _forget_part(self, lane: Traffic, table: int, number: int) -> None:
+        """Of what was published: this shard needs it no more."""
+        lane.under_way.pop((self.shard, number), None)
+        if self._world.poisons and isinstance(lane, SimLane) and number in lane.numbers:
+            sent = lane.sent[lane.numbers.index(number)]
+            poison(self._memories[table].views(sent.segments))
+            poison(sent.buffers if self.shard == 0 else ())
 
     def _free(self, lane: Traffic, target: SimLearner, number: int) -> None:
         """No event of its own, where nobody waits for it: it goes with what is sent next."""
@@ -240,10 +243,7 @@ class SimServer(ServerPort):
             self._clock.at(arrival, target.wake)
 
     def _free_sum(self, lane: Traffic, node: SimNode, table: int, number: int) -> None:
-        lane.under_way.pop((self.shard, number), None)
-        if self._world.poisons and isinstance(lane, SimLane) and number in lane.numbers:
-            sent = lane.sent[lane.numbers.index(number)]
-            poison(self._memories[table].views(sent.segments))
+        self._forget_part(lane, table, number)
         lane.freed[self.shard, number] = self._clock.now
         self._world.send(self.machine, node.machine, partial(node.freed, table, number))
 
@@ -269,13 +269,6 @@ class SimServer(ServerPort):
                 bulk()
             lane.released[self.shard] = (number, reading)
             target.wake()
-
-    def _to_move(self, table: int, target: SimLearner) -> int:
-        """Bytes of weights that go to a learner."""
-        nbytes = self._world.tables[table].part_bytes[self.shard]
-        if self.machine != target.machine:  # else it copies for itself
-            self._add_work(self._world.cluster.serve.seconds(nbytes))
-        return nbytes
 
     def _sent(self, table: int, lane: Traffic, version: int) -> Action | None:
         """This shard's part of a version, as it is now; what is to happen where it arrives."""

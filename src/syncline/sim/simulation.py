@@ -237,13 +237,6 @@ class Simulation(Crew):
         """From machine to machine."""
         self.clock.at(self.network.send(self.clock.now, source, target, nbytes), action)
 
-    def send_weights(self, server: SimServer, learner: SimLearner, nbytes: int, arrive: Action) -> None:
-        """To a learner, which copies them."""
-        seconds = self.cluster.copy.seconds(nbytes) if nbytes else 0.0
-        self.send(
-            server.machine, learner.machine, partial(learner.take_in, server.shard, seconds, arrive), nbytes
-        )
-
     def share_norms(self, shard: int, table: int, version: int, norms: Tensor) -> None:
         brought = self._norms.setdefault((table, version), {})
         brought[shard] = norms
