@@ -168,7 +168,7 @@ def joined(bench: Bench, size: int, count: int, *, graphs: bool) -> dict[str, An
         way.zero()
         way.add(0, batches, shares, places)
 
-    way.prepare(batches)
+    way.program(batches)
     fold()
     reference = plain_rows(bench, [weights] * count, batches).mean(0)
     worst = difference(way.total[0], reference)

@@ -207,7 +207,7 @@ class BatchedGradients(Computer):
         share = dict(zip(map(id, promises), shares, strict=True))
         chosen = list(_chunks(missing, lambda promise: (id(promise.version), promise.size)))
         for chunk in chosen:
-            self.joined.prepare([promise.indices for promise in chunk])
+            self.joined.program([promise.indices for promise in chunk])
         self.joined.zero()
         with self._drawing():
             for chunk in chosen:

@@ -31,39 +31,45 @@ def padded(count: int) -> int:
 
 
 class JoinedBatches:
-    """What both have in common: programs for each (n, μ), and the numbers that go to the device with each call."""
+    """What both have in common: programs for each (n, μ), and the numbers that go to the device with each call.
 
-    def __init__(self, task: SimTask, losses: Tensor, versions: Rows, *, graphs: bool) -> None:
+    These are for each batch a place for its loss and a second number, whose kind is the program's own; the rows of the versions, one
+    or one for each batch; and the examples' indices.
+    """
+
+    def __init__(
+        self, task: SimTask, losses: Tensor, versions: Rows, *, graphs: bool, rows: Rows | None = None
+    ) -> None:
         self._task, self._losses = task, losses  # losses: one for each place, and one that is nobody's
         self._versions = versions
+        self._memory = (versions,) if rows is None else (versions, rows)
         self._graphs = graphs and task.device.type == "cuda"
         self._programs: dict[tuple[int, int], RepeatedProgram] = {}
-        self._made_at = self._growths()
+        self._made_at = [rows.growths for rows in self._memory]
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self.present: tuple[bool, ...] = ()  # which parameters have a gradient, once one was computed
 
-    def _pad(self, count: int) -> int:
-        """A captured program has a fixed size; others are made for any."""
-        return padded(count) if self._graphs else count
+    def _nobodys(self) -> int:
+        """A second number with which a program changes nothing that matters."""
+        return 0
 
-    def program(self, count: int, batches: Sequence[Tensor]) -> RepeatedProgram:
-        """For this many batches of this size, captured if it is new."""
-        if self._made_at != self._growths():  # the memory is another
-            self._made_at = self._growths()
+    def program(self, batches: Sequence[Tensor]) -> tuple[int, RepeatedProgram]:
+        """For so many batches of this size, captured if it is new: those have a fixed number of batches, others are made for any."""
+        growths = [rows.growths for rows in self._memory]
+        if self._made_at != growths:  # the memory is another
+            self._made_at = growths
             self._programs.clear()
-        key = (count, len(batches[0]))
-        program = self._programs.get(key)
+        count, size = padded(len(batches)) if self._graphs else len(batches), len(batches[0])
+        program = self._programs.get((count, size))
         if program is None:
-            program = self._programs[key] = self._make(*key, self._task.examples.leaves([batches[0]] * count))
-        return program
-
-    def _growths(self) -> tuple[int, ...]:
-        return (self._versions.growths,)
+            leaves = self._task.examples.leaves([batches[0]] * count)
+            program = self._programs[count, size] = self._make(count, size, leaves)
+        return count, program
 
     def _make(self, count: int, size: int, leaves: list[Tensor]) -> RepeatedProgram:
-        device, first = self._task.device, 2 * count + self._weighted(count)
+        device, first = self._task.device, 2 * count + (count if len(self._memory) > 1 else 1)
         header = torch.zeros(first + count * size, dtype=torch.int64, device=device)
-        header[:count] = len(self._losses) - 1
+        header[:count], header[count : 2 * count] = len(self._losses) - 1, self._nobodys()
         inputs = [header, *(leaf.to(device) for leaf in leaves)]
 
         def function(header: Tensor, *leaves: Tensor) -> None:
@@ -72,26 +78,28 @@ class JoinedBatches:
             weights = [stack.index_select(0, rows) for stack in self._versions.stacks]
             self._compute(header[:count], header[count : 2 * count], weights, batch)
 
-        if self._pool is None:
-            return RepeatedProgram(function, inputs)
-        self._harmless(header, count)
-        return Captured(function, inputs, self._pool)
+        return (
+            RepeatedProgram(function, inputs)
+            if self._pool is None
+            else Captured(function, inputs, self._pool)
+        )
 
-    def _run(self, program: RepeatedProgram, header: Tensor, batches: Sequence[Tensor]) -> None:
-        """With new numbers."""
-        program.inputs[0].copy_(header, non_blocking=True)
-        leaves = self._task.examples.leaves(batches)
-        for static, leaf in zip(program.inputs[1:], leaves, strict=True):
+    def _run(
+        self, versions: Sequence[int], batches: Sequence[Tensor], second: Tensor, places: Sequence[int]
+    ) -> None:
+        """Of batches of equal size."""
+        count, program = self.program(batches)
+        more = count - len(batches)
+        batches = [*batches, *[batches[0]] * more]
+        columns = [
+            torch.tensor([*places, *[len(self._losses) - 1] * more]),
+            torch.cat([second, torch.tensor([self._nobodys()] * more, dtype=torch.int64)]),
+            torch.tensor([*versions, *[versions[0]] * more] if len(self._memory) > 1 else versions),
+        ]
+        program.inputs[0].copy_(torch.cat([*columns, *batches]), non_blocking=True)
+        for static, leaf in zip(program.inputs[1:], self._task.examples.leaves(batches), strict=True):
             static.copy_(leaf, non_blocking=True)
         program.run()
-
-    @abstractmethod
-    def _weighted(self, count: int) -> int:
-        """How many versions this many batches are computed at."""
-
-    @abstractmethod
-    def _harmless(self, header: Tensor, count: int) -> None:
-        """Numbers with which a program changes nothing that matters."""
 
     @abstractmethod
     def _compute(self, places: Tensor, second: Tensor, weights: Sequence[Tensor], batch: Any) -> None: ...
@@ -106,34 +114,14 @@ class Joined(JoinedBatches):
         self.views = task.views(self.total)
 
     def zero(self) -> None:
+        """After the `program` of what is added: a capture computes, and adds to the total."""
         torch._foreach_zero_(self.total)
 
-    def prepare(self, batches: Sequence[Tensor]) -> RepeatedProgram:
-        """Before `zero`: a capture computes, and adds to the total."""
-        return self.program(self._pad(len(batches)), batches)
-
     def add(
-        self,
-        version: int,
-        batches: Sequence[Tensor],
-        shares: Sequence[float],
-        places: Sequence[int],
+        self, version: int, batches: Sequence[Tensor], shares: Sequence[float], places: Sequence[int]
     ) -> None:
         """Add Σ share · gradient of the batches (of equal size) at this row of the versions; losses go to their places."""
-        count = self._pad(len(batches))
-        program, more = self.program(count, batches), count - len(batches)
-        numbers = [*places, *[len(self._losses) - 1] * more]
-        parts = torch.tensor([*shares, *[0.0] * more], dtype=torch.float64).view(torch.int64)
-        batches = [*batches, *[batches[0]] * more]
-        self._run(
-            program, torch.cat([torch.tensor(numbers), parts, torch.tensor([version]), *batches]), batches
-        )
-
-    def _weighted(self, count: int) -> int:
-        return 1
-
-    def _harmless(self, header: Tensor, count: int) -> None:
-        pass  # shares of 0
+        self._run([version], batches, torch.tensor(shares, dtype=torch.float64).view(torch.int64), places)
 
     def _compute(self, places: Tensor, second: Tensor, weights: Sequence[Tensor], batch: Any) -> None:
         task, shares = self._task, second.view(torch.float64)
@@ -160,14 +148,14 @@ class Stacked(JoinedBatches):
         convolutions: str = "unfolded",
     ) -> None:
         self.rows = rows
-        super().__init__(task, losses, versions, graphs=graphs)
+        super().__init__(task, losses, versions, graphs=graphs, rows=rows)
         assert convolutions in CONVOLUTIONS
         self._unfolded = convolutions == "unfolded"
         self._views: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._viewed = rows.growths
 
-    def _growths(self) -> tuple[int, ...]:
-        return self._versions.growths, self.rows.growths
+    def _nobodys(self) -> int:
+        return self.rows.nobodys
 
     def row(self, row: int) -> tuple[list[Tensor], list[Tensor]]:
         """A gradient's segments, and its views for each parameter."""
@@ -180,25 +168,10 @@ class Stacked(JoinedBatches):
         return self._views[row]
 
     def fill(
-        self,
-        versions: Sequence[int],
-        batches: Sequence[Tensor],
-        rows: Sequence[int],
-        places: Sequence[int],
+        self, versions: Sequence[int], batches: Sequence[Tensor], rows: Sequence[int], places: Sequence[int]
     ) -> None:
         """The gradients of the batches (of equal size), each at its row of the versions, into their rows."""
-        count = self._pad(len(batches))
-        program, more = self.program(count, batches), count - len(batches)
-        numbers = [*places, *[len(self._losses) - 1] * more, *rows, *[self.rows.nobodys] * more]
-        numbers += [*versions, *[versions[0]] * more]
-        batches = [*batches, *[batches[0]] * more]
-        self._run(program, torch.cat([torch.tensor(numbers), *batches]), batches)
-
-    def _weighted(self, count: int) -> int:
-        return count
-
-    def _harmless(self, header: Tensor, count: int) -> None:
-        header[count : 2 * count] = self.rows.nobodys
+        self._run(versions, batches, torch.tensor(rows), places)
 
     def _compute(self, places: Tensor, second: Tensor, weights: Sequence[Tensor], batch: Any) -> None:
         task = self._task
