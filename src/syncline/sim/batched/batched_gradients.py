@@ -1,7 +1,7 @@
 """Promised gradients computed together: when a fold first needs one, all that are outstanding are at hand.
 
 Those of one version that go into one fold are joined; those of many versions are stacked, and each kept until its own fold. Results
-agree with `EachAlone` to rounding. Dropout draws from one stream instead of each learner's own. `batching_check`
+agree with `EachAlone` to rounding. Dropout draws from one stream instead of each learner's own. `trial`
 says which models it can do. Not responsible for the computation itself (`vmap_gradients`).
 """
 
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from syncline.sim.batched.deferred_steps import DeferredSteps
 from syncline.sim.batched.lazy_gradients import Computer, Gradient, Promise, Version, Versions
-from syncline.sim.batched.objective import SimTask
-from syncline.sim.batched.tensor_rows import Rows
+from syncline.sim.batched.objective import Rows, SimTask
 from syncline.sim.batched.vmap_gradients import Joined, Stacked
 from syncline.sim.random_states import Random
 from syncline.table.accumulator import Made, Taken

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from syncline.sim.batched.cuda_graphs import Captured, RepeatedProgram
-from syncline.sim.batched.tensor_rows import Rows
+from syncline.sim.batched.objective import Rows
 from syncline.table.flat_sgd import FlatSGD, StepPlan
 
 SIZES = (64, 32, 16, 8, 4, 2, 1)  # numbers of steps that are captured

@@ -22,9 +22,9 @@ from syncline.learn.model_factories import made
 from syncline.learn.server_session import make_optimizer, shards_for
 from syncline.learn.training import Schedule, Training, run_training
 from syncline.sim.batched.batched_gradients import BatchedGradients
-from syncline.sim.batched.batching_check import trial
 from syncline.sim.batched.lazy_gradients import Computer, EachAlone, Versions
 from syncline.sim.batched.objective import SimTask
+from syncline.sim.batched.vmap_gradients import trial
 from syncline.sim.learner import copy_arguments
 from syncline.table.gradient_slot import options_text
 from syncline.table.layout import Layout, Tensors, lay_out

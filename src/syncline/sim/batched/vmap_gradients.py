@@ -3,26 +3,32 @@
 `Joined` computes the weighted sum of the gradients of several batches at one version in one pass; `Stacked` those of batches
 at different versions, their weights stacked. Both map the objective over the batches with `torch.vmap`, so every
 batch has its own loss, whatever it is a function of. Not responsible for which gradients, nor for when.
-Legend: n batches, μ examples of each.
+`trial` finds out before the run which models can be computed so. Legend: n batches, μ examples of each.
 """
 
 from __future__ import annotations
 
+import random
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as tree
 
 from syncline.sim.batched.convolutions import Unfolded
-from syncline.sim.batched.cuda_graphs import Captured, RepeatedProgram
-from syncline.sim.batched.objective import SimTask
-from syncline.sim.batched.tensor_rows import Rows
+from syncline.sim.batched.cuda_graphs import Captured, RepeatedProgram, repeatable
+from syncline.sim.batched.objective import Rows, SimTask, rows_of
+from syncline.sim.random_states import Random
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of batches that are captured
 CONVOLUTIONS = ("unfolded", "grouped")
+TRIED = 3  # examples of a batch
+NEAR = 0.01  # of the gradient's norm: where two values are all but equal, rounding may choose the other
 
 
 def padded(count: int) -> int:
@@ -187,3 +193,93 @@ class Stacked(JoinedBatches):
                 view.copy_(gradient)
         for rows, values in zip(self.rows.stacks, made, strict=True):
             rows.index_copy_(0, second, values)
+
+
+# -- can it be done? -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VmapProbe:
+    """What came out."""
+
+    reason: str | None  # why not
+    draws: bool  # the model draws random numbers
+
+
+def plain(task: SimTask, weights: Sequence[Tensor], indices: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradient (as segments) of one batch by itself: the reference for the ways to compute many."""
+    leaves = task.leaves(weights)
+    batches = task.examples.stack(indices[None].to(task.device), task.examples.leaves([indices]))
+    loss = task.loss(leaves, tree.tree_map(lambda leaf: leaf[0], batches))
+    made = task.segments()
+    for view, gradient in zip(task.views(made), task.gradients(loss, leaves), strict=True):
+        if gradient is not None:
+            view.copy_(gradient)
+    return loss.detach(), made
+
+
+def trial(task: SimTask, parameters: Sequence[Tensor], size: int, *, convolutions: str) -> VmapProbe:
+    """Can a model's gradients be computed together? Tried with two batches of a few examples, at two versions near these parameters.
+
+    The plain gradient is the reference: what does not agree with it, or cannot be mapped over batches, is computed one at a time.
+    """
+    outside = Random()
+    try:
+        return _try(task, parameters, size, convolutions)
+    finally:
+        outside.restore()
+
+
+def _try(task: SimTask, parameters: Sequence[Tensor], size: int, convolutions: str) -> VmapProbe:
+    weights = [task.segments(), task.segments()]
+    for segments, factor in zip(weights, (1.0, 0.99), strict=True):
+        for view, parameter in zip(task.views(segments), parameters, strict=True):
+            view.copy_(parameter.detach()).mul_(factor)
+    batches = [torch.arange(size)[:TRIED], torch.arange(size).flip(0)[:TRIED]]
+    kept = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
+    before = _drawn(task.device)
+    with repeatable(task.device):  # without TensorFloat-32, whose rounding alone is beyond what is near
+        references = [plain(task, *each)[1] for each in zip(weights, batches, strict=True)]
+    draws = _drawn(task.device) != before
+    for name, buffer in task.model.named_buffers():
+        if not torch.equal(buffer, kept[name]):
+            return VmapProbe(f"computing a gradient changes the buffer {name}", draws)
+    try:
+        apart = _apart(task, weights, batches, references, convolutions)
+    except Exception as error:  # whatever vmap cannot do
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        return VmapProbe(f"the objective cannot be mapped over batches: {words[0]}", draws)
+    if not draws and not apart <= NEAR:
+        return VmapProbe(f"computed together, gradients differ by {apart:.1%} of their norm", draws)
+    return VmapProbe(None, draws)
+
+
+def _apart(
+    task: SimTask,
+    weights: list[list[Tensor]],
+    batches: list[Tensor],
+    references: list[list[Tensor]],
+    convolutions: str,
+) -> float:
+    """How far from the plain gradients, relative to their norm."""
+    losses = torch.zeros(3, dtype=torch.float64, device=task.device)
+    versions = rows_of(task, weights)
+    joined = Joined(task, losses, versions, graphs=False)
+    joined.add(0, [batches[0], batches[0]], [0.5, 0.5], [0, 1])
+    stacked = Stacked(task, losses, versions, Rows(task, 2), graphs=False, convolutions=convolutions)
+    stacked.fill([0, 1], batches, [0, 1], [0, 1])
+    pairs = [(joined.total, references[0]), *((stacked.row(i)[0], references[i]) for i in range(2))]
+    worst = 0.0
+    for mine, theirs in pairs:
+        apart = sum(float((a - b).double().square().sum()) for a, b in zip(mine, theirs, strict=True))
+        norm = sum(float(b.double().square().sum()) for b in theirs)
+        worst = max(worst, apart**0.5 / norm**0.5 if norm else float(apart > 0))
+    return worst
+
+
+def _drawn(device: torch.device) -> tuple[object, ...]:
+    """The generators' states, to notice that somebody drew."""
+    states = [torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state()[1].tobytes()]  # type: ignore[union-attr,index]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return tuple(states)

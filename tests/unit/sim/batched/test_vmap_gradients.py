@@ -14,11 +14,9 @@ from syncline.errors import UsageError
 from syncline.learn.gradient_ways import Supervised
 from syncline.models import Cifar10Full
 from syncline.sim.batched.batched_gradients import Loss, LossLog
-from syncline.sim.batched.batching_check import plain, trial
 from syncline.sim.batched.convolutions import convolve
-from syncline.sim.batched.objective import SimTask
-from syncline.sim.batched.tensor_rows import Rows, rows_of
-from syncline.sim.batched.vmap_gradients import Joined, Stacked, padded
+from syncline.sim.batched.objective import Rows, SimTask, rows_of
+from syncline.sim.batched.vmap_gradients import Joined, Stacked, padded, plain, trial
 from syncline.table.layout import lay_out
 
 # -- convolutions --------------------------------------------------------------------------------------------
