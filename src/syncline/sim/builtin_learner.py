@@ -283,8 +283,10 @@ class PromisedReplica(Replica):
         learner, shop = self._learner, self._shop
         if isinstance(answer, m.Initialise):
             slot = answer.lane.first = private_slot(shop.layout)
-            copy_all(slot.gradients, [parameter.detach() for parameter in shop.parameters])
-            answer.handle.begin(Draft(slot.gradients, shop.buffers, FIRST_VALUES, shop.tensors.others))
+            copy_all(slot.gradients, [parameter.detach() for parameter in shop.tensors.parameters])
+            answer.handle.begin(
+                Draft(slot.gradients, shop.tensors.buffers, FIRST_VALUES, shop.tensors.others)
+            )
             return
         personal, buffers = answer.personal, answer.handle.buffers
         if personal is not None:
@@ -353,7 +355,7 @@ class PromisedReplica(Replica):
         gradient = self._shop.computer.make(self.promise)
         moving = [index for index, present in enumerate(gradient.present) if present]
         if moving:
-            own = self._shop.versions.own(self.weights.segments)
+            own = self._shop.computer.versions.own(self.weights.segments)
             views = own.views
             torch._foreach_add_(
                 [views[index] for index in moving],

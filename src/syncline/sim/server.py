@@ -275,7 +275,7 @@ class SimServer(ServerPort):
         if isinstance(lane, PromisedLane):
             shop = self._world.workshop
             assert shop is not None
-            if (into := lane.inbox(shop.versions.get(version), self.shard)) is not None:
+            if (into := lane.inbox(shop.computer.versions.get(version), self.shard)) is not None:
                 shop.computer.settle()
                 memory = self._memories[table]
                 copy_segments(memory.part.segments(into), memory.of(version))

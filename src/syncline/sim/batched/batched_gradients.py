@@ -48,9 +48,9 @@ class Loss:
 
     def __float__(self) -> float:
         promise = self.promise()
-        if self.place < 0 and promise is not None:
+        if promise is not None and not self.computed:
             self._need(promise)
-        if self.value is None and self.place >= 0:
+        if self.value is None and self.computed:
             self._log.read()
         return float("nan") if self.value is None else self.value
 
@@ -94,10 +94,14 @@ class BatchedGradients(Computer):
         self._log = LossLog(task.device)
         self._log.alarm = lambda rank, loss: self.alarm(rank, loss)
         gradients, versions = Rows(task, ROWS), Rows(task, min(ROWS, 2 * learners + 2))
-        self._versions = Versions(task.layout, versions.take)
+        self.versions = Versions(task.layout, versions.take)
+
+        def row_of(number: int) -> int:
+            version = self.versions.wanted(number)
+            return versions.nobodys if version is None else version.place.number
+
         captured = graphs and task.device.type == "cuda"
-        self._later = DeferredSteps(gradients, versions, self._target, together=captured)
-        self._nobodys = versions
+        self._later = DeferredSteps(gradients, versions, row_of, together=captured)
         self.joined = Joined(task, self._log.values, versions, graphs=graphs)
         self.stacked = Stacked(
             task, self._log.values, versions, gradients, graphs=graphs, convolutions=convolutions
@@ -109,7 +113,7 @@ class BatchedGradients(Computer):
     # -- the seam ----------------------------------------------------------------------------------------
 
     def promise(self, promise: Promise) -> None:
-        loss = promise.loss = Loss(self._log, weakref.ref(promise), self._need)
+        loss = promise.loss = Loss(self._log, weakref.ref(promise), lambda promise: self._stack([promise]))
         promise.buffers = promise.own.buffers  # models that change theirs are not computed together
         self._waiting.append(loss)
 
@@ -119,8 +123,7 @@ class BatchedGradients(Computer):
     def make(self, promise: Promise) -> Gradient:
         """A copy of its own, which its learner may add to."""
         if promise.gradient is None:
-            made = self._mean([promise], [1.0])
-            promise.gradient = self._copy(made)
+            promise.gradient = self._copy(self._mean([promise], [1.0]))
         return promise.gradient
 
     def fold(self, part: Part, taken: Sequence[Taken]) -> Made:
@@ -137,10 +140,6 @@ class BatchedGradients(Computer):
         if len(done) == self._layout.shards:
             del self._folds[key]
         return self._cut(part, gradient)
-
-    @property
-    def versions(self) -> Versions:
-        return self._versions
 
     def step_later(self, promise: Promise, flat: FlatSGD, plan: StepPlan, version: int) -> bool:
         if promise.gradient is not None:
@@ -161,11 +160,6 @@ class BatchedGradients(Computer):
     def fills(self, version: Version) -> bool:
         return len(self._later) > 0 and version.number == self._later.newest
 
-    def _target(self, number: int) -> int:
-        """Where a version goes."""
-        version = self._versions.wanted(number)
-        return self._nobodys.nobodys if version is None else version.place.number
-
     def _cut(self, part: Part, gradient: Gradient) -> Made:
         if self._layout.shards == 1:  # the same lists again for the same memory: the shard looks at that
             return Made(gradient.views, tuple(gradient.present), gradient.segments)
@@ -181,7 +175,7 @@ class BatchedGradients(Computer):
 
     def _mean(self, promises: Sequence[Promise], shares: Sequence[float]) -> Gradient:
         missing = [promise for promise in promises if not promise.loss.computed]
-        alone = self._joins(missing) if missing else False
+        alone = bool(missing) and self._joins(missing)
         if missing and not alone:
             self._stack(missing)
         if len(promises) == 1 and shares[0] == 1.0 and not alone and promises[0].gradient is None:
@@ -236,11 +230,6 @@ class BatchedGradients(Computer):
         factors = torch.tensor(shares, dtype=torch.float64).to(self.task.device, non_blocking=True)
         for total, stack in zip(self.joined.total, self.stacked.rows.stacks, strict=True):
             total.addmv_(stack.index_select(0, where).mT, factors.to(stack.dtype))
-
-    def _need(self, promise: Promise) -> None:
-        """Somebody reads its loss before its fold."""
-        if not promise.loss.computed:
-            self._stack([promise])
 
     def _stack(self, missing: Sequence[Promise]) -> None:
         """These, and all that wait with batches of the same sizes."""

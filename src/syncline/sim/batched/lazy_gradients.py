@@ -102,12 +102,6 @@ class Gradient:
     views: list[Tensor]  # one per parameter
     present: list[bool]
 
-    @classmethod
-    def empty(cls, layout: Layout) -> Gradient:
-        flat = layout.parameters
-        segments = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
-        return cls(segments, flat.views(segments), [False] * len(flat.entries))
-
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Promise:
@@ -129,10 +123,7 @@ class Computer(Maker):
     # of losses that are not finite
     alarm: Callable[[int | None, float], None] = staticmethod(lambda rank, loss: None)
 
-    @property
-    @abstractmethod
-    def versions(self) -> Versions:
-        """That its gradients are computed at."""
+    versions: Versions  # that its gradients are computed at
 
     @abstractmethod
     def promise(self, promise: Promise) -> None:
@@ -230,18 +221,22 @@ class EachAlone(Computer):
         self._loaded: Version | None = None  # what the module's parameters hold
 
     @cached_property
-    def versions(self) -> Versions:
+    def versions(self) -> Versions:  # type: ignore[override]  # the model is made when it is needed
         layout = self._shop.layout
         return Versions(layout, lambda: Loose(layout.parameters.new(self._shop.device)))
 
     def promise(self, promise: Promise) -> None:
-        shop, own = self._shop, promise.own
+        shop, own, tensors = self._shop, promise.own, self._shop.tensors
         outside = Random()
         own.random.restore()
         try:
             batch = shop.read(promise.indices)
-            self._load(promise)
-            for parameter in shop.parameters:
+            if self._loaded is not promise.version:
+                torch._foreach_copy_([p.data for p in tensors.parameters], promise.version.views)
+                self._loaded = promise.version
+            if own.buffers:
+                torch._foreach_copy_(tensors.buffers, own.buffers)
+            for parameter in tensors.parameters:
                 parameter.grad = None
             loss = promise.loss = shop.plan.way(shop.model, batch).item()
         finally:
@@ -251,20 +246,14 @@ class EachAlone(Computer):
             self.alarm(own.rank, loss)
         promise.gradient = self._gradient()
         if own.buffers:
-            torch._foreach_copy_(own.buffers, shop.buffers)
-            promise.buffers = [buffer.clone() for buffer in shop.buffers]
-
-    def _load(self, promise: Promise) -> None:
-        if self._loaded is not promise.version:
-            torch._foreach_copy_([p.data for p in self._shop.parameters], promise.version.views)
-            self._loaded = promise.version
-        if promise.own.buffers:
-            torch._foreach_copy_(self._shop.buffers, promise.own.buffers)
+            torch._foreach_copy_(own.buffers, tensors.buffers)
+            promise.buffers = [buffer.clone() for buffer in tensors.buffers]
 
     def _gradient(self) -> Gradient:
-        made = Gradient.empty(self._shop.layout)
-        grads = [parameter.grad for parameter in self._shop.parameters]
-        made.present = [grad is not None for grad in grads]
+        flat = self._shop.layout.parameters
+        grads = [parameter.grad for parameter in self._shop.tensors.parameters]
+        segments = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
+        made = Gradient(segments, flat.views(segments), [grad is not None for grad in grads])
         if any(grad is not None and grad.is_sparse for grad in grads):
             raise sparse_gradient()
         pairs = [(view, grad) for view, grad in zip(made.views, grads, strict=True) if grad is not None]

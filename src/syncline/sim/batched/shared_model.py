@@ -22,7 +22,7 @@ from syncline.learn.model_factories import made
 from syncline.learn.server_session import make_optimizer, shards_for
 from syncline.learn.training import Schedule, Training, run_training
 from syncline.sim.batched.batched_gradients import BatchedGradients
-from syncline.sim.batched.lazy_gradients import Computer, EachAlone, Versions
+from syncline.sim.batched.lazy_gradients import Computer, EachAlone
 from syncline.sim.batched.objective import SimTask
 from syncline.sim.batched.vmap_gradients import trial
 from syncline.sim.learner import copy_arguments
@@ -73,7 +73,7 @@ class SharedModel:
             )
         except UsageError as error:
             return str(error)
-        tried = trial(task, self.parameters, self.size, convolutions=convolutions)
+        tried = trial(task, self.tensors.parameters, self.size, convolutions=convolutions)
         if tried.reason is None:
             self.computer = BatchedGradients(
                 task,
@@ -114,21 +114,9 @@ class SharedModel:
     def layout(self) -> Layout:
         return self._laid_out[0]
 
-    @cached_property
+    @property
     def tensors(self) -> Tensors:
         return self._laid_out[1]
-
-    @cached_property
-    def parameters(self) -> list[nn.Parameter]:
-        return self._laid_out[1].parameters
-
-    @cached_property
-    def buffers(self) -> list[Tensor]:
-        return self._laid_out[1].buffers
-
-    @property
-    def versions(self) -> Versions:
-        return self.computer.versions
 
     # -- the data ----------------------------------------------------------------------------------------
 
