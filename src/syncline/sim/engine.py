@@ -28,7 +28,7 @@ from syncline.sim.garbage_collection import debris
 from syncline.sim.random_states import Random
 from syncline.sim.simulation import Simulation
 from syncline.sim.timing.allreduce_times import time_all_reduce
-from syncline.sim.timing.run_times import Follow, Length, OnUpdate, Sizes, TimedRun, Timing, time_servers
+from syncline.sim.timing.run_times import Follow, OnUpdate, TimedRun, Timing, time_servers
 from syncline.sim.timing.tree_times import time_tree
 from syncline.topologies import AllReduce, Servers, Trees, parse_topology
 
@@ -237,9 +237,13 @@ class Sim(Engine):
         check_whole("shards", shards)
         run = TimedRun(
             cluster=self.cluster,
-            sizes=Sizes(parameters=parameters, examples=examples, itemsize=itemsize),
             course=Course.of(sync),
-            length=Length(epochs=epochs, steps=steps, seconds=seconds),
+            parameters=parameters,
+            examples=examples,
+            itemsize=itemsize,
+            epochs=epochs,
+            steps=steps,
+            seconds=seconds,
             learners=learners,
             batch_size=batch_size,
             policy=policy,

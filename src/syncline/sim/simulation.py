@@ -484,20 +484,28 @@ class Simulation(Crew):
     def run(self) -> Outcome:
         try:
             with calm_collector():
-                self.coordinator.begin()
-                for fault in self.script.timed:
-                    self.clock.at(fault.seconds or 0.0, partial(self._timed, fault))
-                for learner in self.learners.values():
-                    self.clock.at(0.0, learner.start)
+                self.start()
                 self._run()
         finally:
-            for learner in self.learners.values():  # nobody stays behind
-                if not learner.fiber.done:
-                    learner.kill()
-            self.streams.enter(OUTSIDE)
+            self.end()
         outcome = self.recorder.outcome
         outcome.seconds, outcome.simulated = self.clock.now, self.simulated()
         return outcome
+
+    def start(self) -> None:
+        """Plan the first events."""
+        self.coordinator.begin()
+        for fault in self.script.timed:
+            self.clock.at(fault.seconds or 0.0, partial(self._timed, fault))
+        for learner in self.learners.values():
+            self.clock.at(0.0, learner.start)
+
+    def end(self) -> None:
+        """Nobody stays behind."""
+        for learner in self.learners.values():
+            if not learner.fiber.done:
+                learner.kill()
+        self.streams.enter(OUTSIDE)
 
     def _run(self) -> None:
         recorder, step, commands = self.recorder, self.clock.step, self.commands

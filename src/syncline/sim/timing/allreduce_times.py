@@ -134,15 +134,15 @@ def time_all_reduce(run: TimedRun, topology: AllReduce, layers: Sequence[int] | 
 
 def _run_rings(rings: TimedRings, run: TimedRun) -> list[EpochRecord]:
     """To the given length; data in joint slices of an epoch's order, or with `partition` a part for each rank."""
-    learners, size, examples, length = run.learners, run.batch_size, run.sizes.examples, run.length
+    learners, size, examples = run.learners, run.batch_size, run.examples
     shares = [examples * (rank + 1) // learners - examples * rank // learners for rank in range(learners)]
     joint = learners * size
     rounds = -(-max(shares) // size) if run.policy == "partition" else -(-examples // joint)
     history: list[EpochRecord] = []
-    while length.epochs is None or len(history) < length.epochs:
+    while run.epochs is None or len(history) < run.epochs:
         for number in range(rounds):
-            if (length.steps is not None and rings.iterations >= length.steps) or (
-                length.seconds is not None and rings.seconds >= length.seconds
+            if (run.steps is not None and rings.iterations >= run.steps) or (
+                run.seconds is not None and rings.seconds >= run.seconds
             ):
                 return history
             left = (
@@ -157,7 +157,7 @@ def _run_rings(rings: TimedRings, run: TimedRun) -> list[EpochRecord]:
 
 def _layer_bytes(run: TimedRun, layers: Sequence[int] | None) -> list[int]:
     """Of each layer, from the first to the last; one layer where nothing is known of them."""
-    parameters, itemsize = run.sizes.parameters, run.sizes.itemsize
+    parameters, itemsize = run.parameters, run.itemsize
     if layers is None:
         return [parameters * itemsize]
     if any(isinstance(each, bool) or not isinstance(each, int) or each < 1 for each in layers):

@@ -88,7 +88,7 @@ class TimedTree:
             )
             for node in self.tree.nodes
         }
-        self._parts = run.sizes.part_bytes(topology.shards)
+        self._parts = run.part_bytes(topology.shards)
         self._bytes = sum(self._parts)
         self._shards = [Worker(self.clock) for _ in self._parts]
         self._casters = [Worker(self.clock) for _ in self._parts] if self.casts else self._shards
@@ -99,13 +99,13 @@ class TimedTree:
             sync,
             initial=ids,
             batch_size=run.batch_size,
-            limit=run.length.steps,
+            limit=run.steps,
             warm=run.warm,
             sums=True,
             account=None,
         )
         self._intake = Intake(self.sequence)
-        epochs, self._epoch = run.length.epochs, run.sizes.examples
+        epochs, self._epoch = run.epochs, run.examples
         self._left = None if epochs is None else epochs * self._epoch
         self.going = set(ids)
         self._counted: dict[int, dict[int, int]] = {}
@@ -116,7 +116,7 @@ class TimedTree:
         self.history: list[EpochRecord] = []
 
     def run(self) -> None:
-        seconds = self._run.length.seconds
+        seconds = self._run.seconds
         for learner in self.learners:
             self._decide(self.sequence.join(learner.rank, learner.rank, 0))
         if seconds is not None:
