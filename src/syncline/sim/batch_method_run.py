@@ -148,8 +148,8 @@ class BatchSimulation(BatchCrew):
         self.recorder.error = self.recorder.error or error
 
     def _raised(self, learner: int, error: BaseException) -> None:
-        found = self._play.learners[learner]
-        told = learner_error(found.rank, error, "".join(traceback.format_exception(error)))
+        rank, text = self._play.learners[learner].rank, "".join(traceback.format_exception(error))
+        told = learner_error(rank, error, text)
         self._play.leave(learner)
         self._life.raised(learner, told)
 
