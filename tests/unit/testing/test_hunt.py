@@ -29,7 +29,7 @@ from syncline.table.accumulator import Mean
 from syncline.table.shard import Shard
 from syncline.testing.hunt import DIALS, Case, hunt, play, random_case, shorten
 from syncline.testing.hunt.case import LOOPS, POLICIES
-from syncline.testing.hunt.scratch_folders import SHARED, scratch, sweep
+from syncline.testing.hunt.case_player import SHARED, scratch, sweep
 
 Patch = pytest.MonkeyPatch
 
@@ -415,7 +415,7 @@ def test_torch_is_left_as_it_was() -> None:
 
 LEAVES = """
 import os, signal, sys
-from syncline.testing.hunt.scratch_folders import scratch
+from syncline.testing.hunt.case_player import scratch
 with scratch(sys.argv[1]) as folder:
     open(folder + "/part", "w").close()
     print(folder, flush=True)
