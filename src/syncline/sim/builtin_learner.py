@@ -24,10 +24,9 @@ from syncline.learn.stepper import Steps as Waits
 from syncline.messages.to_leader import Farewell, Gradient
 from syncline.ports import FIRST_VALUES, Draft, Portion, Reading, RunStopped
 from syncline.sim.batched.lazy_gradients import Own, Promise, PromisedLane, Version
-from syncline.sim.clock import Clock
 from syncline.sim.fibers import Handler
 from syncline.sim.learner import COMPUTING, TICKET, WAITING, SimLearner
-from syncline.sim.owned_memory import DRAFT, Drafts, Releases
+from syncline.sim.owned_memory import DRAFT
 from syncline.sim.random_states import Random
 from syncline.table.gradient_slot import private_slot
 
@@ -219,10 +218,6 @@ class Builtin(SimLearner):
         else:
             self.fiber.resume()  # it draws only where a gradient is made, from its own states
 
-    @property
-    def clock(self) -> Clock:
-        return self._world.clock
-
     def inquire(self, message: Any) -> Generator[None, None, Any]:
         """Ask the coordinator; its answer."""
         self.tell(message)
@@ -273,8 +268,6 @@ class PromisedReplica(Replica):
             self._begin(answer)
             answer = yield from learner.inquire(m.Initialised(TABLE, shop.template))
         self._lane = answer.lane
-        self._releases = Releases(answer.lane, shop.layout.shards)
-        self._drafts = Drafts(answer.lane, shop.layout.shards, learner.clock)
         self._begin(answer)
         yield from self.drive(self.stepper.read(self.stepper.ticket()))
 
@@ -298,7 +291,7 @@ class PromisedReplica(Replica):
 
     def drive(self, steps: Waits) -> Steps:
         """Give way until there is what they wait for."""
-        learner, reading = self._learner, self._releases.reading
+        learner, reading = self._learner, self._lane.reading
         found: Any = None
         while True:
             try:
@@ -318,12 +311,13 @@ class PromisedReplica(Replica):
                     found = reading(wait.number)
 
     def _draft(self) -> Generator[None, None, Draft]:
-        if (place := self._drafts.find()) is None:
-            self._drafts.plan(self._learner.wake)
-            yield from self._learner.give_way(lambda: self._drafts.find() is not None, DRAFT)
-            place = self._drafts.find()
+        lane = self._lane
+        if (place := lane.free_slot()) is None:
+            lane.plan(self._learner.wake)
+            yield from self._learner.give_way(lambda: lane.free_slot() is not None, DRAFT)
+            place = lane.free_slot()
             assert place is not None
-        self._drafts.hold(place)
+        lane.hold(place)
         return Draft([], [], place)
 
     # -- a gradient --------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from syncline.sim.clock import Action, ClockPause
 from syncline.sim.fibers import Fiber, Killed, make_fiber
 from syncline.sim.machine_cores import InTurn
 from syncline.sim.network import Line
-from syncline.sim.owned_memory import DRAFT, Drafts, Releases, SimLane, SimTable, poison
+from syncline.sim.owned_memory import DRAFT, SimLane, SimTable, poison
 
 if TYPE_CHECKING:
     from syncline.sim.simulation import Simulation
@@ -416,19 +416,18 @@ class TwinTable(TablePort):
         self._table = opened.table
         flow = world.flow if isinstance(opened, m.Opened) else None
         self._end = flow.of(opened.table).join(learner) if flow is not None else None
-        self._releases = Releases(opened.lane, opened.layout.shards)
-        self._drafts = Drafts(opened.lane, opened.layout.shards, world.clock)
 
     def draft(self, *, block: bool = True) -> Draft | None:
-        if (place := self._drafts.find()) is None:
+        lane = self._lane
+        if (place := lane.free_slot()) is None:
             if not block:
                 return None
-            self._drafts.plan(self._learner.wake)
-            self._learner.until_released(lambda: self._drafts.find() is not None, DRAFT)
-            place = self._drafts.find()
+            lane.plan(self._learner.wake)
+            self._learner.until_released(lambda: lane.free_slot() is not None, DRAFT)
+            place = lane.free_slot()
             assert place is not None
-        self._drafts.hold(place)
-        slot = self._lane.slots[place]
+        lane.hold(place)
+        slot = lane.slots[place]
         others = [torch.empty_like(each) for each in self.others] if self._first is not None else ()
         return Draft(slot.gradients, slot.buffers, place, others)
 
@@ -460,18 +459,18 @@ class TwinTable(TablePort):
         if self._world.poisons:
             poison([*slot.gradients, *slot.buffers])
 
-    def _under_way(self) -> bool:
-        self._drafts.plan(self._learner.wake)
-        return self._drafts.under_way()
+    def _delivered(self) -> bool:
+        self._lane.plan(self._learner.wake)
+        return self._lane.delivered()
 
     def wait(self, number: int | None, *, block: bool = True) -> Reading | None:
         if number is None:
-            self._learner.until_released(lambda: not self._under_way(), DRAFT)
+            self._learner.until_released(self._delivered, DRAFT)
             return None
         if block:
             what = f"ticket {number} of table {self._table}"
-            self._learner.until_released(lambda: self._releases.reading(number) is not None, what)
-        return self._releases.reading(number)
+            self._learner.until_released(lambda: self._lane.reading(number) is not None, what)
+        return self._lane.reading(number)
 
     def read(self, reading: Reading | None, into: list[Tensor]) -> int | None:
         if reading is None:

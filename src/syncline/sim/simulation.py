@@ -183,8 +183,8 @@ class Simulation(Crew):
     def make_lane(self, layout: Layout) -> SimLane | PromisedLane:
         shop, slots = self.workshop, max(2, self.spec.plan.delay + 1)
         if shop is not None:
-            return PromisedLane(shop.computer, slots)
-        lane = SimLane(layout, slots)
+            return PromisedLane(shop.computer, slots, layout.shards, self.clock)
+        lane = SimLane(layout, slots, self.clock)
         if self.poisons:
             poison(layout.parameters.views(lane.inbox))
             poison(tensor for slot in lane.sent for tensor in (*slot.gradients, *slot.buffers))

@@ -24,7 +24,7 @@ from syncline.protocols.sequence import Sequence
 from syncline.protocols.waiting import Gate, Release
 from syncline.roles.counters import Counters
 from syncline.roles.server import LogApplier
-from syncline.sim.owned_memory import Drafts
+from syncline.sim.owned_memory import Traffic
 from syncline.table.accumulator import Mean
 from syncline.table.shard import Shard
 from syncline.testing.hunt import DIALS, Case, hunt, play, random_case, shorten
@@ -198,7 +198,7 @@ def a_shard_that_skips(patch: Patch) -> None:
 
 
 def drafts_are_never_waited_for(patch: Patch) -> None:
-    patch.setattr(Drafts, "_free", lambda self, number: True)
+    patch.setattr(Traffic, "_free", lambda self, number: True)
 
 
 def versions_kept_in_the_wrong_place(patch: Patch) -> None:

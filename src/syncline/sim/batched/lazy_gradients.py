@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from syncline.learn.session import sparse_gradient
+from syncline.sim.clock import Clock
 from syncline.sim.owned_memory import Traffic
 from syncline.sim.random_states import Random
 from syncline.table.accumulator import Made, Maker, Mean, PromisedPart, Taken
@@ -195,8 +196,8 @@ def _parsed(options: bytes) -> list[dict[str, Any]]:
 class PromisedLane(Traffic):
     """Between one built-in learner and the shards of one table: promises there, shared versions back."""
 
-    def __init__(self, computer: Computer, slots: int) -> None:
-        super().__init__(slots)
+    def __init__(self, computer: Computer, slots: int, shards: int, clock: Clock) -> None:
+        super().__init__(slots, shards, clock)
         self._computer = computer
         self.slots = [PromisedSlot(computer) for _ in range(slots)]
         self.arriving: dict[int, Version] = {}  # by number

@@ -27,6 +27,7 @@ from syncline.roles.run_plan import RunPlan
 from syncline.roles.server import LogApplier, ServerRole
 from syncline.sim.batched.lazy_gradients import Own, Promise, Version
 from syncline.sim.builtin_learner import Builtin, PromisedReplica
+from syncline.sim.clock import Clock
 from syncline.sim.fault_player import Script, check_script
 from syncline.sim.garbage_collection import YOUNG, calm_collector
 from syncline.sim.network import SimNetwork
@@ -175,8 +176,8 @@ class SizedLayout:
 class SizedLane(Traffic):
     """Slots without memory."""
 
-    def __init__(self, slots: int) -> None:
-        super().__init__(slots)
+    def __init__(self, slots: int, shards: int, clock: Clock) -> None:
+        super().__init__(slots, shards, clock)
         self.slots = range(slots)
 
 
@@ -287,7 +288,7 @@ class SizedSimulation(Simulation):
         return layout
 
     def make_lane(self, layout: Layout) -> Any:
-        return SizedLane(max(2, self.spec.plan.delay + 1))
+        return SizedLane(max(2, self.spec.plan.delay + 1), layout.shards, self.clock)
 
     def make_role(self, port: ServerPort) -> ServerRole:
         return ServerRole(port, SizedLogApplier(port))
