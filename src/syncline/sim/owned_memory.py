@@ -24,9 +24,8 @@ class SimTable:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, self.device = layout, device
-        self.weights = layout.parameters.segments(
-            torch.zeros(layout.parameters.nbytes, dtype=torch.uint8, device=device)
-        )
+        memory = torch.zeros(layout.parameters.nbytes, dtype=torch.uint8, device=device)
+        self.weights = layout.parameters.segments(memory)
         flats = (layout.buffers, layout.others)
         self.buffers, self.others = (
             flat.views(flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))) for flat in flats
