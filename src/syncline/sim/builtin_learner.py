@@ -200,7 +200,7 @@ class Builtin(SimLearner):
 
     # -- waiting, as a session does ----------------------------------------------------------------------
 
-    def give_way(self, ready: Callable[[], Any], what: str, time: str = WAITING) -> Steps:
+    def give_way(self, ready: Callable[[], Any], what: str, time: int = WAITING) -> Steps:
         """Until it is so: who wakes it looks first."""
         began = self._world.clock.now
         if not ready():

@@ -51,12 +51,6 @@ class SimHandle(Handle):
         self._thread.start()
 
     def _main(self) -> None:
-        try:
-            self._run()
-        finally:
-            live.ended(self)
-
-    def _run(self) -> None:
         debris.sweep()
         threads, outside = torch.get_num_threads(), Random()
         torch.set_num_threads(self._spec.threads or 1)
@@ -68,6 +62,7 @@ class SimHandle(Handle):
             torch.set_num_threads(threads)
             outside.restore()
             self._begun.set()
+            live.ended(self)
 
     def _follow(self, world: World) -> None:
         self._world = world

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from syncline.sim.simulation import Simulation
 
 BULK = (Gradient, Put)
-COMPUTING, WAITING, TICKET = "computing", "waiting", "ticket"  # what a learner does while it gives way
+COMPUTING, TICKET, WAITING = 0, 1, 2  # what a learner does while it gives way, and where its time is kept
 
 
 class SimLearner(LearnerPort):
@@ -53,16 +53,13 @@ class SimLearner(LearnerPort):
         "_answers",
         "_arrival",
         "_called",
-        "_communication",
-        "_computation",
-        "_compute",
         "_incoming",
         "_leader",
         "_line",
         "_outgoing",
         "_pace",
         "_steps",
-        "_waiting",
+        "_times",
         "_world",
         "dead",
         "decided",
@@ -96,8 +93,7 @@ class SimLearner(LearnerPort):
         self.waits_for: str | None = None
         self._line: Line | None = None  # where bulk comes late
         self.step = 0  # computations so far, those before a checkpoint included
-        self._compute = self._communication = self._waiting = 0.0
-        self._steps = 0
+        self._times, self._steps = [0.0, 0.0, 0.0], 0
         self.handled = self.decided = 0.0  # when the leader had its last gradient, and released it
 
     def _make_fiber(self) -> Fiber:
@@ -158,16 +154,12 @@ class SimLearner(LearnerPort):
         return max(self._arrival, self.now() + self._world.cluster.card.latency)
 
     def times(self) -> LearnerTimes:
-        return LearnerTimes(
-            compute=self._compute,
-            communication=self._communication,
-            waiting=self._waiting,
-            steps=self._steps,
-        )
+        compute, communication, waiting = self._times
+        return LearnerTimes(compute=compute, communication=communication, waiting=waiting, steps=self._steps)
 
     # -- waiting -----------------------------------------------------------------------------------------
 
-    def until(self, ready: Callable[[], bool], what: str, time: str = WAITING) -> None:
+    def until(self, ready: Callable[[], bool], what: str, time: int = WAITING) -> None:
         """Give way until it is so."""
         if self.dead:
             raise Killed
@@ -178,7 +170,7 @@ class SimLearner(LearnerPort):
         self.waits_for = None
         self.passed(began, time)
 
-    def until_served(self, ready: Callable[[], bool], what: str, time: str = WAITING) -> None:
+    def until_served(self, ready: Callable[[], bool], what: str, time: int = WAITING) -> None:
         """The same; nobody waits for servers that are gone."""
         self.until(lambda: ready() or self.stale, what, time)
         if not ready():
@@ -209,17 +201,14 @@ class SimLearner(LearnerPort):
         else:
             self._resume()
 
-    def passed(self, began: float, time: str) -> None:
+    def passed(self, began: float, time: int) -> None:
         """The account of time; a wait for a ticket is communication, but for the time that others took."""
         seconds = self._world.clock.now - began
-        if time == COMPUTING:
-            self._compute += seconds
-        elif time == WAITING:
-            self._waiting += seconds
-        else:
+        if time == TICKET:
             others = min(seconds, max(0.0, self.decided - max(self.handled, began)))
-            self._waiting += others
-            self._communication += seconds - others
+            self._times[WAITING] += others
+            seconds -= others
+        self._times[time] += seconds
 
     # -- sending -----------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from syncline.messages.to_tree_nodes import Counted, Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
 from syncline.protocols.tree_shape import ROOT
 from syncline.protocols.tree_up import Node, Passed, Sum, SumDone, Up, of_one
-from syncline.sim.clock import Action
+from syncline.sim.clock import Worker
 from syncline.sim.owned_memory import NEVER, SimLane
 from syncline.table.accumulator import Mean, add_up
 from syncline.table.gradient_slot import private_slot
@@ -70,7 +70,7 @@ class SimNode:
         self.dead = False
         self.handled = self.decided = 0.0
         self._tables: dict[int, NodeTable] = {}
-        self._free = 0.0
+        self._work = Worker(world.clock)
 
     def _table(self, number: int) -> NodeTable:
         table = self._tables.get(number)
@@ -84,13 +84,6 @@ class SimNode:
             table = self._tables[number] = NodeTable(node, layout, lane)
         return table
 
-    def _work(self, number: int, then: Action) -> None:
-        """Adding takes as long as at a shard; one thing after another."""
-        nbytes = sum(self._world.tables[number].part_bytes)
-        now = self._world.clock.now
-        self._free = max(self._free, now) + self._world.cluster.take.seconds(nbytes)
-        self._world.clock.at(self._free, lambda: None if self.dead else then())
-
     # -- up --------------------------------------------------------------------------------------------------
 
     def gradient(self, learner: SimLearner, message: Gradient) -> None:
@@ -101,17 +94,18 @@ class SimNode:
         lane.sending.discard(message.number)
         self._world.clock.at(self._world.clock.now, learner.wake)
         slot, table = lane.sent[lane.numbers.index(message.number)], self._table(message.table)
+        name, rank, step, examples = learner.learner, learner.rank, message.step, message.examples
         segments = [segment.clone() for segment in slot.segments]
-        mask = tuple(map(bool, slot.mask.tolist())) if not message.full else (True,) * len(slot.mask)
-        options = [(-message.step, learner.rank, bytes(slot.options_text()))]
-        buffers = ([each.clone() for each in slot.buffers],)
-        views = table.layout.parameters.views(segments)
         part = NodePart(
-            segments, views, mask, message.examples, options, ((learner.learner, message),), buffers
+            segments,
+            table.layout.parameters.views(segments),
+            tuple(map(bool, slot.mask.tolist())) if not message.full else (True,) * len(slot.mask),
+            examples,
+            [(-step, rank, bytes(slot.options_text()))],
+            ((name, message),),
+            ([each.clone() for each in slot.buffers],),
         )
-        ticket = Ticket(
-            learner.learner, learner.rank, message.number, message.stamp, message.step, message.examples
-        )
+        ticket = Ticket(name, rank, message.number, message.stamp, step, examples)
         self._gather(message.table, of_one(ticket), part)
 
     def moved(self) -> None:
@@ -120,9 +114,15 @@ class SimNode:
             self._pass_on(number, table.node.moved({}))
 
     def _gather(self, number: int, sum_: Sum, part: NodePart) -> None:
-        table = self._table(number)
+        """Adding takes as long as at a shard; one thing after another."""
+        world, table = self._world, self._table(number)
         table.parts[sum_.sender, sum_.number] = part
-        self._work(number, lambda: self._pass_on(number, table.node.publish(sum_)))
+
+        def added() -> None:
+            if not self.dead:
+                self._pass_on(number, table.node.publish(sum_))
+
+        self._work.do(world.cluster.take.seconds(sum(world.tables[number].part_bytes)), added)
 
     def _pass_on(self, number: int, passed: Iterable[Passed]) -> None:
         world, table = self._world, self._table(number)
@@ -158,7 +158,11 @@ class SimNode:
         parts = world.tables[number].part_bytes
         if above != ROOT:
             parent = world.nodes[above]
-            arrive = partial(parent._arrive, self, number, sum_, body)
+
+            def arrive() -> None:
+                if not parent.dead and not self.dead:
+                    parent._gather(number, sum_, body)
+
             world.send(self.machine, parent.machine, arrive, sum(parts))
             return
         lane = self._fill(number, sum_, body)
@@ -167,25 +171,14 @@ class SimNode:
                 world.clock.now, self.machine, world.cluster.machine_of_shard(shard), parts[shard]
             )
             lane.under_way[shard, sum_.number] = arrival
-        table = self._table(number)
-        told = Told(
-            number,
-            sum_.number,
-            sum_.iteration,
-            body.gradients,
-            table.options,
-            all(body.mask),
-            body.buffers,
-        )
-        world.send(self.machine, world.first_machine, partial(self._at_root, told), parts[0])
+        options, full = self._table(number).options, all(body.mask)
+        told = Told(number, sum_.number, sum_.iteration, body.gradients, options, full, body.buffers)
 
-    def _at_root(self, told: Told) -> None:
-        if not self.dead:
-            self._world.servers[0].note(self, told)
+        def at_root() -> None:
+            if not self.dead:
+                world.servers[0].note(self, told)
 
-    def _arrive(self, child: SimNode, number: int, sum_: Sum, body: NodePart) -> None:
-        if not self.dead and not child.dead:
-            self._gather(number, sum_, body)
+        world.send(self.machine, world.first_machine, at_root, parts[0])
 
     def _fill(self, number: int, sum_: Sum, body: NodePart) -> SimLane:
         """The draft that the shards read."""
@@ -196,14 +189,14 @@ class SimNode:
             lane.sent.append(private_slot(table.layout))
         place = lane.numbers.index(NEVER)
         lane.numbers[place] = sum_.number
-        slot = table.lane.sent[place]
+        slot = lane.sent[place]
         torch._foreach_copy_(slot.segments, body.segments)
         slot.mask.copy_(torch.tensor(body.mask, dtype=torch.uint8))
         text = min(body.options)[2]
         if text != table.text:
             table.options, table.text = table.options + 1, text
         slot.write_options(text)
-        return table.lane
+        return lane
 
     # -- what comes back -------------------------------------------------------------------------------------
 
