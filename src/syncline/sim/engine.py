@@ -158,11 +158,11 @@ class Sim(Engine):
         given = {name: value for name, value in fixed.items() if value is not None}
         if cluster is not None and given:
             raise UsageError(f"Sim: give a cluster or fixed times, not both: {', '.join(given)}")
-        if cluster is not None and not isinstance(cluster, Cluster | str):
+        if not isinstance(cluster, Cluster | str | None):
             raise UsageError(f"Sim takes a Cluster or a text such as 'p775', got {type(cluster).__name__}")
-        if script is not None and not isinstance(script, str):
+        if not isinstance(script, str | None):
             raise UsageError(f"Sim: script is one text with ; between its lines, got {type(script).__name__}")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        if isinstance(seed, bool) or not isinstance(seed, int | None):
             raise UsageError(f"Sim: seed is a whole number, got {seed!r}")
         named = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         self.cluster = named if named is not None else Cluster.equal(**given)
@@ -189,6 +189,10 @@ class Sim(Engine):
             return BatchSimulation(spec, self.cluster, script=script, seed=seed)
         if spec.plan.topology.fixed_members:
             return AllReduceSimulation(spec, self.cluster, script=script, seed=seed)
+        ways = self.batched if isinstance(self.batched, Ways) else None
+        on_gpu = any(torch.device(device).type == "cuda" for device in spec.devices)
+        if ways is None and (on_gpu if self.batched is None else self.batched):
+            ways = Ways()
         return Simulation(
             spec,
             self.cluster,
@@ -196,7 +200,7 @@ class Sim(Engine):
             seed=seed,
             check=self.check,
             handlers=self.handlers,
-            ways=self._ways(spec),
+            ways=ways,
             exact=spec.task.function is run_training if self.exact is None else self.exact,
             previous=previous,
         )
@@ -270,12 +274,6 @@ class Sim(Engine):
             what = "the script" if script.faults else "layers="
             raise UsageError(f"timing over a tree knows nothing of {what}: leave it out")
         return time_tree(run, place)
-
-    def _ways(self, spec: RunSpec) -> Ways | None:
-        if isinstance(self.batched, Ways):
-            return self.batched
-        on_gpu = any(torch.device(device).type == "cuda" for device in spec.devices)
-        return Ways() if self.batched or (self.batched is None and on_gpu) else None
 
     def start(self, spec: RunSpec) -> SimHandle:
         script = Script.of(self.script)
