@@ -26,7 +26,7 @@ from syncline.engines.event_script import Fault
 from syncline.engines.recorder import learner_error, peer_record
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes
-from syncline.errors import LostError, NotYetError, UsageError
+from syncline.errors import LostError, UsageError
 from syncline.learn.allreduce_session import AllReduceSession
 from syncline.ports import CollectivePort, Computing, Progress, Reduction, RunStopped, Serving
 from syncline.protocols.lifecycle import alone
@@ -363,11 +363,3 @@ class AllReduceSimulation:
     def _over(self) -> bool:
         complete = self.recorder.complete() and not self.keeper.cutting
         return len(self._returned) == len(self.peers) and complete
-
-
-def check_peer_script(script: Script) -> None:
-    for fault in script.faults:
-        if fault.action not in ("kill", "stop") or fault.role in ("shard", "node"):
-            raise NotYetError(
-                f"script, '{fault.text}': over all-reduce learners can be killed and the run stopped, no more yet"
-            )

@@ -26,7 +26,7 @@ from syncline.engines.event_script import Fault
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes
-from syncline.errors import LostError, NotYetError, RunError, UsageError
+from syncline.errors import LostError, RunError, UsageError
 from syncline.learn.model_factories import seed_random
 from syncline.learn.portion_worker import BatchPlan, PortionWorker
 from syncline.roles.checkpoint_manifest import Restored, table_file
@@ -269,12 +269,3 @@ class BatchSimulation(BatchCrew):
             learners=times, moved=network.moved, copied=network.copied, events=self.clock.events
         )
         return outcome
-
-
-def check_batch_script(script: Script) -> None:
-    for fault in script.faults:
-        if fault.action in ("pause", "change", "cut") or fault.role == "node":
-            raise NotYetError(
-                f"script, '{fault.text}': under sandblaster learners and shards can be killed, learners added and the run "
-                "stopped, no more yet"
-            )

@@ -5,13 +5,10 @@ With it a run goes on to the same bits: the run that wrote it does so from it to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
 
 from syncline import messages as m
 from syncline.engines.checkpoint_writer import commit
@@ -46,14 +43,6 @@ class Moment:
             return cls(**{**kept, "losses": [(rank, count) for rank, count in kept["losses"]]})
         seconds = kept["seconds"] if kept is not None else 0.0
         return cls(learners=spec.plan.learners, seconds=seconds, ranks=list(range(spec.plan.learners)))
-
-
-def with_states(tensors: dict[str, Tensor], states: Iterable[tuple[int, bytes]]) -> dict[str, Tensor]:
-    """A checkpoint's learners with the random states that they have now, by rank."""
-    kept = dict(tensors)  # who has left keeps its last ones
-    for rank, state in states:
-        kept[f"random/{rank}"] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    return kept
 
 
 class SimCoordinator(CoordinatorPort):

@@ -20,8 +20,8 @@ from syncline.errors import RunError, UsageError
 from syncline.learn.server_session import check_whole
 from syncline.learn.training import run_training
 from syncline.protocols.lifecycle import Faults
-from syncline.sim.allreduce import AllReduceSimulation, check_peer_script
-from syncline.sim.batch_method_run import BatchSimulation, check_batch_script
+from syncline.sim.allreduce import AllReduceSimulation
+from syncline.sim.batch_method_run import BatchSimulation
 from syncline.sim.batched.shared_model import Ways
 from syncline.sim.fault_player import Script, check_script
 from syncline.sim.garbage_collection import debris
@@ -276,20 +276,14 @@ class Sim(Engine):
         return time_tree(run, place)
 
     def start(self, spec: RunSpec) -> SimHandle:
-        script = Script.of(self.script)
-        if spec.batch is not None:
-            if self.check:
-                raise UsageError(
-                    "Sim(check=True) checks the accounts of folds, sandblaster has none: leave check out"
-                )
-            check_batch_script(script)
-        elif spec.plan.topology.fixed_members:
-            if self.check:
-                raise UsageError(
-                    "Sim(check=True) checks the accounts of servers, over all-reduce there are none: leave check out, "
-                    "or use topology='servers'"
-                )
-            check_peer_script(script)
-        else:
-            check_script(script, spec, self.cluster)
+        if self.check and spec.batch is not None:
+            raise UsageError(
+                "Sim(check=True) checks the accounts of folds, sandblaster has none: leave check out"
+            )
+        if self.check and spec.plan.topology.fixed_members:
+            raise UsageError(
+                "Sim(check=True) checks the accounts of servers, over all-reduce there are none: leave check out, "
+                "or use topology='servers'"
+            )
+        check_script(Script.of(self.script), spec, self.cluster)
         return SimHandle(self, spec)

@@ -12,7 +12,7 @@ from syncline.cluster.record import Cluster
 from syncline.dial import Course, as_sync
 from syncline.engines.event_script import Fault, parse_script
 from syncline.engines.run import RunSpec
-from syncline.errors import DialError, UsageError
+from syncline.errors import DialError, NotYetError, UsageError
 from syncline.topologies import Trees
 
 if TYPE_CHECKING:
@@ -66,29 +66,46 @@ class Script:
 
 
 def check_script(script: Script, spec: RunSpec, cluster: Cluster) -> None:
-    """Dials that this run could not change to, and links that it does not have, are refused before it starts."""
-    topology = spec.plan.topology
+    """Lines that this run could not play are refused before it starts."""
     for fault in script.faults:
-        if isinstance(topology, Trees) and (
-            fault.role == "link" or (fault.role == "node" and fault.action != "kill")
-        ):
-            raise UsageError(
-                f"script, '{fault.text}': nodes are those of the tree, and can be killed; this run is over {topology}"
-            )
-        if fault.role == "link" and not cluster.beside:
-            raise UsageError(
-                f"script, '{fault.text}': in this cluster nothing goes from node to node, the shards have machines of their own; "
-                "use one with beside=True"
-            )
-        if fault.action == "change":
-            dial = as_sync(fault.dial)
-            topology.check(Course.of(dial), spec.faults, clip_norm=spec.plan.clip_norm, warm=spec.plan.warm)
-            dial.check(spec.plan.learners, spec.plan.batch_size)
-            if dial.delay > spec.plan.delay:
-                raise DialError(
-                    f"script, '{fault.text}': {dial} keeps {dial.delay + 1} versions, this run was started to keep "
-                    f"{spec.plan.delay + 1}"
+        if spec.batch is not None:
+            if fault.action in ("pause", "change", "cut") or fault.role == "node":
+                raise NotYetError(
+                    f"script, '{fault.text}': under sandblaster learners and shards can be killed, learners added and the run "
+                    "stopped, no more yet"
                 )
+        elif spec.plan.topology.fixed_members:
+            if fault.action not in ("kill", "stop") or fault.role in ("shard", "node"):
+                raise NotYetError(
+                    f"script, '{fault.text}': over all-reduce learners can be killed and the run stopped, no more yet"
+                )
+        else:
+            _check_fault(fault, spec, cluster)
+
+
+def _check_fault(fault: Fault, spec: RunSpec, cluster: Cluster) -> None:
+    """Over servers: links that it does not have, dials that it could not change to."""
+    topology = spec.plan.topology
+    if isinstance(topology, Trees) and (
+        fault.role == "link" or (fault.role == "node" and fault.action != "kill")
+    ):
+        raise UsageError(
+            f"script, '{fault.text}': nodes are those of the tree, and can be killed; this run is over {topology}"
+        )
+    if fault.role == "link" and not cluster.beside:
+        raise UsageError(
+            f"script, '{fault.text}': in this cluster nothing goes from node to node, the shards have machines of their own; "
+            "use one with beside=True"
+        )
+    if fault.action == "change":
+        dial = as_sync(fault.dial)
+        topology.check(Course.of(dial), spec.faults, clip_norm=spec.plan.clip_norm, warm=spec.plan.warm)
+        dial.check(spec.plan.learners, spec.plan.batch_size)
+        if dial.delay > spec.plan.delay:
+            raise DialError(
+                f"script, '{fault.text}': {dial} keeps {dial.delay + 1} versions, this run was started to keep "
+                f"{spec.plan.delay + 1}"
+            )
 
 
 def strike(world: Simulation, fault: Fault) -> None:

@@ -20,7 +20,6 @@ from syncline.ports import FIRST_VALUES, Computing, Portion, Reading, ServerPort
 from syncline.roles.checkpoint_manifest import LEARNERS
 from syncline.sim.batched.lazy_gradients import PromisedLane, PromisedSlot
 from syncline.sim.clock import Action, ClockPause
-from syncline.sim.coordinator_port import with_states
 from syncline.sim.owned_memory import DRAFT, ShardMemory, SimLane, Traffic, poison
 from syncline.table.gradient_slot import Slot
 from syncline.table.store import copy_segments, places_for
@@ -300,7 +299,7 @@ class SimServer(ServerPort):
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         assert self._world.folder is not None
         if name == LEARNERS and self._world.exact:
-            tensors = with_states(tensors, self._world.states())
+            tensors = tensors | self._world.states()  # who has left keeps its last ones
         self.tell(write_part(self._world.folder, (number, name, tensors, notes)))
 
     def tell(self, message: Any) -> None:

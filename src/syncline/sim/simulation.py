@@ -399,10 +399,12 @@ class Simulation(Crew):
             played=list(self._played),
         )
 
-    def states(self) -> list[tuple[int, bytes]]:
-        """Random states by rank, of all that have begun."""
-        found = [(learner.rank, learner.states()) for learner in self.live.values()]
-        return [(rank, states) for rank, states in found if states]
+    def states(self) -> dict[str, Tensor]:
+        """Random states as they lie in a checkpoint, of all that have begun."""
+        found = {f"random/{learner.rank}": learner.states() for learner in self.live.values()}
+        return {
+            name: torch.frombuffer(bytearray(each), dtype=torch.uint8) for name, each in found.items() if each
+        }
 
     # -- the script --------------------------------------------------------------------------------------
 
