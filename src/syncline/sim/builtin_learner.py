@@ -75,11 +75,10 @@ class Builtin(SimLearner):
         self.fiber.resume()
 
     def _make_own(self) -> Own:
-        outside = Random()
-        seed_random(self.run_plan.seed + self.rank)
-        own = Own(self.rank, Random(), [])
-        outside.restore()
-        return own
+        states = Random()
+        with states.drawn():
+            seed_random(self.run_plan.seed + self.rank)
+        return Own(self.rank, states, [])
 
     def _make_replica(self) -> PromisedReplica:
         return PromisedReplica(self)
@@ -103,10 +102,8 @@ class Builtin(SimLearner):
 
     def _epoch(self, table: PromisedReplica, parts: int) -> Steps:
         if self.kept_random:
-            outside = Random()
-            unpack_random(self.kept_random, CPU)
-            self.own.random.save()
-            outside.restore()
+            with self.own.random.drawn():
+                unpack_random(self.kept_random, CPU)
             self.kept_random = b""
         self._portion.enter()
         self._more = True
@@ -240,12 +237,8 @@ class Builtin(SimLearner):
         return self.random_states() if self.started and not self.dead else b""
 
     def random_states(self, *, marked: bool = False) -> bytes:
-        outside = Random()
-        self.own.random.restore()
-        try:
+        with self.own.random.drawn():
             return pack_random(CPU, self._mark if marked else None)
-        finally:
-            outside.restore()
 
 
 class PromisedReplica(Replica):

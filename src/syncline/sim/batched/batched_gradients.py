@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class BatchedGradients(Computer):
         )
         self._waiting: list[Loss] = []  # of promises that nobody has needed
         self._folds: dict[tuple[int, ...], tuple[Gradient, set[Part]]] = {}  # that not all shards have made
-        self._random = Random() if draws else None
+        self._drawing = Random().drawn if draws else nullcontext
 
     # -- the seam ----------------------------------------------------------------------------------------
 
@@ -249,20 +249,6 @@ class BatchedGradients(Computer):
                     [self._log.place(promise.loss) for promise in chunk],
                 )
         self._waiting = [loss for loss in self._waiting if not loss.computed]
-
-    @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Random numbers inside come from one stream, if the model draws any."""
-        if self._random is None:
-            yield
-            return
-        outside = Random()
-        self._random.restore()
-        try:
-            yield
-        finally:
-            self._random.save()
-            outside.restore()
 
 
 def _chunks(promises: Iterable[Promise], key: Callable[[Promise], object]) -> Iterable[list[Promise]]:

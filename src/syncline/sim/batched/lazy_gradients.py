@@ -228,9 +228,7 @@ class EachAlone(Computer):
 
     def promise(self, promise: Promise) -> None:
         shop, own, tensors = self._shop, promise.own, self._shop.tensors
-        outside = Random()
-        own.random.restore()
-        try:
+        with own.random.drawn():
             batch = shop.read(promise.indices)
             if self._loaded is not promise.version:
                 torch._foreach_copy_([p.data for p in tensors.parameters], promise.version.views)
@@ -240,9 +238,6 @@ class EachAlone(Computer):
             for parameter in tensors.parameters:
                 parameter.grad = None
             loss = promise.loss = shop.plan.way(shop.model, batch).item()
-        finally:
-            own.random.save()
-            outside.restore()
         if not math.isfinite(loss):
             self.alarm(own.rank, loss)
         promise.gradient = self._gradient()

@@ -41,19 +41,11 @@ class Ways:
     convolutions: str | None = None  # "unfolded" or "grouped"; None: what is fast on the device
 
 
-def can_handle(spec: RunSpec) -> bool:
-    """`train`'s own loop, over data that a ledger hands out, on one device."""
-    if spec.task.function is not run_training:
-        return False
-    plan: Training = spec.task.arguments[0]
-    return not isinstance(plan.data, IterableDataset) and len(set(spec.devices)) == 1
-
-
 class SharedModel:
     """One run's model and data, used by one learner at a time."""
 
     def __init__(self, spec: RunSpec) -> None:
-        (self.plan,), _ = copy_arguments((spec.task.arguments, {}))  # type: tuple[Training], Any
+        self.plan: Training = copy_arguments(spec.task.arguments)[0]
         self.spec = spec
         self.computer: Computer = EachAlone(self)
         self.device = torch.device("cpu")  # of the table and its versions
@@ -64,13 +56,11 @@ class SharedModel:
         """From now on, on the run's device; or the reason why that is not possible."""
         device = torch.device(self.spec.devices[0])
         convolutions = ways.convolutions or ("unfolded" if device.type == "cuda" else "grouped")
-        plan = self.plan
-        if plan.objective is None:
+        objective, data, collate = self.plan.objective, self.plan.data, self.plan.collate
+        if objective is None:
             return "only gradients of back-propagation are computed together"
         try:
-            task = SimTask(
-                self.model, plan.objective, self.layout, plan.data, collate=plan.collate, device=device
-            )
+            task = SimTask(self.model, objective, self.layout, data, collate=collate, device=device)
         except UsageError as error:
             return str(error)
         tried = trial(task, self.tensors.parameters, self.size, convolutions=convolutions)
@@ -161,8 +151,12 @@ class SharedModel:
 
 
 def make_workshop(spec: RunSpec, ways: Ways | None) -> tuple[SharedModel | None, str | None]:
-    """What built-in learners share, where there are any; and why they compute alone, where they should not."""
-    if not can_handle(spec):
+    """What built-in learners share, where there are any; and why they compute alone, where they should not.
+
+    There are in `train`'s own loop, over data that a ledger hands out, on one device.
+    """
+    builtin = spec.task.function is run_training and len(set(spec.devices)) == 1
+    if not builtin or isinstance(spec.task.arguments[0].data, IterableDataset):
         return None, "only train's own loop, on one device, can do otherwise" if ways is not None else None
     shop = SharedModel(spec)
     reason = shop.compute_together(ways) if ways is not None else None

@@ -223,11 +223,8 @@ def trial(task: SimTask, parameters: Sequence[Tensor], size: int, *, convolution
 
     The plain gradient is the reference: what does not agree with it, or cannot be mapped over batches, is computed one at a time.
     """
-    outside = Random()
-    try:
+    with Random().drawn():
         return _try(task, parameters, size, convolutions)
-    finally:
-        outside.restore()
 
 
 def _try(task: SimTask, parameters: Sequence[Tensor], size: int, convolutions: str) -> VmapProbe:
