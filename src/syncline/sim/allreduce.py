@@ -28,14 +28,14 @@ from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes
 from syncline.errors import LostError, UsageError
 from syncline.learn.allreduce_session import AllReduceSession
-from syncline.ports import CollectivePort, Computing, Progress, Reduction, RunStopped, Serving
+from syncline.ports import CollectivePort, Computing, Progress, Reduction, Serving
 from syncline.protocols.lifecycle import alone
 from syncline.protocols.staleness import StalenessClock
 from syncline.roles.allreduce_coordinator import Meet, early
 from syncline.sim.clock import Clock
 from syncline.sim.fault_player import Script
 from syncline.sim.fibers import Killed, Thread
-from syncline.sim.learner import copy_arguments
+from syncline.sim.learner import call
 from syncline.sim.random_states import OUTSIDE, RandomStreams
 from syncline.table.checkpoints import Folder
 
@@ -137,12 +137,7 @@ class SimPeer(CollectivePort):
         try:
             seat = replace(spec.seat(self.rank), reader=False)
             session = AllReduceSession(self, seat, spec.storage.restored)
-            session.seed()
-            arguments, keywords = copy_arguments((spec.task.arguments, spec.task.keywords))
-            try:
-                value = spec.task.function(session, *arguments, **keywords)
-            except RunStopped:
-                value = None
+            value = call(spec.task, session)
             session.close()
             world.later(lambda: world.returned(self.rank, value))
         except Killed:

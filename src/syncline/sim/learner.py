@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,10 @@ from torch.utils.data import Dataset
 
 from syncline import messages as m
 from syncline.engines.recorder import learner_error
+from syncline.engines.run import Task
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.errors import InvariantError, UsageError
+from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.model_factories import pack_random, without_graph
 from syncline.learn.server_session import ServerSession
 from syncline.messages.to_leader import Gradient, Put, ToLeader
@@ -102,14 +104,9 @@ class SimLearner(LearnerPort):
     def _main(self) -> None:
         world, spec = self._world, self._world.spec
         try:
-            config = dataclasses.replace(spec.seat(self.rank), reader=False)
-            session = ServerSession(self, config)
-            session.seed()
-            arguments, keywords = copy_arguments((spec.task.arguments, spec.task.keywords))
+            session = ServerSession(self, dataclasses.replace(spec.seat(self.rank), reader=False))
             try:
-                value = spec.task.function(session, *arguments, **keywords)
-            except RunStopped:
-                value = None
+                value = call(spec.task, session)
             finally:
                 session.close()
             self.leave(lambda: world.returned(self, value))
@@ -478,6 +475,16 @@ class TwinTable(TablePort):
         return reading.version
 
 
+def call(task: Task, session: ServerSession | AllReduceSession) -> Any:
+    """What the user's function gives back, called with a copy of what it is given."""
+    session.seed()
+    arguments, keywords = copy_arguments((task.arguments, task.keywords))
+    try:
+        return task.function(session, *arguments, **keywords)
+    except RunStopped:
+        return None
+
+
 def copy_arguments(arguments: Any) -> Any:
     """What a process would get: its own copy of everything but the data sets, which are only read."""
     shared: dict[int, Any] = {}
@@ -492,16 +499,16 @@ def copy_arguments(arguments: Any) -> Any:
 
 
 def _find_data(value: Any, found: dict[int, Any]) -> None:
+    parts: Iterable[Any] = ()
     if isinstance(value, Dataset):
         found[id(value)] = value
     elif isinstance(value, nn.Module):
         found.update(without_graph(value))
     elif isinstance(value, dict):
-        for each in value.values():
-            _find_data(each, found)
+        parts = value.values()
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            _find_data(each, found)
+        parts = value
     elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            _find_data(getattr(value, name), found)
+        parts = [getattr(value, name) for name in value.__dataclass_fields__]
+    for each in parts:
+        _find_data(each, found)
