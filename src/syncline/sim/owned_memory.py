@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,7 @@ class Traffic:
 
     def __init__(self, slots: int, shards: int, clock: Clock) -> None:
         self._shards, self._clock = range(shards), clock
+        self.slots: Sequence[Any] = range(slots)  # the learner's drafts; in a timing without memory
         self.numbers = [NEVER] * slots  # tickets whose drafts lie in the slots
         self.said: dict[int, Gradient] = {}  # over a tree: what was published with them
         self.released: dict[int, tuple[int, Reading]] = {}  # by shard, with its ticket
@@ -124,7 +126,7 @@ class SimLane(Traffic):
 
     def __init__(self, layout: Layout, slots: int, clock: Clock) -> None:
         super().__init__(slots, layout.shards, clock)
-        self.slots = [private_slot(layout) for _ in range(slots)]  # the learner's drafts
+        self.slots = [private_slot(layout) for _ in range(slots)]
         self.sent = [private_slot(layout) for _ in range(slots)]  # what the shards have of them
         flat = layout.parameters
         self.inbox = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))

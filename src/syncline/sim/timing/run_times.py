@@ -27,7 +27,6 @@ from syncline.roles.run_plan import RunPlan
 from syncline.roles.server import LogApplier, ServerRole
 from syncline.sim.batched.lazy_gradients import Own, Promise, Version
 from syncline.sim.builtin_learner import Builtin, PromisedReplica
-from syncline.sim.clock import Clock
 from syncline.sim.fault_player import Script, check_script
 from syncline.sim.garbage_collection import YOUNG, calm_collector
 from syncline.sim.network import SimNetwork
@@ -173,14 +172,6 @@ class SizedLayout:
         )
 
 
-class SizedLane(Traffic):
-    """Slots without memory."""
-
-    def __init__(self, slots: int, shards: int, clock: Clock) -> None:
-        super().__init__(slots, shards, clock)
-        self.slots = range(slots)
-
-
 class SizedSharedModel:
     """Stands for a workshop."""
 
@@ -288,7 +279,7 @@ class SizedSimulation(Simulation):
         return layout
 
     def make_lane(self, layout: Layout) -> Any:
-        return SizedLane(max(2, self.spec.plan.delay + 1), layout.shards, self.clock)
+        return Traffic(max(2, self.spec.plan.delay + 1), layout.shards, self.clock)
 
     def make_role(self, port: ServerPort) -> ServerRole:
         return ServerRole(port, SizedLogApplier(port))
