@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ class BatchSimulation(BatchCrew):
 
     def run(self) -> Outcome:
         for fault in self._script.timed:
-            self.clock.at(fault.seconds or 0.0, lambda fault=fault: self._play_fault(fault))  # type: ignore[misc]
+            self.clock.at(fault.seconds or 0.0, partial(self._play_fault, fault))
         self._numbers.start(self.spec.storage.restored)
         self._play.do(self._coordinator.begin())
         self._life.begin()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ class SimCoordinator(CoordinatorPort):
         elif isinstance(message, m.Dial):
             self._world.dials[message.number] = message.sync
         for server in reversed(self._world.servers):
-            self._world.soon(lambda server=server: server.handle(message))  # type: ignore[misc]
+            self._world.soon(partial(server.handle, message))
 
     def announce(self, what: m.Stop | m.Renewed | m.Call) -> None:
         world = self._world

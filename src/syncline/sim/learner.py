@@ -400,8 +400,8 @@ class TwinTable(TablePort):
         self.buffers, self.others = opened.handle.buffers, opened.handle.others
         self._views = opened.layout.parameters.views(opened.lane.inbox)
         self._table = opened.table
-        flow = world.flow if isinstance(opened, m.Opened) else None
-        self._end = flow.of(opened.table).join(learner) if flow is not None else None
+        flows = world.flows is not None and isinstance(opened, m.Opened)
+        self._end = world.flow_of(opened.table).join(learner) if flows else None
 
     def draft(self, *, block: bool = True) -> Draft | None:
         lane = self._lane

@@ -173,11 +173,11 @@ class SimServer(ServerPort):
         delay = self._world.spec.plan.delay
         places = places_for(delay) if delay else 1  # what others read is sent: nobody is reading here
         memory = self._memories[table] = ShardMemory(self._world.tables[table], self.shard, places)
-        if self._world.flow is not None:
-            memory.made = partial(self._made, table, memory, self._world.flow.of(table))
+        if self._world.flows is not None:
+            memory.made = partial(self._made, memory, self._world.flow_of(table))
         return memory
 
-    def _made(self, table: int, memory: ShardMemory, flow: TableFlow, version: int) -> None:
+    def _made(self, memory: ShardMemory, flow: TableFlow, version: int) -> None:
         """As it is now, once the work before it is done."""
         part = [segment.clone() for segment in memory.of(version)]
         self._effect(partial(flow.made, self.shard, version, part))
@@ -203,8 +203,8 @@ class SimServer(ServerPort):
             self._forget_part(lane, table, number)
             self._effect(partial(self._free, lane, target, number))
             return
-        if world.flow is not None:
-            self._effect(partial(world.flow.said, table, reading.dial))
+        if world.flows is not None:
+            self._effect(partial(world.flow_of(table).said, reading.dial))
         nbytes, bulk = 0, None
         if lane.served.get(self.shard, -1) < reading.version:  # R4: not what it has
             lane.served[self.shard] = reading.version

@@ -45,7 +45,7 @@ from syncline.sim.owned_memory import SimLane, SimTable, poison
 from syncline.sim.random_states import OUTSIDE, RandomStreams
 from syncline.sim.server import SimServer
 from syncline.sim.tree_nodes import SimNode
-from syncline.sim.version_flow import VersionFlow
+from syncline.sim.version_flow import TableFlow
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.topologies import Trees
@@ -129,7 +129,7 @@ class Simulation(Crew):
         self.tree = Tree(ids, fan_in)
         self.nodes: dict[int, SimNode] = {}
         self.nodes_by_name: dict[int, SimNode] = {}  # those that are lost too
-        self.flow: VersionFlow | None = None  # of versions that nobody asks for
+        self.flows: dict[int, TableFlow] | None = None  # by table: of versions that nobody asks for
         self.plant()
         self.supervision = Supervision(
             lifecycle,
@@ -203,7 +203,7 @@ class Simulation(Crew):
         """The nodes of a tree."""
         topology = self.spec.plan.topology
         if isinstance(topology, Trees):
-            self.flow = VersionFlow(self) if topology.broadcast else None
+            self.flows = {} if topology.broadcast else None
             self.nodes = {node: SimNode(self, node) for node in self.tree.nodes}
             self.nodes_by_name = {node.learner: node for node in self.nodes.values()}
 
@@ -217,6 +217,12 @@ class Simulation(Crew):
         for learner in self.live:
             self.tree.join(learner)
         self.plant()
+
+    def flow_of(self, table: int) -> TableFlow:
+        assert self.flows is not None
+        if table not in self.flows:
+            self.flows[table] = TableFlow(self, table)
+        return self.flows[table]
 
     def leaf_of(self, learner: int) -> SimNode:
         return self.nodes[self.tree.leaf[learner]]
@@ -245,7 +251,7 @@ class Simulation(Crew):
             del self._norms[table, version]
             event = m.Norms(table, version, [brought[index] for index in sorted(brought)])
             for server in self.servers[: layout.shards]:
-                self.soon(lambda server=server: server.handle(event))  # type: ignore[misc]
+                self.soon(partial(server.handle, event))
 
     def forget(self, learner: int) -> None:
         """A shard needs nothing more of a learner that left; the last one drops its lanes."""
@@ -273,8 +279,8 @@ class Simulation(Crew):
         if self.nodes and learner in self.tree.leaf:
             leaf = self.leaf_of(learner)
             self.soon(partial(leaf.lose, learner))
-            if self.flow is not None:
-                self.flow.leave(learner, leaf.node)
+            for flow in (self.flows or {}).values():
+                flow.leave(learner, leaf.node)
             self.tree.leave(learner)
 
     def kill_learner(self, learner: int, why: str) -> None:
@@ -359,8 +365,8 @@ class Simulation(Crew):
         leaf, above = lost.node in self.tree.leaves, self.tree.parent[lost.node]
         moves = self.tree.lose(lost.node)
         del self.nodes[lost.node]
-        if self.flow is not None:
-            self.flow.lost(lost.node, above, moves, leaf=leaf)
+        for flow in (self.flows or {}).values():
+            flow.lost(lost.node, above, moves, leaf=leaf)
         if above in self.nodes:
             self.nodes[above].lose(lost.node)
         self.soon(lambda: self.servers[0].handle(m.NodesMoved()))

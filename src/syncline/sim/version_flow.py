@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from syncline.dial import Sync
 from syncline.protocols.tree_down import Buffers, Downcast, Send
 from syncline.protocols.tree_shape import ROOT
 from syncline.sim.clock import Action, Worker, last_of
@@ -54,8 +53,8 @@ class FlowEnd:
 class TableFlow:
     """One table's."""
 
-    def __init__(self, world: Simulation, owner: VersionFlow, table: int) -> None:
-        self._world, self._owner = world, owner
+    def __init__(self, world: Simulation, table: int) -> None:
+        self._world, self._all = world, world.flows
         self._table, self._layout = table, world.tables[table].layout
         self._parts = world.tables[table].part_bytes
         self._casters = [Worker(world.clock) for _ in self._parts]  # beside the shards' own work
@@ -64,6 +63,7 @@ class TableFlow:
         self._copies: dict[int, Copy] = {}
         self._workers: dict[int, Worker] = {}
         self._ends: dict[int, FlowEnd] = {}  # by learner
+        self._dial = -1  # that was said last
         self._free = False  # the dial in force is one under which nobody waits
         for node in (ROOT, *world.tree.nodes):
             self._casts[node] = Downcast(world.tree.children(node) if node not in world.tree.leaves else ())
@@ -72,11 +72,13 @@ class TableFlow:
     @property
     def _void(self) -> bool:
         """The tree was planted anew since."""
-        return self._world.flow is not self._owner
+        return self._world.flows is not self._all
 
-    def turn(self, sync: Sync) -> None:
-        """This dial is in force."""
-        self._free = not sync.waits
+    def said(self, dial: int) -> None:
+        """A learner hears of the dial in force."""
+        if dial == self._dial:
+            return
+        self._dial, self._free = dial, not self._world.dials[dial].waits
         if self._free and (newest := self._copies.get(ROOT)) is not None:
             self._send(ROOT, self._casts[ROOT].arrived(newest.version))
 
@@ -166,31 +168,3 @@ class TableFlow:
             self._send(child, self._casts[child].arrived(copy.version))
             if node in self._casts:
                 self._send(node, self._casts[node].sent(child))
-
-
-class VersionFlow:
-    """All tables'."""
-
-    def __init__(self, world: Simulation) -> None:
-        self._world = world
-        self._tables: dict[int, TableFlow] = {}
-        self._dials: dict[int, int] = {}  # table -> the dial that was said last
-
-    def of(self, table: int) -> TableFlow:
-        if table not in self._tables:
-            self._tables[table] = TableFlow(self._world, self, table)
-        return self._tables[table]
-
-    def said(self, table: int, dial: int) -> None:
-        """A learner hears of the dial in force."""
-        if self._dials.get(table) != dial:
-            self._dials[table] = dial
-            self.of(table).turn(self._world.dials[dial])
-
-    def leave(self, learner: int, leaf: int) -> None:
-        for table in self._tables.values():
-            table.leave(learner, leaf)
-
-    def lost(self, node: int, above: int, moves: Mapping[int, int | None], *, leaf: bool) -> None:
-        for table in self._tables.values():
-            table.lost(node, above, moves, leaf=leaf)
