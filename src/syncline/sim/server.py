@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from syncline.messages.to_tree_nodes import ToNodes
     from syncline.sim.learner import SimLearner
     from syncline.sim.simulation import Simulation
-    from syncline.sim.tree_nodes import SimNode
-    from syncline.sim.version_flow import TableFlow
+    from syncline.sim.tree_nodes import SimNode, TableFlow
 
 Kind = type[Take | Fold]
 

@@ -44,8 +44,7 @@ from syncline.sim.network import Late, SimNetwork
 from syncline.sim.owned_memory import SimLane, SimTable, poison
 from syncline.sim.random_states import OUTSIDE, RandomStreams
 from syncline.sim.server import SimServer
-from syncline.sim.tree_nodes import SimNode
-from syncline.sim.version_flow import TableFlow
+from syncline.sim.tree_nodes import SimNode, TableFlow
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.topologies import Trees

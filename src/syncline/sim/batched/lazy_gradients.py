@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,13 +30,6 @@ from syncline.table.layout import Layout, Part
 
 if TYPE_CHECKING:
     from syncline.sim.batched.shared_model import SharedModel
-
-
-@dataclass(slots=True, eq=False)
-class Loose:
-    """A place in memory of its own."""
-
-    segments: list[Tensor]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -224,7 +218,7 @@ class EachAlone(Computer):
     @cached_property
     def versions(self) -> Versions:  # type: ignore[override]  # the model is made when it is needed
         layout = self._shop.layout
-        return Versions(layout, lambda: Loose(layout.parameters.new(self._shop.device)))
+        return Versions(layout, lambda: SimpleNamespace(segments=layout.parameters.new(self._shop.device)))
 
     def promise(self, promise: Promise) -> None:
         shop, own, tensors = self._shop, promise.own, self._shop.tensors

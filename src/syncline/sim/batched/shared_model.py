@@ -63,17 +63,17 @@ class SharedModel:
             task = SimTask(self.model, objective, self.layout, data, collate=collate, device=device)
         except UsageError as error:
             return str(error)
-        tried = trial(task, self.tensors.parameters, self.size, convolutions=convolutions)
-        if tried.reason is None:
+        reason, draws = trial(task, self.tensors.parameters, self.size, convolutions=convolutions)
+        if reason is None:
             self.computer = BatchedGradients(
                 task,
                 learners=self.spec.plan.learners,
-                draws=tried.draws,
+                draws=draws,
                 convolutions=convolutions,
                 graphs=ways.graphs,
             )
             self.device = device
-        return tried.reason
+        return reason
 
     @cached_property
     def model(self) -> nn.Module:

@@ -12,7 +12,6 @@ import random
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from syncline.sim.random_states import Random
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of batches that are captured
 CONVOLUTIONS = ("unfolded", "grouped")
 TRIED = 3  # examples of a batch
+Probed = tuple[str | None, bool]
 NEAR = 0.01  # of the gradient's norm: where two values are all but equal, rounding may choose the other
 
 
@@ -198,14 +198,6 @@ class Stacked(JoinedBatches):
 # -- can it be done? -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class VmapProbe:
-    """What came out."""
-
-    reason: str | None  # why not
-    draws: bool  # the model draws random numbers
-
-
 def plain(task: SimTask, weights: Sequence[Tensor], indices: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradient (as segments) of one batch by itself: the reference for the ways to compute many."""
     leaves = task.leaves(weights)
@@ -218,16 +210,16 @@ def plain(task: SimTask, weights: Sequence[Tensor], indices: Tensor) -> tuple[Te
     return loss.detach(), made
 
 
-def trial(task: SimTask, parameters: Sequence[Tensor], size: int, *, convolutions: str) -> VmapProbe:
+def trial(task: SimTask, parameters: Sequence[Tensor], size: int, *, convolutions: str) -> Probed:
     """Can a model's gradients be computed together? Tried with two batches of a few examples, at two versions near these parameters.
 
-    The plain gradient is the reference: what does not agree with it, or cannot be mapped over batches, is computed one at a time.
+    Why not, and whether the model draws random numbers. The plain gradient is the reference: what does not agree with it, or cannot be mapped over batches, is computed one at a time.
     """
     with Random().drawn():
         return _try(task, parameters, size, convolutions)
 
 
-def _try(task: SimTask, parameters: Sequence[Tensor], size: int, convolutions: str) -> VmapProbe:
+def _try(task: SimTask, parameters: Sequence[Tensor], size: int, convolutions: str) -> Probed:
     weights = [task.segments(), task.segments()]
     for segments, factor in zip(weights, (1.0, 0.99), strict=True):
         for view, parameter in zip(task.views(segments), parameters, strict=True):
@@ -240,15 +232,15 @@ def _try(task: SimTask, parameters: Sequence[Tensor], size: int, convolutions: s
     draws = _drawn(task.device) != before
     for name, buffer in task.model.named_buffers():
         if not torch.equal(buffer, kept[name]):
-            return VmapProbe(f"computing a gradient changes the buffer {name}", draws)
+            return f"computing a gradient changes the buffer {name}", draws
     try:
         apart = _apart(task, weights, batches, references, convolutions)
     except Exception as error:  # whatever vmap cannot do
         words = str(error).strip().splitlines() or [type(error).__name__]
-        return VmapProbe(f"the objective cannot be mapped over batches: {words[0]}", draws)
+        return f"the objective cannot be mapped over batches: {words[0]}", draws
     if not draws and not apart <= NEAR:
-        return VmapProbe(f"computed together, gradients differ by {apart:.1%} of their norm", draws)
-    return VmapProbe(None, draws)
+        return f"computed together, gradients differ by {apart:.1%} of their norm", draws
+    return None, draws
 
 
 def _apart(

@@ -284,21 +284,18 @@ class Watch:
             if not self._cut_short:
                 for feed in self._feeds.values():
                     feed.complete()
-            self._same_counts()
-
-    def _same_counts(self) -> None:
-        """What the run says of itself is what was counted here."""
-        for number, table in self._tables.items():
-            said = self._world.recorder.outcome.statistics.tables[number]
-            theirs = (said.version, said.gradients, said.dropped, said.pending, said.examples)
-            mine = (table.version, table.folded, table.dropped, 0, self._examples[number])
-            if theirs != mine:
-                raise Broken(
-                    f"table {number}: the run says version, gradients, dropped, pending, examples {theirs}, "
-                    f"counted were {mine}"
-                )
-            if said.staleness.gradients != table.folded:
-                raise Broken(f"staleness of {said.staleness.gradients} of {table.folded} gradients")
+            # what the run says of itself is what was counted here
+            for number, table in self._tables.items():
+                said = self._world.recorder.outcome.statistics.tables[number]
+                theirs = (said.version, said.gradients, said.dropped, said.pending, said.examples)
+                mine = (table.version, table.folded, table.dropped, 0, self._examples[number])
+                if theirs != mine:
+                    raise Broken(
+                        f"table {number}: the run says version, gradients, dropped, pending, examples {theirs}, "
+                        f"counted were {mine}"
+                    )
+                if said.staleness.gradients != table.folded:
+                    raise Broken(f"staleness of {said.staleness.gradients} of {table.folded} gradients")
 
 
 class WatchedRole(ServerRole):
