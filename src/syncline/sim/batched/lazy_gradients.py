@@ -76,9 +76,6 @@ class Versions:
             mine.copy_(theirs)
         return version
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
 
 @dataclass(slots=True, eq=False)
 class Own:
@@ -147,7 +144,7 @@ class PromisedSlot:
     def __init__(self, computer: Computer) -> None:
         self._computer = computer
         self.promise: Promise | None = None
-        self._options, self._states = b"[]", b""
+        self._options = b"[]"
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -173,12 +170,6 @@ class PromisedSlot:
 
     def read_options(self) -> list[dict[str, Any]]:
         return _parsed(self._options)
-
-    def write_states(self, states: bytes) -> None:
-        self._states = states
-
-    def read_states(self) -> bytes:
-        return self._states
 
 
 @lru_cache(maxsize=64)
