@@ -30,9 +30,8 @@ from syncline.learn.gradient_ways import Supervised
 from syncline.models import Cifar10Full, cifar10_full_sgd
 from syncline.sim.batched.cuda_graphs import repeatable
 from syncline.sim.batched.deferred_steps import DeferredSteps
-from syncline.sim.batched.objective import SimTask
+from syncline.sim.batched.objective import Rows, SimTask, rows_of
 from syncline.sim.batched.shared_model import Ways
-from syncline.sim.batched.tensor_rows import Rows, rows_of
 from syncline.sim.batched.vmap_gradients import Joined, Stacked
 from syncline.sim.simulation import Simulation
 from syncline.table.flat_sgd import FlatSGD
@@ -166,7 +165,7 @@ def joined(bench: Bench, size: int, count: int, *, graphs: bool) -> dict[str, An
         way.zero()
         way.add(0, batches, shares, places)
 
-    way.prepare(batches)
+    way.program(batches)
     fold()
     reference = plain_rows(bench, [weights] * count, batches).mean(0)
     worst = difference(way.total[0], reference)

@@ -15,7 +15,7 @@ from syncline.cluster.record import Compute, Jitter, Link
 from syncline.dial import Course
 from syncline.engines.run import RunSpec, Task
 from syncline.roles.run_plan import RunPlan
-from syncline.sim.timing.run_times import SizedPlan, SizedSimulation, Sizes
+from syncline.sim.timing.run_times import SizedSimulation, TimedRun
 from syncline.topologies import Servers
 
 PRESETS = [
@@ -189,12 +189,11 @@ def test_billions_of_parameters() -> None:
 
 @pytest.mark.parametrize("sync", ["hardsync", "softsync:1", "async"])
 def test_memory_does_not_grow_with_the_run(sync: str) -> None:
-    plan = SizedPlan(sizes=Sizes(parameters=1000, examples=400), batch_size=4, epochs=None)
-    spec = RunSpec(
-        task=Task(timed, (plan,)),
-        plan=RunPlan(course=Course.of(sync), learners=10, topology=Servers(2, True)),
-    )
-    world = SizedSimulation(spec, sl.Cluster.named("p775"), seed=1)
+    cluster, course = sl.Cluster.named("p775"), Course.of(sync)
+    sizes: dict[str, Any] = {"parameters": 1000, "examples": 400, "learners": 10, "batch_size": 4}
+    run = TimedRun(cluster=cluster, course=course, seconds=float("inf"), **sizes)
+    plan = RunPlan(course=course, learners=10, topology=Servers(2, True))
+    world = SizedSimulation(RunSpec(task=Task(timed, (run,)), plan=plan), cluster, seed=1)
     world.start()
     blocks = []
     for events in (10_000, 60_000):

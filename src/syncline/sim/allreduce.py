@@ -11,6 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,16 @@ from syncline.engines.event_script import Fault
 from syncline.engines.recorder import learner_error, peer_record
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes
-from syncline.errors import LostError, NotYetError, UsageError
+from syncline.errors import LostError, UsageError
 from syncline.learn.allreduce_session import AllReduceSession
-from syncline.ports import CollectivePort, Computing, Progress, Reduction, RunStopped, Serving
+from syncline.ports import CollectivePort, Computing, Progress, Reduction, Serving
 from syncline.protocols.lifecycle import alone
 from syncline.protocols.staleness import StalenessClock
 from syncline.roles.allreduce_coordinator import Meet, early
 from syncline.sim.clock import Clock
 from syncline.sim.fault_player import Script
 from syncline.sim.fibers import Killed, Thread
-from syncline.sim.learner import copy_arguments
+from syncline.sim.learner import call
 from syncline.sim.random_states import OUTSIDE, RandomStreams
 from syncline.table.checkpoints import Folder
 
@@ -73,15 +74,11 @@ class Rings:
                 f"learner {rank} comes to collective {number} with something else than the others"
             )
         ring.buffers[rank] = buffer
-        if len(ring.buffers) == self._learners:
-            self._begin(ring)
+        if len(ring.buffers) == self._learners:  # all have come
+            ring.met = self._clock.now
+            self._free = max(self._free, ring.met) + self.seconds(buffer.numel() * buffer.element_size())
+            self._clock.at(self._free, lambda: self._end(ring))
         return ring
-
-    def _begin(self, ring: Ring) -> None:
-        ring.met = self._clock.now
-        size = ring.buffers[0]
-        self._free = max(self._free, ring.met) + self.seconds(size.numel() * size.element_size())
-        self._clock.at(self._free, lambda: self._end(ring))
 
     def seconds(self, nbytes: int) -> float:
         """Of a ring: each learner passes 2(λ−1) parts of 1/λ on."""
@@ -138,22 +135,15 @@ class SimPeer(CollectivePort):
         world, spec = self._world, self._world.spec
         torch.set_num_threads(spec.threads or 1)  # each thread has its own, another in its first operation
         try:
-            session = AllReduceSession(
-                self, replace(spec.seat(self.rank), reader=False), spec.storage.restored
-            )
-            session.seed()
-            arguments, keywords = copy_arguments((spec.task.arguments, spec.task.keywords))
-            try:
-                value = spec.task.function(session, *arguments, **keywords)
-            except RunStopped:
-                value = None
+            seat = replace(spec.seat(self.rank), reader=False)
+            session = AllReduceSession(self, seat, spec.storage.restored)
+            value = call(spec.task, session)
             session.close()
-            world.later(lambda: world.returned(self, value))
+            world.later(lambda: world.returned(self.rank, value))
         except Killed:
             return
         except BaseException as error:
-            text = "".join(traceback.format_exception(error))
-            world.fail(learner_error(self.rank, error, text))
+            world.fail(learner_error(self.rank, error, "".join(traceback.format_exception(error))))
 
     def go(self) -> None:
         """From the scheduler."""
@@ -219,21 +209,19 @@ class SimPeer(CollectivePort):
 
     def tell(self, message: Any) -> None:
         world = self._world
-        if isinstance(message, Progress):
-            self._stepped(message)
+        if not isinstance(message, Progress):
+            world.later(lambda: world.keeper.hear(self.rank, message))
             return
-        world.later(lambda: world.keeper.hear(self.rank, message))
-
-    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        assert self._world.spec.storage.folder is not None
-        self.tell(write_part(Folder(Path(self._world.spec.storage.folder)), (number, name, tensors, notes)))
-
-    def _stepped(self, progress: Progress) -> None:
-        self.progress = progress._replace(histogram=dict(progress.histogram))
+        self.progress = message._replace(histogram=dict(message.histogram))
         self._step += 1
         self.times += LearnerTimes(steps=1)
         if self.rank == 0:
-            self._world.stepped(progress.version)
+            world.stepped(message.version)
+
+    def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        assert self._world.spec.storage.folder is not None
+        folder = Folder(Path(self._world.spec.storage.folder))
+        self.tell(write_part(folder, (number, name, tensors, notes)))
 
     def stopping(self) -> bool:
         return self._world.stopping
@@ -277,9 +265,9 @@ class AllReduceSimulation:
         for peer in self.peers:
             self.clock.at(self.clock.now, peer.wake)
 
-    def returned(self, peer: SimPeer, value: Any) -> None:
-        self.recorder.outcome.returned[peer.rank] = value
-        self._returned.add(peer.rank)
+    def returned(self, rank: int, value: Any) -> None:
+        self.recorder.outcome.returned[rank] = value
+        self._returned.add(rank)
 
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
         assert self.spec.evaluate is not None
@@ -307,14 +295,17 @@ class AllReduceSimulation:
         table = m.TableStatistics(
             first.version, first.gradients, 0, first.examples, clock.account(), {}, [], 0
         )
-        shown = {peer.rank: peer.progress for peer in self.peers if peer.progress is not None}
-        steps = {rank: progress.started for rank, progress in shown.items()}
-        return m.Statistics(0, {0: table}, steps, {rank: each.loss for rank, each in shown.items()})
+        shown = [(peer.rank, peer.progress) for peer in self.peers if peer.progress is not None]
+        steps, losses = (
+            {rank: each.started for rank, each in shown},
+            {rank: each.loss for rank, each in shown},
+        )
+        return m.Statistics(0, {0: table}, steps, losses)
 
     # -- the script --------------------------------------------------------------------------------------
 
     def stepped(self, version: int) -> None:
-        self._script.reached(version, lambda fault: self.clock.at(self.clock.now, lambda: self._play(fault)))
+        self._script.reached(version, lambda fault: self.clock.at(self.clock.now, partial(self._play, fault)))
 
     def _play(self, fault: Fault) -> None:
         self._played.append(fault.text)
@@ -345,7 +336,7 @@ class AllReduceSimulation:
 
     def _run(self) -> None:
         for fault in self._script.timed:
-            self.clock.at(fault.seconds or 0.0, lambda fault=fault: self._play(fault))  # type: ignore[misc]
+            self.clock.at(fault.seconds or 0.0, partial(self._play, fault))
         for peer in self.peers:
             self.clock.at(0.0, peer.go)
         while self.recorder.error is None and not self._over() and self.clock.step():
@@ -353,30 +344,17 @@ class AllReduceSimulation:
                 self.commands.popleft()(self)
         if self.recorder.error is not None:
             raise self.recorder.error
-        if not self._over():
-            raise self._still()
-        for what in self._script.missed(self._played):
-            self.recorder.event(what, kind="missed")
+        if not self._over():  # nothing happens any more
+            what = {peer.rank: peer.waits_for for peer in self.peers}
+            waiting = [rank for rank, waits in what.items() if waits is not None]
+            for rank in self._returned if waiting else ():
+                raise early(rank, self.keeper.closed[rank].steps, waiting[0], "a further step")
+            raise LostError(
+                f"the simulated run stands still at {self.clock.now:g} s; who waits for what: {what}"
+            )
+        for text in self._script.missed(self._played):
+            self.recorder.event(text, kind="missed")
 
     def _over(self) -> bool:
         complete = self.recorder.complete() and not self.keeper.cutting
         return len(self._returned) == len(self.peers) and complete
-
-    def _still(self) -> BaseException:
-        """Nothing happens any more."""
-        waiting = [peer.rank for peer in self.peers if peer.waits_for is not None]
-        for rank in self._returned:
-            if waiting:
-                return early(rank, self.keeper.closed[rank].steps, waiting[0], "a further step")
-        what = {peer.rank: peer.waits_for for peer in self.peers}
-        return LostError(
-            f"the simulated run stands still at {self.clock.now:g} s; who waits for what: {what}"
-        )
-
-
-def check_peer_script(script: Script) -> None:
-    for fault in script.faults:
-        if fault.action not in ("kill", "stop") or fault.role in ("shard", "node"):
-            raise NotYetError(
-                f"script, '{fault.text}': over all-reduce learners can be killed and the run stopped, no more yet"
-            )

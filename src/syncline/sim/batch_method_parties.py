@@ -77,6 +77,7 @@ class Play:
         self._parts, self._seed, self._count, self._done = parts, seed, learners, done
         self.network, self._machines = SimNetwork(cluster), Machines(clock, cluster)
         self._homes = [cluster.machine_of_shard(shard) for shard in range(len(parts))]
+        self._copied = cluster.copy.seconds(sum(parts))  # after so many seconds, by a learner
         self._free = [0.0] * len(parts)  # when each shard has done what it has
         self._generation = 0
         self.learners: dict[int, SimBatchLearner] = {}
@@ -109,8 +110,17 @@ class Play:
     # -- shards ----------------------------------------------------------------------------------------------
 
     def _arrived(self, shard: int, message: b.Run | b.Add, generation: int) -> None:
-        """It does one thing after the other."""
-        seconds = self._cluster.message + self._seconds(shard, message)
+        """It does one thing after the other. Dots read each vector once, whatever their number; every other command is a pass."""
+        nbytes, seconds = self._parts[shard], self._cluster.message
+        if isinstance(message, b.Add):
+            seconds += self._cluster.take.seconds(nbytes)
+        else:
+            dots = [command for command in message.commands if isinstance(command, c.Dot)]
+            passes = (
+                len({name for dot in dots for name in (dot.a, dot.b)}) + len(message.commands) - len(dots)
+            )
+            passes += sum(len(each.terms) - 1 for each in message.commands if isinstance(each, c.Combine))
+            seconds += passes * self._cluster.fold.seconds(nbytes)
         self._free[shard] = max(self._free[shard], self._clock.now) + seconds
         self._clock.at(self._free[shard], partial(self._worked, shard, message, generation))
 
@@ -125,17 +135,6 @@ class Play:
             self._numbers.add(shard, message)
             self._reply(home, partial(coordinator.added, b.Added(shard, message.slot)))
 
-    def _seconds(self, shard: int, message: b.Run | b.Add) -> float:
-        """Dots read each vector once, whatever their number; every other command is a pass over memory."""
-        nbytes = self._parts[shard]
-        if isinstance(message, b.Add):
-            return self._cluster.take.seconds(nbytes)
-        passes = 0
-        for command in message.commands:
-            passes += len(command.terms) if isinstance(command, c.Combine) else not isinstance(command, c.Dot)
-        passes += len({name for dot in message.commands if isinstance(dot, c.Dot) for name in (dot.a, dot.b)})
-        return passes * self._cluster.fold.seconds(nbytes)
-
     def lose_shards(self) -> None:
         """What they were doing is lost; others are there at once."""
         self._generation += 1
@@ -146,10 +145,7 @@ class Play:
     def join(self, number: int, rank: int) -> None:
         machine = self._cluster.machine_of_learner(rank)
         self.learners[number] = SimBatchLearner(number, rank, machine, since=self._clock.now)
-        self._reply(machine, partial(self._joined, number))
-
-    def _joined(self, number: int) -> Iterable[b.Action]:
-        return self._coordinator.join(number) if number in self.learners else ()
+        self._reply(machine, lambda: self._coordinator.join(number) if number in self.learners else ())
 
     def leave(self, number: int) -> None:
         learner = self.learners.pop(number)
@@ -184,11 +180,9 @@ class Play:
             self._compute(learner)
             return
         learner.at = task.evaluation
-        arrival = max(
-            self.network.send(now, home, learner.machine, nbytes)
-            for home, nbytes in zip(self._homes, self._parts, strict=True)
-        )
-        arrival += self._cluster.copy.seconds(sum(self._parts))
+        ways = zip(self._homes, self._parts, strict=True)
+        arrival = max(self.network.send(now, home, learner.machine, nbytes) for home, nbytes in ways)
+        arrival += self._copied
         learner.times += LearnerTimes(communication=arrival - now)
         self._clock.at(arrival, partial(self._compute, learner))
 
@@ -223,19 +217,17 @@ class Play:
         loss, examples = self._numbers.sum(task)
         learner.sums += 1
         learner.times += LearnerTimes(steps=1)
-        arrival = max(
-            self.network.send(self._clock.now, learner.machine, home, nbytes)
-            for home, nbytes in zip(self._homes, self._parts, strict=True)
-        )
+        now, ways = self._clock.now, zip(self._homes, self._parts, strict=True)
+        arrival = max(self.network.send(now, learner.machine, home, nbytes) for home, nbytes in ways)
         answer = b.Answered(task.evaluation, task.task, loss, examples)
-        self._clock.at(arrival, lambda: self.do(self._answered(learner, answer)))
-        copied = self._cluster.copy.seconds(sum(self._parts))
-        learner.times += LearnerTimes(communication=copied)
-        self._clock.after(copied, partial(self._rest, learner))
 
-    def _answered(self, learner: SimBatchLearner, answer: b.Answered) -> Iterable[b.Action]:
-        """What was under way when its sender died has not arrived whole."""
-        return () if learner.dead else self._coordinator.answered(learner.number, answer)
+        def arrived() -> None:
+            if not learner.dead:  # what was under way when its sender died has not arrived whole
+                self.do(self._coordinator.answered(learner.number, answer))
+
+        self._clock.at(arrival, arrived)
+        learner.times += LearnerTimes(communication=self._copied)
+        self._clock.after(self._copied, partial(self._rest, learner))
 
     def _rest(self, learner: SimBatchLearner) -> None:
         learner.working, learner.since = False, self._clock.now

@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes
 from syncline.engines.supervision import BatchCrew, BatchSupervision
-from syncline.errors import LostError, NotYetError, RunError, UsageError
+from syncline.errors import LostError, RunError, UsageError
 from syncline.learn.model_factories import seed_random
 from syncline.learn.portion_worker import BatchPlan, PortionWorker
 from syncline.roles.checkpoint_manifest import Restored, table_file
@@ -148,8 +149,8 @@ class BatchSimulation(BatchCrew):
         self.recorder.error = self.recorder.error or error
 
     def _raised(self, learner: int, error: BaseException) -> None:
-        found = self._play.learners[learner]
-        told = learner_error(found.rank, error, "".join(traceback.format_exception(error)))
+        rank, text = self._play.learners[learner].rank, "".join(traceback.format_exception(error))
+        told = learner_error(rank, error, text)
         self._play.leave(learner)
         self._life.raised(learner, told)
 
@@ -247,7 +248,7 @@ class BatchSimulation(BatchCrew):
 
     def run(self) -> Outcome:
         for fault in self._script.timed:
-            self.clock.at(fault.seconds or 0.0, lambda fault=fault: self._play_fault(fault))  # type: ignore[misc]
+            self.clock.at(fault.seconds or 0.0, partial(self._play_fault, fault))
         self._numbers.start(self.spec.storage.restored)
         self._play.do(self._coordinator.begin())
         self._life.begin()
@@ -269,12 +270,3 @@ class BatchSimulation(BatchCrew):
             learners=times, moved=network.moved, copied=network.copied, events=self.clock.events
         )
         return outcome
-
-
-def check_batch_script(script: Script) -> None:
-    for fault in script.faults:
-        if fault.action in ("pause", "change", "cut") or fault.role == "node":
-            raise NotYetError(
-                f"script, '{fault.text}': under sandblaster learners and shards can be killed, learners added and the run "
-                "stopped, no more yet"
-            )

@@ -8,7 +8,6 @@ its own (`batched.lazy_gradients`); nothing is computed here.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,20 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncline import messages as m
-from syncline.engines.recorder import learner_error
 from syncline.errors import InvariantError
 from syncline.learn.loader import AHEAD
 from syncline.learn.model_factories import pack_random, seed_random, unpack_random
 from syncline.learn.session import copy_all
-from syncline.learn.stepper import FeedWait, FreeDraft, Portions, Replica, Rested, Stepper, Wait
+from syncline.learn.stepper import FeedWait, FreeDraft, Portions, Replica, Rested, Stepper
 from syncline.learn.stepper import Steps as Waits
 from syncline.messages.to_leader import Farewell, Gradient
 from syncline.ports import FIRST_VALUES, Draft, Portion, Reading, RunStopped
 from syncline.sim.batched.lazy_gradients import Own, Promise, PromisedLane, Version
-from syncline.sim.clock import Clock
 from syncline.sim.fibers import Handler
 from syncline.sim.learner import COMPUTING, TICKET, WAITING, SimLearner
-from syncline.sim.owned_memory import DRAFT, Drafts, Releases
+from syncline.sim.owned_memory import DRAFT
 from syncline.sim.random_states import Random
 from syncline.table.gradient_slot import private_slot
 
@@ -43,14 +40,17 @@ CPU = torch.device("cpu")
 
 
 class Builtin(SimLearner):
-    """One learner of `train`, as a handler."""
+    """One learner of `train`, as a handler; its loader is its own, its table's end a `PromisedReplica`."""
 
     def __init__(self, world: Simulation, learner: int, rank: int, shop: SharedModel) -> None:
         self.shop = shop
         super().__init__(world, learner, rank)
         self.run_plan = world.spec.plan
         self.table: PromisedReplica | None = None
-        self.feed: Feed | None = None
+        self._portion = Portions(LOADER, self.post, self._rest, lambda: self._rests is not None)
+        self._read: list[Portion] = []  # handed out ahead of their use
+        self._ahead = shop.ahead
+        self._more = True  # portions in this epoch
         self._rests: int | None = None  # the ticket with which it reads after its rest
         self._fresh = False  # batches since the last gradient was published
         self._count = self._used = 0
@@ -69,55 +69,64 @@ class Builtin(SimLearner):
         except InvariantError as error:
             self._world.fail(error)
         except Exception as error:
-            text = "".join(traceback.format_exception(error))
-            failure = learner_error(self.rank, error, text)
-            self.leave(lambda: self._world.raised(self, failure))
+            self._raised(error)
 
     def _resume(self) -> None:
         self.fiber.resume()
 
     def _make_own(self) -> Own:
-        outside = Random()
-        seed_random(self.run_plan.seed + self.rank)
-        own = Own(self.rank, Random(), [])
-        outside.restore()
-        return own
+        states = Random()
+        with states.drawn():
+            seed_random(self.run_plan.seed + self.rank)
+        return Own(self.rank, states, [])
 
     def _make_replica(self) -> PromisedReplica:
         return PromisedReplica(self)
 
     def _life(self) -> Steps:
-        table = self.table = self._make_replica()
+        table, plan = self._make_replica(), self.shop.plan
+        self.table = table
         yield from table.open()
-        feed = self.feed = Feed(self)
-        yield from feed.open()
-        epochs = self.shop.plan.epochs
+        opening = m.OpenLoader(LOADER, self.shop.size, plan.batch_size, plan.policy, self.run_plan.epochs)
+        parts = yield from self.inquire(opening)
+        yield from self._drive(self._portion.welcome())
         try:
-            while not self.ending and (epochs is None or feed.epoch < epochs):
-                yield from self._epoch(table, feed)
+            while not self.ending and (plan.epochs is None or self.epoch < plan.epochs):
+                yield from self._epoch(table, parts)
         except RunStopped:
-            feed.leave()
+            self._leave_epoch(table.stepper)
         if not self.ending:
             table.stepper.push()
         if self.run_plan.saving.cuts:  # nothing more is published: the random states of the last gradient
             self.post(Farewell(TABLE, self.random_states(marked=True)))
 
-    def _epoch(self, table: PromisedReplica, feed: Feed) -> Steps:
-        self._restore_random()
-        feed.begin()
-        while not self.ending or feed.waiting:
-            yield from feed.fetch()
-            if not feed.waiting:
+    def _epoch(self, table: PromisedReplica, parts: int) -> Steps:
+        if self.kept_random:
+            with self.own.random.drawn():
+                unpack_random(self.kept_random, CPU)
+            self.kept_random = b""
+        self._more = True
+        while not self.ending or self._read:
+            yield from self._fetch()
+            if not self._read:
                 break
-            portion = feed.waiting.pop(0)
+            portion = self._read.pop(0)
             self._fresh, self._used = True, portion.number + 1
             self._count += portion.stop - portion.start
-            table.promise = self._promise(table, portion, feed.parts)
+            table.promise = self._promise(table, portion, parts)
             if self.ending:
                 raise RunStopped
-            yield from self.compute(self._count)
+            self._begin_computing(self._count)
+            yield from self.give_way(lambda: not self.pause.working, "its own computation", COMPUTING)
             yield from table.drive(table.stepper.step(table.promise.loss))
-        feed.leave()
+        self._leave_epoch(table.stepper)
+
+    def _leave_epoch(self, stepper: Stepper) -> None:
+        """It is over for this learner."""
+        stepper.push()
+        if self._portion.ended and not self._fresh and not stepper.sync.lockstep:
+            self._rest(LOADER, self._portion.index)
+        self._portion.leave()
 
     def _promise(self, table: PromisedReplica, portion: Portion, parts: int) -> Promise:
         indices = self.shop.indices(portion.epoch, portion.start, portion.stop, parts)
@@ -125,9 +134,69 @@ class Builtin(SimLearner):
         self.shop.computer.promise(promise)
         return promise
 
+    # -- portions of data --------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self._portion.epoch
+
+    def _fetch(self) -> Steps:
+        """Have the next portion, and as many after it as are read ahead."""
+        feed, wanted = self._portion, AHEAD + self._ahead
+        while self._more and len(self._read) <= self._ahead and not self.ending:
+            portion = None
+            if feed.at_hand():  # what `next` gives in most cases, for less
+                feed.ask(wanted)
+                portion = feed.seen(self.portions.pop((LOADER, feed.index), None))
+            if portion is None:
+                portion = yield from self._drive(feed.next(wanted, block=not self._read))
+            if portion is None:
+                break
+            self._more = not portion.end
+            if self._more:
+                self._read.append(portion)
+
+    def _drive(self, steps: Generator[FeedWait, Any, Any]) -> Generator[None, None, Any]:
+        """Give way until there is what they wait for."""
+        found = None
+        while True:
+            try:
+                wait = steps.send(found)
+            except StopIteration as done:
+                return done.value
+            found = None
+            if not isinstance(wait, Rested):
+                key = (wait.loader, wait.number)
+                if wait.block:
+                    yield from self.give_way(partial(self._there, key), f"data of loader {LOADER}")
+                found = self.portions.pop(key, None)
+            elif self._rests is not None:  # there is data again: read what the others have by now
+                assert self.table is not None
+                yield from self.table.drive(self.table.stepper.rested(self._rests))
+                self._rests = None
+
+    def _there(self, key: tuple[int, int]) -> bool:
+        return key in self.portions or self.stopping()
+
+    def _rest(self, loader: int, index: int) -> None:
+        """Nothing to compute: nobody need wait for this learner."""
+        assert self.table is not None
+        if self._rests is None:
+            states = self.random_states() if self.run_plan.saving.cuts else b""
+            self._rests = self.table.stepper.rest((loader, index), states, later=True)
+
+    def take_usage(self) -> tuple[int, int, int]:
+        """(examples, loader, portions used) of the gradient that is published now; what torch draws from here on is the next's."""
+        count, self._count = self._count, 0
+        self._rests = None
+        fresh, self._fresh = self._fresh, False
+        if self.run_plan.saving.cuts:
+            self._mark = self.own.random.torch
+        return count or 1, LOADER if fresh else -1, self._used if fresh else 0
+
     # -- waiting, as a session does ----------------------------------------------------------------------
 
-    def give_way(self, ready: Callable[[], Any], what: str, time: str = WAITING) -> Steps:
+    def give_way(self, ready: Callable[[], Any], what: str, time: int = WAITING) -> Steps:
         """Until it is so: who wakes it looks first."""
         began = self._world.clock.now
         if not ready():
@@ -145,10 +214,6 @@ class Builtin(SimLearner):
         else:
             self.fiber.resume()  # it draws only where a gradient is made, from its own states
 
-    @property
-    def clock(self) -> Clock:
-        return self._world.clock
-
     def inquire(self, message: Any) -> Generator[None, None, Any]:
         """Ask the coordinator; its answer."""
         self.tell(message)
@@ -158,11 +223,6 @@ class Builtin(SimLearner):
             raise answer.error
         return answer
 
-    def compute(self, examples: int) -> Steps:
-        """The time of one gradient."""
-        self._begin_computing(examples)
-        yield from self.give_way(lambda: not self.pause.working, "its own computation", COMPUTING)
-
     @property
     def ending(self) -> bool:
         world, limit = self._world, self.run_plan.limit
@@ -170,139 +230,14 @@ class Builtin(SimLearner):
             return True
         return world.stopping or self.dead or world.recorder.error is not None
 
-    def rest(self, loader: int, index: int) -> None:
-        """Nothing to compute: nobody need wait for this learner."""
-        assert self.table is not None
-        if self._rests is None:
-            states = self.random_states() if self.run_plan.saving.cuts else b""
-            self._rests = self.table.stepper.rest((loader, index), states, later=True)
-
-    @property
-    def resting(self) -> bool:
-        return self._rests is not None
-
-    def rested(self) -> Steps:
-        """There is data again: read what the others have by now."""
-        assert self.table is not None
-        if self._rests is not None:
-            yield from self.table.drive(self.table.stepper.rested(self._rests))
-            self._rests = None
-
-    def ended(self, index: int) -> None:
-        """The epoch is over, and its batches are in gradients."""
-        assert self.table is not None
-        if not self._fresh and not self.table.stepper.sync.lockstep:
-            self.rest(LOADER, index)
-
-    def take_usage(self) -> tuple[int, int, int]:
-        """(examples, loader, portions used) of the gradient that is published now."""
-        count, self._count = self._count, 0
-        self._rests = None
-        fresh, self._fresh = self._fresh, False
-        return count or 1, LOADER if fresh else -1, self._used if fresh else 0
-
     # -- random states -----------------------------------------------------------------------------------
-
-    def _restore_random(self) -> None:
-        if self.kept_random:
-            outside = Random()
-            unpack_random(self.kept_random, CPU)
-            self.own.random.save()
-            outside.restore()
-            self.kept_random = b""
-
-    def mark_random(self) -> None:
-        """A gradient is published: what torch draws from here on belongs to the next."""
-        if self.run_plan.saving.cuts:
-            self._mark = self.own.random.torch
 
     def states(self) -> bytes:
         return self.random_states() if self.started and not self.dead else b""
 
     def random_states(self, *, marked: bool = False) -> bytes:
-        outside = Random()
-        self.own.random.restore()
-        try:
+        with self.own.random.drawn():
             return pack_random(CPU, self._mark if marked else None)
-        finally:
-            outside.restore()
-
-
-class Feed:
-    """A built-in learner's loader: which portions it has ahead of their use."""
-
-    def __init__(self, learner: Builtin) -> None:
-        self._learner, self._shop = learner, learner.shop
-        self.parts = 1
-        self.waiting: list[Portion] = []  # handed out ahead of their use
-        self._portion = Portions(LOADER, learner.post, learner.rest, lambda: learner.resting)
-        self._wanted = AHEAD + self._shop.ahead
-        self._more = True
-
-    @property
-    def epoch(self) -> int:
-        return self._portion.epoch
-
-    def open(self) -> Steps:
-        learner, plan = self._learner, self._shop.plan
-        opening = m.OpenLoader(LOADER, self._shop.size, plan.batch_size, plan.policy, learner.run_plan.epochs)
-        self.parts = yield from learner.inquire(opening)
-        yield from self._drive(self._portion.welcome())
-
-    def begin(self) -> None:
-        """A further epoch."""
-        self._more = True
-
-    def fetch(self) -> Steps:
-        """Have the next portion, and as many after it as are read ahead."""
-        ahead = self._shop.ahead
-        while self._more and len(self.waiting) <= ahead and not self._learner.ending:
-            portion = self._at_hand()
-            if portion is None:
-                portion = yield from self._drive(self._portion.next(self._wanted, block=not self.waiting))
-            if portion is None:
-                break
-            self._more = not portion.end
-            if self._more:
-                self.waiting.append(portion)
-
-    def leave(self) -> None:
-        """The epoch is over for this learner."""
-        assert self._learner.table is not None
-        self._learner.table.stepper.push()
-        if self._portion.ended:
-            self._learner.ended(self._portion.index)
-        self._portion.leave()
-
-    def _drive(self, steps: Generator[FeedWait, Any, Any]) -> Generator[None, None, Any]:
-        """Give way until there is what they wait for."""
-        learner, found = self._learner, None
-        portions = learner.portions
-        while True:
-            try:
-                wait = steps.send(found)
-            except StopIteration as done:
-                return done.value
-            found = None
-            if isinstance(wait, Rested):
-                yield from learner.rested()
-                continue
-            key = (wait.loader, wait.number)
-            if wait.block:
-                there = partial(self._there, key)
-                yield from learner.give_way(there, f"data of loader {LOADER}")
-            found = portions.pop(key, None)
-
-    def _there(self, key: tuple[int, int]) -> bool:
-        return key in self._learner.portions or self._learner.stopping()
-
-    def _at_hand(self) -> Portion | None:
-        """What `next` gives in most cases, for less."""
-        portion = self._portion
-        if not portion.at_hand():
-            return None
-        portion.ask(self._wanted)
-        return portion.seen(self._learner.portions.pop((LOADER, portion.index), None))
 
 
 class PromisedReplica(Replica):
@@ -322,24 +257,23 @@ class PromisedReplica(Replica):
         learner, shop = self._learner, self._shop
         answer = yield from learner.inquire(m.Open(TABLE, shop.layout))
         if isinstance(answer, m.Initialise):
-            self._initialise(answer)
+            self._begin(answer)
             answer = yield from learner.inquire(m.Initialised(TABLE, shop.template))
         self._lane = answer.lane
-        self._releases = Releases(answer.lane, shop.layout.shards)
-        self._drafts = Drafts(answer.lane, shop.layout.shards, learner.clock)
         self._begin(answer)
         yield from self.drive(self.stepper.read(self.stepper.ticket()))
 
-    def _initialise(self, answer: m.Initialise) -> None:
-        shop, slot = self._shop, private_slot(self._shop.layout)
-        copy_all(slot.gradients, [parameter.detach() for parameter in shop.parameters])
-        answer.lane.first = slot
-        answer.handle.begin(Draft(slot.gradients, shop.buffers, FIRST_VALUES, shop.tensors.others))
-
-    def _begin(self, opened: m.Opened) -> None:
-        """With the table's buffers, or where a checkpoint left this rank."""
-        learner, personal = self._learner, opened.personal
-        buffers = opened.handle.buffers
+    def _begin(self, answer: m.Initialise | m.Opened) -> None:
+        """First values; else with the table's buffers, or where a checkpoint left this rank."""
+        learner, shop = self._learner, self._shop
+        if isinstance(answer, m.Initialise):
+            slot = answer.lane.first = private_slot(shop.layout)
+            copy_all(slot.gradients, [parameter.detach() for parameter in shop.tensors.parameters])
+            answer.handle.begin(
+                Draft(slot.gradients, shop.tensors.buffers, FIRST_VALUES, shop.tensors.others)
+            )
+            return
+        personal, buffers = answer.personal, answer.handle.buffers
         if personal is not None:
             self.stepper.steps = personal.steps
             learner.step = max(learner.step, personal.steps)
@@ -347,40 +281,35 @@ class PromisedReplica(Replica):
             learner.kept_random = personal.random
         learner.own.buffers = [buffer.clone() for buffer in buffers]
 
-    # -- waiting -----------------------------------------------------------------------------------------
-
     def drive(self, steps: Waits) -> Steps:
         """Give way until there is what they wait for."""
+        learner, reading = self._learner, self._lane.reading
         found: Any = None
         while True:
             try:
                 wait = steps.send(found)
             except StopIteration:
                 return
-            found = yield from self._await(wait)
-
-    def _await(self, wait: Wait) -> Generator[None, None, Any]:
-        learner = self._learner
-        if isinstance(wait, FreeDraft):  # as one table's learners have nobody to tell, it waits at once
-            return (yield from self._draft())
-        if isinstance(wait, m.AskDial):
-            return (yield from learner.inquire(wait))
-        assert wait.number is not None
-        reading = self._releases.reading(wait.number)
-        if reading is None and wait.block:
-            there = partial(self._releases.reading, wait.number)
-            yield from learner.give_way(there, f"ticket {wait.number} of table {TABLE}", TICKET)
-            reading = self._releases.reading(wait.number)
-        return reading
+            if isinstance(wait, FreeDraft):  # as one table's learners have nobody to tell, it waits at once
+                found = yield from self._draft()
+            elif isinstance(wait, m.AskDial):
+                found = yield from learner.inquire(wait)
+            else:
+                assert wait.number is not None
+                found = reading(wait.number)
+                if found is None and wait.block:
+                    what = f"ticket {wait.number} of table {TABLE}"
+                    yield from learner.give_way(partial(reading, wait.number), what, TICKET)
+                    found = reading(wait.number)
 
     def _draft(self) -> Generator[None, None, Draft]:
-        if (place := self._drafts.find()) is None:
-            for time in self._drafts.known():
-                self._learner.clock.at(time, self._learner.wake)
-            yield from self._learner.give_way(lambda: self._drafts.find() is not None, DRAFT)
-            place = self._drafts.find()
+        lane = self._lane
+        if (place := lane.free_slot()) is None:
+            lane.plan(self._learner.wake)
+            yield from self._learner.give_way(lambda: lane.free_slot() is not None, DRAFT)
+            place = lane.free_slot()
             assert place is not None
-        self._drafts.hold(place)
+        lane.hold(place)
         return Draft([], [], place)
 
     # -- a gradient --------------------------------------------------------------------------------------
@@ -412,7 +341,7 @@ class PromisedReplica(Replica):
         gradient = self._shop.computer.make(self.promise)
         moving = [index for index, present in enumerate(gradient.present) if present]
         if moving:
-            own = self._shop.versions.own(self.weights.segments)
+            own = self._shop.computer.versions.own(self.weights.segments)
             views = own.views
             torch._foreach_add_(
                 [views[index] for index in moving],
@@ -425,14 +354,12 @@ class PromisedReplica(Replica):
 
     def seal(self, draft: Draft, said: Any, *, keep: bool) -> tuple[tuple[int, int, int], int, bytes, Any]:
         learner = self._learner
-        options = self._shop.options(learner.feed.epoch if learner.feed else 0)
+        options = self._shop.options(learner.epoch)
         if options != self._options:
             self._options = options
             self._serial += 1
         self._lane.slots[draft.place].write_options(options)
-        usage = learner.take_usage()
-        learner.mark_random()
-        return usage, self._serial, learner.random_states() if keep else b"", said
+        return learner.take_usage(), self._serial, learner.random_states() if keep else b"", said
 
     def publish(self, draft: Draft, gradient: Gradient, present: list[bool]) -> None:
         self._lane.numbers[draft.place] = gradient.number

@@ -44,6 +44,18 @@ class Clock:
         return True
 
 
+def last_of(count: int, then: Action) -> Action:
+    """An action for so many events: the last of them does it."""
+    left = [count]
+
+    def happened() -> None:
+        left[0] -= 1
+        if not left[0]:
+            then()
+
+    return happened
+
+
 class Worker:
     """One thing after another."""
 

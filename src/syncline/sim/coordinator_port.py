@@ -5,12 +5,10 @@ With it a run goes on to the same bits: the run that wrote it does so from it to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
 
 from syncline import messages as m
 from syncline.engines.run import RunSpec
@@ -44,14 +42,6 @@ class Moment:
             return cls(**{**kept, "losses": [(rank, count) for rank, count in kept["losses"]]})
         seconds = kept["seconds"] if kept is not None else 0.0
         return cls(learners=spec.plan.learners, seconds=seconds, ranks=list(range(spec.plan.learners)))
-
-
-def with_states(tensors: dict[str, Tensor], states: Iterable[tuple[int, bytes]]) -> dict[str, Tensor]:
-    """A checkpoint's learners with the random states that they have now, by rank."""
-    kept = dict(tensors)  # who has left keeps its last ones
-    for rank, state in states:
-        kept[f"random/{rank}"] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    return kept
 
 
 class SimCoordinator(CoordinatorPort):
@@ -88,12 +78,12 @@ class SimCoordinator(CoordinatorPort):
         elif isinstance(message, m.Dial):
             self._world.dials[message.number] = message.sync
         for server in reversed(self._world.servers):
-            self._world.soon(lambda server=server: server.handle(message))  # type: ignore[misc]
+            self._world.soon(partial(server.handle, message))
 
     def announce(self, what: m.Stop | m.Renewed | m.Call) -> None:
         world = self._world
         if isinstance(what, m.Stop):
-            world.stop()
+            world.supervision.stop()
             return
         for learner in world.live.values():
             world.soon_at(learner, learner.call if isinstance(what, m.Call) else learner.wake)

@@ -20,15 +20,15 @@ from syncline.errors import RunError, UsageError
 from syncline.learn.server_session import check_whole
 from syncline.learn.training import run_training
 from syncline.protocols.lifecycle import Faults
-from syncline.sim.allreduce import AllReduceSimulation, check_peer_script
-from syncline.sim.batch_method_run import BatchSimulation, check_batch_script
+from syncline.sim.allreduce import AllReduceSimulation
+from syncline.sim.batch_method_run import BatchSimulation
 from syncline.sim.batched.shared_model import Ways
 from syncline.sim.fault_player import Script, check_script
 from syncline.sim.garbage_collection import debris
 from syncline.sim.random_states import Random
 from syncline.sim.simulation import Simulation
 from syncline.sim.timing.allreduce_times import time_all_reduce
-from syncline.sim.timing.run_times import Follow, Length, OnUpdate, Sizes, TimedRun, Timing, time_servers
+from syncline.sim.timing.run_times import Follow, OnUpdate, TimedRun, Timing, time_servers
 from syncline.sim.timing.tree_times import time_tree
 from syncline.topologies import AllReduce, Servers, Trees, parse_topology
 
@@ -51,12 +51,6 @@ class SimHandle(Handle):
         self._thread.start()
 
     def _main(self) -> None:
-        try:
-            self._run()
-        finally:
-            live.ended(self)
-
-    def _run(self) -> None:
         debris.sweep()
         threads, outside = torch.get_num_threads(), Random()
         torch.set_num_threads(self._spec.threads or 1)
@@ -68,6 +62,7 @@ class SimHandle(Handle):
             torch.set_num_threads(threads)
             outside.restore()
             self._begun.set()
+            live.ended(self)
 
     def _follow(self, world: World) -> None:
         self._world = world
@@ -163,11 +158,11 @@ class Sim(Engine):
         given = {name: value for name, value in fixed.items() if value is not None}
         if cluster is not None and given:
             raise UsageError(f"Sim: give a cluster or fixed times, not both: {', '.join(given)}")
-        if cluster is not None and not isinstance(cluster, Cluster | str):
+        if not isinstance(cluster, Cluster | str | None):
             raise UsageError(f"Sim takes a Cluster or a text such as 'p775', got {type(cluster).__name__}")
-        if script is not None and not isinstance(script, str):
+        if not isinstance(script, str | None):
             raise UsageError(f"Sim: script is one text with ; between its lines, got {type(script).__name__}")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        if isinstance(seed, bool) or not isinstance(seed, int | None):
             raise UsageError(f"Sim: seed is a whole number, got {seed!r}")
         named = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         self.cluster = named if named is not None else Cluster.equal(**given)
@@ -194,6 +189,10 @@ class Sim(Engine):
             return BatchSimulation(spec, self.cluster, script=script, seed=seed)
         if spec.plan.topology.fixed_members:
             return AllReduceSimulation(spec, self.cluster, script=script, seed=seed)
+        ways = self.batched if isinstance(self.batched, Ways) else None
+        on_gpu = any(torch.device(device).type == "cuda" for device in spec.devices)
+        if ways is None and (on_gpu if self.batched is None else self.batched):
+            ways = Ways()
         return Simulation(
             spec,
             self.cluster,
@@ -201,7 +200,7 @@ class Sim(Engine):
             seed=seed,
             check=self.check,
             handlers=self.handlers,
-            ways=self._ways(spec),
+            ways=ways,
             exact=spec.task.function is run_training if self.exact is None else self.exact,
             previous=previous,
         )
@@ -237,9 +236,13 @@ class Sim(Engine):
         check_whole("shards", shards)
         run = TimedRun(
             cluster=self.cluster,
-            sizes=Sizes(parameters=parameters, examples=examples, itemsize=itemsize),
             course=Course.of(sync),
-            length=Length(epochs=epochs, steps=steps, seconds=seconds),
+            parameters=parameters,
+            examples=examples,
+            itemsize=itemsize,
+            epochs=epochs,
+            steps=steps,
+            seconds=seconds,
             learners=learners,
             batch_size=batch_size,
             policy=policy,
@@ -272,27 +275,15 @@ class Sim(Engine):
             raise UsageError(f"timing over a tree knows nothing of {what}: leave it out")
         return time_tree(run, place)
 
-    def _ways(self, spec: RunSpec) -> Ways | None:
-        if isinstance(self.batched, Ways):
-            return self.batched
-        on_gpu = any(torch.device(device).type == "cuda" for device in spec.devices)
-        return Ways() if self.batched or (self.batched is None and on_gpu) else None
-
     def start(self, spec: RunSpec) -> SimHandle:
-        script = Script.of(self.script)
-        if spec.batch is not None:
-            if self.check:
-                raise UsageError(
-                    "Sim(check=True) checks the accounts of folds, sandblaster has none: leave check out"
-                )
-            check_batch_script(script)
-        elif spec.plan.topology.fixed_members:
-            if self.check:
-                raise UsageError(
-                    "Sim(check=True) checks the accounts of servers, over all-reduce there are none: leave check out, "
-                    "or use topology='servers'"
-                )
-            check_peer_script(script)
-        else:
-            check_script(script, spec, self.cluster)
+        if self.check and spec.batch is not None:
+            raise UsageError(
+                "Sim(check=True) checks the accounts of folds, sandblaster has none: leave check out"
+            )
+        if self.check and spec.plan.topology.fixed_members:
+            raise UsageError(
+                "Sim(check=True) checks the accounts of servers, over all-reduce there are none: leave check out, "
+                "or use topology='servers'"
+            )
+        check_script(Script.of(self.script), spec, self.cluster)
         return SimHandle(self, spec)

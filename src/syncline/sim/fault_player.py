@@ -12,7 +12,7 @@ from syncline.cluster.record import Cluster
 from syncline.dial import Course, as_sync
 from syncline.engines.event_script import Fault, parse_script
 from syncline.engines.run import RunSpec
-from syncline.errors import DialError, UsageError
+from syncline.errors import DialError, NotYetError, UsageError
 from syncline.topologies import Trees
 
 if TYPE_CHECKING:
@@ -66,51 +66,74 @@ class Script:
 
 
 def check_script(script: Script, spec: RunSpec, cluster: Cluster) -> None:
-    """Dials that this run could not change to, and links that it does not have, are refused before it starts."""
-    topology = spec.plan.topology
+    """Lines that this run could not play are refused before it starts."""
     for fault in script.faults:
-        if isinstance(topology, Trees) and (
-            fault.role == "link" or (fault.role == "node" and fault.action != "kill")
-        ):
-            raise UsageError(
-                f"script, '{fault.text}': nodes are those of the tree, and can be killed; this run is over {topology}"
-            )
-        if fault.role == "link" and not cluster.beside:
-            raise UsageError(
-                f"script, '{fault.text}': in this cluster nothing goes from node to node, the shards have machines of their own; "
-                "use one with beside=True"
-            )
-        if fault.action == "change":
-            dial = as_sync(fault.dial)
-            topology.check(Course.of(dial), spec.faults, clip_norm=spec.plan.clip_norm, warm=spec.plan.warm)
-            dial.check(spec.plan.learners, spec.plan.batch_size)
-            if dial.delay > spec.plan.delay:
-                raise DialError(
-                    f"script, '{fault.text}': {dial} keeps {dial.delay + 1} versions, this run was started to keep "
-                    f"{spec.plan.delay + 1}"
+        if spec.batch is not None:
+            if fault.action in ("pause", "change", "cut") or fault.role == "node":
+                raise NotYetError(
+                    f"script, '{fault.text}': under sandblaster learners and shards can be killed, learners added and the run "
+                    "stopped, no more yet"
                 )
+        elif spec.plan.topology.fixed_members:
+            if fault.action not in ("kill", "stop") or fault.role in ("shard", "node"):
+                raise NotYetError(
+                    f"script, '{fault.text}': over all-reduce learners can be killed and the run stopped, no more yet"
+                )
+        else:
+            _check_fault(fault, spec, cluster)
 
 
-def happens_to_machines(world: Simulation, fault: Fault) -> bool:
-    """A line about a whole machine (`node`) or a link, now; False if nobody is there."""
+def _check_fault(fault: Fault, spec: RunSpec, cluster: Cluster) -> None:
+    """Over servers: links that it does not have, dials that it could not change to."""
+    topology = spec.plan.topology
+    if isinstance(topology, Trees) and (
+        fault.role == "link" or (fault.role == "node" and fault.action != "kill")
+    ):
+        raise UsageError(
+            f"script, '{fault.text}': nodes are those of the tree, and can be killed; this run is over {topology}"
+        )
+    if fault.role == "link" and not cluster.beside:
+        raise UsageError(
+            f"script, '{fault.text}': in this cluster nothing goes from node to node, the shards have machines of their own; "
+            "use one with beside=True"
+        )
+    if fault.action == "change":
+        dial = as_sync(fault.dial)
+        topology.check(Course.of(dial), spec.faults, clip_norm=spec.plan.clip_norm, warm=spec.plan.warm)
+        dial.check(spec.plan.learners, spec.plan.batch_size)
+        if dial.delay > spec.plan.delay:
+            raise DialError(
+                f"script, '{fault.text}': {dial} keeps {dial.delay + 1} versions, this run was started to keep "
+                f"{spec.plan.delay + 1}"
+            )
+
+
+def strike(world: Simulation, fault: Fault) -> None:
+    """A line that kills or pauses a learner, a shard, or all that is on a machine, or cuts a link, now."""
     if fault.action == "cut":
         what = f"the link between nodes {fault.rank} and {fault.other} is cut for {fault.length:g} s"
         world.recorder.event(what, kind="cut")
         world.network.cut(fault.rank, fault.other, world.clock.now + fault.length)
-        return True
-    learners = [each for each in world.live.values() if each.machine == fault.rank and not each.dead]
-    servers = [each for each in world.servers if each.machine == fault.rank and not each.dead]
-    done = "killed" if fault.action == "kill" else f"paused for {fault.length:g} s"
-    if learners or servers:
-        world.recorder.event(f"node {fault.rank} is {done} by the script", kind=done.split()[0])
+        return
+    role, kills, why = fault.role, fault.action == "kill", "killed by the script"
+    how = "killed" if kills else f"paused for {fault.length:g} s"
+    learners = [each for each in world.live.values() if not each.dead]
+    if role == "node" and not isinstance(world.spec.plan.topology, Trees):  # else they are the tree's
+        learners = [each for each in learners if each.machine == fault.rank]
+        servers = [each for each in world.servers if each.machine == fault.rank and not each.dead]
+    else:
+        learners = [each for each in learners if role == "learner" and each.rank == fault.rank][-1:]
+        servers = world.servers[fault.rank : fault.rank + 1] if role == "shard" else []
+    if not learners and not servers:
+        world.recorder.event(f"not played, nobody is there: {fault.text}", kind="missed")
+    elif role == "node":
+        why = f"{why} with its node"
+        world.recorder.event(f"node {fault.rank} is {how} by the script", kind=how.split()[0])
+    elif learners and not kills:
+        world.recorder.event(how, fault.rank, kind="paused")
+    elif not kills:
+        world.recorder.event(f"shard {fault.rank} is {how}", kind="paused", shard=fault.rank)
     for learner in learners:
-        if fault.action == "kill":
-            world.kill(learner, "killed by the script with its node")
-        else:
-            world.pause(learner, fault.length)
+        world.kill(learner, why) if kills else world.pause(learner, fault.length)
     for server in servers:
-        if fault.action == "kill":
-            world.lose_shard(server.shard)
-        else:
-            server.pause.begin(world.clock.now, fault.length)
-    return bool(learners or servers)
+        world.lose_shard(server.shard) if kills else server.pause.begin(world.clock.now, fault.length)

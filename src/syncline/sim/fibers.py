@@ -82,23 +82,18 @@ class Thread(Fiber):
         self._go.acquire()
 
 
-class _Modes:
-    """Torch's modes of the running thread, which a fiber takes with it; a new one's are torch's defaults."""
+def _modes() -> tuple[bool, list[tuple[str, bool, torch.dtype]]]:
+    """Torch's modes of the running thread, which a fiber takes with it."""
+    kinds = ("cpu", "cuda")
+    casts = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in kinds]
+    return torch.is_grad_enabled(), casts
 
-    def __init__(self) -> None:
-        self._gradients = True
-        self._casts: list[tuple[str, bool, torch.dtype]] = []
 
-    def save(self) -> None:
-        self._gradients = torch.is_grad_enabled()
-        kinds = ("cpu", "cuda")
-        self._casts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-
-    def restore(self) -> None:
-        torch.set_grad_enabled(self._gradients)
-        for kind, enabled, dtype in self._casts:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
+def _set_modes(gradients: bool, casts: list[tuple[str, bool, torch.dtype]]) -> None:
+    torch.set_grad_enabled(gradients)
+    for kind, enabled, dtype in casts:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
 
 
 class Green(Fiber):
@@ -107,7 +102,7 @@ class Green(Fiber):
     def __init__(self, main: Callable[[], None]) -> None:
         super().__init__()
         self._main = main
-        self._inside, self._outside = _Modes(), _Modes()
+        self._inside: Any = (True, [])  # its modes: at first torch's defaults
         self._green: Any = None
 
     def _run(self) -> None:
@@ -118,11 +113,11 @@ class Green(Fiber):
     def resume(self) -> None:
         if self._green is None:
             self._green = greenlet.greenlet(self._run, parent=greenlet.getcurrent())
-        self._outside.save()
-        self._inside.restore()
+        outside = _modes()
+        _set_modes(*self._inside)
         self._green.switch()
-        self._inside.save()
-        self._outside.restore()
+        self._inside = _modes()
+        _set_modes(*outside)
 
     def _give_way(self) -> None:
         self._green.parent.switch()

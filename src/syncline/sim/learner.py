@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,10 @@ from torch.utils.data import Dataset
 
 from syncline import messages as m
 from syncline.engines.recorder import learner_error
+from syncline.engines.run import Task
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.errors import InvariantError, UsageError
+from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.model_factories import pack_random, without_graph
 from syncline.learn.server_session import ServerSession
 from syncline.messages.to_leader import Gradient, Put, ToLeader
@@ -37,13 +39,13 @@ from syncline.sim.clock import Action, ClockPause
 from syncline.sim.fibers import Fiber, Killed, make_fiber
 from syncline.sim.machine_cores import InTurn
 from syncline.sim.network import Line
-from syncline.sim.owned_memory import DRAFT, Drafts, Releases, SimLane, SimTable, poison
+from syncline.sim.owned_memory import DRAFT, SimLane, SimTable, poison
 
 if TYPE_CHECKING:
     from syncline.sim.simulation import Simulation
 
 BULK = (Gradient, Put)
-COMPUTING, WAITING, TICKET = "computing", "waiting", "ticket"  # what a learner does while it gives way
+COMPUTING, TICKET, WAITING = 0, 1, 2  # what a learner does while it gives way, and where its time is kept
 
 
 class SimLearner(LearnerPort):
@@ -53,16 +55,13 @@ class SimLearner(LearnerPort):
         "_answers",
         "_arrival",
         "_called",
-        "_communication",
-        "_computation",
-        "_compute",
         "_incoming",
         "_leader",
         "_line",
         "_outgoing",
         "_pace",
         "_steps",
-        "_waiting",
+        "_times",
         "_world",
         "dead",
         "decided",
@@ -87,9 +86,7 @@ class SimLearner(LearnerPort):
         self._leader = world.servers[0]  # the one that it knows
         self.pause = ClockPause()
         self.stepped = False  # it has said something to the leading shard
-        self._outgoing = InTurn(
-            world.machines, self.machine, self
-        )  # what it says, behind gradients it copies
+        self._outgoing = InTurn(world.machines, self.machine, self)  # what it says, behind copies
         self._incoming: dict[int, InTurn] = {}  # by shard: what it is copying
         self._arrival = 0.0  # of the last thing it sent: nothing overtakes
         self.portions: dict[tuple[int, int], Portion] = {}
@@ -98,8 +95,7 @@ class SimLearner(LearnerPort):
         self.waits_for: str | None = None
         self._line: Line | None = None  # where bulk comes late
         self.step = 0  # computations so far, those before a checkpoint included
-        self._compute = self._communication = self._waiting = 0.0
-        self._steps = 0
+        self._times, self._steps = [0.0, 0.0, 0.0], 0
         self.handled = self.decided = 0.0  # when the leader had its last gradient, and released it
 
     def _make_fiber(self) -> Fiber:
@@ -108,14 +104,9 @@ class SimLearner(LearnerPort):
     def _main(self) -> None:
         world, spec = self._world, self._world.spec
         try:
-            config = dataclasses.replace(spec.seat(self.rank), reader=False)
-            session = ServerSession(self, config)
-            session.seed()
-            arguments, keywords = copy_arguments((spec.task.arguments, spec.task.keywords))
+            session = ServerSession(self, dataclasses.replace(spec.seat(self.rank), reader=False))
             try:
-                value = spec.task.function(session, *arguments, **keywords)
-            except RunStopped:
-                value = None
+                value = call(spec.task, session)
             finally:
                 session.close()
             self.leave(lambda: world.returned(self, value))
@@ -124,9 +115,11 @@ class SimLearner(LearnerPort):
         except InvariantError as error:
             world.fail(error)
         except BaseException as error:
-            text = "".join(traceback.format_exception(error))
-            failure = learner_error(self.rank, error, text)
-            self.leave(lambda: world.raised(self, failure))
+            self._raised(error)
+
+    def _raised(self, error: BaseException) -> None:
+        failure = learner_error(self.rank, error, "".join(traceback.format_exception(error)))
+        self.leave(lambda: self._world.supervision.raised(self.learner, failure))
 
     def start(self) -> None:
         """Begin (from the scheduler)."""
@@ -145,8 +138,8 @@ class SimLearner(LearnerPort):
         self._world.streams.enter(self.learner)
         return pack_random(torch.device(self._world.spec.seat(self.rank).device))
 
-    def kill(self) -> None:
-        """It ends where it is; what it sent arrives (from the scheduler)."""
+    def kill(self) -> float:
+        """It ends where it is (from the scheduler); when everything that has left it will have arrived."""
         self.dead = True
         if self._line is not None:
             self._arrival = max(self._arrival, self._line.end())
@@ -155,22 +148,15 @@ class SimLearner(LearnerPort):
             self._world.streams.enter(self.learner)
             self.fiber.end()
         self._world.streams.forget(self.learner)
-
-    def last_words(self) -> float:
-        """When everything that has left it will have arrived."""
         return max(self._arrival, self.now() + self._world.cluster.card.latency)
 
     def times(self) -> LearnerTimes:
-        return LearnerTimes(
-            compute=self._compute,
-            communication=self._communication,
-            waiting=self._waiting,
-            steps=self._steps,
-        )
+        compute, communication, waiting = self._times
+        return LearnerTimes(compute=compute, communication=communication, waiting=waiting, steps=self._steps)
 
     # -- waiting -----------------------------------------------------------------------------------------
 
-    def until(self, ready: Callable[[], bool], what: str, time: str = WAITING) -> None:
+    def until(self, ready: Callable[[], bool], what: str, time: int = WAITING) -> None:
         """Give way until it is so."""
         if self.dead:
             raise Killed
@@ -181,7 +167,7 @@ class SimLearner(LearnerPort):
         self.waits_for = None
         self.passed(began, time)
 
-    def until_served(self, ready: Callable[[], bool], what: str, time: str = WAITING) -> None:
+    def until_served(self, ready: Callable[[], bool], what: str, time: int = WAITING) -> None:
         """The same; nobody waits for servers that are gone."""
         self.until(lambda: ready() or self.stale, what, time)
         if not ready():
@@ -212,17 +198,14 @@ class SimLearner(LearnerPort):
         else:
             self._resume()
 
-    def passed(self, began: float, time: str) -> None:
+    def passed(self, began: float, time: int) -> None:
         """The account of time; a wait for a ticket is communication, but for the time that others took."""
         seconds = self._world.clock.now - began
-        if time == COMPUTING:
-            self._compute += seconds
-        elif time == WAITING:
-            self._waiting += seconds
-        else:
+        if time == TICKET:
             others = min(seconds, max(0.0, self.decided - max(self.handled, began)))
-            self._waiting += others
-            self._communication += seconds - others
+            self._times[WAITING] += others
+            seconds -= others
+        self._times[time] += seconds
 
     # -- sending -----------------------------------------------------------------------------------------
 
@@ -263,28 +246,18 @@ class SimLearner(LearnerPort):
         """Its last word to the coordinator, after all that it sent."""
         self.send(partial(self._line.arrived, last) if self._line is not None else last)
 
-    def _in_order(self, message: ToLeader, arrive: Action) -> Action:
-        """What happens where the message arrives."""
-        world = self._world
-        if world.late is None or world.nodes:
-            return arrive
-        if self._line is None:
-            self._line = Line(world.clock, world.late)
-        return partial(self._noted, self._line, message, arrive)
-
-    def _noted(self, line: Line, message: ToLeader, arrive: Action) -> None:
-        if isinstance(message, BULK):
-            line.arrived(arrive, partial(self._bulk, message), self._parts_there(message))
-        else:
-            line.arrived(arrive)
-
-    def _parts_there(self, message: Gradient | Put) -> float:
-        lane = self._world.lanes.get((message.table, self.learner))
+    def _arrive_late(self, message: ToLeader, hand_on: Action) -> None:
+        """The note is there; the shards get it when what comes with it is, too."""
+        assert self._line is not None
+        if not isinstance(message, BULK):
+            self._line.arrived(hand_on)
+            return
+        lane, number = self._world.lanes.get((message.table, self.learner)), message.number
         ways = lane.under_way if lane is not None else {}
-        return max((time for (_, number), time in ways.items() if number == message.number), default=0.0)
+        parts_there = max((time for (_, each), time in ways.items() if each == number), default=0.0)
+        self._line.arrived(hand_on, partial(self._put_bulk, message), parts_there)
 
-    def _bulk(self, message: Gradient | Put) -> None:
-        """All parts are there."""
+    def _put_bulk(self, message: Gradient | Put) -> None:
         lane = self._world.lanes.get((message.table, self.learner))
         if isinstance(lane, SimLane) and (sent := lane.coming.pop(message.number, None)) is not None:
             lane.sent[lane.numbers.index(message.number)].memory.copy_(sent)
@@ -348,7 +321,10 @@ class SimLearner(LearnerPort):
         if world.watch is not None and not self.stale:
             world.watch.posted(self.learner, message)
         server = self._leader
-        arrive = self._in_order(message, partial(server.note, self, message))
+        arrive: Action = partial(server.note, self, message)
+        if world.late is not None and not world.nodes:
+            self._line = self._line or Line(world.clock, world.late)
+            arrive = partial(self._arrive_late, message, arrive)
         if not isinstance(message, BULK):
             self.send(arrive, server.machine)
             return
@@ -362,17 +338,13 @@ class SimLearner(LearnerPort):
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
         key = (loader, index)
         if block:
-            self._await_portion(key)
+            try:
+                self.until_served(lambda: key in self.portions or self.stopping(), f"data of loader {loader}")
+            except Killed:
+                # a loop that is being left, where nothing may be raised, ends with the next wait
+                if index != OUTSIDE:
+                    raise
         return self.portions.pop(key, None)
-
-    def _await_portion(self, key: tuple[int, int]) -> None:
-        try:
-            self.until_served(lambda: key in self.portions or self.stopping(), f"data of loader {key[0]}")
-        except Killed:
-            if (
-                key[1] != OUTSIDE
-            ):  # else a loop is being left, where nothing may be raised: it ends with the next wait
-                raise
 
     def give(self, portion: Portion) -> None:
         self.portions[portion.loader, portion.number] = portion
@@ -414,10 +386,8 @@ class SimLearner(LearnerPort):
         return TwinTable(self, opened, self._world)
 
     def stopping(self) -> bool:
-        world = self._world
-        return (
-            world.stopping or self.dead or world.recorder.error is not None
-        )  # unwinding asks for nothing more
+        world = self._world  # unwinding asks for nothing more
+        return world.stopping or self.dead or world.recorder.error is not None
 
 
 class TwinTable(TablePort):
@@ -430,33 +400,22 @@ class TwinTable(TablePort):
         self.buffers, self.others = opened.handle.buffers, opened.handle.others
         self._views = opened.layout.parameters.views(opened.lane.inbox)
         self._table = opened.table
-        flow = world.flow if isinstance(opened, m.Opened) else None
-        self._end = flow.of(opened.table).join(learner) if flow is not None else None
-        self._releases = Releases(opened.lane, opened.layout.shards)
-        self._drafts = Drafts(opened.lane, opened.layout.shards, world.clock)
+        flows = world.flows is not None and isinstance(opened, m.Opened)
+        self._end = world.flow_of(opened.table).join(learner) if flows else None
 
     def draft(self, *, block: bool = True) -> Draft | None:
-        if (place := self._drafts.find()) is None:
+        lane = self._lane
+        if (place := lane.free_slot()) is None:
             if not block:
                 return None
-            for time in self._drafts.known():
-                self._world.clock.at(time, self._learner.wake)
-            self._learner.until_released(lambda: self._drafts.find() is not None, DRAFT)
-            place = self._drafts.find()
+            lane.plan(self._learner.wake)
+            self._learner.until_released(lambda: lane.free_slot() is not None, DRAFT)
+            place = lane.free_slot()
             assert place is not None
-        self._drafts.hold(place)
-        slot = self._lane.slots[place]
+        lane.hold(place)
+        slot = lane.slots[place]
         others = [torch.empty_like(each) for each in self.others] if self._first is not None else ()
         return Draft(slot.gradients, slot.buffers, place, others)
-
-    def _begin(self, draft: Draft) -> None:
-        """First values: its shards take them when they hear of it."""
-        assert self._first is not None
-        self._first.begin(draft)
-        self._lane.numbers[draft.place] = FIRST_VALUES
-        self._lane.sent[draft.place].memory.copy_(self._lane.slots[draft.place].memory)
-        if self._world.poisons:
-            poison([*draft.gradients, *draft.buffers])
 
     def publish(
         self,
@@ -465,42 +424,49 @@ class TwinTable(TablePort):
         options: bytes = b"",
         present: Sequence[bool] = (),
     ) -> None:
-        if isinstance(message, m.Initialised):
-            self._begin(draft)
-            return
-        slot = self._lane.slots[draft.place]
-        self._lane.numbers[draft.place] = message.number
-        if isinstance(message, Gradient):
-            slot.write_options(options)
-            if not message.full:
-                slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
-        sent = self._lane.sent[draft.place]
-        if self._world.late is not None and not self._world.nodes:
-            self._lane.coming[message.number] = slot.memory.clone()
-            poison([*sent.gradients, *sent.buffers])
-        else:
+        slot, sent = self._lane.slots[draft.place], self._lane.sent[draft.place]
+        if isinstance(message, m.Initialised):  # its shards take them when they hear of it
+            assert self._first is not None
+            self._first.begin(draft)
+            self._lane.numbers[draft.place] = FIRST_VALUES
             sent.memory.copy_(slot.memory)
-        self._learner.post(message)
+        else:
+            self._lane.numbers[draft.place] = message.number
+            if isinstance(message, Gradient):
+                slot.write_options(options)
+                if not message.full:
+                    slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
+            if self._world.late is not None and not self._world.nodes:
+                self._lane.coming[message.number] = slot.memory.clone()
+                poison([*sent.gradients, *sent.buffers])
+            else:
+                sent.memory.copy_(slot.memory)
+            self._learner.post(message)
         if self._world.poisons:
             poison([*slot.gradients, *slot.buffers])
 
-    def _under_way(self) -> bool:
-        for time in self._drafts.known():
-            self._world.clock.at(time, self._learner.wake)
-        return self._drafts.under_way()
+    def _delivered(self) -> bool:
+        self._lane.plan(self._learner.wake)
+        return self._lane.delivered()
 
     def wait(self, number: int | None, *, block: bool = True) -> Reading | None:
         if number is None:
-            self._learner.until_released(lambda: not self._under_way(), DRAFT)
+            self._learner.until_released(self._delivered, DRAFT)
             return None
         if block:
             what = f"ticket {number} of table {self._table}"
-            self._learner.until_released(lambda: self._releases.reading(number) is not None, what)
-        return self._releases.reading(number)
+            self._learner.until_released(lambda: self._lane.reading(number) is not None, what)
+        return self._lane.reading(number)
 
     def read(self, reading: Reading | None, into: list[Tensor]) -> int | None:
         if reading is None:
-            return self._read_newest(into)
+            assert self._end is not None
+            if (found := self._end.swap()) is None:
+                return None
+            self._learner.reads(self._table, found.version, found.weights)
+            torch._foreach_copy_(into, found.weights)
+            self._lane.served = dict.fromkeys(range(self.layout.shards), found.version)
+            return found.version
         if into:
             self._learner.reads(self._table, reading.version, self._views)
             torch._foreach_copy_(into, self._views)
@@ -508,14 +474,15 @@ class TwinTable(TablePort):
             self._end.has(reading.version)
         return reading.version
 
-    def _read_newest(self, into: list[Tensor]) -> int | None:
-        assert self._end is not None
-        if (found := self._end.swap()) is None:
-            return None
-        self._learner.reads(self._table, found.version, found.weights)
-        torch._foreach_copy_(into, found.weights)
-        self._lane.served = dict.fromkeys(range(self.layout.shards), found.version)
-        return found.version
+
+def call(task: Task, session: ServerSession | AllReduceSession) -> Any:
+    """What the user's function gives back, called with a copy of what it is given."""
+    session.seed()
+    arguments, keywords = copy_arguments((task.arguments, task.keywords))
+    try:
+        return task.function(session, *arguments, **keywords)
+    except RunStopped:
+        return None
 
 
 def copy_arguments(arguments: Any) -> Any:
@@ -532,16 +499,16 @@ def copy_arguments(arguments: Any) -> Any:
 
 
 def _find_data(value: Any, found: dict[int, Any]) -> None:
+    parts: Iterable[Any] = ()
     if isinstance(value, Dataset):
         found[id(value)] = value
     elif isinstance(value, nn.Module):
         found.update(without_graph(value))
     elif isinstance(value, dict):
-        for each in value.values():
-            _find_data(each, found)
+        parts = value.values()
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            _find_data(each, found)
+        parts = value
     elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            _find_data(getattr(value, name), found)
+        parts = [getattr(value, name) for name in value.__dataclass_fields__]
+    for each in parts:
+        _find_data(each, found)

@@ -35,15 +35,12 @@ class Machines:
             self._clock.after(seconds, then)
             return
         if machine not in self._cores:
-            self._cores[machine] = self._make(self._count)
+            slice, spin = self._cluster.slice, self._cluster.spin
+            self._cores[machine] = (
+                Cores(self._count) if slice is None else Queues(self._count, slice=slice, spin=spin)
+            )
         self._cores[machine].add(self._clock.now, seconds, then, who)
         self._plan(machine)
-
-    def _make(self, count: int) -> Cores | Queues:
-        cluster = self._cluster
-        if cluster.slice is None:
-            return Cores(count)
-        return Queues(count, slice=cluster.slice, spin=cluster.spin)
 
     def served(self, machine: int, who: Hashable) -> float:
         """Seconds of work that a process which has worked from the beginning has had."""
@@ -58,15 +55,16 @@ class Machines:
     def _plan(self, machine: int) -> None:
         number = self._planned[machine] = self._planned.get(machine, 0) + 1
         moment = self._cores[machine].next()
-        if moment is not None:
-            self._clock.at(moment, lambda: self._done(machine, number))
 
-    def _done(self, machine: int, number: int) -> None:
-        if number == self._planned[machine]:  # else others came or went since
-            then = self._cores[machine].done(self._clock.now)
-            self._plan(machine)
-            if then is not None:
-                then()
+        def happened() -> None:
+            if number == self._planned[machine]:  # else others came or went since
+                then = self._cores[machine].done(self._clock.now)
+                self._plan(machine)
+                if then is not None:
+                    then()
+
+        if moment is not None:
+            self._clock.at(moment, happened)
 
 
 class InTurn:
@@ -195,9 +193,10 @@ class Queues:
             end = max(self._now, core.until) if over else end
             if end < moment:
                 moment, self._due, self._over = end, core, over
-        idle = self._next_idle()
-        if idle < moment:
-            moment, self._due = idle, None
+        if any(len(core.queue) > 1 for core in self._cores):
+            idle = (max(self._now, self._spins_until(core)) for core in self._cores if not core.queue)
+            if (first := min(idle, default=math.inf)) < moment:
+                moment, self._due = first, None
         return moment if moment < math.inf else None
 
     def done(self, now: float) -> Any:
@@ -210,7 +209,10 @@ class Queues:
             core.queue.rotate(-1)
             self._begin(core)
         else:
-            return self._finish(core)
+            job = core.queue.popleft()
+            core.last, core.left = job.who, self._now
+            self._begin(core)
+            return job.task
         return None
 
     def remove(self, now: float, task: Any) -> None:
@@ -246,13 +248,6 @@ class Queues:
     def _idle(self, core: Core) -> bool:
         return not core.queue and self._spins_until(core) <= self._now
 
-    def _next_idle(self) -> float:
-        """When a core is free for those that are queued elsewhere."""
-        if all(len(core.queue) < 2 for core in self._cores):
-            return math.inf
-        free = (max(self._now, self._spins_until(core)) for core in self._cores if not core.queue)
-        return min(free, default=math.inf)
-
     def _balance(self) -> None:
         longest = max(self._cores, key=lambda core: len(core.queue))
         for core in self._cores:
@@ -263,12 +258,6 @@ class Queues:
                 self._place[job.who] = core
                 self._begin(core)
                 return
-
-    def _finish(self, core: Core) -> Any:
-        job = core.queue.popleft()
-        core.last, core.left = job.who, self._now
-        self._begin(core)
-        return job.task
 
     def _begin(self, core: Core) -> None:
         core.until = self._now + self._slice

@@ -45,11 +45,7 @@ class Way:
         while place < len(starts) and starts[place] < start + seconds:
             start = ends[place]
             place += 1
-        self._insert(place, start, start + seconds)
-        return start
-
-    def _insert(self, place: int, start: float, end: float) -> None:
-        starts, ends = self._starts, self._ends
+        end = start + seconds
         before = place > 0 and ends[place - 1] == start
         after = place < len(starts) and starts[place] == end
         if before and after:
@@ -62,6 +58,7 @@ class Way:
         else:
             starts.insert(place, start)
             ends.insert(place, end)
+        return start
 
 
 class SimNetwork:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncline.messages.to_leader import Gradient
 from syncline.ports import WRITTEN, Draft, Reading
-from syncline.sim.clock import Clock
+from syncline.sim.clock import Action, Clock
 from syncline.table.gradient_slot import private_slot
 from syncline.table.layout import Layout
 from syncline.table.store import OwnMemory
@@ -24,9 +25,8 @@ class SimTable:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, self.device = layout, device
-        self.weights = layout.parameters.segments(
-            torch.zeros(layout.parameters.nbytes, dtype=torch.uint8, device=device)
-        )
+        memory = torch.zeros(layout.parameters.nbytes, dtype=torch.uint8, device=device)
+        self.weights = layout.parameters.segments(memory)
         flats = (layout.buffers, layout.others)
         self.buffers, self.others = (
             flat.views(flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))) for flat in flats
@@ -63,9 +63,11 @@ class ShardMemory(OwnMemory):
 
 
 class Traffic:
-    """What goes to and fro between one learner and the shards of one table."""
+    """What goes to and fro between one learner and the shards of one table; which slots the learner may fill."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, shards: int, clock: Clock) -> None:
+        self._shards, self._clock = range(shards), clock
+        self.slots: Sequence[Any] = range(slots)  # the learner's drafts; in a timing without memory
         self.numbers = [NEVER] * slots  # tickets whose drafts lie in the slots
         self.said: dict[int, Gradient] = {}  # over a tree: what was published with them
         self.released: dict[int, tuple[int, Reading]] = {}  # by shard, with its ticket
@@ -76,70 +78,58 @@ class Traffic:
         self.due: dict[int, float] = {}  # by shard: when the last version that it sent is there
         self.sending: set[int] = set()  # over a tree: tickets that the leaf does not have yet
 
-
-class Drafts:
-    """Which slots of a learner's lane it may fill."""
-
-    def __init__(self, lane: Traffic, shards: int, clock: Clock) -> None:
-        self._lane, self._shards, self._clock = lane, range(shards), clock
-
-    def find(self) -> int | None:
+    def free_slot(self) -> int | None:
         """The first that is free, once the leaf of a tree has what was published before (R8)."""
-        if self._lane.sending:
+        if self.sending:
             return None
-        for place, number in enumerate(self._lane.numbers):
+        for place, number in enumerate(self.numbers):
             if number == NEVER or (number >= 0 and self._free(number)):
                 return place
         return None
 
     def _free(self, number: int) -> bool:
-        freed, now = self._lane.freed, self._clock.now
+        freed, now = self.freed, self._clock.now
         return all(freed.get((shard, number), math.inf) <= now for shard in self._shards)
 
-    def under_way(self) -> bool:
-        """Something that was published."""
-        return any(number >= 0 and not self._free(number) for number in self._lane.numbers)
+    def delivered(self) -> bool:
+        """Nothing that was published is under way."""
+        return not any(number >= 0 and not self._free(number) for number in self.numbers)
 
-    def known(self) -> list[float]:
-        """When it will know of what has been freed."""
-        return [time for time in self._lane.freed.values() if time > self._clock.now]
+    def plan(self, wake: Action) -> None:
+        """When the learner will know of what has been freed."""
+        for time in self.freed.values():
+            if time > self._clock.now:
+                self._clock.at(time, wake)
 
     def hold(self, place: int) -> None:
         """It is being filled."""
         for shard in self._shards:
-            self._lane.freed.pop((shard, self._lane.numbers[place]), None)
-        self._lane.numbers[place] = HELD
-
-
-class SimLane(Traffic):
-    """One learner's slots and inbox of one table."""
-
-    def __init__(self, layout: Layout, slots: int) -> None:
-        super().__init__(slots)
-        self.slots = [private_slot(layout) for _ in range(slots)]  # the learner's drafts
-        self.sent = [private_slot(layout) for _ in range(slots)]  # what the shards have of them
-        flat = layout.parameters
-        self.inbox = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
-
-
-class Releases:
-    """What the shards have released to a learner through its lane."""
-
-    def __init__(self, lane: Traffic, shards: int) -> None:
-        self._lane, self._shards = lane, shards
+            self.freed.pop((shard, self.numbers[place]), None)
+        self.numbers[place] = HELD
 
     def reading(self, number: int) -> Reading | None:
         """What to read, once all shards have released this ticket."""
-        readings = self._lane.released
-        if self._shards == 1:
+        readings = self.released
+        if len(self._shards) == 1:
             last = readings.get(0)
             return last[1] if last is not None and last[0] >= number else None
-        if len(readings) < self._shards or any(done < number for done, _ in readings.values()):
+        if len(readings) < len(self._shards) or any(done < number for done, _ in readings.values()):
             return None
         versions = {reading.version for _, reading in readings.values()}
         if len(versions) != 1:
             raise AssertionError(f"shards released ticket {number} with versions {sorted(versions)}")
         return readings[0][1]
+
+
+class SimLane(Traffic):
+    """One learner's slots and inbox of one table."""
+
+    def __init__(self, layout: Layout, slots: int, clock: Clock) -> None:
+        super().__init__(slots, layout.shards, clock)
+        self.slots = [private_slot(layout) for _ in range(slots)]
+        self.sent = [private_slot(layout) for _ in range(slots)]  # what the shards have of them
+        flat = layout.parameters
+        self.inbox = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
 
 
 def poison(tensors: Iterable[Tensor]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +81,17 @@ class Random:
         random.setstate(self._python)
         if self._gpus is not None:
             torch.cuda.set_rng_state_all(self._gpus)
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """What is drawn inside comes from these states, which go on; those outside are as they were."""
+        outside = Random(gpus=self._with_gpus)
+        self.restore()
+        try:
+            yield
+        finally:
+            self.save()
+            outside.restore()
 
 
 class RandomStreams:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from syncline.cluster.record import Cost
 from syncline.engines.checkpoint_writer import with_content, write_part
 from syncline.messages import MakeTable
 from syncline.messages.log import Entry, Fold, Leave, PutValues, Take
@@ -21,7 +20,6 @@ from syncline.ports import FIRST_VALUES, Computing, Portion, Reading, ServerPort
 from syncline.roles.checkpoint_manifest import LEARNERS
 from syncline.sim.batched.lazy_gradients import PromisedLane, PromisedSlot
 from syncline.sim.clock import Action, ClockPause
-from syncline.sim.coordinator_port import with_states
 from syncline.sim.owned_memory import DRAFT, ShardMemory, SimLane, Traffic, poison
 from syncline.table.gradient_slot import Slot
 from syncline.table.store import copy_segments, places_for
@@ -30,8 +28,7 @@ if TYPE_CHECKING:
     from syncline.messages.to_tree_nodes import ToNodes
     from syncline.sim.learner import SimLearner
     from syncline.sim.simulation import Simulation
-    from syncline.sim.tree_nodes import SimNode
-    from syncline.sim.version_flow import TableFlow
+    from syncline.sim.tree_nodes import SimNode, TableFlow
 
 Kind = type[Take | Fold]
 
@@ -52,7 +49,6 @@ class SimServer(ServerPort):
         cluster = world.cluster
         self._clock, self._message, self._reply = world.clock, cluster.message, cluster.reply
         self._shared = world.machines.shared
-        self._costs: dict[Kind, Cost] = {Take: cluster.take, Fold: cluster.fold}
         self._memories: dict[int, ShardMemory] = {}
         self._known_costs: dict[tuple[Kind, int], float] = {}  # by kind and table
 
@@ -69,52 +65,45 @@ class SimServer(ServerPort):
         """An event from the coordinator or another shard has arrived."""
         if isinstance(event, MakeTable):
             event = with_content(event, self._world.folder, self.shard)
-        self._queue(lambda: self.role.handle(event))
+        if not self.dead:
+            self._inputs.append((None, None, lambda: self.role.handle(event)))
+            self._next()
 
     def entry(self, entry: Entry) -> None:
         """A decision of the leading shard has arrived."""
-        self._queue(partial(self._carry_out, entry), entry)
-
-    def _carry_out(self, entry: Entry) -> None:
-        self.role.entry(entry)
-        if isinstance(entry, Leave):
-            self._leaving.append(entry.learner)
-
-    def _queue(self, action: Action, entry: Entry | None = None) -> None:
-        """One thing after another, in the order they came."""
         if not self.dead:
-            self._inputs.append((entry, None, action))
+            self._inputs.append((entry, None, None))
             self._next()
 
     def _next(self) -> None:
+        """One thing after another, in the order they came; what an entry speaks of must have arrived here."""
         clock, inputs = self._clock, self._inputs
         while inputs and not self._busy and not self.dead:
             entry, learner, what = inputs[0]
             ready = self.pause.until
-            if entry is not None:
-                ready = max(ready, self._there(entry))
+            if entry is not None and isinstance(entry, Take | PutValues):
+                lane = self._world.lanes.get((entry.table, entry.learner))
+                if lane is not None:
+                    ready = max(ready, lane.under_way.get((self.shard, entry.number), 0.0))
             if ready > clock.now:
                 clock.at(ready, self._next)
                 return
             inputs.popleft()
             if self._message:
                 self._work.append((self._message, None))
-            if learner is None:
-                what()
-            else:
+            if learner is not None:
                 learner.handled = clock.now
                 self.role.note(learner.learner, what)
+            elif entry is None:
+                what()
+            else:
+                self.role.entry(entry)
+                if isinstance(entry, Leave):
+                    self._leaving.append(entry.learner)
             while self._leaving and self.role.replay.settled:  # nothing more is needed of them
                 self._world.forget(self._leaving.pop())
             if self._work:
                 self._go_on()
-
-    def _there(self, entry: Entry) -> float:
-        """When this shard's part of what the entry speaks of has arrived."""
-        if not isinstance(entry, Take | PutValues):
-            return 0.0
-        lane = self._world.lanes.get((entry.table, entry.learner))
-        return lane.under_way.get((self.shard, entry.number), 0.0) if lane is not None else 0.0
 
     # -- work --------------------------------------------------------------------------------------------
 
@@ -126,7 +115,9 @@ class SimServer(ServerPort):
         seconds = self._known_costs.get((kind, table))
         if seconds is None:
             nbytes = self._world.tables[table].part_bytes[self.shard]
-            seconds = self._known_costs[kind, table] = self._costs[kind].seconds(nbytes)
+            cluster = self._world.cluster
+            cost = cluster.take if kind is Take else cluster.fold
+            seconds = self._known_costs[kind, table] = cost.seconds(nbytes)
         self._add_work(times * seconds)
 
     def _add_work(self, seconds: float) -> None:
@@ -181,11 +172,11 @@ class SimServer(ServerPort):
         delay = self._world.spec.plan.delay
         places = places_for(delay) if delay else 1  # what others read is sent: nobody is reading here
         memory = self._memories[table] = ShardMemory(self._world.tables[table], self.shard, places)
-        if self._world.flow is not None:
-            memory.made = partial(self._made, table, memory, self._world.flow.of(table))
+        if self._world.flows is not None:
+            memory.made = partial(self._made, memory, self._world.flow_of(table))
         return memory
 
-    def _made(self, table: int, memory: ShardMemory, flow: TableFlow, version: int) -> None:
+    def _made(self, memory: ShardMemory, flow: TableFlow, version: int) -> None:
         """As it is now, once the work before it is done."""
         part = [segment.clone() for segment in memory.of(version)]
         self._effect(partial(flow.made, self.shard, version, part))
@@ -208,27 +199,37 @@ class SimServer(ServerPort):
             return
         target = world.learners[learner]
         if reading is None:
-            if self.shard:
-                lane.under_way.pop((self.shard, number), None)
-            if world.poisons and isinstance(lane, SimLane):
-                sent = lane.sent[lane.numbers.index(number)]
-                poison(self._memories[table].views(sent.segments))
-                poison(sent.buffers if self.shard == 0 else ())
+            self._forget_part(lane, table, number)
             self._effect(partial(self._free, lane, target, number))
             return
-        if world.flow is not None:
-            self._effect(partial(world.flow.said, table, reading.dial))
+        if world.flows is not None:
+            self._effect(partial(world.flow_of(table).said, reading.dial))
         nbytes, bulk = 0, None
         if lane.served.get(self.shard, -1) < reading.version:  # R4: not what it has
             lane.served[self.shard] = reading.version
-            nbytes, bulk = self._to_move(table, target), self._sent(table, lane, reading.version)
+            nbytes, bulk = (
+                world.tables[table].part_bytes[self.shard],
+                self._sent(table, lane, reading.version),
+            )
+            if self.machine != target.machine:  # else it copies for itself
+                self._add_work(world.cluster.serve.seconds(nbytes))
         if self.shard == 0:
             target.decided = self._clock.now
             self._add_work(self._reply)
         arrive = partial(self._arrive, lane, target, number, reading, bulk)
         if world.late is not None:
             arrive = partial(self._arrive_late, lane, world.late.delay() if nbytes else 0.0, arrive)
-        self._effect(partial(world.send_weights, self, target, nbytes, arrive))
+        seconds = world.cluster.copy.seconds(nbytes) if nbytes else 0.0
+        take_in = partial(target.take_in, self.shard, seconds, arrive)
+        self._effect(partial(world.send, self.machine, target.machine, take_in, nbytes))
+
+    def _forget_part(self, lane: Traffic, table: int, number: int) -> None:
+        """Of what was published: this shard needs it no more."""
+        lane.under_way.pop((self.shard, number), None)
+        if self._world.poisons and isinstance(lane, SimLane) and number in lane.numbers:
+            sent = lane.sent[lane.numbers.index(number)]
+            poison(self._memories[table].views(sent.segments))
+            poison(sent.buffers if self.shard == 0 else ())
 
     def _free(self, lane: Traffic, target: SimLearner, number: int) -> None:
         """No event of its own, where nobody waits for it: it goes with what is sent next."""
@@ -240,10 +241,7 @@ class SimServer(ServerPort):
             self._clock.at(arrival, target.wake)
 
     def _free_sum(self, lane: Traffic, node: SimNode, table: int, number: int) -> None:
-        lane.under_way.pop((self.shard, number), None)
-        if self._world.poisons and isinstance(lane, SimLane) and number in lane.numbers:
-            sent = lane.sent[lane.numbers.index(number)]
-            poison(self._memories[table].views(sent.segments))
+        self._forget_part(lane, table, number)
         lane.freed[self.shard, number] = self._clock.now
         self._world.send(self.machine, node.machine, partial(node.freed, table, number))
 
@@ -270,19 +268,12 @@ class SimServer(ServerPort):
             lane.released[self.shard] = (number, reading)
             target.wake()
 
-    def _to_move(self, table: int, target: SimLearner) -> int:
-        """Bytes of weights that go to a learner."""
-        nbytes = self._world.tables[table].part_bytes[self.shard]
-        if self.machine != target.machine:  # else it copies for itself
-            self._add_work(self._world.cluster.serve.seconds(nbytes))
-        return nbytes
-
     def _sent(self, table: int, lane: Traffic, version: int) -> Action | None:
         """This shard's part of a version, as it is now; what is to happen where it arrives."""
         if isinstance(lane, PromisedLane):
             shop = self._world.workshop
             assert shop is not None
-            if (into := lane.inbox(shop.versions.get(version), self.shard)) is not None:
+            if (into := lane.inbox(shop.computer.versions.get(version), self.shard)) is not None:
                 shop.computer.settle()
                 memory = self._memories[table]
                 copy_segments(memory.part.segments(into), memory.of(version))
@@ -307,7 +298,7 @@ class SimServer(ServerPort):
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         assert self._world.folder is not None
         if name == LEARNERS and self._world.exact:
-            tensors = with_states(tensors, self._world.states())
+            tensors = tensors | self._world.states()  # who has left keeps its last ones
         self.tell(write_part(self._world.folder, (number, name, tensors, notes)))
 
     def tell(self, message: Any) -> None:

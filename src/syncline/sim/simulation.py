@@ -22,7 +22,7 @@ from syncline.engines.recorder import Recorder
 from syncline.engines.run import Evaluate, Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes
 from syncline.engines.supervision import Crew, Supervision
-from syncline.errors import LostError, RunError
+from syncline.errors import LostError
 from syncline.learn.training import Evaluation
 from syncline.ports import ServerPort
 from syncline.protocols.lifecycle import Hangs, Kill, Lifecycle
@@ -35,7 +35,7 @@ from syncline.sim.batched.shared_model import SharedModel, Ways, make_workshop
 from syncline.sim.builtin_learner import Builtin
 from syncline.sim.clock import Action, Clock
 from syncline.sim.coordinator_port import Moment, SimCoordinator
-from syncline.sim.fault_player import Script, happens_to_machines
+from syncline.sim.fault_player import Script, strike
 from syncline.sim.garbage_collection import calm_collector
 from syncline.sim.invariants.watch import Watch, WatchedRole
 from syncline.sim.learner import SimLearner
@@ -44,8 +44,7 @@ from syncline.sim.network import Late, SimNetwork
 from syncline.sim.owned_memory import SimLane, SimTable, poison
 from syncline.sim.random_states import OUTSIDE, RandomStreams
 from syncline.sim.server import SimServer
-from syncline.sim.tree_nodes import SimNode
-from syncline.sim.version_flow import VersionFlow
+from syncline.sim.tree_nodes import SimNode, TableFlow
 from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.topologies import Trees
@@ -129,7 +128,7 @@ class Simulation(Crew):
         self.tree = Tree(ids, fan_in)
         self.nodes: dict[int, SimNode] = {}
         self.nodes_by_name: dict[int, SimNode] = {}  # those that are lost too
-        self.flow: VersionFlow | None = None  # of versions that nobody asks for
+        self.flows: dict[int, TableFlow] | None = None  # by table: of versions that nobody asks for
         self.plant()
         self.supervision = Supervision(lifecycle, self, lambda: self.clock.now)
         self._cut_asked = moment.cut_asked
@@ -175,8 +174,8 @@ class Simulation(Crew):
     def make_lane(self, layout: Layout) -> SimLane | PromisedLane:
         shop, slots = self.workshop, max(2, self.spec.plan.delay + 1)
         if shop is not None:
-            return PromisedLane(shop.computer, slots)
-        lane = SimLane(layout, slots)
+            return PromisedLane(shop.computer, slots, layout.shards, self.clock)
+        lane = SimLane(layout, slots, self.clock)
         if self.poisons:
             poison(layout.parameters.views(lane.inbox))
             poison(tensor for slot in lane.sent for tensor in (*slot.gradients, *slot.buffers))
@@ -191,15 +190,11 @@ class Simulation(Crew):
             return SimLearner(self, learner, rank)
         return Builtin(self, learner, rank, self.workshop)
 
-    @property
-    def roles(self) -> list[ServerRole]:
-        return [server.role for server in self.servers]
-
     def plant(self) -> None:
         """The nodes of a tree."""
         topology = self.spec.plan.topology
         if isinstance(topology, Trees):
-            self.flow = VersionFlow(self) if topology.broadcast else None
+            self.flows = {} if topology.broadcast else None
             self.nodes = {node: SimNode(self, node) for node in self.tree.nodes}
             self.nodes_by_name = {node.learner: node for node in self.nodes.values()}
 
@@ -213,6 +208,12 @@ class Simulation(Crew):
         for learner in self.live:
             self.tree.join(learner)
         self.plant()
+
+    def flow_of(self, table: int) -> TableFlow:
+        assert self.flows is not None
+        if table not in self.flows:
+            self.flows[table] = TableFlow(self, table)
+        return self.flows[table]
 
     def leaf_of(self, learner: int) -> SimNode:
         return self.nodes[self.tree.leaf[learner]]
@@ -233,13 +234,6 @@ class Simulation(Crew):
         """From machine to machine."""
         self.clock.at(self.network.send(self.clock.now, source, target, nbytes), action)
 
-    def send_weights(self, server: SimServer, learner: SimLearner, nbytes: int, arrive: Action) -> None:
-        """To a learner, which copies them."""
-        seconds = self.cluster.copy.seconds(nbytes) if nbytes else 0.0
-        self.send(
-            server.machine, learner.machine, partial(learner.take_in, server.shard, seconds, arrive), nbytes
-        )
-
     def share_norms(self, shard: int, table: int, version: int, norms: Tensor) -> None:
         brought = self._norms.setdefault((table, version), {})
         brought[shard] = norms
@@ -248,7 +242,7 @@ class Simulation(Crew):
             del self._norms[table, version]
             event = m.Norms(table, version, [brought[index] for index in sorted(brought)])
             for server in self.servers[: layout.shards]:
-                self.soon(lambda server=server: server.handle(event))  # type: ignore[misc]
+                self.soon(partial(server.handle, event))
 
     def forget(self, learner: int) -> None:
         """A shard needs nothing more of a learner that left; the last one drops its lanes."""
@@ -276,8 +270,8 @@ class Simulation(Crew):
         if self.nodes and learner in self.tree.leaf:
             leaf = self.leaf_of(learner)
             self.soon(partial(leaf.lose, learner))
-            if self.flow is not None:
-                self.flow.leave(learner, leaf.node)
+            for flow in (self.flows or {}).values():
+                flow.leave(learner, leaf.node)
             self.tree.leave(learner)
 
     def kill_learner(self, learner: int, why: str) -> None:
@@ -307,22 +301,14 @@ class Simulation(Crew):
 
     # -- what happens to them ----------------------------------------------------------------------------
 
-    def stop(self) -> None:
-        """The coordinator wants learners to stop."""
-        self.supervision.stop()
-
     def returned(self, learner: SimLearner, value: Any) -> None:
         self.recorder.outcome.returned[learner.rank] = value
         self.supervision.returned(learner.learner)
 
-    def raised(self, learner: SimLearner, error: RunError) -> None:
-        self.supervision.raised(learner.learner, error)
-
     def kill(self, learner: SimLearner, why: str) -> None:
         """It ends now; the others hear of it after all that it sent."""
-        learner.kill()
         self._dying[learner.learner] = why
-        self.clock.at(learner.last_words(), lambda: self._lost(learner))
+        self.clock.at(learner.kill(), lambda: self._lost(learner))
 
     def _lost(self, learner: SimLearner) -> None:
         why = self._dying.pop(learner.learner, None)
@@ -349,15 +335,16 @@ class Simulation(Crew):
 
     def lose_shard(self, shard: int) -> None:
         """It does nothing from now on; that is noticed a message later, after the losses before it."""
+
+        def noticed() -> None:
+            self._notice()
+            self.supervision.shard_lost(f"shard {shard} was killed by the script", shard=shard)
+
         if not self._shards_dead():
-            self.soon(lambda: self._shard_lost(shard))
+            self.soon(noticed)
         self.servers[shard].dead = True
 
-    def _shard_lost(self, shard: int) -> None:
-        self._notice()
-        self.supervision.shard_lost(f"shard {shard} was killed by the script", shard=shard)
-
-    def lose_node(self, name: int) -> None:
+    def _lose_node(self, name: int) -> None:
         """A node of the tree does nothing from now on; what was below it goes elsewhere, a message later."""
         self.recorder.event(f"node {name} of the tree was killed by the script", kind="killed")
         self.nodes[name].dead = True
@@ -369,8 +356,8 @@ class Simulation(Crew):
         leaf, above = lost.node in self.tree.leaves, self.tree.parent[lost.node]
         moves = self.tree.lose(lost.node)
         del self.nodes[lost.node]
-        if self.flow is not None:
-            self.flow.lost(lost.node, above, moves, leaf=leaf)
+        for flow in (self.flows or {}).values():
+            flow.lost(lost.node, above, moves, leaf=leaf)
         if above in self.nodes:
             self.nodes[above].lose(lost.node)
         self.soon(lambda: self.servers[0].handle(m.NodesMoved()))
@@ -409,10 +396,12 @@ class Simulation(Crew):
             played=list(self._played),
         )
 
-    def states(self) -> list[tuple[int, bytes]]:
-        """Random states by rank, of all that have begun."""
-        found = [(learner.rank, learner.states()) for learner in self.live.values()]
-        return [(rank, states) for rank, states in found if states]
+    def states(self) -> dict[str, Tensor]:
+        """Random states as they lie in a checkpoint, of all that have begun."""
+        found = {f"random/{learner.rank}": learner.states() for learner in self.live.values()}
+        return {
+            name: torch.frombuffer(bytearray(each), dtype=torch.uint8) for name, each in found.items() if each
+        }
 
     # -- the script --------------------------------------------------------------------------------------
 
@@ -425,44 +414,14 @@ class Simulation(Crew):
             self.change(as_sync(fault.dial))
         elif fault.action == "stop":
             self.ask_stop()
-        elif fault.role == "shard":
-            self._to_shard(fault)
-        elif fault.role == "link" or (
-            fault.role == "node" and not isinstance(self.spec.plan.topology, Trees)
-        ):
-            if not happens_to_machines(self, fault):
-                self._missed(fault)
-        elif fault.role == "node":
-            self.lose_node(fault.rank) if fault.rank in self.nodes else self._missed(fault)
+        elif fault.role == "node" and fault.rank in self.nodes:
+            self._lose_node(fault.rank)
         else:
-            self._to_learner(fault)
+            strike(self, fault)
 
     def change(self, sync: Sync) -> None:
         self.recorder.event(f"dial: {sync} from the next version on", kind="dial")
         self.coordinator.change(sync)
-
-    def _to_shard(self, fault: Fault) -> None:
-        if fault.rank >= len(self.servers):
-            self._missed(fault)
-        elif fault.action == "kill":
-            self.lose_shard(fault.rank)
-        else:
-            what = f"shard {fault.rank} is paused for {fault.length:g} s"
-            self.recorder.event(what, kind="paused", shard=fault.rank)
-            self.servers[fault.rank].pause.begin(self.clock.now, fault.length)
-
-    def _to_learner(self, fault: Fault) -> None:
-        found = [each for each in self.live.values() if each.rank == fault.rank and not each.dead]
-        if not found:
-            self._missed(fault)
-        elif fault.action == "kill":
-            self.kill(found[-1], "killed by the script")
-        else:
-            self.recorder.event(f"paused for {fault.length:g} s", fault.rank, kind="paused")
-            self.pause(found[-1], fault.length)
-
-    def _missed(self, fault: Fault) -> None:
-        self.recorder.event(f"not played, nobody is there: {fault.text}", kind="missed")
 
     def pause(self, learner: SimLearner, seconds: float) -> None:
         learner.pause.begin(self.clock.now, seconds)
@@ -494,9 +453,7 @@ class Simulation(Crew):
     def sample(self) -> None:
         if self.version >= self._sampled:
             self._sampled = self.version + max(1, self.version // SAMPLES)
-            self.clock.at(
-                self.clock.now, lambda: self.recorder.sample(self.servers[0].role.leader.statistics(0))
-            )
+            self.clock.at(self.clock.now, lambda: self.recorder.sample(self.statistics()))
 
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
         if self._evaluation is None:
@@ -538,8 +495,8 @@ class Simulation(Crew):
         """Plan the first events."""
         self.coordinator.begin()
         for fault in self.script.timed:
-            self.clock.at(fault.seconds or 0.0, lambda fault=fault: self._timed(fault))  # type: ignore[misc]
-        for learner in list(self.learners.values()):
+            self.clock.at(fault.seconds or 0.0, partial(self._timed, fault))
+        for learner in self.learners.values():
             self.clock.at(0.0, learner.start)
 
     def end(self) -> None:
@@ -550,12 +507,8 @@ class Simulation(Crew):
         self.streams.enter(OUTSIDE)
 
     def _run(self) -> None:
-        recorder, step, commands, seconds = (
-            self.recorder,
-            self.clock.step,
-            self.commands,
-            self.spec.plan.saving.seconds,
-        )
+        recorder, step, commands = self.recorder, self.clock.step, self.commands
+        seconds = self.spec.plan.saving.seconds
         while recorder.error is None and self.next is None and (self.live or not self._over()) and step():
             if self.watch is not None:
                 self.watch.after()
@@ -564,18 +517,18 @@ class Simulation(Crew):
             if seconds is not None and self.clock.now - self._cut_asked > seconds:
                 self._cut_asked = self.clock.now
                 self.coordinator.ask_cut()
-        if self.recorder.error is not None:
-            raise self.recorder.error
+        if recorder.error is not None:
+            raise recorder.error
         if self.next is not None:
             return
-        if not self.recorder.complete():
+        if not recorder.complete():
             raise LostError(
                 f"the simulated run stands still at {self.clock.now:g} s; who waits for what: {self.waiting()}"
             )
         if self.watch is not None:
             self.watch.over()
         for what in self.script.missed(self._played[len(self._began.played) :]):
-            self.recorder.event(what, kind="missed")
+            recorder.event(what, kind="missed")
 
     def _timed(self, fault: Fault) -> None:
         if self.live and self.next is None:

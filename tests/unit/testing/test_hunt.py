@@ -25,12 +25,12 @@ from syncline.protocols.sequence import Sequence
 from syncline.protocols.waiting import Gate, Release
 from syncline.roles.counters import Counters
 from syncline.roles.server import LogApplier
-from syncline.sim.owned_memory import Drafts
+from syncline.sim.owned_memory import Traffic
 from syncline.table.accumulator import Mean
 from syncline.table.shard import Shard
 from syncline.testing.hunt import DIALS, Case, hunt, play, random_case, shorten
 from syncline.testing.hunt.case import LOOPS, POLICIES
-from syncline.testing.hunt.scratch_folders import SHARED, scratch, sweep
+from syncline.testing.hunt.case_player import SHARED, scratch, sweep
 from tests.integration.small_runs import alive
 from tests.ready_python import ReadyPython
 
@@ -197,7 +197,7 @@ def a_shard_that_skips(patch: Patch) -> None:
 
 
 def drafts_are_never_waited_for(patch: Patch) -> None:
-    patch.setattr(Drafts, "_free", lambda self, number: True)
+    patch.setattr(Traffic, "_free", lambda self, number: True)
 
 
 def versions_kept_in_the_wrong_place(patch: Patch) -> None:
@@ -415,7 +415,7 @@ def test_torch_is_left_as_it_was() -> None:
 
 LEAVES = """
 import os, signal, sys
-from syncline.testing.hunt.scratch_folders import scratch
+from syncline.testing.hunt.case_player import scratch
 with scratch(sys.argv[1]) as folder:
     open(folder + "/part", "w").close()
     print(folder, flush=True)

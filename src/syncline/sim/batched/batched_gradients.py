@@ -1,7 +1,7 @@
 """Promised gradients computed together: when a fold first needs one, all that are outstanding are at hand.
 
 Those of one version that go into one fold are joined; those of many versions are stacked, and each kept until its own fold. Results
-agree with `EachAlone` to rounding. Dropout draws from one stream instead of each learner's own. `batching_check`
+agree with `EachAlone` to rounding. Dropout draws from one stream instead of each learner's own. `trial`
 says which models it can do. Not responsible for the computation itself (`vmap_gradients`).
 """
 
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from syncline.sim.batched.deferred_steps import DeferredSteps
 from syncline.sim.batched.lazy_gradients import Computer, Gradient, Promise, Version, Versions
-from syncline.sim.batched.objective import SimTask
-from syncline.sim.batched.tensor_rows import Rows
+from syncline.sim.batched.objective import Rows, SimTask
 from syncline.sim.batched.vmap_gradients import Joined, Stacked
 from syncline.sim.random_states import Random
 from syncline.table.accumulator import Made, Taken
@@ -49,9 +48,9 @@ class Loss:
 
     def __float__(self) -> float:
         promise = self.promise()
-        if self.place < 0 and promise is not None:
+        if promise is not None and not self.computed:
             self._need(promise)
-        if self.value is None and self.place >= 0:
+        if self.value is None and self.computed:
             self._log.read()
         return float("nan") if self.value is None else self.value
 
@@ -95,22 +94,26 @@ class BatchedGradients(Computer):
         self._log = LossLog(task.device)
         self._log.alarm = lambda rank, loss: self.alarm(rank, loss)
         gradients, versions = Rows(task, ROWS), Rows(task, min(ROWS, 2 * learners + 2))
-        self._versions = Versions(task.layout, versions.take)
+        self.versions = Versions(task.layout, versions.take)
+
+        def row_of(number: int) -> int:
+            version = self.versions.wanted(number)
+            return versions.nobodys if version is None else version.place.number
+
         captured = graphs and task.device.type == "cuda"
-        self._later = DeferredSteps(gradients, versions, self._target, together=captured)
-        self._nobodys = versions
+        self._later = DeferredSteps(gradients, versions, row_of, together=captured)
         self.joined = Joined(task, self._log.values, versions, graphs=graphs)
         self.stacked = Stacked(
             task, self._log.values, versions, gradients, graphs=graphs, convolutions=convolutions
         )
         self._waiting: list[Loss] = []  # of promises that nobody has needed
         self._folds: dict[tuple[int, ...], tuple[Gradient, set[Part]]] = {}  # that not all shards have made
-        self._random = Random() if draws else None
+        self._drawing = Random().drawn if draws else nullcontext
 
     # -- the seam ----------------------------------------------------------------------------------------
 
     def promise(self, promise: Promise) -> None:
-        loss = promise.loss = Loss(self._log, weakref.ref(promise), self._need)
+        loss = promise.loss = Loss(self._log, weakref.ref(promise), lambda promise: self._stack([promise]))
         promise.buffers = promise.own.buffers  # models that change theirs are not computed together
         self._waiting.append(loss)
 
@@ -120,8 +123,7 @@ class BatchedGradients(Computer):
     def make(self, promise: Promise) -> Gradient:
         """A copy of its own, which its learner may add to."""
         if promise.gradient is None:
-            made = self._mean([promise], [1.0])
-            promise.gradient = self._copy(made)
+            promise.gradient = self._copy(self._mean([promise], [1.0]))
         return promise.gradient
 
     def fold(self, part: Part, taken: Sequence[Taken]) -> Made:
@@ -138,10 +140,6 @@ class BatchedGradients(Computer):
         if len(done) == self._layout.shards:
             del self._folds[key]
         return self._cut(part, gradient)
-
-    @property
-    def versions(self) -> Versions:
-        return self._versions
 
     def step_later(self, promise: Promise, flat: FlatSGD, plan: StepPlan, version: int) -> bool:
         if promise.gradient is not None:
@@ -162,11 +160,6 @@ class BatchedGradients(Computer):
     def fills(self, version: Version) -> bool:
         return len(self._later) > 0 and version.number == self._later.newest
 
-    def _target(self, number: int) -> int:
-        """Where a version goes."""
-        version = self._versions.wanted(number)
-        return self._nobodys.nobodys if version is None else version.place.number
-
     def _cut(self, part: Part, gradient: Gradient) -> Made:
         if self._layout.shards == 1:  # the same lists again for the same memory: the shard looks at that
             return Made(gradient.views, tuple(gradient.present), gradient.segments)
@@ -182,7 +175,7 @@ class BatchedGradients(Computer):
 
     def _mean(self, promises: Sequence[Promise], shares: Sequence[float]) -> Gradient:
         missing = [promise for promise in promises if not promise.loss.computed]
-        alone = self._joins(missing) if missing else False
+        alone = bool(missing) and self._joins(missing)
         if missing and not alone:
             self._stack(missing)
         if len(promises) == 1 and shares[0] == 1.0 and not alone and promises[0].gradient is None:
@@ -207,7 +200,7 @@ class BatchedGradients(Computer):
         share = dict(zip(map(id, promises), shares, strict=True))
         chosen = list(_chunks(missing, lambda promise: (id(promise.version), promise.size)))
         for chunk in chosen:
-            self.joined.prepare([promise.indices for promise in chunk])
+            self.joined.program([promise.indices for promise in chunk])
         self.joined.zero()
         with self._drawing():
             for chunk in chosen:
@@ -238,11 +231,6 @@ class BatchedGradients(Computer):
         for total, stack in zip(self.joined.total, self.stacked.rows.stacks, strict=True):
             total.addmv_(stack.index_select(0, where).mT, factors.to(stack.dtype))
 
-    def _need(self, promise: Promise) -> None:
-        """Somebody reads its loss before its fold."""
-        if not promise.loss.computed:
-            self._stack([promise])
-
     def _stack(self, missing: Sequence[Promise]) -> None:
         """These, and all that wait with batches of the same sizes."""
         self.settle()
@@ -261,20 +249,6 @@ class BatchedGradients(Computer):
                     [self._log.place(promise.loss) for promise in chunk],
                 )
         self._waiting = [loss for loss in self._waiting if not loss.computed]
-
-    @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Random numbers inside come from one stream, if the model draws any."""
-        if self._random is None:
-            yield
-            return
-        outside = Random()
-        self._random.restore()
-        try:
-            yield
-        finally:
-            self._random.save()
-            outside.restore()
 
 
 def _chunks(promises: Iterable[Promise], key: Callable[[Promise], object]) -> Iterable[list[Promise]]:

@@ -8,7 +8,7 @@ responsible for when: whoever looks at weights, momentum or versions settles fir
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from syncline.sim.batched.cuda_graphs import Captured, RepeatedProgram
-from syncline.sim.batched.tensor_rows import Rows
+from syncline.sim.batched.objective import Rows
 from syncline.table.flat_sgd import FlatSGD, StepPlan
 
 SIZES = (64, 32, 16, 8, 4, 2, 1)  # numbers of steps that are captured
@@ -70,16 +70,12 @@ class DeferredSteps:
                 known.steps += len(steps)
                 if self._together and known.steps > OFTEN:
                     self._many(flat, plan, steps, known)
-                else:
-                    self._one_by_one(flat, plan, steps)
-
-    def _one_by_one(self, flat: FlatSGD, plan: StepPlan, steps: Sequence[tuple[int, int]]) -> None:
-        """The plain way."""
-        for row, target in steps:
-            for index, weights in enumerate(flat.weights):
-                flat.move(plan, index, weights, self._gradients.stacks[index][row], weights)
-                if target != self._versions.nobodys:
-                    self._versions.stacks[index][target].copy_(weights)
+                    continue
+                for row, target in steps:
+                    for index, weights in enumerate(flat.weights):
+                        flat.move(plan, index, weights, self._gradients.stacks[index][row], weights)
+                        if target != self._versions.nobodys:
+                            self._versions.stacks[index][target].copy_(weights)
 
     def _many(self, flat: FlatSGD, plan: StepPlan, steps: list[tuple[int, int]], known: _Known) -> None:
         most = MOST_BYTES // max(1, sum(weights.nbytes for weights in flat.weights))
@@ -109,9 +105,17 @@ class DeferredSteps:
         header[0], header[1] = self._gradients.nobodys, self._versions.nobodys
         same = replace(plan)  # what is kept for a plan must not keep it
 
+        @torch.no_grad()
         def function(header: Tensor) -> None:
-            with torch.no_grad():
-                self._steps(flat, same, header[0], header[1])
+            for index, weights in enumerate(flat.weights):
+                gradients = self._gradients.stacks[index].index_select(0, header[0])
+                made = torch.empty_like(gradients)
+                before = weights
+                for gradient, after in zip(gradients.unbind(0), made.unbind(0), strict=True):
+                    flat.move(same, index, before, gradient, after)
+                    before = after
+                weights.copy_(before)
+                self._versions.stacks[index].index_copy_(0, header[1], made)
 
         if device.type != "cuda":
             return RepeatedProgram(function, [header])
@@ -123,14 +127,3 @@ class DeferredSteps:
         for tensor, value in zip(state, kept, strict=True):
             tensor.copy_(value)
         return program
-
-    def _steps(self, flat: FlatSGD, plan: StepPlan, rows: Tensor, targets: Tensor) -> None:
-        for index, weights in enumerate(flat.weights):
-            gradients = self._gradients.stacks[index].index_select(0, rows)
-            made = torch.empty_like(gradients)
-            before = weights
-            for gradient, after in zip(gradients.unbind(0), made.unbind(0), strict=True):
-                flat.move(plan, index, before, gradient, after)
-                before = after
-            weights.copy_(before)
-            self._versions.stacks[index].index_copy_(0, targets, made)

@@ -14,12 +14,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from syncline.learn.session import sparse_gradient
+from syncline.sim.clock import Clock
 from syncline.sim.owned_memory import Traffic
 from syncline.sim.random_states import Random
 from syncline.table.accumulator import Made, Maker, Mean, PromisedPart, Taken
@@ -28,13 +30,6 @@ from syncline.table.layout import Layout, Part
 
 if TYPE_CHECKING:
     from syncline.sim.batched.shared_model import SharedModel
-
-
-@dataclass(slots=True, eq=False)
-class Loose:
-    """A place in memory of its own."""
-
-    segments: list[Tensor]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -81,9 +76,6 @@ class Versions:
             mine.copy_(theirs)
         return version
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
 
 @dataclass(slots=True, eq=False)
 class Own:
@@ -101,12 +93,6 @@ class Gradient:
     segments: list[Tensor]
     views: list[Tensor]  # one per parameter
     present: list[bool]
-
-    @classmethod
-    def empty(cls, layout: Layout) -> Gradient:
-        flat = layout.parameters
-        segments = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
-        return cls(segments, flat.views(segments), [False] * len(flat.entries))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -129,10 +115,7 @@ class Computer(Maker):
     # of losses that are not finite
     alarm: Callable[[int | None, float], None] = staticmethod(lambda rank, loss: None)
 
-    @property
-    @abstractmethod
-    def versions(self) -> Versions:
-        """That its gradients are computed at."""
+    versions: Versions  # that its gradients are computed at
 
     @abstractmethod
     def promise(self, promise: Promise) -> None:
@@ -161,7 +144,7 @@ class PromisedSlot:
     def __init__(self, computer: Computer) -> None:
         self._computer = computer
         self.promise: Promise | None = None
-        self._options, self._states = b"[]", b""
+        self._options = b"[]"
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -188,12 +171,6 @@ class PromisedSlot:
     def read_options(self) -> list[dict[str, Any]]:
         return _parsed(self._options)
 
-    def write_states(self, states: bytes) -> None:
-        self._states = states
-
-    def read_states(self) -> bytes:
-        return self._states
-
 
 @lru_cache(maxsize=64)
 def _parsed(options: bytes) -> list[dict[str, Any]]:
@@ -204,8 +181,8 @@ def _parsed(options: bytes) -> list[dict[str, Any]]:
 class PromisedLane(Traffic):
     """Between one built-in learner and the shards of one table: promises there, shared versions back."""
 
-    def __init__(self, computer: Computer, slots: int) -> None:
-        super().__init__(slots)
+    def __init__(self, computer: Computer, slots: int, shards: int, clock: Clock) -> None:
+        super().__init__(slots, shards, clock)
         self._computer = computer
         self.slots = [PromisedSlot(computer) for _ in range(slots)]
         self.arriving: dict[int, Version] = {}  # by number
@@ -230,41 +207,34 @@ class EachAlone(Computer):
         self._loaded: Version | None = None  # what the module's parameters hold
 
     @cached_property
-    def versions(self) -> Versions:
+    def versions(self) -> Versions:  # type: ignore[override]  # the model is made when it is needed
         layout = self._shop.layout
-        return Versions(layout, lambda: Loose(layout.parameters.new(self._shop.device)))
+        return Versions(layout, lambda: SimpleNamespace(segments=layout.parameters.new(self._shop.device)))
 
     def promise(self, promise: Promise) -> None:
-        shop, own = self._shop, promise.own
-        outside = Random()
-        own.random.restore()
-        try:
+        shop, own, tensors = self._shop, promise.own, self._shop.tensors
+        with own.random.drawn():
             batch = shop.read(promise.indices)
-            self._load(promise)
-            for parameter in shop.parameters:
+            if self._loaded is not promise.version:
+                torch._foreach_copy_([p.data for p in tensors.parameters], promise.version.views)
+                self._loaded = promise.version
+            if own.buffers:
+                torch._foreach_copy_(tensors.buffers, own.buffers)
+            for parameter in tensors.parameters:
                 parameter.grad = None
             loss = promise.loss = shop.plan.way(shop.model, batch).item()
-        finally:
-            own.random.save()
-            outside.restore()
         if not math.isfinite(loss):
             self.alarm(own.rank, loss)
         promise.gradient = self._gradient()
         if own.buffers:
-            torch._foreach_copy_(own.buffers, shop.buffers)
-            promise.buffers = [buffer.clone() for buffer in shop.buffers]
-
-    def _load(self, promise: Promise) -> None:
-        if self._loaded is not promise.version:
-            torch._foreach_copy_([p.data for p in self._shop.parameters], promise.version.views)
-            self._loaded = promise.version
-        if promise.own.buffers:
-            torch._foreach_copy_(self._shop.buffers, promise.own.buffers)
+            torch._foreach_copy_(own.buffers, tensors.buffers)
+            promise.buffers = [buffer.clone() for buffer in tensors.buffers]
 
     def _gradient(self) -> Gradient:
-        made = Gradient.empty(self._shop.layout)
-        grads = [parameter.grad for parameter in self._shop.parameters]
-        made.present = [grad is not None for grad in grads]
+        flat = self._shop.layout.parameters
+        grads = [parameter.grad for parameter in self._shop.tensors.parameters]
+        segments = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
+        made = Gradient(segments, flat.views(segments), [grad is not None for grad in grads])
         if any(grad is not None and grad.is_sparse for grad in grads):
             raise sparse_gradient()
         pairs = [(view, grad) for view, grad in zip(made.views, grads, strict=True) if grad is not None]

@@ -1,4 +1,4 @@
-"""What gradients are computed of: objective, model and data on one device, as functions of flat weights.
+"""What gradients are computed of: objective, model and data on one device, as functions of flat weights; and rows of these.
 
 Data sets held as tensors are copied to the device once and gathered there, several batches of equal size at once; batches of any other
 are collated on the CPU and copied. Not responsible for which gradients, nor for when.
@@ -60,19 +60,6 @@ class Collated:
         return tree.tree_unflatten([leaf.to(self._device) for leaf in leaves], self._spec)
 
 
-Examples = Resident | Collated
-
-
-def examples_of(
-    data: Dataset[Any], collate: Callable[[list[Any]], Any] | None, device: torch.device
-) -> Examples:
-    if isinstance(data, Images) and collate is None:
-        data = data.floats()
-    if type(data) is TensorDataset and collate is None:
-        return Resident(data.tensors, device)
-    return Collated(reader(data, collate), device)
-
-
 class _Asked(nn.Module):
     """The objective as a module, so that `functional_call` reaches the model's parameters."""
 
@@ -108,7 +95,11 @@ class SimTask:
         if missing:
             raise UsageError(f"the optimizer holds {missing[0]}, which is no parameter of the model")
         self.wanted = [named[name].requires_grad for name in self._names]
-        self.examples = examples_of(data, collate, self.device)
+        if isinstance(data, Images) and collate is None:
+            data = data.floats()
+        self.examples: Resident | Collated = Collated(reader(data, collate), self.device)
+        if type(data) is TensorDataset and collate is None:
+            self.examples = Resident(data.tensors, self.device)
 
     def segments(self, *shape: int) -> list[Tensor]:
         """Zeros: the table's segments with leading dimensions."""
@@ -141,3 +132,53 @@ class SimTask:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
         return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+class TensorRow:
+    """A place; whoever wants what is in it holds it."""
+
+    __slots__ = ("_rows", "number")
+
+    def __init__(self, number: int, rows: Rows) -> None:
+        self.number, self._rows = number, rows
+
+    def __del__(self) -> None:
+        self._rows.free.append(self.number)
+
+    @property
+    def segments(self) -> list[Tensor]:
+        return self._rows.segments(self.number)
+
+
+class Rows:
+    """Flat tensors of one table's shape in one block of memory, a row for each: gradients that are kept, versions in use.
+
+    A computation over many of them is told their rows, and nothing is copied together first. There are rows for so many, and
+    one that is nobody's; twice as many where that is not enough. A row is free again when nobody holds it.
+    """
+
+    def __init__(self, task: SimTask, count: int) -> None:
+        self.stacks = task.segments(count + 1)
+        self.nobodys = count
+        self.free = list(range(count))[::-1]
+        self.growths = 0  # who holds on to `stacks` looks at this
+
+    def take(self) -> TensorRow:
+        if not self.free:
+            count = self.nobodys
+            self.stacks = [torch.cat([stack, torch.zeros_like(stack[1:])]) for stack in self.stacks]
+            self.nobodys, self.growths = 2 * count, self.growths + 1
+            self.free.extend(range(2 * count - 1, count - 1, -1))
+        return TensorRow(self.free.pop(), self)
+
+    def segments(self, number: int) -> list[Tensor]:
+        return [stack[number] for stack in self.stacks]
+
+
+def rows_of(task: SimTask, values: Sequence[Sequence[Tensor]]) -> Rows:
+    """These, in the first rows."""
+    rows = Rows(task, len(values))
+    for index, stack in enumerate(rows.stacks):
+        for number, segments in enumerate(values):
+            stack[number].copy_(segments[index])
+    return rows

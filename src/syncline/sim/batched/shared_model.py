@@ -23,9 +23,9 @@ from syncline.learn.server_session import shards_for
 from syncline.learn.session import make_optimizer
 from syncline.learn.training import Schedule, Training, run_training
 from syncline.sim.batched.batched_gradients import BatchedGradients
-from syncline.sim.batched.batching_check import trial
-from syncline.sim.batched.lazy_gradients import Computer, EachAlone, Versions
+from syncline.sim.batched.lazy_gradients import Computer, EachAlone
 from syncline.sim.batched.objective import SimTask
+from syncline.sim.batched.vmap_gradients import trial
 from syncline.sim.learner import copy_arguments
 from syncline.table.gradient_slot import options_text
 from syncline.table.layout import Layout, Tensors, lay_out
@@ -42,19 +42,11 @@ class Ways:
     convolutions: str | None = None  # "unfolded" or "grouped"; None: what is fast on the device
 
 
-def can_handle(spec: RunSpec) -> bool:
-    """`train`'s own loop, over data that a ledger hands out, on one device."""
-    if spec.task.function is not run_training:
-        return False
-    plan: Training = spec.task.arguments[0]
-    return not isinstance(plan.data, IterableDataset) and len(set(spec.devices)) == 1
-
-
 class SharedModel:
     """One run's model and data, used by one learner at a time."""
 
     def __init__(self, spec: RunSpec) -> None:
-        (self.plan,), _ = copy_arguments((spec.task.arguments, {}))  # type: tuple[Training], Any
+        self.plan: Training = copy_arguments(spec.task.arguments)[0]
         self.spec = spec
         self.computer: Computer = EachAlone(self)
         self.device = torch.device("cpu")  # of the table and its versions
@@ -65,26 +57,24 @@ class SharedModel:
         """From now on, on the run's device; or the reason why that is not possible."""
         device = torch.device(self.spec.devices[0])
         convolutions = ways.convolutions or ("unfolded" if device.type == "cuda" else "grouped")
-        plan = self.plan
-        if plan.objective is None:
+        objective, data, collate = self.plan.objective, self.plan.data, self.plan.collate
+        if objective is None:
             return "only gradients of back-propagation are computed together"
         try:
-            task = SimTask(
-                self.model, plan.objective, self.layout, plan.data, collate=plan.collate, device=device
-            )
+            task = SimTask(self.model, objective, self.layout, data, collate=collate, device=device)
         except UsageError as error:
             return str(error)
-        tried = trial(task, self.parameters, self.size, convolutions=convolutions)
-        if tried.reason is None:
+        reason, draws = trial(task, self.tensors.parameters, self.size, convolutions=convolutions)
+        if reason is None:
             self.computer = BatchedGradients(
                 task,
                 learners=self.spec.plan.learners,
-                draws=tried.draws,
+                draws=draws,
                 convolutions=convolutions,
                 graphs=ways.graphs,
             )
             self.device = device
-        return tried.reason
+        return reason
 
     @cached_property
     def model(self) -> nn.Module:
@@ -115,21 +105,9 @@ class SharedModel:
     def layout(self) -> Layout:
         return self._laid_out[0]
 
-    @cached_property
+    @property
     def tensors(self) -> Tensors:
         return self._laid_out[1]
-
-    @cached_property
-    def parameters(self) -> list[nn.Parameter]:
-        return self._laid_out[1].parameters
-
-    @cached_property
-    def buffers(self) -> list[Tensor]:
-        return self._laid_out[1].buffers
-
-    @property
-    def versions(self) -> Versions:
-        return self.computer.versions
 
     # -- the data ----------------------------------------------------------------------------------------
 
@@ -174,8 +152,12 @@ class SharedModel:
 
 
 def make_workshop(spec: RunSpec, ways: Ways | None) -> tuple[SharedModel | None, str | None]:
-    """What built-in learners share, where there are any; and why they compute alone, where they should not."""
-    if not can_handle(spec):
+    """What built-in learners share, where there are any; and why they compute alone, where they should not.
+
+    There are in `train`'s own loop, over data that a ledger hands out, on one device.
+    """
+    builtin = spec.task.function is run_training and len(set(spec.devices)) == 1
+    if not builtin or isinstance(spec.task.arguments[0].data, IterableDataset):
         return None, "only train's own loop, on one device, can do otherwise" if ways is not None else None
     shop = SharedModel(spec)
     reason = shop.compute_together(ways) if ways is not None else None

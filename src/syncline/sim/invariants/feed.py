@@ -48,10 +48,8 @@ class FeedAccount(Counted):
         self._out: dict[int, dict[int, Span]] = {}  # learner -> index -> granted, in no gradient
         # somebody left a loop early: leftovers may be skipped
         self._broken = bool(standing and standing.broken)
-        if standing is not None:
-            self._restore(standing)
-
-    def _restore(self, standing: Standing) -> None:
+        if standing is None:
+            return
         self._early = {epoch for epoch in range(self.done, standing.newest + 1) if standing.has_done(epoch)}
         for epoch, owners in standing.fresh.items():
             state = self._states[epoch] = bytearray([SETTLED]) * self.size
@@ -135,12 +133,8 @@ class FeedAccount(Counted):
         for epoch, owners in standing.fresh.items():
             theirs = sum(stop - start for start, stop in owners.values())
             theirs += sum(stop - start for each, start, stop in standing.returned if each == epoch)
-            mine = (
-                self.size
-                - self._states.get(epoch, bytearray(self.size)).count(SETTLED)
-                - standing.skipped[epoch]
-                + self._skipped.get(epoch, 0)
-            )
+            settled = self._states.get(epoch, bytearray(self.size)).count(SETTLED)
+            mine = self.size - settled - standing.skipped[epoch] + self._skipped.get(epoch, 0)
             if theirs != mine:
                 raise Broken(
                     f"of epoch {epoch} {mine} examples are not settled, the ledger knows of {theirs}"

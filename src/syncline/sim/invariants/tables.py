@@ -261,8 +261,15 @@ class TableAccount:
             )
         if self.sync.lockstep:
             self._check_delay(release, member)
-        elif gradient is not None:
-            self._check_lead(release)
+        elif gradient is not None:  # it is taken and not folded
+            if self.sync.lead == 0:
+                raise Broken(
+                    f"learner {release.learner} goes on at version {release.version} before the fold of its gradient"
+                )
+            if self.quorum() <= len(self.pending) and not self._full:
+                raise Broken(
+                    f"learner {release.learner} goes on before its gradient is folded, which completed a quorum"
+                )
         self._check_slack(release, member)
         member.last, member.aware = release.version, True
 
@@ -273,7 +280,7 @@ class TableAccount:
             member.last = max(member.last, version)
 
     def _enters(self, release: Release) -> None:
-        clocks = [each.clock for learner, each in self.members.items() if learner in self.active()]
+        clocks = [self.members[learner].clock for learner in self.active()]
         later = release.learner not in self.expected
         if self.version < self.warm and self.members:
             raise Broken(
@@ -291,26 +298,12 @@ class TableAccount:
                 f"{self.sync} says {needed}"
             )
 
-    def _check_lead(self, release: Release) -> None:
-        """Its gradient is taken and not folded."""
-        if self.sync.lead == 0:
-            raise Broken(
-                f"learner {release.learner} goes on at version {release.version} before the fold of its gradient"
-            )
-        if self.quorum() <= len(self.pending) and not self._full:
-            raise Broken(
-                f"learner {release.learner} goes on before its gradient is folded, which completed a quorum"
-            )
-
     def _check_slack(self, release: Release, member: Member) -> None:
         """By the account's own clocks; who has rested since the dial began counts from where the others were."""
         if self.sync.slack is None or member.rested or release.same:
             return
-        others = [
-            each.clock
-            for learner, each in self.members.items()
-            if learner in self.active() and not each.rested
-        ]
+        active = self.active()
+        others = [each.clock for who, each in self.members.items() if who in active and not each.rested]
         if others and member.clock > min(others) + self.sync.slack:
             raise Broken(
                 f"learner {release.learner} starts step {member.clock} under {self.sync}, the slowest has made {min(others)}"
@@ -336,10 +329,9 @@ class TableAccount:
     def bounded(self, slots: int, *, promised: bool) -> None:
         """Nobody has more gradients under way than slots; a promise leaves its slot when it is taken."""
         held: dict[int, int] = {}
+        lie = self.sync.lockstep and not promised  # until their fold; else they are added to a mean
         for (learner, _), gradient in self.gradients.items():
-            if gradient.fate == "published" or (
-                self.sync.lockstep and not promised
-            ):  # else it was added to a mean
+            if gradient.fate == "published" or lie:
                 held[learner] = held.get(learner, 0) + 1
         for learner, count in held.items():
             if count > slots:
@@ -349,9 +341,8 @@ class TableAccount:
         """The end of the run: nothing that was taken is left."""
         if self.pending:
             raise Broken(f"the run is over, and {len(self.pending)} gradients were taken and never folded")
-        if waiting := [
-            key for key, g in self.gradients.items() if g.fate == "published" and key[0] in self.members
-        ]:
+        published = [key for key, gradient in self.gradients.items() if gradient.fate == "published"]
+        if waiting := [key for key in published if key[0] in self.members]:
             raise Broken(f"the run is over, and tickets {waiting} were neither taken nor dropped")
 
     def words(self) -> str:

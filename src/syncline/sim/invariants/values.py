@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from syncline.messages import log
-from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Fold
 from syncline.sim.invariants.feed import Broken
 from syncline.table.layout import Layout
@@ -33,7 +32,9 @@ class Values:
         self, layout: Layout, template: OptimizerTemplate, weights: Sequence[Tensor], version: int, clip: bool
     ) -> None:
         self.layout = layout
-        self.plain = not clip and _is_plain(template)
+        one = template.kind is torch.optim.SGD and len(template.options) == 1
+        more = ("momentum", "weight_decay", "nesterov", "maximize")  # a plain step is lr times the mean
+        self.plain = one and not clip and not any(template.options[0].get(name) for name in more)
         self._newest = self.version = version
         self._weights = {version: [segment.clone() for segment in weights]}
         self._made = {version: set(range(layout.shards))}  # version -> shards that have it
@@ -65,26 +66,17 @@ class Values:
         after = [segment.clone() for segment in before]
         if self.plain and not self._put:
             rate = float(options()[0]["lr"]) * fold.factor
-            for index, mean in enumerate(self._mean(fold.tickets)):
-                after[index] -= rate * mean
+            total = sum(ticket.count for ticket in fold.tickets)
+            for ticket in fold.tickets:
+                share = rate * ticket.count * ticket.weight / total
+                for mine, theirs in zip(after, self._gradients[ticket.learner, ticket.number], strict=True):
+                    mine -= share * theirs
         for ticket in fold.tickets:
             self.forget(ticket.learner, ticket.number)
         self._newest = fold.version
         self._weights[fold.version], self._made[fold.version] = after, set()
         self._weights.pop(fold.version - KEPT, None)
         self._made.pop(fold.version - KEPT, None)
-
-    def _mean(self, tickets: Sequence[Ticket]) -> list[Tensor]:
-        total = sum(ticket.count for ticket in tickets)
-        found = [self._gradients[ticket.learner, ticket.number] for ticket in tickets]
-        return [
-            sum(  # type: ignore[misc]
-                ticket.count * ticket.weight * segments[index]
-                for ticket, segments in zip(tickets, found, strict=True)
-            )
-            / total
-            for index in range(len(found[0]))
-        ]
 
     # -- shards ------------------------------------------------------------------------------------------
 
@@ -108,11 +100,8 @@ class Values:
             raise Broken(f"shard {index} is at version {shard.version}, the log at {version}")
         expected = shard.part.segments(self._weights[version])
         for mine, theirs in zip(expected, shard.weights, strict=True):
-            if (
-                self.plain
-                and not self._put
-                and not torch.allclose(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE)
-            ):
+            compared = self.plain and not self._put
+            if compared and not torch.allclose(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE):
                 off = float((mine - theirs).abs().max())
                 raise Broken(
                     f"shard {index} made version {version} {off:g} away from the mean of its gradients"
@@ -142,11 +131,3 @@ class Values:
         for index, left in enumerate(self._log):
             if left:
                 raise Broken(f"shard {index} never carried out {left[0]} and {len(left) - 1} more")
-
-
-def _is_plain(template: OptimizerTemplate) -> bool:
-    """One group of plain SGD: its step is lr times the mean."""
-    if template.kind is not torch.optim.SGD or len(template.options) != 1:
-        return False
-    options = template.options[0]
-    return not any(options.get(name) for name in ("momentum", "weight_decay", "nesterov", "maximize"))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from syncline.protocols.meetings import Met, Uncross, Unmet
 from syncline.protocols.sequence import Change, Drop, Fold, Take
 from syncline.protocols.waiting import Release
 from syncline.roles.server import ServerRole
-from syncline.sim.invariants.feed import Broken, FeedAccount, Span, StreamAccount
+from syncline.sim.invariants.feed import Broken, FeedAccount, StreamAccount
 from syncline.sim.invariants.tables import Gradient, TableAccount
 from syncline.sim.invariants.values import Values
 
@@ -66,13 +66,10 @@ class Watch:
     def error(self, what: str) -> InvariantError:
         """With the moment, and the state of the parties."""
         states = [table.words() for _, table in sorted(self._tables.items())]
-        states += [
-            f"loader {number}: {feed.done} epochs done" for number, feed in sorted(self._feeds.items())
-        ]
-        return InvariantError(
-            f"event {self.events} at {self._world.clock.now:.6g} s: {what}.\n  "
-            + "\n  ".join([*states, f"who waits for what: {self._world.waiting()}"])
-        )
+        states += [f"loader {each}: {feed.done} epochs done" for each, feed in sorted(self._feeds.items())]
+        states.append(f"who waits for what: {self._world.waiting()}")
+        moment = f"event {self.events} at {self._world.clock.now:.6g} s"
+        return InvariantError(f"{moment}: {what}.\n  " + "\n  ".join(states))
 
     # -- what learners do --------------------------------------------------------------------------------
 
@@ -115,16 +112,16 @@ class Watch:
 
     def _rest(self, learner: int, said: say.Rest | say.Reread) -> None:
         self._touched.add(said.table)
-        if isinstance(said, say.Reread) or self._given(learner, said.loader) > said.index:
+        feed = self._feeds.get(said.loader) if isinstance(said, say.Rest) else None
+        given = (
+            feed.given.get(learner, 0) if feed is not None else 0
+        )  # none: it waits for others, not for data
+        if isinstance(said, say.Reread) or given > said.index:
             self._resting.pop(learner, None)
             self._tables[said.table].roused(learner)
         else:
             self._resting[learner] = said.loader
             self._tables[said.table].rests(learner, said.number)
-
-    def _given(self, learner: int, loader: int) -> int:
-        feed = self._feeds.get(loader)  # none: it waits for others, not for data
-        return feed.given.get(learner, 0) if feed is not None else 0
 
     def told(self, event: Any) -> None:
         """Before the leading shard handles what the coordinator says."""
@@ -134,7 +131,12 @@ class Watch:
             elif isinstance(event, m.MakeTable):
                 self._make_table(event)
             elif isinstance(event, m.MakeLoader):
-                self._make_loader(event)
+                opened, standing = event.opened, event.standing
+                self._feeds[opened.loader] = (
+                    StreamAccount(opened.epochs, standing)
+                    if opened.policy == m.STREAM
+                    else FeedAccount(opened.size, opened.epochs, standing)
+                )
             elif isinstance(event, m.JoinTable):
                 self._tables[event.table].joins(event.learner)
             elif isinstance(event, m.Leave):
@@ -142,13 +144,6 @@ class Watch:
             elif isinstance(event, m.Finish):
                 for table in self._tables.values():
                     table.finishing = True
-
-    def _make_loader(self, make: m.MakeLoader) -> None:
-        opened = make.opened
-        if opened.policy == m.STREAM:
-            self._feeds[opened.loader] = StreamAccount(opened.epochs, make.standing)
-        else:
-            self._feeds[opened.loader] = FeedAccount(opened.size, opened.epochs, make.standing)
 
     def _make_table(self, make: m.MakeTable) -> None:
         self._tables[make.table] = TableAccount(make, self._world.dials[make.dial])
@@ -170,15 +165,14 @@ class Watch:
         for number, table in self._tables.items():
             self._touched.add(number)
             for gradient in table.left(learner):
-                self._each(gradient.usage, lambda feed, span: feed.back([span], "lost with a gradient"))
+                for loader, span in gradient.usage:
+                    self._feeds[loader].back([span], "lost with a gradient")
         for feed in self._feeds.values():
             feed.left(learner)
 
-    def _each(
-        self, usage: Iterable[tuple[int, Span]], action: Callable[[FeedAccount | StreamAccount, Span], None]
-    ) -> None:
-        for loader, span in usage:
-            action(self._feeds[loader], span)
+    def _settled(self, gradient: Gradient, what: str) -> None:
+        for loader, span in gradient.usage:
+            self._feeds[loader].settled([span], what)
 
     # -- what it decides, and what all shards do ---------------------------------------------------------
 
@@ -186,8 +180,10 @@ class Watch:
         with self._checking():
             if isinstance(decision, Grant | End | EpochDone):
                 self._fed(place, decision)
-            elif isinstance(decision, Met | Unmet):
-                self._met(decision)
+            elif isinstance(decision, Met | Unmet):  # who was in a meeting is there again
+                for learner in decision.learners:
+                    self._resting.pop(learner, None)
+                    self._roused(learner)
             elif isinstance(decision, Uncross):
                 self._touched.add(decision.table)
                 self._tables[decision.table].uncross()
@@ -201,7 +197,7 @@ class Watch:
         elif isinstance(decision, Drop):
             gradient = table.drop(decision)
             self._values[number].forget(decision.ticket.learner, decision.ticket.number)
-            self._each(gradient.usage, lambda feed, span: feed.settled([span], "dropped"))
+            self._settled(gradient, "dropped")
         elif isinstance(decision, Fold):
             self._fold(number, table, decision)
         elif isinstance(decision, Release):
@@ -211,15 +207,13 @@ class Watch:
 
     def _fold(self, number: int, table: TableAccount, fold: Fold) -> None:
         gradients = table.fold(fold)
-        role = self._world.roles[0]
+        role = self._world.servers[0].role
         self._values[number].folded(
             fold, lambda: role.replay.options(number, *role.leader.named(number, fold.leader))
         )
         for ticket, gradient in zip(fold.tickets, gradients, strict=True):
-            self._each(gradient.usage, lambda feed, span: feed.settled([span], f"in version {fold.version}"))
-            counted = [
-                span for loader, span in gradient.usage if isinstance(self._feeds[loader], FeedAccount)
-            ]
+            self._settled(gradient, f"in version {fold.version}")
+            counted = [span for each, span in gradient.usage if isinstance(self._feeds[each], FeedAccount)]
             held = sum(stop - start for _, start, stop in counted)
             if counted and len(counted) == len(gradient.usage) and held != ticket.count:
                 raise Broken(f"a gradient of {ticket.count} examples is folded, its batches hold {held}")
@@ -236,22 +230,17 @@ class Watch:
             feed.ended(decision.learner, decision.index)
         if self._resting.get(decision.learner) == loader:
             del self._resting[decision.learner]
-            for number, table in self._tables.items():
-                self._touched.add(number)
-                table.roused(decision.learner)
+            self._roused(decision.learner)
 
-    def _met(self, decision: Met | Unmet) -> None:
-        """Who was in a meeting is there again."""
-        for learner in decision.learners:
-            self._resting.pop(learner, None)
-            for number, table in self._tables.items():
-                self._touched.add(number)
-                table.roused(learner)
+    def _roused(self, learner: int) -> None:
+        self._touched.update(self._tables)
+        for table in self._tables.values():
+            table.roused(learner)
 
     def carried_out(self, shard: int, entry: Entry) -> None:
         if not isinstance(entry, Leave):
             with self._checking():
-                role = self._world.roles[shard]
+                role = self._world.servers[shard].role
                 self._values[entry.table].carried_out(shard, entry, role.replay.shards[entry.table])
 
     # -- the run -----------------------------------------------------------------------------------------
@@ -268,14 +257,11 @@ class Watch:
                 for feed in self._feeds.values():
                     feed.due()
             self._touched.clear()
-        if self._moved:
-            self._moved = False
-            self._compare()
-
-    def _compare(self) -> None:
-        """The ledgers know of all that is not settled."""
-        with self._checking():
-            for loader, standing in self._world.roles[0].leader.standings().items():
+        if not self._moved:
+            return
+        self._moved = False
+        with self._checking():  # the ledgers know of all that is not settled
+            for loader, standing in self._world.servers[0].role.leader.standings().items():
                 self._feeds[loader].compare(standing)
 
     def went_back(self) -> None:
@@ -297,27 +283,18 @@ class Watch:
             if not self._cut_short:
                 for feed in self._feeds.values():
                     feed.complete()
-            self._same_counts()
-
-    def _same_counts(self) -> None:
-        """What the run says of itself is what was counted here."""
-        said = self._world.recorder.outcome.statistics.tables
-        for number, table in self._tables.items():
-            theirs = (
-                said[number].version,
-                said[number].gradients,
-                said[number].dropped,
-                said[number].pending,
-                said[number].examples,
-            )
-            mine = (table.version, table.folded, table.dropped, 0, self._examples[number])
-            if theirs != mine:
-                raise Broken(
-                    f"table {number}: the run says version, gradients, dropped, pending, examples {theirs}, "
-                    f"counted were {mine}"
-                )
-            if said[number].staleness.gradients != table.folded:
-                raise Broken(f"staleness of {said[number].staleness.gradients} of {table.folded} gradients")
+            # what the run says of itself is what was counted here
+            for number, table in self._tables.items():
+                said = self._world.recorder.outcome.statistics.tables[number]
+                theirs = (said.version, said.gradients, said.dropped, said.pending, said.examples)
+                mine = (table.version, table.folded, table.dropped, 0, self._examples[number])
+                if theirs != mine:
+                    raise Broken(
+                        f"table {number}: the run says version, gradients, dropped, pending, examples {theirs}, "
+                        f"counted were {mine}"
+                    )
+                if said.staleness.gradients != table.folded:
+                    raise Broken(f"staleness of {said.staleness.gradients} of {table.folded} gradients")
 
 
 class WatchedRole(ServerRole):

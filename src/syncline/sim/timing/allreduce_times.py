@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from syncline.cluster.record import Cluster
 from syncline.engines.run import EpochRecord
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.errors import UsageError
@@ -24,28 +23,24 @@ from syncline.sim.timing.run_times import TimedRun, Timing
 from syncline.topologies import AllReduce
 
 
-class Buckets:
-    """What is reduced together: the share of the gradient's time after which each is there, and its ring's seconds."""
-
-    def __init__(self, cluster: Cluster, learners: int, layers: Sequence[int], topology: AllReduce) -> None:
-        limit = topology.bucket if topology.layerwise else None
-        plan = plan_buckets(layers, [""] * len(layers), limit)
-        sizes = [sum(layers[index] for index in bucket) for bucket in plan]
-        rings = Rings(Clock(), cluster, learners, lambda: None)
-        self.seconds = [rings.seconds(size) for size in sizes]
-        self.moved = rings.moved  # bytes of one iteration
-        made = np.cumsum(sizes) / sum(sizes)
-        self.shares = FORWARD + (1 - FORWARD) * made if topology.layerwise else np.ones(len(sizes))
-
-
 class TimedRings:
-    """Lockstep learners and their rings; `step` is one iteration of all."""
+    """Lockstep learners and their rings; `step` is one iteration of all.
 
-    def __init__(self, run: TimedRun, buckets: Buckets) -> None:
+    What is reduced together is a bucket: the share of the gradient's time after which it is there, and its ring's seconds.
+    """
+
+    def __init__(self, run: TimedRun, layers: Sequence[int], topology: AllReduce) -> None:
         sync, learners, cluster = run.course.first, run.learners, run.cluster
         if sync.auto or not sync.lockstep:
             raise UsageError(f"timing over all-reduce takes hardsync and delayed:k, got {sync}")
-        self._cluster, self._buckets, self._delay, self._seed = cluster, buckets, sync.delay, run.seed
+        self._cluster, self._delay, self._seed = cluster, sync.delay, run.seed
+        plan = plan_buckets(layers, [""] * len(layers), topology.bucket if topology.layerwise else None)
+        sizes = [sum(layers[index] for index in bucket) for bucket in plan]
+        rings = Rings(Clock(), cluster, learners, lambda: None)
+        self.buckets = [rings.seconds(size) for size in sizes]
+        self.moved = rings.moved  # bytes of one iteration
+        made = np.cumsum(sizes) / sum(sizes)
+        self._shares = FORWARD + (1 - FORWARD) * made if topology.layerwise else np.ones(len(sizes))
         self._pace = [cluster.pace(rank, seed=run.seed, learners=learners) for rank in range(learners)]
         self._ready = np.zeros(learners)
         self._free = 0.0  # when the network is
@@ -70,7 +65,7 @@ class TimedRings:
             ]
         )
         rings = []
-        for share, seconds in zip(self._buckets.shares, self._buckets.seconds, strict=True):
+        for share, seconds in zip(self._shares, self.buckets, strict=True):
             met = float((self._ready + share * spent).max())
             self._free = max(self._free, met) + seconds
             self.busy += seconds
@@ -80,9 +75,10 @@ class TimedRings:
         if len(self._under_way) > self._delay:
             self._apply()
         self._totals[0] += float(spent.sum())
-        self.clock.fold(step, [step - min(step, self._delay)] * sum(count > 0 for count in examples))
+        gradients = sum(count > 0 for count in examples)
+        self.clock.fold(step, [step - min(step, self._delay)] * gradients)
         self.iterations += 1
-        self.gradients += sum(count > 0 for count in examples)
+        self.gradients += gradients
         self.examples += sum(examples)
 
     def _apply(self) -> None:
@@ -94,12 +90,10 @@ class TimedRings:
             self._totals[1] += float((stood - others).sum())
             self._totals[2] += float(others.sum())
 
-    def flush(self) -> None:
-        """The end: what is in flight is applied."""
+    def end(self) -> LearnerTimes:
+        """What is in flight is applied; all learners' times together."""
         while self._under_way:
             self._apply()
-
-    def times(self) -> LearnerTimes:
         compute, communication, waiting = self._totals
         return LearnerTimes(
             compute=compute, communication=communication, waiting=waiting, steps=self.gradients
@@ -110,11 +104,10 @@ def time_all_reduce(run: TimedRun, topology: AllReduce, layers: Sequence[int] | 
     """Lockstep, without servers."""
     if len(run.course.dials) > 1:
         raise UsageError(f"timing over all-reduce takes one dial, got {run.course}")
-    buckets = Buckets(run.cluster, run.learners, _layer_bytes(run, layers), topology)
-    rings = TimedRings(run, buckets)
+    rings = TimedRings(run, _layer_bytes(run, layers), topology)
     run.begins(lambda: (rings.iterations, rings.seconds, rings.examples))
     history = _run_rings(rings, run)
-    rings.flush()
+    times = rings.end()
     share = rings.busy / rings.seconds if rings.seconds else 0.0
     machines = {run.cluster.machine_of_learner(rank) for rank in range(run.learners)}
     return Timing(
@@ -124,40 +117,35 @@ def time_all_reduce(run: TimedRun, topology: AllReduce, layers: Sequence[int] | 
         dropped=0,
         examples=rings.examples,
         staleness=rings.clock.account(),
-        times=rings.times(),
+        times=times,
         cards=dict.fromkeys(sorted(machines), (share, share)) if len(machines) > 1 else {},
-        moved=buckets.moved * rings.iterations if len(machines) > 1 else 0,
-        events=rings.iterations * (run.learners + len(buckets.seconds)),
+        moved=rings.moved * rings.iterations if len(machines) > 1 else 0,
+        events=rings.iterations * (run.learners + len(rings.buckets)),
         history=history,
     )
 
 
 def _run_rings(rings: TimedRings, run: TimedRun) -> list[EpochRecord]:
     """To the given length; data in joint slices of an epoch's order, or with `partition` a part for each rank."""
-    learners, size, examples, length = run.learners, run.batch_size, run.sizes.examples, run.length
-    shares = [examples * (rank + 1) // learners - examples * rank // learners for rank in range(learners)]
-    joint = learners * size
-    rounds = -(-max(shares) // size) if run.policy == "partition" else -(-examples // joint)
+    learners, size, examples = run.learners, run.batch_size, run.examples
+    left, stride = [examples - rank * size for rank in range(learners)], learners * size
+    if run.policy == "partition":
+        left = [examples * (rank + 1) // learners - examples * rank // learners for rank in range(learners)]
+        stride = size
     history: list[EpochRecord] = []
-    while length.epochs is None or len(history) < length.epochs:
-        for number in range(rounds):
-            if (length.steps is not None and rings.iterations >= length.steps) or (
-                length.seconds is not None and rings.seconds >= length.seconds
-            ):
+    while run.epochs is None or len(history) < run.epochs:
+        for number in range(-(-max(left) // stride)):
+            enough = run.steps is not None and rings.iterations >= run.steps
+            if enough or (run.seconds is not None and rings.seconds >= run.seconds):
                 return history
-            left = (
-                [share - number * size for share in shares]
-                if run.policy == "partition"
-                else [examples - number * joint - rank * size for rank in range(learners)]
-            )
-            rings.step([max(0, min(size, each)) for each in left])
+            rings.step([max(0, min(size, each - number * stride)) for each in left])
         history.append(run.epoch(len(history), rings.iterations, rings.seconds, rings.examples))
     return history
 
 
 def _layer_bytes(run: TimedRun, layers: Sequence[int] | None) -> list[int]:
     """Of each layer, from the first to the last; one layer where nothing is known of them."""
-    parameters, itemsize = run.sizes.parameters, run.sizes.itemsize
+    parameters, itemsize = run.parameters, run.itemsize
     if layers is None:
         return [parameters * itemsize]
     if any(isinstance(each, bool) or not isinstance(each, int) or each < 1 for each in layers):

@@ -40,27 +40,6 @@ OnUpdate = Callable[[int, float, float], None]  # version, seconds, mean stalene
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """All that a timing knows of a model and its data."""
-
-    parameters: int
-    examples: int  # of an epoch
-    itemsize: int = 4  # bytes of a parameter
-
-    def __post_init__(self) -> None:
-        for name in ("parameters", "examples", "itemsize"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"timing: {name} must be a whole number of at least 1, got {value!r}")
-
-    def part_bytes(self, shards: int) -> list[int]:
-        """Cut as the table of one flat tensor is."""
-        size = self.parameters * self.itemsize
-        cuts = ((size * index // shards + LINE // 2) // LINE * LINE for index in range(1, shards))
-        return [high - low for low, high in pairwise([0, *(min(size, cut) for cut in cuts), size])]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """What a run of these sizes would do, in virtual seconds."""
 
@@ -108,34 +87,22 @@ Follow = Callable[[Look], None]  # gets it before the timing begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Length:
-    """When a timing ends: after epochs, updates or virtual seconds; one of them."""
-
-    epochs: int | None = None
-    steps: int | None = None
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        given = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
-        if len(given) != 1:
-            raise UsageError(f"timing: give one of epochs=, steps= or seconds=, got {given or 'none'}")
-        for name in ("epochs", "steps"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name))
-        if self.seconds is not None and not self.seconds > 0:
-            raise UsageError(f"timing: seconds must be > 0, got {self.seconds!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRun:
-    """What is timed; `on_update` gets each version, `follow` a function that says how far it is."""
+    """What is timed, all that is known of a model and its data; stands for `learn.training.Training`, too.
+
+    `on_update` gets each version, `follow` a function that says how far it is.
+    """
 
     cluster: Cluster
-    sizes: Sizes
     course: Course
-    length: Length
+    parameters: int
+    examples: int  # of an epoch
     learners: int
     batch_size: int
+    itemsize: int = 4  # bytes of a parameter
+    epochs: int | None = None  # it ends after epochs, updates or virtual seconds; one of them
+    steps: int | None = None
+    seconds: float | None = None
     policy: str = "ledger"
     warm: int = 0
     seed: int = 0
@@ -143,13 +110,29 @@ class TimedRun:
     follow: Follow | None = None
 
     def __post_init__(self) -> None:
+        for name in ("parameters", "examples", "itemsize"):
+            check_whole(f"timing: {name}", getattr(self, name))
+        lengths = {"epochs": self.epochs, "steps": self.steps, "seconds": self.seconds}
+        given = {name: value for name, value in lengths.items() if value is not None}
+        if len(given) != 1:
+            raise UsageError(f"timing: give one of epochs=, steps= or seconds=, got {given or 'none'}")
+        if self.seconds is None:
+            check_whole(*given.popitem())
+        elif not self.seconds > 0:
+            raise UsageError(f"timing: seconds must be > 0, got {self.seconds!r}")
         check_whole("learners", self.learners)
-        check_batches(self.sizes.examples, self.batch_size)
+        check_batches(self.examples, self.batch_size)
         check_policy(self.policy)
 
     def check_dials(self) -> None:
         for _, dial in self.course.dials:
             dial.check(self.learners, self.batch_size)
+
+    def part_bytes(self, shards: int) -> list[int]:
+        """Cut as the table of one flat tensor is."""
+        size = self.parameters * self.itemsize
+        cuts = ((size * index // shards + LINE // 2) // LINE * LINE for index in range(1, shards))
+        return [high - low for low, high in pairwise([0, *(min(size, cut) for cut in cuts), size])]
 
     def epoch(self, epoch: int, version: int, seconds: float, examples: int) -> EpochRecord:
         """One that is done; nothing is known of what was learned."""
@@ -159,27 +142,18 @@ class TimedRun:
 
     def begins(self, stands: Callable[[], tuple[int, float, int]]) -> None:
         """`stands`: updates, virtual seconds and examples so far."""
-        if self.follow is not None:
-            self.follow(lambda: self._so_far(*stands()))
 
-    def _so_far(self, updates: int, seconds: float, examples: int) -> SoFar:
-        length, epochs = self.length, examples / self.sizes.examples
-        pairs = ((updates, length.steps), (seconds, length.seconds), (epochs, length.epochs))
-        share = next(done / whole for done, whole in pairs if whole is not None)
-        return SoFar(share=min(1.0, share), seconds=seconds, updates=updates)
+        def look() -> SoFar:
+            updates, seconds, examples = stands()
+            pairs = ((updates, self.steps), (seconds, self.seconds), (examples / self.examples, self.epochs))
+            share = next(done / whole for done, whole in pairs if whole is not None)
+            return SoFar(share=min(1.0, share), seconds=seconds, updates=updates)
+
+        if self.follow is not None:
+            self.follow(look)
 
 
 # -- what stands for a model, its data and its gradients where only their sizes matter -------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizedPlan:
-    """Stands for `learn.training.Training`."""
-
-    sizes: Sizes
-    batch_size: int
-    epochs: int | None
-    policy: str = "ledger"
 
 
 class SizedLayout:
@@ -198,21 +172,13 @@ class SizedLayout:
         )
 
 
-class SizedLane(Traffic):
-    """Slots without memory."""
-
-    def __init__(self, slots: int) -> None:
-        super().__init__(slots)
-        self.slots = range(slots)
-
-
 class SizedSharedModel:
     """Stands for a workshop."""
 
-    def __init__(self, plan: SizedPlan, shards: int) -> None:
+    def __init__(self, plan: TimedRun, shards: int) -> None:
         self.plan = plan
-        self.layout = SizedLayout(plan.sizes.part_bytes(shards))
-        self.size, self.ahead = plan.sizes.examples, 0
+        self.layout = SizedLayout(plan.part_bytes(shards))
+        self.size, self.ahead = plan.examples, 0
         self.template = object()
 
 
@@ -223,10 +189,7 @@ WEIGHTS = cast(Version, object())
 class SizedReplica(PromisedReplica):
     """Of a table that has no weights."""
 
-    def _initialise(self, answer: m.Initialise) -> None:
-        pass
-
-    def _begin(self, opened: m.Opened) -> None:
+    def _begin(self, answer: m.Initialise | m.Opened) -> None:
         pass
 
     def fill(self, draft: Draft) -> list[bool]:
@@ -283,9 +246,16 @@ class SizedLogApplier(LogApplier):
         if isinstance(entry, log.Leave) or entry.table not in self._shards_of:
             return
         elif isinstance(entry, log.Take):
-            self._take_sized(entry)
+            if self._lockstep:
+                self._rounds[entry.iteration] += 1
+            elif not (entry.alone and entry.weight == 1.0):
+                self._port.spend(Serving(log.Take, entry.table))
+            self._port.release(entry.table, entry.learner, entry.number, None)
         elif isinstance(entry, log.Fold):
-            self._fold_sized(entry)
+            added = self._rounds.pop(entry.iteration, 0) if self._lockstep else 0
+            if added > 1:
+                self._port.spend(Serving(log.Take, entry.table, added))
+            self._port.spend(Serving(log.Fold, entry.table))
         elif isinstance(entry, log.Release):
             reading = Reading(entry.version, self._dial[entry.table], entry.keep)
             self._port.release(entry.table, entry.learner, entry.number, reading)
@@ -295,19 +265,6 @@ class SizedLogApplier(LogApplier):
             self._turn(entry.table, entry.dial)
         elif isinstance(entry, log.Finish):
             self._port.tell(m.WeightsPart("final", entry.table, self._port.shard, entry.version, []))
-
-    def _take_sized(self, entry: log.Take) -> None:
-        if self._lockstep:
-            self._rounds[entry.iteration] += 1
-        elif not (entry.alone and entry.weight == 1.0):
-            self._port.spend(Serving(log.Take, entry.table))
-        self._port.release(entry.table, entry.learner, entry.number, None)
-
-    def _fold_sized(self, entry: log.Fold) -> None:
-        added = self._rounds.pop(entry.iteration, 0) if self._lockstep else 0
-        if added > 1:
-            self._port.spend(Serving(log.Take, entry.table, added))
-        self._port.spend(Serving(log.Fold, entry.table))
 
 
 class SizedSimulation(Simulation):
@@ -322,7 +279,7 @@ class SizedSimulation(Simulation):
         return layout
 
     def make_lane(self, layout: Layout) -> Any:
-        return SizedLane(max(2, self.spec.plan.delay + 1))
+        return Traffic(max(2, self.spec.plan.delay + 1), layout.shards, self.clock)
 
     def make_role(self, port: ServerPort) -> ServerRole:
         return ServerRole(port, SizedLogApplier(port))
@@ -354,27 +311,25 @@ class SizedSimulation(Simulation):
 def time_servers(run: TimedRun, shards: int, script: Script) -> Timing:
     """Over servers."""
     run.check_dials()
-    length, seed = run.length, run.seed
-    sized = SizedPlan(sizes=run.sizes, batch_size=run.batch_size, epochs=length.epochs, policy=run.policy)
     spec = RunSpec(
-        task=Task(time_servers, (sized,)),
+        task=Task(time_servers, (run,)),
         plan=RunPlan(
             course=run.course,
             learners=run.learners,
             topology=Servers(shards, True),
-            seed=seed,
+            seed=run.seed,
             warm=run.warm,
             batch_size=run.batch_size,
-            limit=length.steps,
-            epochs=length.epochs,
+            limit=run.steps,
+            epochs=run.epochs,
         ),
     )
     _check_script(script, spec, run.cluster)
     with calm_collector(max(YOUNG, OBJECTS * run.learners)):  # no tensors: what waits for it is small
-        world = SizedSimulation(spec, run.cluster, script=script, seed=seed)
+        world = SizedSimulation(spec, run.cluster, script=script, seed=run.seed)
         world.on_update = run.on_update
-        if length.seconds is not None:
-            world.clock.at(length.seconds, world.ask_stop)
+        if run.seconds is not None:
+            world.clock.at(run.seconds, world.ask_stop)
         run.begins(lambda: (world.version, world.clock.now, world.servers[0].role.leader.examples(0)))
         outcome = world.run()
     table, simulated = outcome.statistics.tables[0], world.simulated()

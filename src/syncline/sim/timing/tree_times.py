@@ -7,7 +7,6 @@ to whoever asks. Not responsible for flat servers (`run_times`), nor for losses.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +21,7 @@ from syncline.protocols.tree_down import Buffers, Downcast, Fetch, Give, Relay, 
 from syncline.protocols.tree_shape import ROOT, Tree
 from syncline.protocols.tree_up import Again, Intake, Node, Passed, Sum, SumDone, Up, of_one
 from syncline.protocols.waiting import Release
-from syncline.sim.clock import Action, Clock, Worker
+from syncline.sim.clock import Action, Clock, Worker, last_of
 from syncline.sim.garbage_collection import YOUNG, calm_collector
 from syncline.sim.network import SimNetwork
 from syncline.sim.timing.run_times import OBJECTS, TimedRun, Timing, shares
@@ -45,7 +44,7 @@ class TimedLearner:
     sending: bool = False  # its leaf does not have its last gradient yet
     under_way: set[int] = field(default_factory=set)  # published, not taken by the root
     buffers: Buffers = field(default_factory=lambda: Buffers(0))
-    waits: bool = False  # with broadcast: its gradient is there and may not be published yet
+    waits: bool = False  # its gradient is there and not published yet
     leaving: bool = False
     others: float = 0.0  # seconds of the present wait that are others' making
     times: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # compute, communication, waiting
@@ -79,10 +78,18 @@ class TimedTree:
         self.learners = [TimedLearner(rank, cluster.machine_of_learner(rank)) for rank in range(learners)]
         self._pace = [cluster.pace(rank, seed=run.seed, learners=learners) for rank in range(learners)]
         self.nodes = {
-            node: TimedNode(node, self.tree, sync, self.clock, self._machine(node), casts=self.casts)
+            node: TimedNode(
+                node,
+                self.tree,
+                sync,
+                self.clock,
+                cluster.machine_of_learner(min(self.tree.under(node))),
+                casts=self.casts,
+            )
             for node in self.tree.nodes
         }
-        self._parts = run.sizes.part_bytes(topology.shards)
+        self._parts = run.part_bytes(topology.shards)
+        self._bytes = sum(self._parts)
         self._shards = [Worker(self.clock) for _ in self._parts]
         self._casters = [Worker(self.clock) for _ in self._parts] if self.casts else self._shards
         self._places = [cluster.machine_of_shard(shard) for shard in range(topology.shards)]
@@ -92,13 +99,13 @@ class TimedTree:
             sync,
             initial=ids,
             batch_size=run.batch_size,
-            limit=run.length.steps,
+            limit=run.steps,
             warm=run.warm,
             sums=True,
             account=None,
         )
         self._intake = Intake(self.sequence)
-        epochs, self._epoch = run.length.epochs, run.sizes.examples
+        epochs, self._epoch = run.epochs, run.examples
         self._left = None if epochs is None else epochs * self._epoch
         self.going = set(ids)
         self._counted: dict[int, dict[int, int]] = {}
@@ -108,17 +115,8 @@ class TimedTree:
         self.examples = 0  # folded
         self.history: list[EpochRecord] = []
 
-    def _machine(self, node: int) -> int:
-        """That of its first learner."""
-        first = min(rank for ranks in self.tree.below(node).values() for rank in ranks)
-        return self._cluster.machine_of_learner(first)
-
-    @property
-    def _bytes(self) -> int:
-        return sum(self._parts)
-
     def run(self) -> None:
-        seconds = self._run.length.seconds
+        seconds = self._run.seconds
         for learner in self.learners:
             self._decide(self.sequence.join(learner.rank, learner.rank, 0))
         if seconds is not None:
@@ -149,15 +147,13 @@ class TimedTree:
         self.clock.after(seconds, partial(self._computed, learner))
 
     def _computed(self, learner: TimedLearner) -> None:
-        """With broadcast it goes on as soon as its leaf has its former gradient and it has a draft left; it never merges two."""
-        learner.waits = self.casts
-        if not self.casts or self._may_publish(learner):
-            self._publish(learner)
-
-    def _may_publish(self, learner: TimedLearner) -> bool:
-        return learner.waits and not learner.sending and len(learner.under_way) < DRAFTS
+        learner.waits = True
+        self._publish(learner)
 
     def _publish(self, learner: TimedLearner) -> None:
+        """With broadcast as soon as its leaf has its former gradient and it has a draft left; it never merges two."""
+        if not learner.waits or (self.casts and (learner.sending or len(learner.under_way) >= DRAFTS)):
+            return
         now = self.clock.now
         learner.number += 1
         learner.steps += 1
@@ -209,8 +205,7 @@ class TimedTree:
         if node.node in self.tree.leaves:
             learner = self.learners[sum_.sender]
             learner.sending = False
-            if self._may_publish(learner):
-                self._publish(learner)
+            self._publish(learner)
         self._pass_on(node, node.up.publish(sum_))
 
     def _pass_on(self, node: TimedNode, passed: Iterable[Passed]) -> None:
@@ -219,31 +214,29 @@ class TimedTree:
                 self._send_up(node, each.sum)
             elif isinstance(each, SumDone) and node.node in self.tree.leaves:
                 learner = self.learners[each.child]
-                self._after(node.machine, learner.machine, partial(self._delivered, learner, each.number))
+                self._move(node.machine, learner.machine, partial(self._delivered, learner, each.number))
             else:
                 child = self.nodes[each.child]
-                self._after(node.machine, child.machine, partial(self._answered, child, each))
+                self._move(node.machine, child.machine, partial(self._answered, child, each))
 
     def _answered(self, node: TimedNode, answer: SumDone | Again) -> None:
-        up = node.up
         if isinstance(answer, SumDone):
-            self._pass_on(node, up.taken(answer.number))
+            self._pass_on(node, node.up.taken(answer.number))
         else:
-            self._pass_on(node, up.again(answer.number, answer.without, answer.counted))
+            self._pass_on(node, node.up.again(answer.number, answer.without, answer.counted))
 
     def _delivered(self, learner: TimedLearner, number: int) -> None:
         learner.under_way.discard(number)
         if learner.leaving:
             self._leave(learner)
-        elif self._may_publish(learner):
+        else:
             self._publish(learner)
 
     def _send_up(self, node: TimedNode, sum_: Sum) -> None:
         above, now = self.tree.parent[node.node], self.clock.now
         if above != ROOT:
             parent = self.nodes[above]
-            arrival = self.network.send(now, node.machine, parent.machine, self._bytes)
-            self.clock.at(arrival, partial(self._gather, parent, sum_))
+            self._move(node.machine, parent.machine, partial(self._gather, parent, sum_), self._bytes)
             return
         arrivals = [
             self.network.send(now, node.machine, place, part)
@@ -255,7 +248,7 @@ class TimedTree:
         """Its ticket when all shards have their part (M12); each adds it."""
         take, message = self._cluster.take, self._cluster.message
         for shard, part in zip(self._shards[1:], self._parts[1:], strict=True):
-            shard.do(message + take.seconds(part), _nothing)
+            shard.do(message + take.seconds(part), lambda: None)
         self._shards[0].do(message + take.seconds(self._parts[0]), partial(self._arrive, node, sum_))
 
     def _arrive(self, node: TimedNode, sum_: Sum) -> None:
@@ -268,7 +261,7 @@ class TimedTree:
         )
         for ticket in sum_.tickets:
             self._taken_at[ticket.learner] = self.clock.now
-        self._after(self._places[0], node.machine, partial(self._answered, node, answer))
+        self._move(self._places[0], node.machine, partial(self._answered, node, answer))
         self._decide(decisions)
 
     # -- the root --------------------------------------------------------------------------------------------
@@ -288,28 +281,22 @@ class TimedTree:
             active = self._intake.active(self.tree.below(node.node))
             if active.keys() != self._counted.get(node.node, {}).keys():
                 self._counted[node.node] = active
-                count = partial(node.up.count, active, lockstep=True)
-                self._after(
-                    self._places[0],
-                    node.machine,
-                    lambda node=node, count=count: self._pass_on(node, count()),  # type: ignore[misc]
-                )
+                self._move(self._places[0], node.machine, partial(self._count, node, active))
+
+    def _count(self, node: TimedNode, active: dict[int, int]) -> None:
+        self._pass_on(node, node.up.count(active, lockstep=True))
 
     def _fold(self, fold: Fold) -> None:
         keys = [(ticket.learner, ticket.number) for ticket in fold.tickets]
         self._last[fold.version] = max(self._published.pop(key) for key in keys)
         self.examples += sum(ticket.count for ticket in fold.tickets)
-        staleness = self.sequence.clock.last_update
-        waiting = deque(self._shards)
+        made = partial(self._made, fold.version, self.sequence.clock.last_update)
+        done = last_of(len(self._shards), made)
         for shard, part in zip(self._shards, self._parts, strict=True):
-
-            def done() -> None:
-                waiting.popleft()
-                if not waiting:
-                    self._made(fold.version, staleness)
-
             shard.do(self._cluster.fold.seconds(part), done)
-        self._record(fold.version)
+        while self.examples >= self._epoch * (len(self.history) + 1):
+            epoch = self._run.epoch(len(self.history), fold.version, self.clock.now, self.examples)
+            self.history.append(epoch)
 
     def _made(self, version: int, staleness: float) -> None:
         """All shards have this version."""
@@ -319,10 +306,6 @@ class TimedTree:
             self._cast_down(None, self._cast.arrived(version))
         if self.sequence.full and version == self.sequence.version:
             self.going.clear()
-
-    def _record(self, version: int) -> None:
-        while self.examples >= self._epoch * (len(self.history) + 1):
-            self.history.append(self._run.epoch(len(self.history), version, self.clock.now, self.examples))
 
     # -- down, asked for -------------------------------------------------------------------------------------
 
@@ -338,53 +321,39 @@ class TimedTree:
             wakes: Action = partial(self._go_on, learner, release.version)
         else:
             wakes = partial(self._ask, leaf, learner.rank, release.number, release.version)
-        self._hop([self._places[0], *reversed(self._machines(learner)), leaf.machine], wakes)
-
-    def _machines(self, learner: TimedLearner) -> list[int]:
-        return [self.nodes[node].machine for node in self.tree.route(learner.rank)[1:]]
+        route = [self.nodes[node].machine for node in reversed(self.tree.route(learner.rank))]
+        self._hop([self._places[0], *route], wakes)
 
     def _hop(self, machines: list[int], then: Action) -> None:
         if len(machines) < 2:
             then()
         else:
-            self._after(machines[0], machines[1], partial(self._hop, machines[1:], then))
+            self._move(machines[0], machines[1], partial(self._hop, machines[1:], then))
 
     def _ask(self, node: TimedNode, child: int, number: int, version: int) -> None:
         self._relay(node, node.copies.ask(child, number, version, exact=self._sync.lockstep))
 
     def _relay(self, node: TimedNode, answers: Iterable[Fetch | Give]) -> None:
         for each in answers:
-            if isinstance(each, Give):
-                self._give(node, each)
-            elif self.tree.parent[node.node] == ROOT:
-                self._after(node.machine, self._places[0], partial(self._serve, node, each))
-            else:
+            if isinstance(each, Fetch) and self.tree.parent[node.node] == ROOT:
+                self._move(node.machine, self._places[0], partial(self._serve, node, each))
+            elif isinstance(each, Fetch):
                 above = self.nodes[self.tree.parent[node.node]]
-                ask = partial(self._relay_ask, above, node.node, each)
-                self._after(node.machine, above.machine, ask)
-
-    def _relay_ask(self, above: TimedNode, child: int, fetch: Fetch) -> None:
-        self._relay(above, above.copies.ask(child, 0, fetch.version, exact=fetch.exact))
+                self._move(node.machine, above.machine, partial(self._ask, above, node.node, 0, each.version))
+            elif node.node in self.tree.leaves:
+                learner = self.learners[each.child]
+                self._hand_down(node, learner.machine, partial(self._received, learner, each.version))
+            else:
+                child = self.nodes[each.child]
+                self._hand_down(node, child.machine, partial(self._copied, child, each.version))
 
     def _serve(self, node: TimedNode, fetch: Fetch) -> None:
         """The root's newest, or exactly that one, from all shards."""
         version = fetch.version if fetch.exact else self.sequence.version
-        then = partial(self._copied, node, version)
-        self._from_shards(self._shards, node, then)
+        self._from_shards(self._shards, node, partial(self._copied, node, version))
 
     def _copied(self, node: TimedNode, version: int) -> None:
         self._relay(node, node.copies.arrived(version))
-
-    def _give(self, node: TimedNode, give: Give) -> None:
-        leaf = node.node in self.tree.leaves
-        target = self.learners[give.child] if leaf else self.nodes[give.child]
-        then = (
-            partial(self._received, self.learners[give.child], give.version)
-            if leaf
-            else partial(self._copied, self.nodes[give.child], give.version)
-        )
-        serve = self._cluster.serve.seconds(self._bytes)
-        node.down.do(serve, partial(self._move, node.machine, target.machine, self._bytes, then))
 
     def _received(self, learner: TimedLearner, version: int) -> None:
         self.clock.after(self._cluster.copy.seconds(self._bytes), partial(self._go_on, learner, version))
@@ -393,35 +362,29 @@ class TimedTree:
 
     def _cast_down(self, node: TimedNode | None, sends: Iterable[Send]) -> None:
         for send in sends:
+            if node is not None and node.node in self.tree.leaves:
+                learner = self.learners[send.child]
+                learner.buffers.begin(send.version)
+                self._hand_down(node, learner.machine, partial(self._filled, learner))
+                continue
+            child = self.nodes[send.child]
+            then = partial(self._cast_at, node, child, send.version)
             if node is None:
-                then = partial(self._cast_at, None, send.child, send.version)
-                self._from_shards(self._casters, self.nodes[send.child], then)
-            elif node.node in self.tree.leaves:
-                self._fill(node, self.learners[send.child], send.version)
+                self._from_shards(self._casters, child, then)
             else:
-                then = partial(self._cast_at, node, send.child, send.version)
-                work = partial(self._move, node.machine, self.nodes[send.child].machine, self._bytes, then)
-                node.down.do(self._cluster.serve.seconds(self._bytes), work)
+                self._hand_down(node, child.machine, then)
 
-    def _cast_at(self, sender: TimedNode | None, child: int, version: int) -> None:
-        target = self.nodes[child]
+    def _cast_at(self, sender: TimedNode | None, target: TimedNode, version: int) -> None:
         self._cast_down(target, target.cast.arrived(version))
         cast = self._cast if sender is None else sender.cast
-        self._cast_down(sender, cast.sent(child))
+        self._cast_down(sender, cast.sent(target.node))
 
-    def _fill(self, leaf: TimedNode, learner: TimedLearner, version: int) -> None:
-        learner.buffers.begin(version)
-        then = partial(self._filled, leaf, learner)
-        work = partial(self._move, leaf.machine, learner.machine, self._bytes, then)
-        leaf.down.do(self._cluster.serve.seconds(self._bytes), work)
-
-    def _filled(self, leaf: TimedNode, learner: TimedLearner) -> None:
+    def _filled(self, learner: TimedLearner) -> None:
         learner.buffers.complete()
-        if learner.buffers.room:
-            self._cast_down(leaf, leaf.cast.sent(learner.rank))
+        self._refill(learner)
 
     def _refill(self, learner: TimedLearner) -> None:
-        """It has swapped: a copy that was held for it is used."""
+        """A copy that was held for it may be used."""
         leaf = self.nodes[self.tree.leaf[learner.rank]]
         if learner.buffers.room:
             self._cast_down(leaf, leaf.cast.sent(learner.rank))
@@ -429,22 +392,18 @@ class TimedTree:
     # -- links -----------------------------------------------------------------------------------------------
 
     def _from_shards(self, workers: list[Worker], node: TimedNode, then: Action) -> None:
-        waiting = deque(self._parts)
-
-        def arrived() -> None:
-            waiting.popleft()
-            if not waiting:
-                then()
-
+        arrived = last_of(len(self._parts), then)
         for worker, place, part in zip(workers, self._places, self._parts, strict=True):
-            move = partial(self._move, place, node.machine, part, arrived)
+            move = partial(self._move, place, node.machine, arrived, part)
             worker.do(self._cluster.serve.seconds(part), move)
 
-    def _move(self, source: int, target: int, nbytes: int, then: Action) -> None:
-        self.clock.at(self.network.send(self.clock.now, source, target, nbytes), then)
+    def _hand_down(self, node: TimedNode, machine: int, then: Action) -> None:
+        """A copy of a version, to a child on that machine."""
+        move = partial(self._move, node.machine, machine, then, self._bytes)
+        node.down.do(self._cluster.serve.seconds(self._bytes), move)
 
-    def _after(self, source: int, target: int, then: Action) -> None:
-        self.clock.at(self.network.send(self.clock.now, source, target), then)
+    def _move(self, source: int, target: int, then: Action, nbytes: int = 0) -> None:
+        self.clock.at(self.network.send(self.clock.now, source, target, nbytes), then)
 
     def times(self) -> LearnerTimes:
         """Of all learners together."""
@@ -453,10 +412,6 @@ class TimedTree:
         )
         steps = sum(learner.steps for learner in self.learners)
         return LearnerTimes(compute=compute, communication=communication, waiting=waiting, steps=steps)
-
-
-def _nothing() -> None:
-    """Work without an effect of its own."""
 
 
 def time_tree(run: TimedRun, topology: Trees) -> Timing:

@@ -2,7 +2,6 @@
 
 from syncline.testing.hunt.case import DIALS, Case, random_case
 from syncline.testing.hunt.case_player import Failure, play
-from syncline.testing.hunt.search import Found, hunt
-from syncline.testing.hunt.shortener import shorten
+from syncline.testing.hunt.search import Found, hunt, shorten
 
 __all__ = ["DIALS", "Case", "Failure", "Found", "hunt", "play", "random_case", "shorten"]

@@ -157,8 +157,9 @@ def random_case(seed: int, sync: str, *, learners: int | None = None, shards: in
         clip=draw.random() < 0.1,
         cluster=_random_cluster(draw),
     )
-    case = replace(case, script="; ".join(_random_script(draw, case)))
-    case = replace(case, late=draw.random() < 0.5)
+    count = draw.choice((0, 1, 1, 2, 2, 3, 4, 6))
+    faults = [f"{_random_fault(draw, case)} at {_random_moment(draw, case)}" for _ in range(count)]
+    case = replace(case, script="; ".join(faults), late=draw.random() < 0.5)
     planted = random.Random(f"{seed}/{sync}/tree")  # its own: the others stay the same
     return _over_a_tree(case, planted) if planted.random() < 0.2 and _on_sums(sync) else _with_nodes(case)
 
@@ -208,11 +209,6 @@ def _random_cluster(draw: random.Random) -> str:
     return f"equal:{','.join(parts)}"
 
 
-def _random_script(draw: random.Random, case: Case) -> list[str]:
-    count = draw.choice((0, 1, 1, 2, 2, 3, 4, 6))
-    return [f"{_random_fault(draw, case)} at {_random_moment(draw, case)}" for _ in range(count)]
-
-
 def _random_fault(draw: random.Random, case: Case) -> str:
     rank, length = draw.randrange(case.learners + 1), draw.choice((0.05, 0.5, 3, 9))
     kinds = ["kill learner"] * 5 + ["pause learner"] * 2 + ["pause shard", "add", "add", "change"]
@@ -224,7 +220,9 @@ def _random_fault(draw: random.Random, case: Case) -> str:
     if kind == "add":
         return f"add {draw.choice((1, 1, 2))}"
     if kind == "change":
-        return f"change to {draw.choice([dial for dial in CHANGES if _fits(dial, case.learners)])}"
+        return (
+            f"change to {draw.choice([dial for dial in CHANGES if _least_learners(dial) <= case.learners])}"
+        )
     if kind == "stop":
         return kind
     if kind.endswith("shard"):
@@ -240,13 +238,10 @@ def _with_nodes(case: Case) -> Case:
     each, delay = draw.choice((1, 2)), draw.choice((0, 0.01, 0.3))
     parts = f"beside=true,shards_per_machine=all,learners_per_machine={each},delay={delay}"
     last = (case.learners - 1) // each
-    faults = [
-        f"{_node_fault(draw, case, last)} at {_random_moment(draw, case)}"
-        for _ in range(draw.choice((1, 1, 2)))
-    ]
-    return replace(
-        case, cluster=f"{case.cluster},{parts}", script="; ".join([*filter(None, [case.script]), *faults])
-    )
+    lines = [case.script] if case.script else []
+    for _ in range(draw.choice((1, 1, 2))):
+        lines.append(f"{_node_fault(draw, case, last)} at {_random_moment(draw, case)}")
+    return replace(case, cluster=f"{case.cluster},{parts}", script="; ".join(lines))
 
 
 def _node_fault(draw: random.Random, case: Case, last: int) -> str:
@@ -257,10 +252,6 @@ def _node_fault(draw: random.Random, case: Case, last: int) -> str:
     if kind == "cut link":
         return f"cut link 0-{max(1, node)} for {length} s"
     return f"{kind} {node} for {length} s" if kind == "pause node" else f"{kind} {node}"
-
-
-def _fits(dial: str, learners: int) -> bool:
-    return _least_learners(dial) <= learners
 
 
 def _random_moment(draw: random.Random, case: Case) -> str:

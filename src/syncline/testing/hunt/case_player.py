@@ -1,17 +1,24 @@
 """Plays one case of the hunt: a tiny model, gradients that tell which examples they are of, everything checked.
 
-A failure is a broken invariant, a run that stands still or never ends, or an error nobody asked for.
+A failure is a broken invariant, a run that stands still or never ends, or an error nobody asked for. Checkpoints lie in memory where
+there is such a place, and none stays behind: a folder is locked while its process lives, and what a process that was killed has left
+the next that makes one removes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import os
+import shutil
+import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -28,19 +35,22 @@ from syncline.learn.session import Session
 from syncline.learn.training import Training, run_training
 from syncline.protocols.lifecycle import Faults
 from syncline.roles.run_plan import RunPlan, Saving
-from syncline.sim.allreduce import AllReduceSimulation
-from syncline.sim.engine import Sim
+from syncline.sim.engine import Sim, World
 from syncline.sim.simulation import Simulation
 from syncline.testing.hunt.case import Case
-from syncline.testing.hunt.scratch_folders import scratch
 
 MOST_EVENTS = 60_000  # a run of the hunt has a few thousand
 WIDTH = 70  # parameters of a layer: two shards' worth of the smallest cut
+SHARED = "/dev/shm"  # checkpoints need not survive the machine here
+PREFIX = "syncline-hunt-"
 BOUNDED = (
     "all learners are lost",
     "times without a checkpoint in between",
     "the last leaf of the tree was killed",
 )  # ends that scripts may bring about
+
+
+_swept: set[str] = set()  # places of folders that this process has looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +110,18 @@ def _asked_for(case: Case, text: str) -> bool:
 def run(case: Case, *, check: bool = True) -> Outcome:
     """The outcome; raises what went wrong."""
     engine = Sim(case.cluster, script=case.script, seed=case.seed, check=check)
+
+    def prepare(world: World) -> None:
+        assert isinstance(world, Simulation)
+        if world.watch is not None:
+            world.watch.most = MOST_EVENTS
+        if case.late:
+            world.delay_bulk()
+
     saved = contextlib.nullcontext() if case.checkpoint_every is None else scratch()
     with warnings.catch_warnings(), saved as folder:
         warnings.simplefilter("ignore")
-        return engine.run(_spec(case, folder), partial(_prepared, case))
-
-
-def _prepared(case: Case, world: Simulation | AllReduceSimulation) -> None:
-    if isinstance(world, Simulation) and world.watch is not None:
-        world.watch.most = MOST_EVENTS
-    if isinstance(world, Simulation) and case.late:
-        world.delay_bulk()
+        return engine.run(_spec(case, folder), prepare)
 
 
 def digest(outcome: Outcome) -> str:
@@ -146,8 +157,57 @@ def _spec(case: Case, folder: str | None) -> RunSpec:
     )
 
 
-def _data(case: Case) -> TensorDataset:
-    return TensorDataset(torch.arange(case.examples))
+# -- folders for checkpoints -------------------------------------------------------------------------------
+
+
+def scratch_place() -> str:
+    return SHARED if os.path.isdir(SHARED) else tempfile.gettempdir()
+
+
+@contextlib.contextmanager
+def scratch(place: str | None = None) -> Iterator[str]:
+    """A folder of this process's own, gone afterwards."""
+    place = place or scratch_place()
+    if place not in _swept:
+        _swept.add(place)
+        sweep(place)
+    lock = None
+    while lock is None:  # another may take it for one that was left, between its making and its lock
+        folder = tempfile.mkdtemp(prefix=PREFIX, dir=place)
+        lock = _lock(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(folder: str) -> int | None:
+    """An open descriptor that holds it; None if another process does, or it is gone."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.isdir(folder):
+            return lock
+    except BlockingIOError:
+        pass
+    os.close(lock)
+    return None
+
+
+def sweep(place: str) -> list[str]:
+    """Remove the folders whose processes are gone; their names."""
+    removed = []
+    for folder in sorted(Path(place).glob(f"{PREFIX}*")):
+        with contextlib.suppress(PermissionError):  # another user's
+            if (lock := _lock(str(folder))) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+                removed.append(folder.name)
+    return removed
 
 
 # -- the loops ---------------------------------------------------------------------------------------------
@@ -157,7 +217,9 @@ def _own(session: Session, case: Case) -> int:
     """A plain loop; the gradients need no backward pass."""
     model = Tiny()
     optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
-    loader = session.loader(_data(case), batch_size=case.batch_size, policy=case.policy)
+    loader = session.loader(
+        TensorDataset(torch.arange(case.examples)), batch_size=case.batch_size, policy=case.policy
+    )
     steps = 0
     while not session.ending and (case.steps is not None or loader.epoch < case.epochs):
         for (batch,) in loader:
@@ -173,7 +235,9 @@ def _odd(session: Session, case: Case) -> int:
     """One that meets the others, leaves loops early, puts several batches into a gradient, and has a second loader."""
     model = Tiny()
     optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
-    loader = session.loader(_data(case), batch_size=case.batch_size, policy=case.policy)
+    loader = session.loader(
+        TensorDataset(torch.arange(case.examples)), batch_size=case.batch_size, policy=case.policy
+    )
     other = session.loader(TensorDataset(torch.arange(3)), batch_size=1)
     while not session.ending and loader.epoch < case.epochs:
         for number, (batch,) in enumerate(loader):

@@ -1,27 +1,42 @@
 """The hunt: seeds × dials, on several processes, up to the first failure, which is shortened.
 
-The same seeds give the same finding whatever the number of processes. Not responsible for what a case is, or how it is
-played.
+The same seeds give the same finding whatever the number of processes. A case is shortened to fewer faults, smaller sizes, a plainer
+cluster, as long as it fails in the same way. Not responsible for what a case is, or how it is played.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from syncline.errors import RunError
+from syncline.errors import RunError, UsageError
 from syncline.studies.worker_pool import Pool, Work
 from syncline.testing.hunt.case import Case, random_case
-from syncline.testing.hunt.case_player import Failure, digest, play, run
-from syncline.testing.hunt.scratch_folders import scratch_place, sweep
-from syncline.testing.hunt.shortener import shorten
+from syncline.testing.hunt.case_player import Failure, digest, play, run, scratch_place, sweep
 
 TWICE = 25  # every so many seeds a case is played again, and must end with the same bits
 SEEDS = 5  # of one dial in a batch
 
 Progress = Callable[[int, int], None]  # (cases done, of all)
+Fails = Callable[[Case], bool]
+TRIES = 300
+PLAIN: dict[str, Any] = {
+    "cluster": "equal",
+    "clip": False,
+    "warmstart": 0,
+    "policy": "ledger",
+    "replace": False,
+    "checkpoint_every": None,
+    "steps": None,
+    "loop": "own",
+    "shards": 1,
+    "fan_in": 0,
+}
+SIZES = {"epochs": 1, "learners": 1, "examples": 1, "batch_size": 1, "shards": 1, "warmstart": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +72,16 @@ def hunt(
             if found is not None:
                 break
     sweep(scratch_place())  # what workers that were cut off have left
-    return _shortened(*found) if found is not None else None
+    if found is None:
+        return None
+    drawn, failure = found
+
+    def fails(case: Case) -> bool:
+        again = play(case)
+        return again is not None and again.kind == failure.kind
+
+    case = shorten(drawn, fails) if fails(drawn) else drawn
+    return Found(drawn, case, play(case) or failure)
 
 
 Batch = tuple[list[int], str, int | None, int | None]
@@ -89,9 +113,7 @@ def _play_batch(batch: Batch) -> Result:
     seeds, dial, learners, shards = batch
     for count, seed in enumerate(seeds):
         case = random_case(seed, dial, learners=learners, shards=shards)
-        failure = play(case)
-        if failure is None and seed % TWICE == 0:
-            failure = _repeats(case)
+        failure = play(case) or (_repeats(case) if seed % TWICE == 0 else None)
         if failure is not None:
             return count + 1, (case, failure)
     return len(seeds), None
@@ -108,10 +130,76 @@ def _repeats(case: Case) -> Failure | None:
     return None
 
 
-def _shortened(drawn: Case, failure: Failure) -> Found:
-    def fails(case: Case) -> bool:
-        again = play(case)
-        return again is not None and again.kind == failure.kind
+# -- shortening --------------------------------------------------------------------------------------------
 
-    case = shorten(drawn, fails) if fails(drawn) else drawn
-    return Found(drawn, case, play(case) or failure)
+
+def shorten(case: Case, fails: Fails, tries: int = TRIES) -> Case:
+    """The shortest that was found with so many runs."""
+    left = tries
+    shorter = True
+    while shorter and left > 0:
+        shorter = False
+        for candidate in _candidates(case):
+            left -= 1
+            if left < 0:
+                break
+            if fails(candidate):
+                case, shorter = candidate, True
+                break
+    return case
+
+
+def _candidates(case: Case) -> Iterator[Case]:
+    """Shorter ones, the boldest first."""
+    for changes in (*_scripts(case), *_sizes(case), *_clusters(case), *_moments(case)):
+        try:
+            candidate = replace(case, **changes)
+        except UsageError:  # too few learners for its dial, say
+            continue
+        if candidate != case:
+            yield candidate
+
+
+def _lines(case: Case) -> list[str]:
+    return [line.strip() for line in case.script.split(";") if line.strip()]
+
+
+def _scripts(case: Case) -> Iterator[dict[str, Any]]:
+    """Without halves, quarters … of the lines, then without single ones (delta debugging)."""
+    lines = _lines(case)
+    size = len(lines)
+    while size >= 1:
+        for start in range(0, len(lines), size):
+            yield {"script": "; ".join(lines[:start] + lines[start + size :])}
+        size //= 2
+
+
+def _sizes(case: Case) -> Iterator[dict[str, Any]]:
+    """Plainer, then smaller."""
+    for name, value in PLAIN.items():
+        if getattr(case, name) != value:
+            yield {name: value}
+    for name, least in SIZES.items():
+        value = getattr(case, name)
+        for smaller in dict.fromkeys((least, (least + value) // 2, value - 1)):
+            if least <= smaller < value:
+                yield {name: smaller}
+
+
+def _clusters(case: Case) -> Iterator[dict[str, Any]]:
+    name, _, rest = case.cluster.partition(":")
+    parts = [part for part in rest.split(",") if part]
+    for index in range(len(parts)):
+        kept = parts[:index] + parts[index + 1 :]
+        yield {"cluster": f"{name}:{','.join(kept)}" if kept else name}
+
+
+def _moments(case: Case) -> Iterator[dict[str, Any]]:
+    """Rounder times, smaller counts."""
+    lines = _lines(case)
+    for index, line in enumerate(lines):
+        found = re.search(r"at (\d+\.\d{3,}) s$", line)
+        if found:
+            for digits in (0, 1, 2):
+                rounder = f"{line[: found.start(1)]}{round(float(found[1]), digits):g} s"
+                yield {"script": "; ".join([*lines[:index], rounder, *lines[index + 1 :]])}

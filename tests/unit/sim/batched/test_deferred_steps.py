@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from syncline.learn.gradient_ways import Supervised
 from syncline.sim.batched import deferred_steps as later
 from syncline.sim.batched.deferred_steps import DeferredSteps
-from syncline.sim.batched.objective import SimTask
-from syncline.sim.batched.tensor_rows import Rows
+from syncline.sim.batched.objective import Rows, SimTask
 from syncline.table import flat_sgd
 from syncline.table.flat_sgd import FlatSGD
 from syncline.table.layout import lay_out
