@@ -5,12 +5,14 @@ and dials that change during a run.
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -368,15 +370,21 @@ def test_damping_in_the_mean_is_refused_for_optimizers_that_undo_it() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_warm_start_is_one_learner_alone(engine: str) -> None:
+def test_a_warm_start_is_one_learner_alone(engine: str, tmp_path: Path) -> None:
     """M8, D4: λ = 1, so async's rate is 1 until then, 1/3 after it."""
+    calls: list[int] = []
 
-    def unhurried(model: nn.Module, batch: Any) -> Tensor:
-        time.sleep(0.002 if engine == "local" else 0.0)  # the others have time to come
+    def together(model: nn.Module, batch: Any) -> Tensor:
+        """Whoever is alone at first waits after that until all compute."""
+        if engine == "local":
+            (tmp_path / str(os.getpid())).touch()
+            calls.append(1)
+            while len(calls) > 20 and len(list(tmp_path.iterdir())) < 3:
+                time.sleep(0.001)
         return rising(model, batch)
 
     result = train(
-        **(counting | {"objective": unhurried}), sync="async", warmstart=20, steps=80, engine=engine
+        **(counting | {"objective": together}), sync="async", warmstart=20, steps=80, engine=engine
     )
     check_accounts(result)
     assert result.state_dict()["weight"].item() == pytest.approx(20 + 60 / 3)
