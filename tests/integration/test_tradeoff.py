@@ -169,7 +169,7 @@ def test_after_kill_9_the_same_command_goes_on_and_gives_the_same_rows(reference
     finally:
         process.kill()
         process.communicate()
-    until(lambda: gone(workers), 10.0)
+    until(lambda: gone(workers))
     with Path("killed/tradeoff.csv").open("a") as file:
         file.write("async,3,3,32,96,0,1.0,12")  # as if it had been killed in mid-write
     done = ended("killed")
