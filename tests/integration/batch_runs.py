@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import syncline as sl
+from tests.integration.small_runs import with_faults
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -30,7 +32,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 60), nn.Tanh(), nn.Linear(60, 2)).double()
 
 
-def start(**changes: Any) -> sl.Run:
+def start(script: str = "", **changes: Any) -> sl.Run:
     given: dict[str, Any] = {
         "loss": F.cross_entropy,
         "sync": "sandblaster",
@@ -45,8 +47,7 @@ def start(**changes: Any) -> sl.Run:
     if "objective" in given:
         given.pop("loss")
     model, data = given.pop("model", network), given.pop("data", points())
-    run: sl.Run = sl.train(model, data, wait=False, **given)
-    return run
+    return with_faults(script, partial(sl.train, model, data, wait=False), **given)
 
 
 def train(**changes: Any) -> sl.Result:

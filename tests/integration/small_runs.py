@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +15,7 @@ import cloudpickle
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
@@ -46,8 +49,53 @@ def unhurried(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def start(data: Any, **options: Any) -> sl.Run:
-    """Of real processes that take their time."""
+class PacedFaults(Faults):
+    """No moment is missed: learners with its pace compute twice at most between two looks of the player."""
+
+    def __init__(self, script: str) -> None:
+        super().__init__(script)
+        handle, looks = tempfile.mkstemp(prefix="syncline-looks-")
+        os.close(handle)
+        self.pace = Pace(looks)
+
+    def _play(self, run: sl.Run) -> None:
+        try:
+            super()._play(run)
+        finally:
+            os.unlink(self.pace.looks)  # they run freely
+
+    def _look(self, run: sl.Run, left: list[Any], now: float) -> None:
+        super()._look(run, left, now)
+        with open(self.pace.looks, "a") as file:
+            file.write(".")
+
+
+class Pace:
+    """Of one learner: it is called before each of its losses."""
+
+    def __init__(self, looks: str) -> None:
+        self.looks, self.taken = looks, 0  # a file with a byte for each look
+
+    def __call__(self) -> None:
+        try:
+            self.taken = max(self.taken + 1, 2 * os.path.getsize(self.looks) - 1)  # what was not used is lost
+            while self.taken > 2 * os.path.getsize(self.looks):
+                time.sleep(0.001)
+        except FileNotFoundError:
+            return
+
+    def loss(self, objective: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
+        self()
+        return objective(model, batch)
+
+    def loop(self, function: Callable[..., Any], session: sl.Session, *arguments: Any) -> Any:
+        """For own loops: a hook of torch stops their models."""
+        with register_module_forward_pre_hook(lambda module, given: self()):
+            return function(session, *arguments)
+
+
+def start(data: Any, script: str = "", **options: Any) -> sl.Run:
+    """Of real processes that take their time, with faults."""
     settings = {
         "objective": unhurried,
         "optimizer": partial(SGD, lr=0.1),
@@ -59,7 +107,18 @@ def start(data: Any, **options: Any) -> sl.Run:
     }
     torch.manual_seed(0)
     model = options.pop("model", None) or nn.Linear(4, 2)
-    return sl.train(model, data, wait=False, **{**settings, **options})
+    return with_faults(script, partial(sl.train, model, data, wait=False), **{**settings, **options})
+
+
+def with_faults(script: str, begin: Callable[..., sl.Run], **options: Any) -> sl.Run:
+    """A run on whose processes the script is played."""
+    if not script:
+        return begin(**options)
+    faults, loss = PacedFaults(script), options.pop("loss", None)
+    objective = options.get("objective") or (lambda model, batch: loss(model(batch[0]), batch[1]))
+    run = begin(**{**options, "objective": partial(faults.pace.loss, objective)})
+    faults.play(run)
+    return run
 
 
 def train(**changes: Any) -> Any:
@@ -78,9 +137,12 @@ def train(**changes: Any) -> Any:
 
 def launched(function: Callable[..., Any], *arguments: Any, script: str = "", **options: Any) -> sl.Result:
     """Faults are played on the processes, where there are any; a run that hangs is ended and fails."""
-    run = sl.launch(function, *arguments, threads=1, wait=False, **options)
     if script and options.get("engine") == "local":
-        Faults(script).play(run)
+        faults = PacedFaults(script)
+        run = sl.launch(partial(faults.pace.loop, function), *arguments, threads=1, wait=False, **options)
+        faults.play(run)
+    else:
+        run = sl.launch(function, *arguments, threads=1, wait=False, **options)
     try:
         return run.wait(PATIENCE)
     except TimeoutError:

@@ -112,11 +112,8 @@ def test_a_lost_shard_takes_its_updates_out_again(handlers: bool, tmp_path: Path
 
 
 def test_a_lost_shard_of_processes_too(tmp_path: Path) -> None:
-    run = small_runs.start(
-        points(400), sync="async", run_dir=tmp_path, clocks=True, checkpoint_every=10, epochs=3
-    )
-    sl_faults = small_runs.Faults("kill shard 1 at version 25")
-    sl_faults.play(run)
+    options = {"sync": "async", "run_dir": tmp_path, "clocks": True, "checkpoint_every": 10, "epochs": 3}
+    run = small_runs.start(points(400), "kill shard 1 at version 25", **options)
     result = run.wait(small_runs.PATIENCE)
     assert "recovered" in small_runs.kinds(result)
     check(tmp_path, result)

@@ -21,7 +21,6 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.engines.run import Event
 from syncline.errors import LearnerError
-from syncline.testing import Faults
 from tests.integration import small_runs
 from tests.integration.small_runs import PRESETS, points
 
@@ -55,10 +54,8 @@ def events(result: sl.Result, kind: str) -> list[Event]:
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("sync", PRESETS)
 def test_a_learner_dies_and_the_others_finish_its_work(sync: str) -> None:
-    run = start(sync=sync)
-    faults = Faults("kill learner 1 at version 12").play(run)
+    run = start(script="kill learner 1 at version 12", sync=sync)
     result = run.wait(timeout=60)
-    assert [fault.text for fault, _ in faults.played] == ["kill learner 1 at version 12"]
     (lost,) = events(result, "lost")
     assert lost.rank == 1 and "SIGKILL" in lost.what
     assert lost.details["handed_out_again"] >= 0 and lost.details["in_unfolded_gradients"] >= 0
@@ -68,8 +65,8 @@ def test_a_learner_dies_and_the_others_finish_its_work(sync: str) -> None:
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("sync", PRESETS)
 def test_a_lost_learner_is_replaced_under_its_rank(sync: str) -> None:
-    run = start(sync=sync, replace=True, epochs=5)
-    Faults("kill learner 2 at version 8; kill learner 0 at version 16").play(run)
+    script = "kill learner 2 at version 8; kill learner 0 at version 16"
+    run = start(script=script, sync=sync, replace=True, epochs=5)
     result = run.wait(timeout=60)
     assert sorted(event.rank for event in events(result, "lost")) == [0, 2]
     assert sorted(event.rank for event in events(result, "replaced")) == [0, 2]
@@ -81,8 +78,7 @@ def test_a_lost_learner_is_replaced_under_its_rank(sync: str) -> None:
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("sync", PRESETS)
 def test_learners_join_during_a_run(sync: str) -> None:
-    run = start(sync=sync, learners=2)
-    Faults("add 2 at version 10").play(run)
+    run = start(script="add 2 at version 10", sync=sync, learners=2)
     result = run.wait(timeout=60)
     assert [event.rank for event in events(result, "joined")] == [2, 3]
     assert {p.rank for p in result.statistics.processes if p.state == "returned"} == {0, 1, 2, 3}
@@ -90,8 +86,8 @@ def test_learners_join_during_a_run(sync: str) -> None:
 
 
 def test_the_last_learner_may_be_replaced_too() -> None:
-    run = start(learners=1, replace=True)
-    Faults("kill learner 0 at version 5; kill learner 0 at version 30").play(run)
+    script = "kill learner 0 at version 5; kill learner 0 at version 30"
+    run = start(script=script, learners=1, replace=True)
     result = run.wait(timeout=60)
     assert len(events(result, "replaced")) == 2
     check_account(result)
@@ -237,9 +233,6 @@ def test_random_kills_with_three_learners(number: int) -> None:
     sync = PRESETS[number % len(PRESETS)]
     moments = sorted(chance.sample(range(3, 60), KILLS))
     script = "; ".join(f"kill learner {chance.randrange(3)} at version {moment}" for moment in moments)
-    run = start(sync=sync, replace=True, epochs=3)
-    faults = Faults(script).play(run)
-    result = run.wait(timeout=120)
-    faults.join()
-    assert len(events(result, "lost")) == len(faults.played)
+    result = start(script=script, sync=sync, replace=True, epochs=3).wait(timeout=120)
+    assert len(events(result, "lost")) == KILLS
     check_account(result, epochs=3)

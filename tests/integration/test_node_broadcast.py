@@ -28,9 +28,9 @@ from tests.integration.wires import wire
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def begin(**options: Any) -> sl.Run:
+def begin(script: str = "", **options: Any) -> sl.Run:
     settings = {"topology": "tree:2,broadcast,servers=2", "sync": "async", "model": plain, "learners": 3}
-    return trees.begin(**{**settings, **options})
+    return trees.begin(script, **{**settings, **options})
 
 
 def train(**options: Any) -> sl.Result:
@@ -160,8 +160,7 @@ def test_a_lost_machine_leaves_the_others_going(tmp_path: Path) -> None:
 
 def test_a_lost_shard_goes_back_and_a_run_goes_on_from_its_folder(tmp_path: Path) -> None:
     """Numbers of versions come again, with other values."""
-    run = begin(engine=Nodes(2, 2), run_dir=tmp_path, checkpoint_every=3)
-    Faults("kill shard 1 at version 6").play(run)
+    run = begin("kill shard 1 at version 6", engine=Nodes(2, 2), run_dir=tmp_path, checkpoint_every=3)
     result = run.wait(PATIENCE)
     assert {"shard lost", "recovered"} <= set(kinds(result)) and "lost" not in kinds(result)
     assert result.statistics.tables[0].examples == 2 * SIZE

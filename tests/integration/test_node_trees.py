@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.report import read_clocks
 from syncline.testing import Faults, Nodes
-from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same, until
+from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same, until, with_faults
 from tests.integration.wires import wire
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -40,7 +40,7 @@ def plain() -> nn.Module:
     return nn.Linear(6, 2)
 
 
-def begin(**options: Any) -> sl.Run:
+def begin(script: str = "", **options: Any) -> sl.Run:
     x = torch.randn(SIZE, 6, generator=torch.Generator().manual_seed(0))
     settings = {
         "loss": F.cross_entropy,
@@ -54,7 +54,8 @@ def begin(**options: Any) -> sl.Run:
         "threads": 1,
     }
     data = TensorDataset(x, (x.sum(1) > 0).long())
-    return sl.train(options.pop("model", net), data, wait=False, **{**settings, **options})
+    begin = partial(sl.train, options.pop("model", net), data, wait=False)
+    return with_faults(script, begin, **{**settings, **options})
 
 
 def train(**options: Any) -> sl.Result:
@@ -244,8 +245,8 @@ def test_a_lost_learner_leaves_its_leaf_and_joiners_come_to_another(
 @pytest.mark.parametrize("sync", ["hardsync", "async"])
 def test_a_lost_shard_goes_back_and_the_tree_begins_anew(sync: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sync": sync, "epochs": 4, "model": plain}
-    run = begin(**options, engine=Nodes(2, 2), run_dir=tmp_path, checkpoint_every=3)
-    Faults("kill shard 1 at version 6").play(run)
+    script = "kill shard 1 at version 6"
+    run = begin(script, **options, engine=Nodes(2, 2), run_dir=tmp_path, checkpoint_every=3)
     result = run.wait(PATIENCE)
     assert {"shard lost", "recovered"} <= set(kinds(result)) and "lost" not in kinds(result)
     assert result.statistics.tables[0].examples == 4 * SIZE

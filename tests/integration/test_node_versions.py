@@ -19,8 +19,8 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from syncline.testing import Faults, Nodes
-from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same, until
+from syncline.testing import Nodes
+from tests.integration.small_runs import PATIENCE, check_accounts, kinds, same, until, with_faults
 from tests.integration.wires import wire
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -35,7 +35,7 @@ def net() -> nn.Module:
     )
 
 
-def begin(**options: Any) -> sl.Run:
+def begin(script: str = "", **options: Any) -> sl.Run:
     x = torch.randn(SIZE, 6, generator=torch.Generator().manual_seed(0))
     settings = {
         "loss": F.cross_entropy,
@@ -49,7 +49,8 @@ def begin(**options: Any) -> sl.Run:
         "threads": 1,
     }
     data = TensorDataset(x, (x.sum(1) > 0).long())
-    return sl.train(net, data, wait=False, **{**settings, **options})
+    begin = partial(sl.train, net, data, wait=False)
+    return with_faults(script, begin, **{**settings, **options})
 
 
 def train(**options: Any) -> sl.Result:
@@ -88,9 +89,7 @@ def test_one_learner_elsewhere_gives_the_bits_of_one_here() -> None:
 
 
 def test_a_lost_learner_is_replaced_and_reads_what_the_others_of_its_node_read() -> None:
-    options: dict[str, Any] = {"loss": None, "objective": slowly}
-    run = begin(engine=Nodes(2, 3, server_nodes=1), replace=True, **options)
-    Faults("kill learner 1 at version 8").play(run)
+    run = begin("kill learner 1 at version 8", engine=Nodes(2, 3, server_nodes=1), replace=True)
     result = run.wait(PATIENCE)
     assert kinds(result)[:2] == ["lost", "replaced"]
     check_accounts(result)
@@ -100,15 +99,13 @@ def test_a_lost_learner_is_replaced_and_reads_what_the_others_of_its_node_read()
 @pytest.mark.parametrize("sync", ["hardsync", "async"])
 def test_after_a_lost_shard_nobody_reads_versions_of_servers_that_are_gone(sync: str, tmp_path: Path) -> None:
     """Their numbers come again, with other values."""
-    options: dict[str, Any] = {"sync": sync, "loss": None, "objective": slowly}
-    engine = Nodes(2, 3, server_nodes=1)
-    run = begin(**options, engine=engine, run_dir=tmp_path, checkpoint_every=5)
-    Faults("kill shard 1 at version 13").play(run)
+    script, engine = "kill shard 1 at version 13", Nodes(2, 3, server_nodes=1)
+    run = begin(script, sync=sync, engine=engine, run_dir=tmp_path, checkpoint_every=5)
     result = run.wait(PATIENCE)
     assert "recovered" in kinds(result) and "lost" not in kinds(result)
     assert result.statistics.tables[0].examples == EPOCHS * SIZE
     if sync == "hardsync":
-        assert same(result.state_dict(), train(**options).state_dict())
+        assert same(result.state_dict(), train(sync=sync).state_dict())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -209,10 +206,9 @@ def test_a_lost_machine_with_a_shard_ends_a_run_without_a_folder() -> None:
 def test_checkpoints_come_to_the_callers_machine_where_others_do_not_see_the_folder(
     sync: str, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"sync": sync, "topology": "servers:2", "loss": None, "objective": slowly}
-    engine = Nodes(2, 2, blind=True)
-    run = begin(**options, engine=engine, run_dir=tmp_path, checkpoint_every=4)
-    Faults("kill shard 1 at version 10").play(run)
+    options: dict[str, Any] = {"sync": sync, "topology": "servers:2"}
+    script, engine = "kill shard 1 at version 10", Nodes(2, 2, blind=True)
+    run = begin(script, **options, engine=engine, run_dir=tmp_path, checkpoint_every=4)
     result = run.wait(PATIENCE)
     assert "recovered" in kinds(result)
     assert result.statistics.tables[0].examples == EPOCHS * SIZE

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.dial import Course
 from syncline.testing import Faults, Nodes
-from tests.integration.small_runs import PATIENCE, alive, check_accounts, kinds, same, until
+from tests.integration.small_runs import PATIENCE, alive, check_accounts, kinds, same, until, with_faults
 from tests.integration.wires import Late
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -46,7 +46,7 @@ def plain() -> nn.Module:
     return nn.Linear(6, 2)
 
 
-def begin(**options: Any) -> sl.Run:
+def begin(script: str = "", **options: Any) -> sl.Run:
     settings = {
         "loss": F.cross_entropy,
         "optimizer": partial(Adam, lr=0.01),
@@ -58,7 +58,8 @@ def begin(**options: Any) -> sl.Run:
         "seed": 5,
         "threads": 1,
     }
-    return sl.train(options.pop("model", net), points(), wait=False, **{**settings, **options})
+    begin = partial(sl.train, options.pop("model", net), points(), wait=False)
+    return with_faults(script, begin, **{**settings, **options})
 
 
 def train(**options: Any) -> sl.Result:
@@ -149,8 +150,8 @@ def test_learners_join_on_the_node_with_the_fewest() -> None:
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("sync", ["hardsync", "async"])
 def test_a_learner_lost_elsewhere_has_its_batches_handed_out_again(sync: str, replace: bool) -> None:
-    run = begin(sync=sync, epochs=6, loss=None, objective=slowly, engine=Nodes(2, 2), replace=replace)
-    Faults("kill learner 2 at version 10").play(run)
+    script = "kill learner 2 at version 10"
+    run = begin(script, sync=sync, epochs=6, engine=Nodes(2, 2), replace=replace)
     result = run.wait(PATIENCE)
     assert kinds(result)[0] == "lost" and ("replaced" in kinds(result)) == replace
     assert result.statistics.tables[0].examples == 6 * SIZE
@@ -230,9 +231,9 @@ def test_a_run_goes_on_with_the_same_bits_on_another_number_of_nodes(tmp_path: P
 
 @pytest.mark.parametrize("sync", ["hardsync", "async"])
 def test_a_lost_shard_goes_back_and_learners_elsewhere_rejoin(sync: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"sync": sync, "epochs": 6, "loss": None, "objective": slowly, "model": plain}
-    run = begin(**options, engine=Nodes(2, 2), run_dir=tmp_path, checkpoint_every=5)
-    Faults("kill shard 1 at version 12").play(run)
+    options: dict[str, Any] = {"sync": sync, "epochs": 6, "model": plain}
+    script = "kill shard 1 at version 12"
+    run = begin(script, **options, engine=Nodes(2, 2), run_dir=tmp_path, checkpoint_every=5)
     result = run.wait(PATIENCE)
     assert "recovered" in kinds(result) and "lost" not in kinds(result)
     assert result.statistics.tables[0].examples == 6 * SIZE

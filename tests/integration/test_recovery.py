@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import Dataset
@@ -37,8 +38,9 @@ def start(**options: Any) -> sl.Run:
 @pytest.mark.parametrize("shard", [0, 1])
 @pytest.mark.parametrize("sync", PRESETS)
 def test_a_lost_shard_comes_back_and_nothing_is_lost_but_time(sync: str, shard: int, tmp_path: Path) -> None:
-    run = start(sync=sync, run_dir=tmp_path, checkpoint_every=5, epochs=4)
-    Faults(f"kill shard {shard} at version 25").play(run)
+    run = start(
+        script=f"kill shard {shard} at version 25", sync=sync, run_dir=tmp_path, checkpoint_every=5, epochs=4
+    )
     result = run.wait(timeout=60)
     assert kinds(result) == ["shard lost", "recovered"]
     table = result.statistics.tables[0]
@@ -51,8 +53,13 @@ def test_lockstep_gives_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
     """The data that was lost is dealt out again in the same rounds."""
     calm = start(sync="hardsync", epochs=4).wait(timeout=60)
     for shard, version in ((0, 20), (1, 33)):
-        run = start(sync="hardsync", run_dir=tmp_path / str(shard), checkpoint_every=7, epochs=4)
-        Faults(f"kill shard {shard} at version {version}").play(run)
+        run = start(
+            script=f"kill shard {shard} at version {version}",
+            sync="hardsync",
+            run_dir=tmp_path / str(shard),
+            checkpoint_every=7,
+            epochs=4,
+        )
         result = run.wait(timeout=60)
         assert kinds(result) == ["shard lost", "recovered"]
         for name, value in result.state_dict().items():
@@ -68,8 +75,7 @@ def test_buffers_go_back_too(tmp_path: Path) -> None:
         return small_runs.start(points(SIZE), model=model, sync="hardsync", epochs=4, **options)
 
     calm = trained().wait(timeout=60).state_dict()
-    run = trained(run_dir=tmp_path, checkpoint_every=7)
-    Faults("kill shard 1 at version 26").play(run)
+    run = trained(script="kill shard 1 at version 26", run_dir=tmp_path, checkpoint_every=7)
     result = run.wait(timeout=60)
     assert kinds(result) == ["shard lost", "recovered"]
     assert {
@@ -78,8 +84,7 @@ def test_buffers_go_back_too(tmp_path: Path) -> None:
 
 
 def test_before_the_first_checkpoint_all_begins_again(tmp_path: Path) -> None:
-    run = start(sync="hardsync", run_dir=tmp_path, checkpoint_every=1000)
-    Faults("kill shard 1 at version 12").play(run)
+    run = start(script="kill shard 1 at version 12", sync="hardsync", run_dir=tmp_path, checkpoint_every=1000)
     result = run.wait(timeout=60)
     (recovered,) = [event for event in result.events if event.kind == "recovered"]
     assert recovered.details["version"] == 0
@@ -87,7 +92,7 @@ def test_before_the_first_checkpoint_all_begins_again(tmp_path: Path) -> None:
     assert all(torch.equal(v, calm.state_dict()[k]) for k, v in result.state_dict().items())
 
 
-def counts_itself(session: sl.Session, data: Any, calls: Path) -> None:
+def counts_itself(session: sl.Session, data: Any, calls: Path, gate: Path) -> None:
     with calls.open("a") as file:
         file.write(f"{session.rank}\n")
     model = nn.Linear(4, 2)
@@ -96,21 +101,24 @@ def counts_itself(session: sl.Session, data: Any, calls: Path) -> None:
     while loader.epoch < 2:
         for batch in loader:
             optimizer.zero_grad()
-            small_runs.unhurried(model, batch).backward()
+            F.cross_entropy(model(batch[0]), batch[1]).backward()
             optimizer.step()
+            while optimizer.version > 12 and not gate.exists():
+                time.sleep(0.002)
 
 
 @pytest.mark.parametrize("every, times", [(1000, 2), (5, 1)])
 def test_only_then_learners_are_started_again_too(every: int, times: int, tmp_path: Path) -> None:
-    calls = tmp_path / "calls"
+    calls, gate = tmp_path / "calls", tmp_path / "open"
     given = {"learners": 2, "topology": "servers:2", "sync": "hardsync", "threads": 1, "wait": False}
     run = sl.launch(
-        counts_itself, points(SIZE), calls, run_dir=tmp_path / "run", checkpoint_every=every, **given
+        counts_itself, points(SIZE), calls, gate, run_dir=tmp_path / "run", checkpoint_every=every, **given
     )
     events = tmp_path / "run" / "events.jsonl"
     while every < 12 and not any(line.get("event") == "checkpoint" for line in read_lines(events)):
         time.sleep(0.002)  # a checkpoint is one when it is written
-    Faults("kill shard 1 at version 12").play(run)
+    Faults("kill shard 1 at version 12").play(run).join()
+    gate.touch()
     result = run.wait(timeout=60)
     assert kinds(result) == ["shard lost", "recovered"]
     assert sorted(calls.read_text().split()) == ["0"] * times + ["1"] * times
@@ -132,8 +140,14 @@ class Read(Dataset[Any]):
 
 @pytest.mark.parametrize("sync", ["hardsync", "async"])
 def test_what_was_read_ahead_is_void(sync: str, tmp_path: Path) -> None:
-    run = start(sync=sync, data=Read(), run_dir=tmp_path, checkpoint_every=5, epochs=5)
-    Faults("kill shard 0 at version 15; kill shard 1 at version 40").play(run)
+    run = start(
+        script="kill shard 0 at version 15; kill shard 1 at version 40",
+        sync=sync,
+        data=Read(),
+        run_dir=tmp_path,
+        checkpoint_every=5,
+        epochs=5,
+    )
     result = run.wait(timeout=60)
     assert kinds(result).count("recovered") == 2
     assert result.statistics.tables[0].examples == 5 * SIZE
@@ -143,10 +157,8 @@ def test_schedules_go_back_with_the_epoch(tmp_path: Path) -> None:
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
     options: dict[str, Any] = {"sync": "hardsync", "epochs": 8, "schedule": schedule}
     calm = start(**options).wait(timeout=60)
-    run = start(**options, run_dir=tmp_path, checkpoint_every=35)
-    Faults("kill shard 0 at version 50").play(
-        run
-    )  # in the second epoch, back to the first; or later, if it is late
+    script = "kill shard 0 at version 50"  # in the second epoch, back to the first; or later, if it is late
+    run = start(script=script, **options, run_dir=tmp_path, checkpoint_every=35)
     result = run.wait(timeout=60)
     (recovered,) = [event for event in result.events if event.kind == "recovered"]
     assert recovered.details["version"] < result.version
@@ -154,24 +166,27 @@ def test_schedules_go_back_with_the_epoch(tmp_path: Path) -> None:
 
 
 def test_learners_that_join_or_die_meanwhile(tmp_path: Path) -> None:
-    run = start(sync="hardsync", run_dir=tmp_path, checkpoint_every=5, replace=True, epochs=12)
     script = "kill shard 1 at version 12; kill learner 1 at version 13; add 1 at version 13; kill shard 0 at version 40"
-    Faults(script).play(run)
+    run = start(script=script, sync="hardsync", run_dir=tmp_path, checkpoint_every=5, replace=True, epochs=12)
     result = run.wait(timeout=60)
     assert kinds(result).count("recovered") == 2 and "joined" in kinds(result)
     assert result.statistics.tables[0].examples == 12 * SIZE
 
 
 def test_without_checkpoints_the_run_ends_and_says_what_to_do() -> None:
-    run = start(sync="async")
-    Faults("kill shard 1 at version 10").play(run)
+    run = start(script="kill shard 1 at version 10", sync="async")
     with pytest.raises(LostError, match=r"shard 1 .* SIGKILL, .*give run_dir= and checkpoint_every="):
         run.wait(timeout=60)
 
 
 def test_losses_without_a_checkpoint_in_between_are_bounded(tmp_path: Path) -> None:
-    run = start(sync="async", run_dir=tmp_path, checkpoint_every=100000, epochs=50)
-    Faults("; ".join(["kill shard 1 at version 5"] * 4)).play(run)
+    run = start(
+        script="; ".join(["kill shard 1 at version 5"] * 4),
+        sync="async",
+        run_dir=tmp_path,
+        checkpoint_every=100000,
+        epochs=50,
+    )
     with pytest.raises(LostError, match="4 times without a checkpoint in between; given up"):
         run.wait(timeout=60)
 
@@ -198,9 +213,9 @@ def test_shards_read_their_values_themselves(
     monkeypatch.setattr(Checkpoint, "tensors", refused)
     if lost is None:
         options["resume"] = tmp_path / "run" / "checkpoints" / f"{20:09d}"
-    run = start(data=points(480), sync="hardsync", **{**options, "run_dir": tmp_path / "again"})
     if lost is not None:
-        Faults(f"kill shard 1 at version {lost}").play(run)
+        options["script"] = f"kill shard 1 at version {lost}"
+    run = start(data=points(480), sync="hardsync", **{**options, "run_dir": tmp_path / "again"})
     result = run.wait(timeout=60)
     assert all(torch.equal(value, calm.state_dict()[name]) for name, value in result.state_dict().items())
     assert not (tmp_path / "again" / "checkpoints" / ".first").exists()

@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.report.event_lines import read_lines
 from syncline.testing import Faults
+from tests.integration.small_runs import with_faults
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -174,7 +175,7 @@ def unhurried(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def train(**options: Any) -> sl.Run:
+def train(script: str = "", **options: Any) -> sl.Run:
     torch.manual_seed(0)
     settings = {
         "objective": unhurried,
@@ -186,14 +187,15 @@ def train(**options: Any) -> sl.Run:
         "epochs": 2,
         "threads": 1,
     }
-    return sl.train(nn.Linear(4, 3), points(400), wait=False, **{**settings, **options})
+    begin = partial(sl.train, nn.Linear(4, 3), points(400), wait=False)
+    return with_faults(script, begin, **{**settings, **options})
 
 
 def test_clipping_is_right_after_going_back(tmp_path: Path) -> None:
     """Shards tell each other norms by version: those of versions that were lost must not count."""
     calm = train(clip_norm=0.05, epochs=4).wait(timeout=60)
-    run = train(clip_norm=0.05, epochs=4, run_dir=tmp_path, checkpoint_every=20)
-    Faults("kill shard 1 at version 35; kill shard 0 at version 70").play(run)
+    script = "kill shard 1 at version 35; kill shard 0 at version 70"
+    run = train(script, clip_norm=0.05, epochs=4, run_dir=tmp_path, checkpoint_every=20)
     result = run.wait(timeout=60)
     assert [event.kind for event in result.events].count("recovered") == 2
     for name, value in result.state_dict().items():
@@ -240,8 +242,8 @@ def test_going_on_from_an_older_checkpoint_leaves_the_newer_ones_behind(tmp_path
     train(run_dir=tmp_path, checkpoint_every=30, keep_checkpoints=9, epochs=2).wait(timeout=60)
     folders = sorted((tmp_path / "checkpoints").iterdir())
     assert len(folders) > 2
-    run = train(resume=folders[0], run_dir=tmp_path, checkpoint_every=10, keep_checkpoints=9)
-    Faults(f"kill shard 0 at version {int(folders[0].name) + 15}").play(run)
+    script = f"kill shard 0 at version {int(folders[0].name) + 15}"
+    run = train(script, resume=folders[0], run_dir=tmp_path, checkpoint_every=10, keep_checkpoints=9)
     result = run.wait(timeout=60)
     (recovered,) = [event for event in result.events if event.kind == "recovered"]
     assert recovered.details["version"] <= int(folders[0].name) + 40

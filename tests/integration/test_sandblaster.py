@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline import errors
-from syncline.testing import Faults
 from tests.integration.batch_runs import METHOD, kinds, losses, network, points, same, start, train, unhurried
+from tests.integration.small_runs import PacedFaults
 from tests.unit.batch.plain import drive
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -110,14 +111,11 @@ def test_all_learners_lost_end_the_run_and_one_in_their_place_goes_on(undisturbe
 
 
 def test_learners_join_and_are_killed_in_the_middle_and_no_bit_changes() -> None:
-    options = {"objective": unhurried, "steps": 6, "learners": 2}
+    options = {"steps": 6, "learners": 2}
     expected = train(engine="sim", **options)
-    run = start(**options)
-    faults = Faults("add 2 at version 1; kill learner 0 at version 2").play(run)
-    result = run.wait(60)
-    faults.join()
+    result = start("add 2 at version 1; kill learner 0 at version 2", **options).wait(60)
     assert same(result, expected)
-    assert not faults.missed and sorted(kinds(result)) == ["joined", "joined", "lost"]
+    assert sorted(kinds(result)) == ["joined", "joined", "lost"]
     assert result.statistics.steps.get(2, 0) + result.statistics.steps.get(3, 0) > 0
 
 
@@ -206,8 +204,9 @@ def test_a_sample_for_each_iteration_is_drawn_alike_everywhere(tmp_path: Path) -
 
 
 def test_a_learner_that_stands_still_holds_nobody_up(undisturbed: sl.Result) -> None:
-    run = start(steps=4, objective=unhurried, learners=2)
-    faults = Faults("pause learner 1 for 600 s at version 1").play(run)
+    faults = PacedFaults("pause learner 1 for 600 s at version 1")
+    run = start(steps=4, objective=partial(faults.pace.loss, unhurried), learners=2)
+    faults.play(run)
     result = run.wait(60)
     faults.join()
     assert not faults.missed and same(result, undisturbed)

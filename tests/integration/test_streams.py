@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import syncline as sl
 from syncline.errors import UsageError
-from syncline.testing import Faults
-from tests.integration.small_runs import PATIENCE, PRESETS, Constant, launched, rising, step
+from tests.integration.small_runs import PATIENCE, PRESETS, Constant, launched, rising, step, with_faults
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -71,11 +70,12 @@ def objective(model: nn.Module, batch: Tensor) -> Tensor:
     return (model(batch) - batch).square().mean()
 
 
-def train(data: Any, **options: Any) -> Any:
+def train(data: Any, script: str = "", **options: Any) -> Any:
     """Three learners; the first has one batch more than the others of 13 examples, of two the last has none."""
     settings = {"objective": objective, "optimizer": partial(SGD, lr=0.1), "learners": 3, "batch_size": 4}
     torch.manual_seed(0)
-    return sl.train(options.pop("model", nn.Linear(1, 1)), data, threads=1, **{**settings, **options})
+    begin = partial(sl.train, options.pop("model", nn.Linear(1, 1)), data, threads=1)
+    return with_faults(script, begin, **{**settings, **options})
 
 
 @pytest.mark.parametrize("engine, size", [("local", 13), ("sim", 13), ("sim", 2)])
@@ -222,8 +222,8 @@ def test_a_loop_may_leave_a_stream_early(engine: str, sync: str) -> None:
 @pytest.mark.parametrize("sync", ["hardsync", "async", "downpour"])
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_lost_learner_s_share_is_lost_and_the_epochs_end(sync: str, replace: bool) -> None:
-    run = train(Stream(120, pace=0.001), sync=sync, epochs=3, replace=replace, wait=False)
-    Faults("kill learner 1 at version 4").play(run)
+    options = {"sync": sync, "epochs": 3, "replace": replace, "wait": False}
+    run = train(Stream(120, pace=0.001), "kill learner 1 at version 4", **options)
     result = run.wait(PATIENCE)
     assert [record.epoch for record in result.history] == [0, 1, 2]
     assert [event.rank for event in result.events if event.kind == "lost"] == [1]
@@ -234,10 +234,8 @@ def test_a_lost_learner_s_share_is_lost_and_the_epochs_end(sync: str, replace: b
 
 @pytest.mark.parametrize("sync", ["hardsync", "softsync:1"])
 def test_a_lost_shard_sends_the_epochs_of_a_stream_back(sync: str, tmp_path: Path) -> None:
-    run = train(
-        Stream(120, pace=0.001), sync=sync, epochs=3, wait=False, run_dir=tmp_path / "run", checkpoint_every=3
-    )
-    Faults("kill shard 0 at version 14").play(run)
+    options = {"sync": sync, "epochs": 3, "run_dir": tmp_path / "run", "checkpoint_every": 3, "wait": False}
+    run = train(Stream(120, pace=0.001), "kill shard 0 at version 14", **options)
     result = run.wait(PATIENCE)
     assert [record.epoch for record in result.history] == [0, 1, 2]
     assert "recovered" in [event.kind for event in result.events]

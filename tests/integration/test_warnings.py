@@ -324,9 +324,7 @@ def killed(engine: str, **options: Any) -> sl.Result:
         return small_runs.train(
             data=points(480), learners=3, epochs=2, engine=sl.Sim(script=script), **options
         )
-    run = small_runs.start(points(960), **options)
-    sl.testing.Faults(script).play(run)
-    return run.wait(small_runs.PATIENCE)
+    return small_runs.start(points(960), script, **options).wait(small_runs.PATIENCE)
 
 
 @engines

@@ -48,18 +48,21 @@ class Faults:
     def _play(self, run: Run) -> None:
         left, started = list(self.faults), time.monotonic()
         while left and not run.done:
-            statistics = run.statistics()
-            table = statistics.tables.get(0)
-            version = table.version if table else -1
-            now = time.monotonic() - started
-            for fault in [fault for fault in left if fault.due(version, now)]:
-                if self._carry_out(run, fault, statistics):  # else its process is being replaced, perhaps
-                    left.remove(fault)
-                    self.played.append((fault, version))
-                    if fault.action == "kill":
-                        break  # the next one after another look: the run may have gone back
+            self._look(run, left, time.monotonic() - started)
             time.sleep(POLL)
         self.missed += left
+
+    def _look(self, run: Run, left: list[Fault], now: float) -> None:
+        """Carry out what is due; the rest is left."""
+        statistics = run.statistics()
+        table = statistics.tables.get(0)
+        version = table.version if table else -1
+        for fault in [fault for fault in left if fault.due(version, now)]:
+            if self._carry_out(run, fault, statistics):  # else its process is being replaced, perhaps
+                left.remove(fault)
+                self.played.append((fault, version))
+                if fault.action == "kill":
+                    break  # the next one after another look: the run may have gone back
 
     def _carry_out(self, run: Run, fault: Fault, statistics: Statistics) -> bool:
         if fault.action == "add":
