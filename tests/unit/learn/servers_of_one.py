@@ -1,4 +1,4 @@
-"""The servers of one learner, in its own process and without waiting: gradients are folded as they come, portions are there when asked for."""
+"""The servers of one learner, in its own process and without waiting: gradients are folded as they come, portions are handed out when they are looked for."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ class ServersOfOne(LearnerPort):
         self.dial, self.keep, self.stops, self.renewed = 0, False, False, False
         self._loaders: dict[int, m.OpenLoader] = {}
         self._granted: dict[int, list[Portion]] = {}
+        self._asked: dict[int, deque[int]] = {}  # epochs, of what was not looked for yet
         self._outside: dict[int, deque[Portion]] = {}
 
     def look(self) -> None:
@@ -151,31 +152,35 @@ class ServersOfOne(LearnerPort):
         return m.StatePart(asked.table, asked.number, 0, 0, options, state)
 
     def _join(self, loader: int) -> None:
-        self._granted[loader] = []
+        self._granted[loader], self._asked[loader] = [], deque()
         self._outside[loader] = deque([Portion(loader, OUTSIDE, 0, 0, 0)])
 
     def post(self, message: Any, *, later: bool = False) -> None:
         self.said.append(message)
         if isinstance(message, say.AskBatch):
-            self._grant(self._granted[message.loader], self._loaders[message.loader], message)
+            self._asked[message.loader].append(message.epoch)
         elif isinstance(message, say.CloseLoader):
+            self._asked[message.loader].clear()
             count = len(self._granted[message.loader])
             self._outside[message.loader].append(Portion(message.loader, OUTSIDE, 0, count, 0))
 
-    def _grant(self, granted: list[Portion], opened: m.OpenLoader, asked: say.AskBatch) -> None:
+    def _grant(self, loader: int, epoch: int) -> None:
         """The next of that epoch's, if it has any; of a stream each epoch is one."""
-        last = granted[-1] if granted and granted[-1].epoch == asked.epoch else None
+        granted, opened = self._granted[loader], self._loaders[loader]
+        last = granted[-1] if granted and granted[-1].epoch == epoch else None
         if last is None or not last.end:
             start = last.stop if last else 0
             stop = min(start + opened.batch_size, opened.size)
             end = int(start == stop) if opened.size else 0
-            granted.append(Portion(asked.loader, len(granted), asked.epoch, start, stop, end))
+            granted.append(Portion(loader, len(granted), epoch, start, stop, end))
 
     def portion(self, loader: int, index: int, *, block: bool) -> Portion | None:
         self.look()
         if index == OUTSIDE:
             return self._outside[loader].popleft()
-        granted = self._granted[loader]
+        granted, asked = self._granted[loader], self._asked[loader]
+        while asked and index >= len(granted):
+            self._grant(loader, asked.popleft())
         return granted[index] if index < len(granted) else None
 
     def open(self, opened: Any) -> Table:
