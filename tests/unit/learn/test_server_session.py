@@ -149,7 +149,7 @@ def test_after_an_epoch_it_rests_but_in_lockstep(sync: str, rests: int) -> None:
     assert [(each.loader, each.index) for each in servers.of(say.Rest)] == [(0, 3)]
 
 
-@pytest.mark.parametrize("sync, rests", [("softsync:1", 1), ("async", 0)])
+@pytest.mark.parametrize("sync, rests", [("ssp:1", 1), ("softsync:1", 0), ("async", 0)])
 def test_what_is_opened_in_the_middle_of_a_gradient_is_waited_for_at_rest(sync: str, rests: int) -> None:
     session, servers, _ = begun(sync)
     loop = iter(session.loader(DATA, batch_size=2, ahead=0))
@@ -157,6 +157,17 @@ def test_what_is_opened_in_the_middle_of_a_gradient_is_waited_for_at_rest(sync: 
     session.loader(DATA, batch_size=3)
     assert [each.loader for each in servers.of(say.Rest)] == [NO_LOADER] * rests
     assert session.resting == bool(rests)
+    loop.close()
+
+
+def test_in_lockstep_it_reads_what_the_others_did_while_something_was_opened() -> None:
+    session, servers, _ = begun()
+    loop = iter(session.loader(DATA, batch_size=2, ahead=0))
+    next(loop)
+    servers.said.clear()
+    session.loader(DATA, batch_size=3)
+    found = [type(each) for each in servers.of(say.Rest, m.OpenLoader, say.Reread)]
+    assert found == [say.Rest, m.OpenLoader, say.Reread] and not session.resting
     loop.close()
 
 
