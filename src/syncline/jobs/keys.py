@@ -15,7 +15,7 @@ from typing import Any
 from syncline.engines.checkpoint_options import AUTO, END
 from syncline.errors import UsageError
 from syncline.learn.gradient_ways import WAYS
-from syncline.learn.training import read_stop
+from syncline.learn.train_and_evaluate import read_stop
 from syncline.parallel.rules import WAYS as CUTS
 
 MOST = 2**63 - 1

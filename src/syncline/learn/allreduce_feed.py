@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from syncline.errors import UsageError
-from syncline.learn.batches import to_device
+from syncline.learn.batch_to_device import to_device
 from syncline.learn.loader import LoaderBase, ReadingAhead
 from syncline.protocols.allreduce import Rounds, Share, Spans, left_of, standing
 from syncline.protocols.epoch_positions import Standing

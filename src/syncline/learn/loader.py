@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from syncline.errors import UsageError
-from syncline.learn.batches import CopyStream, rows_of, to_device
+from syncline.learn.batch_to_device import CopyStream, rows_of, to_device
 from syncline.learn.model_factories import CPU
 from syncline.learn.stepper import FeedWait, Portions, Rested
 from syncline.messages.to_leader import CloseLoader, StreamEnded

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from syncline.batch.commands import BatchMethod
 from syncline.batch.portions import Batch, Samples
-from syncline.learn.batches import to_device
+from syncline.learn.batch_to_device import to_device
 from syncline.learn.gradient_ways import Objective, check_loss
 from syncline.learn.loader import epoch_order, reader
 from syncline.learn.model_factories import CPU, Model, copied, made

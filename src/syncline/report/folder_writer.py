@@ -40,7 +40,7 @@ from syncline.engines.run import (
     Snapshot,
 )
 from syncline.errors import LearnerError, RunError, SynclineWarning
-from syncline.learn.training import Training
+from syncline.learn.train_and_evaluate import Training
 from syncline.messages import Clocks, Statistics
 from syncline.nn.net import layer_notes
 from syncline.report.clock_file import CLOCKS, append_clocks, cut_clocks

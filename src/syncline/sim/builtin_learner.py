@@ -1,6 +1,6 @@
 """A built-in learner: `train`'s loop as a handler of events, without a thread.
 
-It says to coordinator and leading shard exactly what `run_training` says through a session: `learn.training`,
+It says to coordinator and leading shard exactly what `run_training` says through a session: `learn.train_and_evaluate`,
 `learn.session` and `learn.feed` are its plain reference, tests compare the two to the bit. A generator that gives way where a session
 would block; `learn.stepper` says what happens when. Its replica has promised gradients and shared versions in place of tensors of
 its own (`batched.lazy_gradients`); nothing is computed here.

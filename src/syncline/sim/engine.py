@@ -18,7 +18,7 @@ from syncline.engines import live_runs as live
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.errors import RunError, UsageError
 from syncline.learn.server_session import check_whole
-from syncline.learn.training import run_training
+from syncline.learn.train_and_evaluate import run_training
 from syncline.protocols.lifecycle import Faults
 from syncline.sim.allreduce import AllReduceSimulation
 from syncline.sim.batch_method_run import BatchSimulation

@@ -23,7 +23,7 @@ from syncline.engines.run import Evaluate, Outcome, RunSpec
 from syncline.engines.simulated_times import LearnerTimes, SimulatedTimes
 from syncline.engines.supervision import Crew, Supervision
 from syncline.errors import LostError
-from syncline.learn.training import Evaluation
+from syncline.learn.train_and_evaluate import Evaluation
 from syncline.ports import ServerPort
 from syncline.protocols.lifecycle import Hangs, Kill, Lifecycle
 from syncline.protocols.tree_shape import Tree

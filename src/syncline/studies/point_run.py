@@ -19,7 +19,7 @@ from syncline.engines.run import EpochRecord
 from syncline.errors import LearnerError, SynclineError, UsageError
 from syncline.jobs import Job
 from syncline.learn.gradient_ways import Backprop, way_of
-from syncline.learn.training import evaluation_of
+from syncline.learn.train_and_evaluate import evaluation_of
 from syncline.sim.engine import Sim
 from syncline.sim.timing.run_times import Follow, Timing
 from syncline.studies.grid import Point, StudyRow, asked

@@ -1,4 +1,4 @@
-"""`train` and `launch`. `train`'s learners run `learn.training`, a loop that any user could have written."""
+"""`train` and `launch`. `train`'s learners run `learn.train_and_evaluate`, a loop that any user could have written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from syncline.engines.run import Callback, Engine, Task
 from syncline.errors import NotYetError
 from syncline.learn.gradient_ways import Backprop, Loss, Objective, regularised, way_of
 from syncline.learn.server_session import check_whole
-from syncline.learn.training import (
+from syncline.learn.train_and_evaluate import (
     Training,
     evaluation_of,
     read_stop,

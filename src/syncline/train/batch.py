@@ -24,7 +24,7 @@ from syncline.learn.gradient_ways import Backprop, regularised, way_of
 from syncline.learn.model_factories import Model
 from syncline.learn.portion_worker import BatchPlan, batch_layout, trained
 from syncline.learn.server_session import check_whole
-from syncline.learn.training import evaluation_of
+from syncline.learn.train_and_evaluate import evaluation_of
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan
 from syncline.table.checkpoints import Checkpoint

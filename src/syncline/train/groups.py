@@ -22,7 +22,7 @@ from syncline.engines.torchrun.rank_and_store import TorchrunPlace
 from syncline.errors import NotYetError, UsageError
 from syncline.learn.loader import reader
 from syncline.learn.server_session import check_whole
-from syncline.learn.training import Objective
+from syncline.learn.train_and_evaluate import Objective
 from syncline.parallel.module import Partitioned, partition
 from syncline.parallel.move import Group
 from syncline.parallel.trace import skeleton

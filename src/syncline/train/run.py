@@ -27,7 +27,7 @@ from syncline.engines.simulated_times import SimulatedTimes
 from syncline.errors import DialError, RunError, Terminated, UsageError, interrupted
 from syncline.learn.model_factories import copied
 from syncline.learn.server_session import check_whole, refuse_weighted
-from syncline.learn.training import Training
+from syncline.learn.train_and_evaluate import Training
 from syncline.messages import Statistics
 from syncline.protocols.staleness import Staleness
 from syncline.report.folder_writer import record_run

@@ -34,7 +34,7 @@ from syncline.errors import LearnerError, LostError, RunError, UsageError
 from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.local_update import GroupSession
 from syncline.learn.model_factories import copied
-from syncline.learn.training import Training
+from syncline.learn.train_and_evaluate import Training
 from syncline.parallel.move import Joined, join
 from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, RunStopped, Serving
 from syncline.roles.allreduce_coordinator import Meet, PeerClosed, apart, early

@@ -21,7 +21,7 @@ from syncline.learn.loader import epoch_order, read_ahead, reader
 from syncline.learn.model_factories import made
 from syncline.learn.server_session import shards_for
 from syncline.learn.session import make_optimizer
-from syncline.learn.training import Schedule, Training, run_training
+from syncline.learn.train_and_evaluate import Schedule, Training, run_training
 from syncline.sim.batched.batched_gradients import BatchedGradients
 from syncline.sim.batched.lazy_gradients import Computer, EachAlone
 from syncline.sim.batched.objective import SimTask

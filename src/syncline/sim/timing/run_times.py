@@ -88,7 +88,7 @@ Follow = Callable[[Look], None]  # gets it before the timing begins
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRun:
-    """What is timed, all that is known of a model and its data; stands for `learn.training.Training`, too.
+    """What is timed, all that is known of a model and its data; stands for `learn.train_and_evaluate.Training`, too.
 
     `on_update` gets each version, `follow` a function that says how far it is.
     """

@@ -32,7 +32,7 @@ from syncline.engines.run import Outcome, RunSpec, Storage, Task
 from syncline.errors import InvariantError, LostError
 from syncline.learn.gradient_ways import Supervised
 from syncline.learn.session import Session
-from syncline.learn.training import Training, run_training
+from syncline.learn.train_and_evaluate import Training, run_training
 from syncline.protocols.lifecycle import Faults
 from syncline.roles.run_plan import RunPlan, Saving
 from syncline.sim.engine import Sim, World

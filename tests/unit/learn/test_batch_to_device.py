@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import TensorDataset
 
-from syncline.learn.batches import to_device
+from syncline.learn.batch_to_device import to_device
 from syncline.learn.gradient_ways import Backprop
-from syncline.learn.training import evaluation_of
+from syncline.learn.train_and_evaluate import evaluation_of
 
 META = torch.device("meta")  # as good as a GPU for where tensors are
 

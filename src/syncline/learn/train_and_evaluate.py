@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from syncline.dial import nearest
 from syncline.errors import UsageError
-from syncline.learn.batches import to_device
+from syncline.learn.batch_to_device import to_device
 from syncline.learn.gradient_ways import Backprop, Objective, Supervised, Way, check_scalar
 from syncline.learn.model_factories import CPU, Model, copied, made
 from syncline.learn.session import Session

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from syncline.errors import UsageError
 from syncline.learn.gradient_ways import Backprop, Supervised
 from syncline.learn.model_factories import ModelFactory
-from syncline.learn.training import Evaluation, check_metrics, evaluation_of
+from syncline.learn.train_and_evaluate import Evaluation, check_metrics, evaluation_of
 
 SIZE, BATCH = 300, 256  # evaluation takes batches of 256: one of 256, one of 44
 
