@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from syncline.dial import Sync
 from syncline.protocols.folding import Folding, Ticket, leader
-from syncline.protocols.meetings import Contributions
 from syncline.protocols.membership import Members
 from syncline.protocols.sequence import Decision, Drop, Fold, Full, Sequence, Take
 from syncline.protocols.staleness import StalenessClock
@@ -481,36 +480,6 @@ def test_the_clock_is_the_brute_force_account(folds: list[tuple[int, list[int]]]
 def test_a_gradient_from_the_future_is_an_error() -> None:
     with pytest.raises(AssertionError, match="future"):
         StalenessClock().fold(2, [1, 3])
-
-
-moves = st.lists(st.tuples(st.sampled_from("lbbw"), st.integers(0, 3), st.integers(0, 1)), max_size=30)
-
-
-@many
-@given(st.sets(st.integers(0, 3), min_size=2), moves)
-def test_a_meeting_is_complete_when_every_live_member_has_brought_its_own(
-    initial: set[int], script: list[tuple[str, int, int]]
-) -> None:
-    meeting, members = Contributions(initial), set(initial)
-    brought: dict[int, set[int]] = {0: set(), 1: set()}
-    for move, member, thing in script:
-        done: list[tuple[int, set[int]]] = []
-        if move == "l":
-            done = meeting.leave(member)
-            members.discard(member)
-            for bringers in brought.values():
-                bringers.discard(member)
-        elif move == "w":
-            meeting.withdraw(thing, member)
-            brought[thing].discard(member)
-        elif member in members:
-            everybody = meeting.bring(thing, member)
-            done = [(thing, everybody)] if everybody is not None else []
-            brought[thing].add(member)
-        complete = {each for each, bringers in brought.items() if bringers and members <= bringers}
-        assert dict(done) == {each: brought[each] for each in complete}
-        for each in complete:
-            brought[each] = set()
 
 
 def test_steps_go_on_this_once_without_those_that_wait_elsewhere() -> None:
