@@ -121,34 +121,3 @@ class Meetings:
     def _close(self) -> list[Decision]:
         here, self._here = tuple(self._here), {}
         return [Met(here)]
-
-
-class Contributions:
-    """Everybody brings the same thing: complete, once, when every live member has brought it, or left.
-
-    Used to open loaders, where all begin with the first epoch. Who joins later is not waited for.
-    """
-
-    def __init__(self, members: Iterable[int]) -> None:
-        self._members = set(members)
-        self._brought: dict[int, set[int]] = {}  # thing -> members
-
-    def bring(self, thing: int, member: int) -> set[int] | None:
-        """All who brought it, once all live members have; else None."""
-        self._brought.setdefault(thing, set()).add(member)
-        return self._complete(thing)
-
-    def withdraw(self, thing: int, member: int) -> None:
-        """It brings it not, after all: the others wait for it again."""
-        self._brought.get(thing, set()).discard(member)
-
-    def leave(self, member: int) -> list[tuple[int, set[int]]]:
-        """What its leaving completes."""
-        self._members.discard(member)
-        for brought in self._brought.values():
-            brought.discard(member)
-        complete = [(thing, self._complete(thing)) for thing in list(self._brought)]
-        return [(thing, brought) for thing, brought in complete if brought]
-
-    def _complete(self, thing: int) -> set[int] | None:
-        return None if self._members - self._brought[thing] else self._brought.pop(thing)

@@ -39,7 +39,7 @@ class Coordinator:
         self._chosen: dict[int, int] = {}  # dials that the user chose, by number, with the epoch in which
         self._epoch = self._restored.epoch  # of the first loader
         self.live = dict(learners)  # learner -> rank
-        self._room = WaitingLearners(port, self.live, lambda *these: self._openings.withdraw(*these))
+        self._room = WaitingLearners(port, self.live)
         self._openings = TableRegistry(port, plan, self.live, self._room, lambda: self._dial)
         self._openings.expect(learners, self._restored)
         # states of optimizers under way, by table, number, learner: what shards have said, and how many are to say it
@@ -230,7 +230,7 @@ class Coordinator:
         ordered = self._room.by_rank(back)
         opened = self._openings.join_again({learner: back[learner] for learner in ordered})
         for learner in ordered:
-            self._openings.alone(learner)
+            self._openings.leave(learner)
             self._room.reply(learner, m.Rejoined(opened[learner]))
 
     # -- states of optimizers ----------------------------------------------------------------------------

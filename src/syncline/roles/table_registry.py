@@ -6,13 +6,12 @@ learners that wait for each other elsewhere (`waiting_learners`), nor for what a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from syncline import messages as m
 from syncline.errors import LayoutError, UsageError
 from syncline.ports import CoordinatorPort
-from syncline.protocols.meetings import Contributions
 from syncline.protocols.sequence import Account
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan
@@ -31,7 +30,6 @@ class Table:
     template: OptimizerTemplate | None = None  # once it is made
     firsts: set[str] = field(default_factory=set)  # files of its first values, which a lost shard may need
     initialiser: int | None = None
-    waiting: set[int] = field(default_factory=set)
 
     @property
     def made(self) -> bool:
@@ -64,7 +62,6 @@ class TableRegistry:
         self.loaders: dict[int, m.OpenLoader] = {}
         self.initial: dict[int, int] = {}  # the first fold and the first epoch wait for these
         self._restored = Restored(name="the start", seed=plan.seed)
-        self._together = Contributions(())
 
     def expect(self, learners: Mapping[int, int], restored: Restored) -> None:
         """These begin together, there; in a warm start one alone."""
@@ -73,17 +70,15 @@ class TableRegistry:
         if learners and restored.version < self._plan.warm:
             first = min(learners, key=lambda learner: learners[learner])
             self.initial = {first: learners[first]}
-        self._together = Contributions(self.initial)
 
     def leave(self, learner: int) -> None:
-        """Nobody waits for it to open a loader."""
-        for loader, brought in self._together.leave(learner):
-            self._join_loader(loader, self._room.by_rank(brought))
+        """Nobody waits for it to begin together: it is gone, or opens further loaders by itself."""
+        if self.initial.pop(learner, None) is not None:
+            self._begin_together()
 
     def hand_over(self, learner: int) -> None:
         """It is gone: if it was to initialise a table, another does."""
         for number, table in self.tables.items():
-            table.waiting.discard(learner)
             if table.initialiser == learner and not table.made:
                 table.initialiser = None
             self._choose_initialiser(number, table)
@@ -91,7 +86,6 @@ class TableRegistry:
     def make_again(self) -> None:
         """The shards are new ones: tell them of all there is."""
         for number, table in sorted(self.tables.items()):
-            table.waiting.clear()
             if number not in self._restored.tables and table.start(number) is None:
                 table.template = None  # nobody has read it yet
             if table.made:
@@ -113,11 +107,6 @@ class TableRegistry:
                 self._port.tell_shards(m.JoinLoader(loader, joining))
         return opened
 
-    def alone(self, learner: int) -> None:
-        """It opens further loaders by itself."""
-        self.initial.pop(learner, None)
-        self.leave(learner)
-
     # -- tables ------------------------------------------------------------------------------------------
 
     def open(self, learner: int, message: m.Open) -> None:
@@ -132,16 +121,16 @@ class TableRegistry:
         self._restored.check_layout(message.table, message.layout)
         if table.made:
             self._room.reply(learner, self._opened(message.table, table, learner))
-            return
-        table.waiting.add(learner)
-        self._choose_initialiser(message.table, table)
+        else:
+            self._choose_initialiser(message.table, table)
 
     def _choose_initialiser(self, number: int, table: Table) -> None:
         """The lowest live rank's parameters initialise the table (M6)."""
         if table.made or table.initialiser is not None or not self._live:
             return
         lowest = min(self._live, key=lambda learner: self._live[learner])
-        if lowest in table.waiting:
+        asked = self._room.asked.get(lowest)
+        if isinstance(asked, m.Open) and asked.table == number:
             table.initialiser = lowest
             self._room.reply(lowest, m.Initialise(number, table.layout))
 
@@ -151,10 +140,10 @@ class TableRegistry:
             self._restored.check_optimizer(message.table, _name(message.template))
         table.template = message.template
         self._make(message.table, table)
-        by_rank = sorted(table.waiting, key=lambda waiting: (waiting != learner, self._live[waiting]))
-        for waiting in by_rank:  # who has the first values before all others
-            self._room.reply(waiting, self._opened(message.table, table, waiting, first=waiting == learner))
-        table.waiting.clear()
+        asked = self._room.asked.items()
+        others = [each for each, what in asked if isinstance(what, m.Open) and what.table == message.table]
+        for each in (learner, *self._room.by_rank(others)):  # who has the first values before all others
+            self._room.reply(each, self._opened(message.table, table, each, first=each == learner))
 
     def _make(self, number: int, table: Table) -> None:
         """Tell the shards of a table: its first values, or those of the checkpoint."""
@@ -167,7 +156,7 @@ class TableRegistry:
                 layout=table.layout,
                 template=table.template,
                 dial=self._dial(),
-                initial={learner: rank for learner, rank in self.initial.items() if learner in self._live},
+                initial=dict(self.initial),
                 learners=plan.learners,
                 warm=plan.warm if number == 0 else 0,
                 batch_size=plan.batch_size,
@@ -218,12 +207,18 @@ class TableRegistry:
         if message.loader not in self.loaders:
             self._make_loader(message)
             self.loaders[message.loader] = message
-        if learner in self.initial:  # all begin with the first epoch, and a joint round is cut for all
-            brought = self._together.bring(message.loader, learner)
-            if brought is not None:
-                self._join_loader(message.loader, self._room.by_rank(brought))
+        if learner in self.initial:
+            self._begin_together()
         else:
             self._join_loader(message.loader, [learner])
+
+    def _begin_together(self) -> None:
+        """All of them wait for the same loader: they begin with its first epoch, and a joint round is cut for all."""
+        if not self.initial or len(self._room.asked) < len(self.initial):  # quick to see
+            return
+        first, *others = [self._room.asked.get(learner) for learner in self.initial]
+        if isinstance(first, m.OpenLoader) and all(asked == first for asked in others):
+            self._join_loader(first.loader, self._room.by_rank(self.initial))
 
     def _make_loader(self, opened: m.OpenLoader) -> None:
         kept = self._restored.loaders.get(opened.loader)
@@ -242,17 +237,10 @@ class TableRegistry:
         kept = self._restored.loaders.get(loader)
         return kept.parts if kept else self._plan.learners
 
-    def _join_loader(self, loader: int, learners: Sequence[int]) -> None:
+    def _join_loader(self, loader: int, learners: list[int]) -> None:
         self._port.tell_shards(m.JoinLoader(loader, {learner: self._live[learner] for learner in learners}))
         for learner in learners:
             self._room.reply(learner, self.parts_of(loader))
-
-    def withdraw(self, learner: int, opening: m.Open | m.OpenLoader) -> None:
-        """It waits no more for others to open this too: its loop differs from theirs."""
-        if isinstance(opening, m.Open):
-            self.tables[opening.table].waiting.discard(learner)
-        else:
-            self._together.withdraw(opening.loader, learner)
 
 
 def _name(template: OptimizerTemplate) -> str:

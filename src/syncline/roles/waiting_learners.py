@@ -6,7 +6,7 @@ for deciding that: the leading shard runs that protocol, because it knows who wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,12 +19,10 @@ from syncline.protocols.meetings import EPOCH, LOADER, STEP, TABLE, MeetingPlace
 
 
 class WaitingLearners:
-    """Who of `live` (learner -> rank) has asked for what; `withdrawn` is told of an opening that was refused here."""
+    """Who of `live` (learner -> rank) has asked for what."""
 
-    def __init__(
-        self, port: CoordinatorPort, live: Mapping[int, int], withdrawn: Callable[[int, Any], None]
-    ) -> None:
-        self._port, self._live, self._withdrawn = port, live, withdrawn
+    def __init__(self, port: CoordinatorPort, live: Mapping[int, int]) -> None:
+        self._port, self._live = port, live
         self._met: list[m.Met] = []  # meetings whose values are not all here
         self.asked: dict[int, Any] = {}  # learner -> the request it waits for
         self._opening: dict[int, MeetingPlace] = {}  # who waits for others to open the same
@@ -103,8 +101,6 @@ class WaitingLearners:
                 places.setdefault(place, []).append(self._live[learner])
         problem = LoopError(differing({place: sorted(ranks) for place, ranks in places.items()}))
         opening = [learner for learner in met.others if learner in self._opening]
-        for learner in opening:
-            self._withdrawn(learner, self.asked[learner])
         for learner in self.by_rank([*(each for each in met.learners if each in self._live), *opening]):
             self.reply(learner, m.Refused(problem))
         if len(stepped := {place for place in met.others.values() if place.what == STEP}) > 1:

@@ -10,7 +10,6 @@ import pytest
 
 from syncline.batch import commands as c
 from syncline.batch.methods import LBFGS
-from syncline.errors import UsageError
 from tests.unit.batch.plain import Plain, drive
 from tests.unit.batch.problems import logistic, quadratic
 
@@ -49,23 +48,6 @@ def test_every_command_does_what_the_page_says() -> None:
     assert plain.whole("a").tolist() == [-3.0, 6.0, -9.0]
     plain.run((c.Copy("g", "a"), c.Swap("x", "g"), c.Combine("a", ((2.0, "a"), (1.0, "g")))))
     assert plain.whole("x").tolist() == [-3.0, 6.0, -9.0] and plain.whole("a").tolist() == [-5.0, 10.0, -15.0]
-
-
-@pytest.mark.parametrize(
-    "program, message",
-    [
-        ((c.Copy("x", "z"),), r"Copy\(to='x', of='z'\) names 'z'; the method's vectors are x, g"),
-        ((c.Evaluate(at="old"),), "names 'old'"),
-        ((c.Combine("x", ((1.0, "y"),)),), "names 'y'"),
-        ((c.Scale("x", float("nan")),), "has the number nan; the method must end or restart instead"),
-        ((c.Combine("x", ((float("inf"), "g"),)),), "has the number inf"),
-        ((c.Dot("a", "x", "x"), c.Largest("a", "x")), "two results of one program have the same name: a, a"),
-        (("dot",), "a program is a tuple of commands, got 'dot' in it"),
-    ],
-)
-def test_a_program_that_no_shard_could_carry_out_is_refused(program: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        c.check(program, ("x", "g"))
 
 
 def test_memory_is_known_before_the_start() -> None:

@@ -28,6 +28,7 @@ from syncline.protocols.lifecycle import (
     StopLearners,
     Warn,
     WarnLost,
+    Watchdog,
 )
 
 GRACE = Grace(cut=1.0, step=5.0)
@@ -362,3 +363,38 @@ def test_replacements_are_bounded_between_steps(stepped: list[bool]) -> None:
         if not new:
             return
         (learner,) = new
+
+
+# -- patience ------------------------------------------------------------------------------------------------
+
+
+def test_who_is_not_heard_of_is_named_once() -> None:
+    patience = Watchdog(2.0)
+    assert patience.look(0.0, {1: 5, 2: 5}, set()) == []
+    assert patience.look(1.9, {1: 5, 2: 6}, set()) == []
+    assert patience.look(2.1, {1: 5, 2: 7}, set()) == [1]
+    assert patience.silence(1, 2.1) == pytest.approx(2.1)
+    assert patience.look(9.0, {1: 5, 2: 8}, set()) == []
+
+
+def test_who_waits_for_others_is_not_to_blame() -> None:
+    patience = Watchdog(2.0)
+    for now in range(10):
+        assert patience.look(float(now), {1: 5}, {1}) == []
+    assert patience.look(11.0, {1: 5}, set()) == []  # since 9 it could compute
+    assert patience.look(11.2, {1: 5}, set()) == [1]
+
+
+def test_who_goes_on_may_hang_again() -> None:
+    patience = Watchdog(1.0)
+    patience.look(0.0, {1: 0}, set())
+    assert patience.look(2.0, {1: 0}, set()) == [1]
+    assert patience.look(2.5, {1: 1}, set()) == []
+    assert patience.look(4.0, {1: 1}, set()) == [1]
+
+
+def test_who_has_left_is_forgotten() -> None:
+    patience = Watchdog(1.0)
+    patience.look(0.0, {1: 0, 2: 0}, set())
+    assert patience.look(5.0, {2: 1}, set()) == []
+    assert patience.silence(1, 5.0) == 0.0

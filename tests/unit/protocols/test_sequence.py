@@ -1,4 +1,4 @@
-"""The sequence of a table (M2, M3, M4, M8): random teams under every dial that works, and each part alone.
+"""The sequence of a table (M2, M3, M4, M8): random teams under every dial that works.
 
 `Team` is a model of learners that obey the contract: each publishes only after its last ticket was released.
 It checks every decision against its own account, so that a random script of events is a whole test.
@@ -15,12 +15,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from syncline.dial import Sync
-from syncline.protocols.folding import Folding, Ticket, leader
-from syncline.protocols.meetings import Contributions
-from syncline.protocols.membership import Members
+from syncline.protocols.folding import Ticket, leader
 from syncline.protocols.sequence import Decision, Drop, Fold, Full, Sequence, Take
-from syncline.protocols.staleness import StalenessClock
-from syncline.protocols.waiting import Gate, Release
+from syncline.protocols.waiting import Release
 
 Key = tuple[int, int]  # learner, number
 
@@ -375,142 +372,6 @@ def test_events_of_strangers_change_nothing() -> None:
     assert sequence.rest(7, 1) == sequence.reread(7, 1) == sequence.resume(7) == sequence.leave(7) == []
     assert sequence.resume(100) == []  # does not rest
     team._agree()
-
-
-# -- the parts ---------------------------------------------------------------------------------------------
-
-tickets = st.builds(
-    Ticket, st.integers(0, 5), st.integers(0, 5), st.integers(0, 9), st.just(0), st.integers(0, 4), st.just(1)
-)
-
-
-@given(st.lists(tickets, min_size=1))
-def test_the_leader_is_furthest_along_then_of_lowest_rank(made: list[Ticket]) -> None:
-    """M4."""
-    found = leader(made)
-    assert found.step == max(ticket.step for ticket in made)
-    assert found.rank == min(ticket.rank for ticket in made if ticket.step == found.step)
-
-
-def test_folding_waits_for_the_start_then_for_the_quorum() -> None:
-    members, folding = Members({1: 0, 2: 1}), Folding(Sync.parse("softsync:1"))
-    members.join(1, 0, 0)
-    first, second = Ticket(1, 0, 1, 0, 0, 1), Ticket(2, 1, 1, 0, 0, 1)
-    folding.add(first)
-    assert folding.ready(0, members) == [] and folding.pending == 1
-    members.join(2, 1, 0)
-    assert folding.ready(0, members) == []
-    folding.add(second)
-    assert folding.ready(0, members) == [first, second]
-    assert folding.pending == 0 and folding.rest(0) == []
-
-
-def test_members_have_started_when_every_initial_one_has_come_or_gone() -> None:
-    members = Members({1: 0, 2: 1, 3: 2})
-    members.join(9, 3, 0)
-    members.join(2, 1, 0)
-    assert members.leave(1) is None  # lost before it came
-    assert not members.started and members.initial == 3 and len(members.live) == 2
-    members.join(3, 2, 5).resting = True
-    assert members.started and 3 in members.live and 1 not in members.live
-    assert [member.learner for member in members.active()] == [9, 2]
-    assert members.live[3].next_iteration == 5
-    left = members.leave(9)
-    assert left is not None and left.rank == 3
-    assert members.leave(9) is None and members.started
-
-
-def gate_of(text: str, *learners: int) -> Gate:
-    members = Members(dict(enumerate(learners)))
-    for rank, learner in enumerate(learners):
-        members.join(learner, rank, 0)
-    return Gate(Sync.parse(text), members)
-
-
-def needs(gate: Gate) -> dict[int, int]:
-    return {learner: needed for learner, (_, needed, _) in gate.waiting.items()}
-
-
-def test_the_gate_opens_for_exactly_the_version_that_lockstep_needs() -> None:
-    gate = gate_of("delayed:2", 3, 4, 5)
-    for learner, iteration in ((5, 4), (3, 3), (4, 0)):
-        gate.arrive(learner, 10 + learner, iteration, 0)
-    assert needs(gate) == {5: 3, 3: 2, 4: 0}
-    assert gate.open(1) == [Release(4, 14, 0)]
-    assert gate.open(3) == [Release(5, 15, 3), Release(3, 13, 2)]  # in the order of arrival
-    assert gate.open(9) == [] and gate.waiting == {}
-
-
-def test_the_gate_is_open_for_free_learners_and_shut_for_resting_ones() -> None:
-    gate = gate_of("async", 1, 2, 3)
-    gate.arrive(1, 4, 0, 7)
-    gate.hold(2, 5)
-    assert gate.open(7) == [Release(1, 4, 7)] and needs(gate) == {2: -1}
-    gate.resume(2, 7)
-    assert gate.open(7) == [Release(2, 5, 7)]
-    gate.hold(3, 0)
-    gate.leave(3), gate.leave(8)
-    gate.resume(3, 7)
-    assert gate.open(7) == [] and gate.waiting == {}
-
-
-def test_the_gate_resumes_a_learner_where_it_would_read_after_the_step_before() -> None:
-    gate = gate_of("delayed:1", 1)
-    gate.hold(1, 3)
-    assert gate.open(99) == []
-    gate.resume(1, 6)
-    assert gate.open(4) == [] and gate.open(8) == [Release(1, 3, 5)]
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 9), min_size=1)), max_size=20))
-def test_the_clock_is_the_brute_force_account(folds: list[tuple[int, list[int]]]) -> None:
-    """R2: an update's staleness is the version before it minus the mean of its stamps."""
-    clock, sigmas = StalenessClock(), []
-    for extra, stamps in folds:
-        before = max(stamps) + extra
-        sigmas += [before - stamp for stamp in stamps]
-        mean = clock.fold(before, stamps)
-        assert mean == clock.last_update == pytest.approx(before - sum(stamps) / len(stamps))
-    account = clock.account()
-    assert account.histogram == Counter(sigmas) and account.gradients == len(sigmas)
-    assert account.max == max(sigmas, default=0)
-    assert account.mean == pytest.approx(sum(sigmas) / max(1, len(sigmas)))
-    assert str(len(sigmas)) in str(account)
-
-
-def test_a_gradient_from_the_future_is_an_error() -> None:
-    with pytest.raises(AssertionError, match="future"):
-        StalenessClock().fold(2, [1, 3])
-
-
-moves = st.lists(st.tuples(st.sampled_from("lbbw"), st.integers(0, 3), st.integers(0, 1)), max_size=30)
-
-
-@many
-@given(st.sets(st.integers(0, 3), min_size=2), moves)
-def test_a_meeting_is_complete_when_every_live_member_has_brought_its_own(
-    initial: set[int], script: list[tuple[str, int, int]]
-) -> None:
-    meeting, members = Contributions(initial), set(initial)
-    brought: dict[int, set[int]] = {0: set(), 1: set()}
-    for move, member, thing in script:
-        done: list[tuple[int, set[int]]] = []
-        if move == "l":
-            done = meeting.leave(member)
-            members.discard(member)
-            for bringers in brought.values():
-                bringers.discard(member)
-        elif move == "w":
-            meeting.withdraw(thing, member)
-            brought[thing].discard(member)
-        elif member in members:
-            everybody = meeting.bring(thing, member)
-            done = [(thing, everybody)] if everybody is not None else []
-            brought[thing].add(member)
-        complete = {each for each, bringers in brought.items() if bringers and members <= bringers}
-        assert dict(done) == {each: brought[each] for each in complete}
-        for each in complete:
-            brought[each] = set()
 
 
 def test_steps_go_on_this_once_without_those_that_wait_elsewhere() -> None:

@@ -1,4 +1,4 @@
-"""Trees of servers (R7, M14): shapes, and gradients through trees of any shape, in any order of messages, with losses.
+"""Trees of servers (R7, M14): gradients through trees of any shape, in any order of messages, with losses.
 
 `Forest` carries messages between learners, nodes and root one at a time, in an order that a seed draws; what a sum is made of travels
 beside its tickets, so that both can be compared wherever a sum arrives.
@@ -12,12 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from syncline.dial import Sync
-from syncline.errors import UsageError
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Change, Decision, Fold, Sequence, Take
 from syncline.protocols.tree_shape import ROOT, Tree
@@ -26,46 +24,6 @@ from syncline.protocols.waiting import Release
 
 Body = Counter[tuple[int, int]]  # what a sum really holds
 DIALS = ("hardsync", "delayed:1", "delayed:2", "softsync:1", "softsync:2", "async", "ssp:1")
-
-
-# -- shapes --------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 300), st.integers(2, 9))
-def test_every_learner_has_one_way_to_the_root_and_nobody_has_more_below_than_the_fan_in(
-    learners: int, fan_in: int
-) -> None:
-    tree = Tree(range(100, 100 + learners), fan_in)
-    assert all(len(tree.children(node)) <= fan_in for node in (*tree.nodes, ROOT))
-    assert sorted(each for leaf in tree.leaves for each in tree.children(leaf)) == [*tree.leaf]
-    depth = 1
-    while fan_in ** (depth + 1) < learners:
-        depth += 1
-    assert {len(tree.route(each)) for each in tree.leaf} == {depth} == {tree.depth}
-
-
-def test_levels_above_the_leaves_appear_beyond_the_square_of_the_fan_in() -> None:
-    assert Tree(range(16), 4).depth == 1
-    assert Tree(range(17), 4).depth == 2
-    with pytest.raises(UsageError, match="fan-in of at least 2, got 1"):
-        Tree(range(3), 1)
-
-
-def test_learners_of_a_lost_leaf_go_to_the_emptiest_others_and_leave_with_the_last() -> None:
-    tree = Tree(range(5), 2)
-    assert tree.lose(0) == {0: 2, 1: 1}  # leaf 2 had one learner, then both have two
-    assert tree.route(0) == [2, 4]  # three leaves made a level of two above them
-    tree.lose(1)
-    assert tree.lose(2) == dict.fromkeys((4, 0, 2, 3, 1)) and not tree.leaves
-
-
-def test_nodes_below_a_lost_one_go_to_the_one_above_it() -> None:
-    tree = Tree(range(8), 2)
-    assert tree.lose(4) == {0: ROOT, 1: ROOT}
-    assert tree.route(0) == [0]
-
-
-# -- gradients through trees ---------------------------------------------------------------------------------
 
 
 @dataclass

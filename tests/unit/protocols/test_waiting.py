@@ -187,3 +187,48 @@ def test_the_gate_is_the_plain_one(first: str, script: list[tuple[str, int, str]
         sorted_one, plain = (gate.open(version) for gate in gates)
         assert sorted_one == plain
         assert gates[0].waiting == gates[1].waiting
+
+
+# -- one gate, step by step ----------------------------------------------------------------------------------
+
+
+def gate_of(text: str, *learners: int) -> Gate:
+    members = Members(dict(enumerate(learners)))
+    for rank, learner in enumerate(learners):
+        members.join(learner, rank, 0)
+    return Gate(Sync.parse(text), members)
+
+
+def needs(gate: Gate) -> dict[int, int]:
+    return {learner: needed for learner, (_, needed, _) in gate.waiting.items()}
+
+
+def test_the_gate_opens_for_exactly_the_version_that_lockstep_needs() -> None:
+    gate = gate_of("delayed:2", 3, 4, 5)
+    for learner, iteration in ((5, 4), (3, 3), (4, 0)):
+        gate.arrive(learner, 10 + learner, iteration, 0)
+    assert needs(gate) == {5: 3, 3: 2, 4: 0}
+    assert gate.open(1) == [Release(4, 14, 0)]
+    assert gate.open(3) == [Release(5, 15, 3), Release(3, 13, 2)]  # in the order of arrival
+    assert gate.open(9) == [] and gate.waiting == {}
+
+
+def test_the_gate_is_open_for_free_learners_and_shut_for_resting_ones() -> None:
+    gate = gate_of("async", 1, 2, 3)
+    gate.arrive(1, 4, 0, 7)
+    gate.hold(2, 5)
+    assert gate.open(7) == [Release(1, 4, 7)] and needs(gate) == {2: -1}
+    gate.resume(2, 7)
+    assert gate.open(7) == [Release(2, 5, 7)]
+    gate.hold(3, 0)
+    gate.leave(3), gate.leave(8)
+    gate.resume(3, 7)
+    assert gate.open(7) == [] and gate.waiting == {}
+
+
+def test_the_gate_resumes_a_learner_where_it_would_read_after_the_step_before() -> None:
+    gate = gate_of("delayed:1", 1)
+    gate.hold(1, 3)
+    assert gate.open(99) == []
+    gate.resume(1, 6)
+    assert gate.open(4) == [] and gate.open(8) == [Release(1, 3, 5)]

@@ -11,19 +11,22 @@ from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline import messages as m
 from syncline.dial import Course
+from syncline.errors import UsageError
 from syncline.messages.to_leader import Meet
 from syncline.ports import CoordinatorPort, ServerPort
-from syncline.protocols.meetings import EPOCH, LOADER, TABLE, MeetingPlace
+from syncline.protocols.meetings import EPOCH, LOADER, STEP, TABLE, MeetingPlace
 from syncline.roles.coordinator import Coordinator
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.server import ServerRole
-from syncline.roles.waiting_learners import differing
+from syncline.roles.waiting_learners import WaitingLearners, brought, differing, like, mean_of
+from tests.unit.roles.doubles import coordinator_port, layout, told
 
 Loop = list[str]  # "mean", or a loader's letter
 loops = st.lists(st.sampled_from(["mean", "a", "b"]), max_size=5).map(
@@ -130,3 +133,123 @@ def test_the_words_say_who_waits_where_and_what_to_do() -> None:
         "batches: call it after the loop over a loader, not inside."
     )
     assert "session.mean" not in differing({MeetingPlace(EPOCH, 0): [0], MeetingPlace(LOADER, 1): [1]})
+
+
+def test_the_words_say_who_steps_what() -> None:
+    assert differing({None: [2], MeetingPlace(STEP, 0): [0], MeetingPlace(STEP, 1): [1, 3]}) == (
+        "learners' loops differ, and all wait for each other: learners [2] wait in session.mean, learners [0] wait in a "
+        "step of table 0, learners [1, 3] wait in a step of table 1. Every learner must step the same tables in the same "
+        "order and call session.mean equally often."
+    )
+
+
+# -- the room alone ------------------------------------------------------------------------------------------
+
+
+class Room(WaitingLearners):
+    """Learners 5, 6 and 7, whose ranks fall; what it says is remembered."""
+
+    def __init__(self) -> None:
+        self.port, self.live = coordinator_port(), {5: 2, 6: 1, 7: 0}
+        super().__init__(self.port, self.live)
+
+    def ask(self, learner: int, message: Any) -> None:
+        self.asked[learner] = message
+        self.look(learner)
+
+    def bring(self, learner: int, value: Any) -> None:
+        self.ask(learner, m.MeanOf(brought(value)))
+        self.try_met()
+
+    def answers(self) -> list[tuple[int, Any]]:
+        return told(self.port.reply)
+
+
+def test_a_meeting_is_answered_by_rank_when_all_that_was_brought_is_here() -> None:
+    room = Room()
+    room.bring(5, 1)
+    room.met(m.Met((5, 6)))
+    assert room.answers() == []
+    room.bring(6, 2)
+    assert [(learner, mean.item()) for learner, mean in room.answers()] == [(6, 1.5), (5, 1.5)]
+    room.bring(6, 9)  # for the next one
+    room.met(m.Met((6, 7)))
+    del room.live[7]  # it brought nothing
+    room.try_met()
+    assert room.answers() == [(6, torch.tensor(9.0, dtype=torch.float64))] and room.asked == {}
+
+
+def test_different_shapes_are_refused_to_all() -> None:
+    room = Room()
+    room.bring(5, torch.zeros(2)), room.bring(7, 1.0)
+    room.met(m.Met((5, 7)))
+    refused = room.answers()
+    assert [learner for learner, _ in refused] == [7, 5]
+    assert all("got learner 0: (), learner 2: (2,)" in str(answer.error) for _, answer in refused)
+
+
+def test_new_shards_hear_again_who_opens_something() -> None:
+    room, place = Room(), MeetingPlace(TABLE, 0)
+    room.ask(5, m.Open(0, layout()))
+    assert told(room.port.tell_shards) == [m.Opening(1, {5: place})]
+    room.reset()
+    room.tell(), room.tell()
+    assert told(room.port.tell_shards) == [m.Opening(2, {5: place})]
+    room.reply(5, None)
+    room.tell()
+    assert told(room.port.tell_shards) == [m.Opening(3, {5: None})]
+
+
+def test_all_stand_still_only_if_nobody_has_gone_on_or_is_missing() -> None:
+    room = Room()
+    room.ask(5, m.Open(0, layout()))
+    told(room.port.tell_shards)
+    for number, learners in ((0, {5, 6, 7}), (1, {5, 6})):
+        room.standstill(m.Standstill(number, learners))
+    assert told(room.port.tell_shards) == []
+    room.standstill(m.Standstill(1, {5, 6, 7}))
+    assert told(room.port.tell_shards) == [m.Standstill(1, {5, 6, 7})]
+
+
+def test_who_waits_in_different_steps_is_called_and_told_when_it_asks() -> None:
+    room = Room()
+    room.met(m.Met((), {5: MeetingPlace(STEP, 0), 6: MeetingPlace(STEP, 1)}))
+    assert told(room.port.announce) == [m.Call()] and room.answers() == []
+    for learner in (5, 7, 5):
+        room.answer_call(learner)
+    (first, refused), *others = room.answers()
+    assert first == 5 and "learners [2] wait in a step of table 0" in str(refused.error)
+    assert others == [(7, None), (5, None)]
+
+
+def test_nobody_is_told_that_loops_differ_while_the_run_ends() -> None:
+    room = Room()
+    room.ending = True
+    room.bring(5, 3)
+    room.met(m.Met((5,), {6: MeetingPlace(EPOCH, 0)}))
+    assert [(learner, mean.item()) for learner, mean in room.answers()] == [(5, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("x", "got str"),
+        (torch.zeros(1, dtype=torch.complex64), "got a tensor of torch.complex64"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_has_no_mean_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=f"takes a number or a tensor of real numbers, .*{said}"):
+        brought(value)
+
+
+def test_means_come_back_as_what_was_brought() -> None:
+    mean = mean_of({3: brought(2), 1: brought(torch.tensor(1))})
+    assert mean.item() == 1.5
+    assert like(mean, 2) == 1.5 and isinstance(like(mean, 2), float)
+    assert like(mean, torch.tensor(1, dtype=torch.int64)).dtype == torch.float32
+    assert like(mean, torch.tensor(1.0, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    row = mean_of({0: brought([1, 2])})
+    mine = like(row, [1, 2])
+    mine += 1
+    assert row.tolist() == [1.0, 2.0]  # each has its own

@@ -20,11 +20,13 @@ from syncline import messages as m
 from syncline.dial import as_sync
 from syncline.messages.log import Entry, Release
 from syncline.messages.to_leader import NO_LOADER, Gradient, Meet, Rest, ToLeader
-from syncline.ports import ServerPort
-from syncline.protocols.meetings import STEP, MeetingPlace
+from syncline.ports import OUTSIDE, ServerPort
+from syncline.protocols.meetings import STEP, TABLE, Decision, MeetingPlace, Met
+from syncline.roles.barrier import PATIENCE, Barrier
+from syncline.roles.data_dispatcher import DataDispatcher
 from syncline.roles.leader import Leader
 from syncline.roles.server import LogApplier
-from syncline.roles.waiting_learners import differing
+from tests.unit.roles.doubles import server_port, told
 
 many = settings(max_examples=200, deadline=None)
 TABLES = {"a": 0, "b": 1}
@@ -220,9 +222,9 @@ def test_loops_that_differ_never_wait_for_ever(loops: list[str], sync: str, data
     crew = Crew(loops, sync, lambda count: data.draw(st.integers(0, count - 1)))
     crew.play()
     assert crew.over == set(range(len(loops)))
-    for told in crew.told.values():
-        tables = {place.number for place in told.others.values()}
-        assert tables == {0, 1} or told.learners
+    for message in crew.told.values():
+        tables = {place.number for place in message.others.values()}
+        assert tables == {0, 1} or message.learners
 
 
 @many
@@ -233,13 +235,98 @@ def test_steps_of_different_tables_are_told(sync: str, learners: int, data: Any)
     crew = Crew(loops, sync, lambda count: data.draw(st.integers(0, count - 1)))
     crew.play()
     assert crew.told and crew.over == set(range(learners))
-    places = {place for told in crew.told.values() for place in told.others.values()}
+    places = {place for message in crew.told.values() for place in message.others.values()}
     assert places == {MeetingPlace(STEP, 0), MeetingPlace(STEP, 1)}
 
 
-def test_the_words_say_who_steps_what() -> None:
-    assert differing({None: [2], MeetingPlace(STEP, 0): [0], MeetingPlace(STEP, 1): [1, 3]}) == (
-        "learners' loops differ, and all wait for each other: learners [2] wait in session.mean, learners [0] wait in a "
-        "step of table 0, learners [1, 3] wait in a step of table 1. Every learner must step the same tables in the same "
-        "order and call session.mean equally often."
-    )
+# -- the barrier alone ---------------------------------------------------------------------------------------
+
+
+class Alone:
+    """Learners 0, 1, … of ranks 10, 11 …, none of them in a step or at a loader."""
+
+    def __init__(self, learners: int, *, back: bool = False) -> None:
+        self.port, self.decided = server_port(), list[Decision]()
+        ranks = {learner: 10 + learner for learner in range(9)}
+        feeding = MagicMock(spec=DataDispatcher)
+        feeding.waiting.return_value = {}
+        self.barrier = Barrier(self.port, ranks, feeding, {}, self._carry_out)
+        self.barrier.resume(m.Resume(initial=tuple(range(learners)), back=back))
+        for learner in range(learners):
+            self.barrier.join(learner, cold=False)
+
+    def _carry_out(self, place: int, decisions: list[Decision]) -> None:
+        assert place == OUTSIDE
+        self.decided += decisions
+
+    def warned(self) -> list[str]:
+        return [message.text for message in told(self.port.tell, m.Warned)]
+
+
+def test_who_makes_many_steps_in_lockstep_while_others_wait_is_named_once() -> None:
+    alone = Alone(3)
+    alone.barrier.come(0), alone.barrier.come(1)
+    for count in range(1, 2 * PATIENCE):
+        alone.barrier.stepped(2, lockstep=True)
+        warned = alone.warned()
+        assert len(warned) == (count == PATIENCE)
+        for text in warned:
+            assert "learner 12 has made 10 steps while learners [10, 11] wait in it" in text
+
+
+def test_free_learners_are_named_only_when_they_have_returned() -> None:
+    alone = Alone(2)
+    alone.barrier.come(0)
+    for _ in range(PATIENCE + 3):
+        alone.barrier.stepped(1, lockstep=False)
+    assert alone.warned() == []
+    alone.barrier.leave(1, closed=True)
+    assert "learner 11 has returned after 13 steps" in alone.warned()[0]
+    assert alone.decided == [Met((0,))]
+
+
+def test_who_was_lost_who_came_later_and_who_is_back_in_its_loop_is_not_named() -> None:
+    lost, later, back = Alone(2), Alone(1), Alone(2, back=True)
+    later.barrier.join(1, cold=False)
+    for alone in (lost, later, back):
+        alone.barrier.come(0)
+        for _ in range(PATIENCE):
+            alone.barrier.stepped(1, lockstep=alone is not lost)
+        alone.barrier.leave(1, closed=alone is not lost)
+        assert alone.warned() == []
+
+
+def test_steps_are_counted_from_one_meeting_to_the_next() -> None:
+    alone = Alone(2)
+    for _ in range(3):
+        alone.barrier.come(0)
+        for _ in range(PATIENCE - 1):
+            alone.barrier.stepped(1, lockstep=True)
+        alone.barrier.come(1)
+        alone.barrier.over(Met((0, 1)))
+    assert alone.warned() == [] and alone.decided == [Met((0, 1))] * 3
+
+
+def test_who_waits_for_the_warm_starts_end_is_in_no_meeting_before() -> None:
+    alone = Alone(2)
+    alone.barrier.join(1, cold=True)
+    alone.barrier.come(0)
+    assert alone.decided == [Met((0,))]
+    assert alone.barrier.warmed(1) and not alone.barrier.warmed(1) and not alone.barrier.warmed(0)
+    alone.barrier.come(0)
+    assert alone.decided == [Met((0,))]
+    alone.barrier.come(1)
+    assert alone.decided[1:] == [Met((0, 1))]
+
+
+def test_what_was_heard_of_openings_is_asked_again_before_anybody_is_told_that_loops_differ() -> None:
+    alone, place = Alone(2), MeetingPlace(TABLE, 1)
+    alone.barrier.come(0)
+    alone.barrier.opening(m.Opening(7, {1: place}))
+    assert told(alone.port.tell) == [m.Standstill(7, {0, 1})] and alone.decided == []
+    alone.barrier.standstill(m.Standstill(6, {0, 1}))  # an older question's answer
+    assert alone.decided == []
+    alone.barrier.standstill(m.Standstill(7, {0, 1}))
+    assert [type(each).__name__ for each in alone.decided] == ["Unmet"]
+    alone.barrier.opening(m.Opening(8, {1: None}))
+    assert not alone.barrier.openings and not alone.barrier.tangled
