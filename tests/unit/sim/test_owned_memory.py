@@ -35,7 +35,7 @@ def layout_of(shards: int) -> Layout:
 # -- drafts --------------------------------------------------------------------------------------------------
 
 moves = st.lists(
-    st.tuples(st.sampled_from("fill publish free wait".split()), st.integers(0, 9), st.integers(0, 3))
+    st.tuples(st.sampled_from(["fill", "publish", "free", "wait"]), st.integers(0, 9), st.integers(0, 3))
 )
 
 
@@ -134,8 +134,8 @@ def test_a_table_begins_with_what_was_published() -> None:
     first = [[torch.full(each.shape, 2.0).to(DTYPES[each.dtype]) for each in flat.entries] for flat in flats]
     table.begin(Draft(first[0], first[1], 0, first[2]))
     lies = [layout.parameters.views(table.weights), table.buffers, table.others]
-    for mine, given in zip(lies, first, strict=True):
-        assert mine and all(map(torch.equal, mine, given))
+    for mine, values in zip(lies, first, strict=True):
+        assert mine and all(map(torch.equal, mine, values))
     assert len(table.part_bytes) == 2 and min(table.part_bytes) > 0
     assert sum(table.part_bytes) == sum(segment.nbytes for segment in table.weights)
 
