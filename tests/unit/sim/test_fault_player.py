@@ -62,6 +62,11 @@ def test_every_line_happens_once_and_the_others_are_missed(
     assert sorted(fault.text for fault in script.rest(played).faults) == sorted(left)
 
 
+def test_of_two_equal_lines_one_may_be_left() -> None:
+    script = Script.of("add 1 at 2 s; add 1 at 2 s")
+    assert len(script.missed(["add 1 at 2 s"])) == 1 and not script.missed(["add 1 at 2 s"] * 2)
+
+
 def test_a_run_that_goes_on_has_the_lines_before_it_behind_it() -> None:
     text = "add 1 at version 3; add 2 at version 4; stop at 2 s; kill learner 1 at 2.5 s"
     assert [fault.text for fault in Script.of(text).after(3, 2.0).faults] == [
@@ -97,7 +102,7 @@ def spec(topology: str = "servers:2", sync: str = "softsync:1", *, batch: Any = 
     ("cut link 0-1 for 1 s at 1 s", spec(), BESIDE, None, ""),
     ("pause node 0 for 1 s at 1 s", spec(), APART, None, ""),
     ("change to delayed:3 at 1 s", spec(sync="delayed:1"), APART, DialError, "keeps 4 versions, this run was started to keep 2"),
-    ("change to delayed:1 at 1 s", spec(sync="delayed:3"), APART, None, ""),
+    ("change to delayed:3 at 1 s", spec(sync="delayed:3"), APART, None, ""),
     ("change to softsync:9 at 1 s", spec(), APART, DialError, "n <= learners"),
     ("change to backup:1 at 1 s", spec("tree:2"), APART, DialError, "taken whole"),
 ])  # fmt: skip
