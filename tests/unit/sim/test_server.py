@@ -168,8 +168,9 @@ def test_the_dead_do_nothing_and_what_they_sent_is_lost() -> None:
         port.tell("told")
         port.spend(Serving(Fold, 0))
         port.tell("told later")
+        port.append(TAKE)
 
-    world, server = shard(replace(EQUAL, fold=Cost(fixed=3.0)), does=does)
+    world, server = shard(replace(EQUAL, fold=Cost(fixed=3.0)), shards=2, does=does)
     server.handle("first")
     server.handle("second")
     server.dead = True
