@@ -83,6 +83,7 @@ def test_a_fold_joins_what_is_of_one_version_and_stacks_the_rest(
     made = together.computer.fold(together.layout.parts[0], taken)
     torch.testing.assert_close(made.segments, wanted)
     assert made.present == (True, True)
+    assert len(together.computer.stacked.rows.free) == 64, "what is folded is kept no longer"
     assert [call for call in together.calls if call[0] == calls[0][0]] == calls
 
 
