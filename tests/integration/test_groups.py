@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.cluster.record import Cluster, Compute, Link
 from syncline.errors import LearnerError, NotYetError, UsageError
-from syncline.sim.group_times import groups_of, seats_of
 from syncline.testing.leftovers import children
 from syncline.train import groups
 
@@ -325,25 +323,6 @@ def test_a_simulated_groups_step_takes_what_its_plan_says(plan: Any) -> None:
 def test_a_dense_layer_cut_by_its_inputs_is_simulated() -> None:
     rows = trained(engine=sl.Sim(CARDS), group=2, plan={"4": "rows"}, epochs=1)
     assert rows.seconds < trained(engine=sl.Sim(CARDS), group=2, plan="data", epochs=1).seconds
-
-
-def test_seats_crowd_their_machine_and_groups_have_the_cards_of_all_their_machines() -> None:
-    usual = Cluster(
-        compute=Compute(base=1.0),
-        crowding=0.1,
-        learners_per_machine=8,
-        speeds=(1.0, 0.5, 1.0),
-        card=Link(bandwidth=1e6),
-    )
-    assert seats_of(usual, 4).compute.base == pytest.approx(1.3)
-    groups = groups_of(usual, 4, seats_of(usual, 4).compute)
-    assert groups.learners_per_machine == 2 and groups.card.bandwidth == 1e6 and groups.speeds == (0.5,)
-    both = groups.step_seconds(8, rank=1, step=0, seed=0, learners=2)
-    assert both == pytest.approx(usual.step_seconds(8, rank=7, step=0, seed=0, learners=8))
-    wide = groups_of(usual, 16, usual.compute)
-    assert wide.learners_per_machine == 1 and wide.card.bandwidth == 2e6
-    few = replace(usual, crowding=0.0, cores=2)
-    assert seats_of(few, 4).compute.base == 2.0 and groups_of(few, 2, few.compute).cores == 1
 
 
 def test_functions_do_not_run_in_simulated_seats() -> None:

@@ -16,7 +16,6 @@ from syncline.cluster.record import KINDS, Cluster, Compute, Cost, Jitter, Link,
 from syncline.engines.event_script import parse_script
 from syncline.errors import UsageError
 from syncline.sim.engine import Sim
-from syncline.sim.fault_player import Script
 
 
 @pytest.mark.parametrize(
@@ -212,19 +211,6 @@ def test_this_machine_is_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_
     path.write_text("{}}")
     with pytest.raises(UsageError, match="measure again"):
         Cluster.named("this-machine")
-
-
-def test_a_script_by_version_and_by_time() -> None:
-    text = "kill learner 1 at version 3; stop at 9 s; add 1 at version 2; pause shard 0 for 1 s at version 8"
-    script, played = Script.of(text), []
-    assert [fault.action for fault in script.timed] == ["stop"]
-    for version in (1, 2, 5):
-        script.reached(version, lambda fault, version=version: played.append((version, fault.action)))  # type: ignore[misc]
-    assert played == [(2, "add"), (5, "kill")]
-    left = script.rest(["kill learner 1 at version 3", "add 1 at version 2"])
-    assert [fault.action for fault in left.faults] == ["stop", "pause"]
-    assert Script.of(parse_script(text)).timed == Script.of(text).timed
-    assert Script.of(None).timed == []
 
 
 def test_seconds_of_a_script_are_numbers() -> None:

@@ -143,12 +143,3 @@ def test_memory_that_grew_and_momentum_that_was_replaced(monkeypatch: pytest.Mon
             optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, 0.5)
     table.step(1, wanted=2)
     table.compare()
-
-
-def test_rows_are_free_again_when_nobody_holds_them() -> None:
-    rows = Table({}, False).versions
-    first, second = rows.take(), rows.take()
-    assert (first.number, second.number) == (0, 1)
-    del first
-    assert rows.take().number == 0
-    assert [segment.shape for segment in second.segments] == [stack.shape[1:] for stack in rows.stacks]

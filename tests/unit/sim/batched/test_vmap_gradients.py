@@ -1,6 +1,5 @@
-"""Many gradients in one computation against the plain gradient of each: convolutions, joined, stacked."""
+"""Many gradients in one computation against the plain gradient of each: joined, stacked."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,47 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from syncline.errors import UsageError
 from syncline.learn.gradient_ways import Supervised
 from syncline.models import Cifar10Full
-from syncline.sim.batched.batched_gradients import Loss, LossLog
-from syncline.sim.batched.convolutions import convolve
 from syncline.sim.batched.objective import Rows, SimTask, rows_of
 from syncline.sim.batched.vmap_gradients import Joined, Stacked, padded, plain, trial
 from syncline.table.layout import lay_out
-
-# -- convolutions --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("images", "size", "kernel", "stride", "padding", "dilation"),
-    [
-        (1, (5, 5), (3, 3), (1, 1), (0, 0), (1, 1)),
-        (3, (7, 6), (5, 3), (2, 1), (2, 1), (1, 1)),
-        (2, (9, 8), (3, 2), (3, 2), (1, 0), (2, 3)),
-        (11, (6, 6), (5, 5), (1, 1), (2, 2), (1, 1)),  # more images than have a product of their own
-        (2, (4, 4), (1, 1), (1, 1), (0, 0), (1, 1)),
-    ],
-)
-@pytest.mark.parametrize("bias", [True, False])
-def test_convolutions_of_many_versions_are_those_of_each(
-    images: int, size: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, bias: bool
-) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(4, images, 3, *size, dtype=torch.float64, requires_grad=True)
-    w = torch.randn(4, 5, 3, *kernel, dtype=torch.float64, requires_grad=True)
-    b = torch.randn(4, 5, dtype=torch.float64, requires_grad=True) if bias else None
-    inputs = [x, w] if b is None else [x, w, b]
-    mine = convolve(x, w, b, stride, padding, dilation)
-    each = torch.stack(
-        [F.conv2d(x[i], w[i], None if b is None else b[i], stride, padding, dilation) for i in range(4)]
-    )
-    torch.testing.assert_close(mine, each)
-    direction = torch.randn_like(each)
-    torch.testing.assert_close(
-        torch.autograd.grad((mine * direction).sum(), inputs),
-        torch.autograd.grad((each * direction).sum(), inputs),
-    )
 
 
 class Shapes(nn.Module):
@@ -223,13 +186,6 @@ def test_sizes_that_are_captured() -> None:
     assert [padded(count) for count in (1, 5, 30, 33, 256, 300)] == [1, 6, 32, 48, 256, 300]
 
 
-def test_only_the_models_own_parameters() -> None:
-    model, other = nn.Linear(2, 1), nn.Parameter(torch.ones(2))
-    layout, _ = lay_out(model, [[*model.parameters(), other]], cuttable=True, shards=1)
-    with pytest.raises(UsageError, match="no parameter of the model"):
-        SimTask(model, Supervised(F.mse_loss), layout, images(torch.float32))
-
-
 # -- the trial -----------------------------------------------------------------------------------------------
 
 
@@ -270,29 +226,3 @@ def test_a_trial_finds_who_draws_and_leaves_the_generators_alone() -> None:
     reason, draws = trial(task, tensors.parameters, 40, convolutions="grouped")
     assert draws and reason is None
     assert torch.equal(torch.get_rng_state(), before)
-
-
-# -- losses --------------------------------------------------------------------------------------------------
-
-
-class Thing:
-    """Something that can be referred to weakly."""
-
-
-def test_losses_are_read_many_at_a_time() -> None:
-    log, thing = LossLog(torch.device("cpu"), room=3), Thing()
-    reads: list[int] = []
-    read = log.read
-    log.read = lambda: (reads.append(1), read())[1]  # type: ignore[method-assign]
-
-    def need(promise: Any) -> None:
-        log.values[log.place(losses[-1])] = 9.0
-
-    losses = [Loss(log, weakref.ref(thing), need) for _ in range(6)]  # type: ignore[arg-type]
-    for number, loss in enumerate(losses[:5]):
-        log.values[log.place(loss)] = float(number)
-    assert [float(loss) for loss in losses[:5]] == [0, 1, 2, 3, 4]
-    assert len(reads) == 2
-    assert float(losses[5]) == 9.0  # computed because somebody asked
-    gone = Loss(log, weakref.ref(Thing()), need)  # type: ignore[arg-type]
-    assert float(gone) != float(gone)
