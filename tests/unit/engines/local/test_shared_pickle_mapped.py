@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from syncline.engines.local import file_mappings as mappings
-from syncline.engines.local.packing import INLINE, Parcel, pack, unpack
+from syncline.engines.local.shared_pickle import INLINE, Parcel, pack, unpack
 from syncline.errors import RunError, UsageError
 from tests.ready_python import run_ready
-from tests.unit.engines.local.test_packing import mapping_of, open_descriptors, unpack_again
+from tests.unit.engines.local.test_shared_pickle import mapping_of, open_descriptors, unpack_again
 
 SIZE = 1 << 20  # bytes of a file
 NUMBERS = np.arange(SIZE // 4, dtype=np.float32)
@@ -243,7 +243,7 @@ def test_shared_tensors_stay_shared() -> None:
 
 OTHER_STRATEGY = """
 import torch
-from tests.unit.engines.local.test_packing_mapped import SIZE, trip
+from tests.unit.engines.local.test_shared_pickle_mapped import SIZE, trip
 torch.multiprocessing.set_sharing_strategy("file_system")
 given = torch.zeros(SIZE).share_memory_()
 found = trip(given[3:])

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncline.engines.local.packing import INLINE, Parcel, pack, unpack
 from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.local.shared_pickle import INLINE, Parcel, pack, unpack
 
 BIG = INLINE  # elements of any dtype: more than what travels inline
 
