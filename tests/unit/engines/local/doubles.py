@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from syncline.dial import Course
+from syncline.engines.local import supervisor_base
 from syncline.engines.local.control_channel import NOTHING, Closed
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_pickle import Parcel, pack, unpack
@@ -98,6 +100,8 @@ class Children:
         self.by_pid: dict[int, Process] = {}
         self.runs: dict[int, Any] = {}
         self.threads: dict[int, int] = {}
+        self._watched: list[Any] = []
+        self._told = False  # all of the story
         self.killed: list[Process] = []
         self.closed: bool | None = None
 
@@ -124,12 +128,15 @@ class Children:
         self._ended(self.of(role, rank), how)
 
     def watch(self, fd: int, action: Any) -> None:
-        pass
+        self._watched.append(action)
 
     def work(self, seconds: float) -> None:
+        for action in self._watched:
+            action()
         for _ in self._story:
             return
-        raise AssertionError("the run goes on when its story is over")
+        assert not self._told, "the run goes on when its story is over"
+        self._told = True
 
     def kill(self, process: Process) -> None:
         self.killed.append(process)
@@ -140,6 +147,26 @@ class Children:
 
     def close(self, *, kill: bool) -> None:
         self.closed = kill
+
+
+def lives(run: Any, story: Callable[[Children], Story], monkeypatch: pytest.MonkeyPatch) -> Children:
+    """All of a run, on this thread: the story tells what happens whenever its supervisor waits; timers are looked at always."""
+    made: list[Children] = []
+
+    def children(heard: Any, ended: Any, crashes: Any) -> Children:
+        def told() -> Story:
+            yield from story(made[0])
+
+        made.append(Children(heard, ended, told()))
+        return made[0]
+
+    monkeypatch.setattr(supervisor_base, "Processes", children)
+    monkeypatch.setattr(supervisor_base, "LOOK", -1.0)
+    run.main()
+    assert run.done.is_set()
+    if isinstance(run.error, AssertionError):
+        raise run.error
+    return made[0]
 
 
 def said_to(process: Process) -> list[Any]:

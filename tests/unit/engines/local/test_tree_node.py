@@ -302,7 +302,7 @@ def test_a_node_that_is_moved_sends_again_to_the_one_above_and_hears_the_former_
         yield from world.settle()
         new = NodeEnd(world.own.over, world.own.back, 1)
         numbers, whole, values = world.up(new) or ([], None, [])
-        assert (numbers, values) == ([(1, 1)], [1.0]) and whole is not None
+        assert (numbers, values) == ([(1, 1)], [1.0]) and whole is not None and whole.slot == 0
         world.answer(Taken(0, whole.number), new, way=0)
         yield from world.settle()
         assert not one.passed(1), "the former one's word"
