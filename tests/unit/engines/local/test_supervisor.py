@@ -15,8 +15,9 @@ from syncline.engines.local.host_interface import Host, Machines, Sites, Vitals
 from syncline.engines.local.learner import CALLS, GENERATION, STOP
 from syncline.engines.local.processes import Process
 from syncline.engines.local.supervisor import Supervisor
+from syncline.engines.local.table_memory import Mailbox
 from syncline.errors import LearnerError, LostError, LostWarning, RunError
-from syncline.protocols.lifecycle import Faults
+from syncline.protocols.lifecycle import MOST, Faults
 from syncline.protocols.staleness import Staleness
 from syncline.topologies import Servers
 from tests.unit.engines.local.doubles import Children, Post, Story, lives, said_to, spec_of
@@ -131,6 +132,25 @@ def test_a_lost_learner_is_replaced_under_a_new_id_where_the_user_wants_that(
 
     lives(run, story, monkeypatch)
     assert run.error is None and run.outcome.returned == {0: 0, 1: 1, 2: 2}
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_rank_is_given_up_when_process_after_process_dies_before_its_first_step(
+    steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Supervisor(spec_of(2, faults=Faults(replace=True)))
+
+    def story(children: Children) -> Story:
+        for _ in range(MOST):
+            if steps:
+                Mailbox(children.spec_of("learner").desk).notes.push((0,) * 12 + (0.0,))
+            with pytest.warns(LostWarning):
+                children.ends("learner", 0)
+            yield
+        run.fail(RunError("enough"))
+
+    lives(run, story, monkeypatch)
+    assert ("given up" in kinds(run)) is not steps and len(run.learners) == 1 + steps
 
 
 def test_a_stop_and_a_call_are_words_that_all_learners_see(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +345,23 @@ class Cluster(Machines):
 
     def hear(self, relay: Process, word: Any) -> None:
         pass
+
+
+def test_the_leading_shards_machine_hears_last_of_what_all_shards_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, order = Cluster(), list[str]()
+    run = Supervisor(spec_of(2), machines=cluster)
+
+    def story(children: Children) -> Story:
+        monkeypatch.setattr(run.host, "tell_shards", lambda message: order.append("leading"))
+        monkeypatch.setattr(cluster.other, "_note", lambda name: lambda *given: order.append(name))
+        run.tell_shards(m.CutDone())
+        assert order == ["tell_shards", "leading"]
+        run.fail(RunError("enough"))
+        yield
+
+    lives(run, story, monkeypatch)
 
 
 def test_a_lost_machine_takes_its_learners_with_it_and_the_others_hear_of_it(
